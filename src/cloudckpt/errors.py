@@ -1,0 +1,220 @@
+"""Every error that cloudckpt raises.
+
+Classes follow what a handler would do, not where the error came from::
+
+    CloudckptError
+    ├── InvalidURIError (ValueError)        fix the URI
+    ├── InvalidOptionError (ValueError)     fix the option
+    ├── MissingDependencyError (ImportError) install the extra that the message names
+    ├── StoreError                          one call to a store failed; has .key and .operation
+    │   ├── ObjectNotFoundError             nothing lies at the key
+    │   ├── ObjectExistsError               create-if-absent found something there
+    │   ├── BucketNotFoundError             create the bucket, or fix its name
+    │   ├── AccessDeniedError               grant the permission that the message names
+    │   ├── CredentialsError                find, renew or correct the credentials
+    │   ├── ShortObjectError                the object ends before the range that was asked for
+    │   ├── ChecksumRefusedError            the store saw other bytes than were sent
+    │   ├── UnsupportedOperationError       this store cannot do that at all
+    │   └── TransientStoreError             trying again may help
+    │       ├── ThrottledError              … later, and slower
+    │       ├── InterruptedReadError        … from the byte reached (.received_bytes)
+    │       └── StoreTimeoutError (TimeoutError)
+    └── CheckpointError                     has .uri
+        ├── CheckpointExistsError           choose another URI, or pass overwrite=True
+        ├── CheckpointNotFoundError         nothing is committed there
+        ├── CheckpointChangedError          overwritten while it was read: load again
+        ├── CommitUnknownError              the answer to the commit was lost: look before you save again
+        ├── IncompleteSaveError             what was written is not what was planned
+        ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
+        │   └── InvalidManifestError        the manifest itself is damaged or not ours
+        ├── UnsupportedFormatError          written by a newer cloudckpt: upgrade
+        ├── UnsupportedValueError           the state dict holds what the format cannot
+        ├── NoConditionalCommitError        the store cannot create-if-absent
+        └── UnsafePickleError               reading it would run code: consent with allow_pickle=True
+
+All of them survive pickling, because ``torch.distributed`` carries them from rank to rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AccessDeniedError",
+    "BucketNotFoundError",
+    "CheckpointChangedError",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "ChecksumRefusedError",
+    "CloudckptError",
+    "CommitUnknownError",
+    "CorruptCheckpointError",
+    "CredentialsError",
+    "IncompleteSaveError",
+    "InterruptedReadError",
+    "InvalidManifestError",
+    "InvalidOptionError",
+    "InvalidURIError",
+    "MissingDependencyError",
+    "NoConditionalCommitError",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
+    "ShortObjectError",
+    "StoreError",
+    "StoreTimeoutError",
+    "ThrottledError",
+    "TransientStoreError",
+    "UnsafePickleError",
+    "UnsupportedFormatError",
+    "UnsupportedOperationError",
+    "UnsupportedValueError",
+]
+
+
+def _rebuild(
+    cls: type[CloudckptError], message: str, attributes: dict[str, Any]
+) -> CloudckptError:
+    error = cls.__new__(cls, message)
+    error.args = (message,)
+    error.__dict__.update(attributes)
+    return error
+
+
+class CloudckptError(Exception):
+    """Base of every error here. The message says what failed, on what, and what to do next."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call cls(*args), which breaks every subclass with keywords of its own.
+        return _rebuild, (type(self), str(self), dict(self.__dict__))
+
+
+class InvalidURIError(CloudckptError, ValueError):
+    """The URI cannot name a checkpoint."""
+
+
+class InvalidOptionError(CloudckptError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class MissingDependencyError(CloudckptError, ImportError):
+    """The store needs a package that is not installed."""
+
+
+class StoreError(CloudckptError):
+    """One call to a store failed.
+
+    ``key`` is the full address of the object (never with credentials) and ``operation`` the call.
+    """
+
+    def __init__(self, message: str, *, key: str, operation: str) -> None:
+        super().__init__(message)
+        self.key = key
+        self.operation = operation
+
+
+class ObjectNotFoundError(StoreError):
+    """Nothing lies at the key."""
+
+
+class ObjectExistsError(StoreError):
+    """Create-if-absent found an object at the key."""
+
+
+class BucketNotFoundError(StoreError):
+    """The bucket does not exist."""
+
+
+class AccessDeniedError(StoreError):
+    """The credentials are known, but may not do this."""
+
+
+class CredentialsError(StoreError):
+    """There are no credentials, or the store does not know them, or they have expired."""
+
+
+class ShortObjectError(StoreError):
+    """The object ends before the range that was asked for."""
+
+
+class ChecksumRefusedError(StoreError):
+    """The store found other bytes than the checksum that came with them says."""
+
+
+class UnsupportedOperationError(StoreError):
+    """The store has no such operation."""
+
+
+class TransientStoreError(StoreError):
+    """The call failed in a way that a later call may not."""
+
+
+class ThrottledError(TransientStoreError):
+    """The store asks for fewer requests."""
+
+
+class InterruptedReadError(TransientStoreError):
+    """A response body broke off. The first ``received_bytes`` bytes did arrive."""
+
+    def __init__(self, message: str, *, key: str, operation: str, received_bytes: int) -> None:
+        super().__init__(message, key=key, operation=operation)
+        self.received_bytes = received_bytes
+
+
+class StoreTimeoutError(TransientStoreError, TimeoutError):
+    """The store made no progress within the configured time."""
+
+
+class CheckpointError(CloudckptError):
+    """Something about one checkpoint. ``uri`` names it."""
+
+    def __init__(self, message: str, *, uri: str) -> None:
+        super().__init__(message)
+        self.uri = uri
+
+
+class CheckpointExistsError(CheckpointError):
+    """A checkpoint is committed at the URI already; it was left untouched."""
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """No checkpoint is committed at the URI."""
+
+
+class CheckpointChangedError(CheckpointError):
+    """The checkpoint was overwritten or removed while it was being read."""
+
+
+class CommitUnknownError(CheckpointError):
+    """The answer to the commit was lost and could not be found out. Nothing was removed."""
+
+
+class IncompleteSaveError(CheckpointError):
+    """What the ranks wrote is not what was planned, so nothing was committed."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes are not the bytes that were saved."""
+
+
+class InvalidManifestError(CorruptCheckpointError):
+    """The manifest is truncated, damaged, or not a cloudckpt manifest."""
+
+
+class UnsupportedFormatError(CheckpointError):
+    """The checkpoint was written in a newer major version of the format."""
+
+
+class UnsupportedValueError(CheckpointError):
+    """The state dict holds a value that the format cannot store."""
+
+
+class NoConditionalCommitError(CheckpointError):
+    """The store cannot create an object only if it is absent, so overwrites cannot be prevented."""
+
+
+class UnsafePickleError(CheckpointError):
+    """Reading would unpickle bytes from the store, which can run any code."""

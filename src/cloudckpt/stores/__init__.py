@@ -1,0 +1,1 @@
+"""Stores: the places that checkpoints lie in. They know bytes and keys, and nothing of tensors."""

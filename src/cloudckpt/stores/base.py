@@ -1,0 +1,157 @@
+"""What the rest of cloudckpt needs of a store, and nothing more.
+
+A store is rooted at one URI; keys are relative to it, ``/``-separated, never absolute and never with ``..``.
+All methods are safe to call from many threads. They raise `StoreError` subclasses and nothing else
+(see `cloudckpt.errors`); each call makes one attempt, and `cloudckpt._transfer` decides about retries.
+Byte ranges are half-open. Bodies are sequences of ``B``-format, C-contiguous memory views, so that nothing has to
+be joined or copied before it is sent.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+Views = Sequence[memoryview]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store really does; a capability is declared only where a test shows it."""
+
+    conditional_create: bool
+    """``put(if_absent=True)`` is atomic: of two callers exactly one succeeds."""
+    multipart: bool
+    """Multipart uploads exist; until one is completed, nothing lies at its key."""
+    verifies_crc32c: bool
+    """The store refuses bytes that do not match the CRC32C sent with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes within which a store accepts uploads."""
+
+    min_part_bytes: int
+    """Smallest part, but for the last."""
+    max_part_bytes: int
+    max_parts: int
+    max_put_bytes: int
+    """Largest object of a single put."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object in a listing."""
+
+    key: str
+    size_bytes: int
+    modified_at: datetime
+    """When the store says it was written; timezone-aware."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadInfo:
+    """One unfinished multipart upload."""
+
+    key: str
+    upload_id: str
+    started_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Where one part lies in its object. Numbers start at 1; parts follow each other without gaps."""
+
+    number: int
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadedPart:
+    """A part that the store has taken."""
+
+    part: Part
+    token: str
+    """What the store wants to see again at completion (an ETag on S3)."""
+    crc32c: int
+
+
+class Store(abc.ABC):
+    """One place that holds objects. See the module's text for what holds for every method."""
+
+    capabilities: Capabilities
+    limits: Limits
+
+    @property
+    @abc.abstractmethod
+    def uri(self) -> str:
+        """The root, without a trailing slash and without credentials."""
+
+    def url(self, key: str) -> str:
+        """The full address of `key`, for messages."""
+        return f"{self.uri}/{key}" if key else self.uri
+
+    @abc.abstractmethod
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        """Create the object at `key` whole, or not at all, and durably.
+
+        With `if_absent`, raises `ObjectExistsError` where an object lies at `key` already, and leaves it untouched.
+        """
+
+    @abc.abstractmethod
+    def create_multipart(self, key: str) -> str:
+        """Begin a multipart upload and return its id. Nothing lies at `key` until it is completed."""
+
+    @abc.abstractmethod
+    def upload_part(
+        self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int
+    ) -> UploadedPart:
+        """Upload one part. May be called again for the same part; the last call counts."""
+
+    @abc.abstractmethod
+    def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[UploadedPart]
+    ) -> None:
+        """Make the object of `parts`, in the order of their numbers, visible at `key`, durably."""
+
+    @abc.abstractmethod
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Drop the upload and its parts. An upload that is gone already is no error."""
+
+    @abc.abstractmethod
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        """Fill `views`, one after the other, with the object's bytes from `offset_bytes` on.
+
+        Raises `ShortObjectError` where the object ends too early, `InterruptedReadError` where the answer broke off.
+        """
+
+    @abc.abstractmethod
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """The whole object; `StoreError` where it is larger than `max_bytes`."""
+
+    @abc.abstractmethod
+    def head(self, key: str) -> ObjectInfo:
+        """Size and time of the object at `key`."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key starts with `prefix` (a plain string prefix), in no promised order."""
+
+    @abc.abstractmethod
+    def list_directories(self) -> Iterator[str]:
+        """The distinct first segments, without ``/``, of all keys that have more than one segment."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove the objects, in the order given. A key at which nothing lies is no error."""
+
+    @abc.abstractmethod
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
+        """Every unfinished multipart upload whose key starts with `prefix`."""
+
+    @abc.abstractmethod
+    def copy(self, source_key: str, target_key: str) -> None:
+        """Copy one object within the store, without downloading it where the store can."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cloudckpt.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    from cloudckpt.report import Event
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -48,6 +51,8 @@ class Options:
     """``"unconditional"`` accepts a store that cannot create-if-absent, and with it lost overwrite protection."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own JSON values, kept in the manifest."""
+    on_event: Callable[[Event], None] | None = None
+    """Called at each step, in the thread that made it. Must be quick, and picklable for async saves by process."""
 
     def __post_init__(self) -> None:
         problems = [

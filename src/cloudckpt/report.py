@@ -1,0 +1,80 @@
+"""What a save or a load did: events while it runs, and a report at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EventName = Literal[
+    "save.set_up",
+    "save.part_uploaded",
+    "save.object_uploaded",
+    "save.written",
+    "save.committing",
+    "save.committed",
+    "save.cleaned_up",
+    "load.planned",
+    "load.range_read",
+    "load.done",
+    "retry",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One step of a save or load, as it happens; `Options.on_event` receives it in the thread that made it."""
+
+    name: EventName
+    uri: str
+    rank: int
+    key: str = ""
+    """The object concerned, relative to `uri`; empty where it concerns none."""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one rank did in one save."""
+
+    uri: str
+    attempt: str
+    rank: int
+    num_bytes: int
+    """Bytes this rank sent, headers included."""
+    num_objects: int
+    num_requests: int
+    num_retries: int
+    plan_s: float
+    """From set-up to the start of writing: planning and its collectives."""
+    write_s: float
+    """Staging and upload."""
+    commit_s: float
+    """Building and putting the manifest; 0 on all ranks but the coordinator."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Throughput of the writing phase."""
+        return self.num_bytes / self.write_s if self.write_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one rank did in one load."""
+
+    uri: str
+    attempt: str
+    rank: int
+    num_bytes_wanted: int
+    """Bytes of the tensors and objects that were asked for."""
+    num_bytes_read: int
+    """Bytes that came from the store for them: to whole tiles, and over small gaps."""
+    num_requests: int
+    num_retries: int
+    plan_s: float
+    """Manifest and planning."""
+    read_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Throughput of the reading phase, in wanted bytes."""
+        return self.num_bytes_wanted / self.read_s if self.read_s > 0 else 0.0

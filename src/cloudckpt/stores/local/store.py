@@ -1,0 +1,231 @@
+"""Objects as files: atomic by link and rename, durable by fsync."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
+from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, in_order, num_bytes
+from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.local import durable, walk
+from cloudckpt.stores.local.errors import translated
+
+_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
+
+
+class LocalStore(Store):
+    """A directory, which need not exist yet; writes create it.
+
+    - What is written lies in a hidden sibling directory until it is whole and fsync'ed; then one ``link`` (which fails
+      where something lies already) or one ``rename`` makes it appear, and the directories are fsync'ed.
+    - The CRC32C of what is written is checked on its way into the kernel, 1 MiB at a time; a file is not read back.
+    - Symbolic links: the root may be one. Below it, listings do not descend into linked directories, and a link that
+      leads out of the root is refused.
+    - Whether create-if-absent works is found out once, by trying a hard link on the file system itself.
+    - The file system's own timeouts hold; a hard-mounted NFS whose server is gone blocks for ever.
+    """
+
+    limits = _LIMITS
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
+        return LocalStore, (self._root,)
+
+    @functools.cached_property
+    def capabilities(self) -> Capabilities:  # type: ignore[override]  # found out only when asked for
+        return Capabilities(
+            conditional_create=durable.links_work(self._root), multipart=True, verifies_crc32c=True
+        )
+
+    @property
+    def uri(self) -> str:
+        return self._root
+
+    def url(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}" if key else self._root
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        path = self._writable_path("put", key)
+        with translated(path, "put"):
+            temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
+            try:
+                self._write("put", key, temp, 0, views, crc32c=crc32c)
+                durable.publish(temp, path, root=self._root, if_absent=if_absent)
+            except BaseException:
+                self._discard(temp, path)
+                raise
+
+    def create_multipart(self, key: str) -> str:
+        path = self._writable_path("create_multipart", key)
+        with translated(path, "create_multipart"):
+            return durable.create_temp(path, root=self._root)
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        path, temp = self._upload_paths("upload_part", key, upload_id)
+        if num_bytes(views) != part.size_bytes:
+            raise StoreError(
+                f"{path}: part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were announced.",
+                key=path,
+                operation="upload_part",
+            )
+        with translated(path, "upload_part"):
+            self._write("upload_part", key, temp, part.offset_bytes, views, crc32c=crc32c)
+        return UploadedPart(part=part, token=f"{crc32c:08x}", crc32c=crc32c)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
+        path, temp = self._upload_paths("complete_multipart", key, upload_id)
+        expected_bytes = sum(uploaded.part.size_bytes for uploaded in in_order(self, key, list(parts)))
+        with translated(path, "complete_multipart"):
+            size_bytes = os.stat(temp).st_size
+            if size_bytes != expected_bytes:
+                raise StoreError(
+                    f"{path}: the upload's parts have {expected_bytes} bytes, but {size_bytes} were written. "
+                    f"Nothing was completed.",
+                    key=path,
+                    operation="complete_multipart",
+                )
+            durable.publish(temp, path, root=self._root, if_absent=False)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        path, temp = self._upload_paths("abort_multipart", key, upload_id)
+        with translated(path, "abort_multipart"):
+            self._discard(temp, path)
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        path = self._readable_path("read_into", key)
+        with translated(path, "read_into"), durable.opened_object(path) as file:
+            num_read = durable.read_at(file, offset_bytes, views)
+            size_bytes = os.fstat(file).st_size
+        if num_read < num_bytes(views):
+            raise ShortObjectError(
+                f"{path} has {size_bytes} bytes, too few for the range from {offset_bytes} to "
+                f"{offset_bytes + num_bytes(views)}.",
+                key=path,
+                operation="read_into",
+            )
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        path = self._readable_path("read", key)
+        with translated(path, "read"), durable.opened_object(path) as file:
+            size_bytes = os.fstat(file).st_size
+            if size_bytes > max_bytes:
+                raise StoreError(
+                    f"{path} has {size_bytes} bytes, more than the {max_bytes} allowed.", key=path, operation="read"
+                )
+            body = bytearray(size_bytes)
+            num_read = durable.read_at(file, 0, [memoryview(body)])
+        return bytes(memoryview(body)[:num_read])
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._readable_path("head", key)
+        with translated(path, "head"), durable.opened_object(path) as file:
+            return _info(key, os.fstat(file))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        with translated(self.url(prefix), "list"):
+            for key, status in walk.files(self._root, prefix):
+                yield _info(key, status)
+
+    def list_directories(self) -> Iterator[str]:
+        with translated(self._root, "list_directories"):
+            yield from walk.directories_with_files(self._root)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._writable_path("delete", key)
+            with translated(path, "delete"):
+                try:
+                    os.unlink(path)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                except OSError:
+                    if os.path.isdir(path):  # EISDIR on Linux, EPERM by POSIX: no object, so nothing to remove
+                        continue
+                    raise
+                durable.prune(os.path.dirname(path), root=self._root)
+
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
+        with translated(self.url(prefix), "list_uploads"):
+            for key, upload_id, status in walk.uploads(self._root, prefix):
+                yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status))
+
+    def copy(self, source_key: str, target_key: str) -> None:
+        source = self._readable_path("copy", source_key)
+        path = self._writable_path("copy", target_key)
+        with translated(source, "copy"), durable.opened_object(source) as file:
+            with translated(path, "copy"):
+                temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
+                try:
+                    with durable.opened(temp, os.O_WRONLY) as target:
+                        durable.copy_contents(file, target)
+                    durable.publish(temp, path, root=self._root, if_absent=False)
+                except BaseException:
+                    self._discard(temp, path)
+                    raise
+
+    def _write(
+        self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int
+    ) -> None:
+        actual = 0
+
+        def add(batch: list[memoryview]) -> None:
+            nonlocal actual
+            actual = crc32c_of(batch, actual)
+
+        with durable.opened(temp, os.O_WRONLY) as file:
+            durable.write_at(file, offset_bytes, views, seen=add)
+        check_crc32c(self, key, operation, expected=crc32c, actual=actual)
+
+    def _discard(self, temp: str, path: str) -> None:
+        durable.discard(temp)
+        durable.prune(os.path.dirname(path), root=self._root)
+
+    def _readable_path(self, operation: str, key: str) -> str:
+        check_key(self, key, operation)
+        path = self.url(key)
+        self._refuse_way_out(operation, path, path)
+        return path
+
+    def _writable_path(self, operation: str, key: str) -> str:
+        check_key(self, key, operation)
+        path = self.url(key)
+        if f"/{durable.TEMP_PREFIX}" in f"/{key}":
+            raise StoreError(
+                f"{path}: names that begin with {durable.TEMP_PREFIX!r} are kept for unfinished uploads.",
+                key=path,
+                operation=operation,
+            )
+        # Link, rename and unlink act on a link itself, so only what lies above it can lead elsewhere.
+        self._refuse_way_out(operation, path, os.path.dirname(path))
+        return path
+
+    def _upload_paths(self, operation: str, key: str, upload_id: str) -> tuple[str, str]:
+        path = self._writable_path(operation, key)
+        if not upload_id.isalnum():
+            raise ObjectNotFoundError(
+                f"There is no upload {upload_id!r} to {path}.", key=path, operation=operation
+            )
+        return path, durable.temp_path(path, upload_id)
+
+    def _refuse_way_out(self, operation: str, path: str, followed: str) -> None:
+        target = os.path.realpath(followed)
+        if not walk.is_within(target, os.path.realpath(self._root)):
+            raise StoreError(
+                f"{path} leads out of {self._root} by a symbolic link, to {target}. "
+                f"Pass the real path as the checkpoint's location, or replace the link by what it points to.",
+                key=path,
+                operation=operation,
+            )
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=_time(status))
+
+
+def _time(status: os.stat_result) -> datetime:
+    return datetime.fromtimestamp(status.st_mtime, tz=timezone.utc)

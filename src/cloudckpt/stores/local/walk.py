@@ -1,0 +1,92 @@
+"""Listing a directory's objects, and what unfinished uploads left in it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+
+from cloudckpt.stores.local.durable import TEMP_PREFIX
+
+# What stands for the name of an object whose writer died before it had created the file.
+UNNAMED = "unnamed"
+
+
+def files(root: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Key and status of every file whose key starts with `prefix`. What vanishes meanwhile is left out."""
+    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix):
+        for entry in entries:
+            key = f"{directory}{entry.name}"
+            status = _object_status(entry, root) if key.startswith(prefix) else None
+            if status:
+                yield key, status
+
+
+def directories_with_files(root: str) -> Iterator[str]:
+    """The names of the directories directly under `root` that hold at least one file at any depth."""
+    for _, entries in _directories(root, start="", prefix="", depth=1):
+        for entry in entries:
+            if _is_object_directory(entry) and next(files(root, f"{entry.name}/"), None):
+                yield entry.name
+
+
+def uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Key, upload id and status (of the time it began) of every unfinished upload."""
+    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix):
+        for hidden in entries:
+            if not hidden.name.startswith(TEMP_PREFIX) or not hidden.is_dir(follow_symlinks=False):
+                continue
+            try:
+                names = os.listdir(hidden.path)  # noqa: PTH208  # Path objects cost, and these are names
+                status = hidden.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            key = f"{directory}{names[0] if names else UNNAMED}"
+            if key.startswith(prefix):
+                yield key, hidden.name[len(TEMP_PREFIX) :], status
+
+
+def _directories(
+    root: str, *, start: str, prefix: str, depth: int | None = None
+) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """The key prefix (with its slash) and entries of each directory that can hold keys starting with `prefix`."""
+    pending = [(f"{start}/" if start else "", 1)]
+    while pending:
+        directory, level = pending.pop()
+        try:
+            with os.scandir(f"{root}/{directory}") as scan:
+                entries = list(scan)
+        except FileNotFoundError:
+            continue
+        except NotADirectoryError:
+            if directory and not os.path.isfile(root):
+                continue
+            raise
+        yield directory, entries
+        if depth is None or level < depth:
+            pending += [
+                (key, level + 1)
+                for entry in entries
+                if _is_object_directory(entry)
+                and ((key := f"{directory}{entry.name}/").startswith(prefix) or prefix.startswith(key))
+            ]
+
+
+def _is_object_directory(entry: os.DirEntry[str]) -> bool:
+    # A linked directory could lead out of the root, or back into it.
+    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(TEMP_PREFIX)
+
+
+def _object_status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
+    try:
+        if entry.is_symlink() and not is_within(os.path.realpath(entry.path), os.path.realpath(root)):
+            return None
+        status = entry.stat()
+    except OSError:  # removed meanwhile, or a link to nowhere
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None
+
+
+def is_within(path: str, root: str) -> bool:
+    """Whether `path` is `root` or below it; both absolute and free of links."""
+    return path == root or path.startswith(root.rstrip("/") + "/")

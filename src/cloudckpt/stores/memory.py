@@ -1,0 +1,259 @@
+"""Objects in this process's memory: the reference implementation of a store, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from cloudckpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, in_order, num_bytes
+from cloudckpt.stores.base import (
+    Capabilities,
+    Limits,
+    ObjectInfo,
+    Part,
+    Store,
+    UploadedPart,
+    UploadInfo,
+    Views,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Object:
+    body: bytes
+    modified_at: datetime
+
+
+@dataclass(slots=True, kw_only=True)
+class _Upload:
+    key: str
+    started_at: datetime
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bucket:
+    """What all stores of one name share. Every access holds `lock`, which is what makes each call atomic."""
+
+    pid: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    objects: dict[str, _Object] = field(default_factory=dict)
+    uploads: dict[str, _Upload] = field(default_factory=dict)
+
+
+_BUCKETS: dict[str, _Bucket] = {}
+
+DEFAULT_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_000, max_put_bytes=1 << 32)
+
+
+class MemoryStore(Store):
+    """``memory://name/prefix``: all stores of one name in one process see the same objects.
+
+    Nothing leaves the process, so a store that is pickled to another process, or used after a fork, raises
+    `UnsupportedOperationError` instead of saving where nobody can look.
+    """
+
+    def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._name = name
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._shared = _BUCKETS.setdefault(name, _Bucket(pid=os.getpid()))
+        self.limits = limits
+        self.capabilities = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (os.getpid(), self._name, self._prefix.removesuffix("/"), self.limits)
+
+    @property
+    def uri(self) -> str:
+        return f"memory://{self._name}/{self._prefix}".removesuffix("/")
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        check_key(self, key, "put")
+        self._check_size("put", key, num_bytes(views), self.limits.max_put_bytes)
+        body = b"".join(views)
+        check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of([memoryview(body)]))
+        bucket = self._bucket("put")
+        with bucket.lock:
+            if if_absent and self._prefix + key in bucket.objects:
+                raise ObjectExistsError(
+                    f"An object lies at {self.url(key)} already.", key=self.url(key), operation="put"
+                )
+            bucket.objects[self._prefix + key] = _Object(body=body, modified_at=_now())
+
+    def create_multipart(self, key: str) -> str:
+        check_key(self, key, "create_multipart")
+        bucket = self._bucket("create_multipart")
+        upload_id = uuid.uuid4().hex
+        with bucket.lock:
+            bucket.uploads[upload_id] = _Upload(key=self._prefix + key, started_at=_now())
+        return upload_id
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        self._check_size("upload_part", key, num_bytes(views), self.limits.max_part_bytes)
+        if num_bytes(views) != part.size_bytes or not 1 <= part.number <= self.limits.max_parts:
+            raise self._error(
+                "upload_part",
+                key,
+                f"part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were "
+                f"announced, or a number outside 1…{self.limits.max_parts}",
+            )
+        body = b"".join(views)
+        check_crc32c(self, key, "upload_part", expected=crc32c, actual=crc32c_of([memoryview(body)]))
+        bucket = self._bucket("upload_part")
+        with bucket.lock:
+            self._upload(bucket, "upload_part", key, upload_id).parts[part.number] = body
+        return UploadedPart(part=part, token=_token(body), crc32c=crc32c)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
+        ordered = in_order(self, key, list(parts))
+        bucket = self._bucket("complete_multipart")
+        with bucket.lock:
+            upload = self._upload(bucket, "complete_multipart", key, upload_id)
+            for uploaded in ordered:
+                body = upload.parts.get(uploaded.part.number)
+                if body is None or _token(body) != uploaded.token:
+                    raise self._error(
+                        "complete_multipart",
+                        key,
+                        f"part {uploaded.part.number} is not the one that was uploaded",
+                    )
+                if len(body) < self.limits.min_part_bytes and uploaded is not ordered[-1]:
+                    raise self._error(
+                        "complete_multipart",
+                        key,
+                        f"part {uploaded.part.number} has {len(body)} bytes, fewer than "
+                        f"the {self.limits.min_part_bytes} that all parts but the last must have",
+                    )
+            body = b"".join(upload.parts[uploaded.part.number] for uploaded in ordered)
+            bucket.objects[upload.key] = _Object(body=body, modified_at=_now())
+            del bucket.uploads[upload_id]
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        bucket = self._bucket("abort_multipart")
+        with bucket.lock:
+            bucket.uploads.pop(upload_id, None)
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        body = memoryview(self._object("read_into", key).body)
+        if offset_bytes + num_bytes(views) > len(body):
+            raise ShortObjectError(
+                f"{self.url(key)} has {len(body)} bytes, too few for the range from {offset_bytes} to "
+                f"{offset_bytes + num_bytes(views)}.",
+                key=self.url(key),
+                operation="read_into",
+            )
+        for view in views:
+            view[:] = body[offset_bytes : offset_bytes + view.nbytes]
+            offset_bytes += view.nbytes
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        body = self._object("read", key).body
+        self._check_size("read", key, len(body), max_bytes)
+        return body
+
+    def head(self, key: str) -> ObjectInfo:
+        found = self._object("head", key)
+        return ObjectInfo(key=key, size_bytes=len(found.body), modified_at=found.modified_at)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        bucket = self._bucket("list")
+        with bucket.lock:
+            objects = list(bucket.objects.items())
+        for full_key, found in objects:
+            if full_key.startswith(self._prefix + prefix):
+                key = full_key[len(self._prefix) :]
+                yield ObjectInfo(key=key, size_bytes=len(found.body), modified_at=found.modified_at)
+
+    def list_directories(self) -> Iterator[str]:
+        yield from {info.key.split("/")[0] for info in self.list() if "/" in info.key}
+
+    def delete(self, keys: Iterable[str]) -> None:
+        bucket = self._bucket("delete")
+        for key in keys:
+            with bucket.lock:
+                bucket.objects.pop(self._prefix + key, None)
+
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
+        bucket = self._bucket("list_uploads")
+        with bucket.lock:
+            uploads = list(bucket.uploads.items())
+        for upload_id, upload in uploads:
+            if upload.key.startswith(self._prefix + prefix):
+                key = upload.key[len(self._prefix) :]
+                yield UploadInfo(key=key, upload_id=upload_id, started_at=upload.started_at)
+
+    def copy(self, source_key: str, target_key: str) -> None:
+        check_key(self, target_key, "copy")
+        body = self._object("copy", source_key).body
+        bucket = self._bucket("copy")
+        with bucket.lock:
+            bucket.objects[self._prefix + target_key] = _Object(body=body, modified_at=_now())
+
+    def _bucket(self, operation: str) -> _Bucket:
+        if self._shared.pid != os.getpid():
+            raise UnsupportedOperationError(
+                f"{self.uri} lies in the memory of process {self._shared.pid}, and this is process {os.getpid()}. "
+                f"Use a path or another store for work that spans processes.",
+                key=self.uri,
+                operation=operation,
+            )
+        return self._shared
+
+    def _object(self, operation: str, key: str) -> _Object:
+        check_key(self, key, operation)
+        bucket = self._bucket(operation)
+        with bucket.lock:
+            found = bucket.objects.get(self._prefix + key)
+        if found is None:
+            raise ObjectNotFoundError(
+                f"There is no object at {self.url(key)}.", key=self.url(key), operation=operation
+            )
+        return found
+
+    def _upload(self, bucket: _Bucket, operation: str, key: str, upload_id: str) -> _Upload:
+        upload = bucket.uploads.get(upload_id)
+        if upload is None or upload.key != self._prefix + key:
+            raise ObjectNotFoundError(
+                f"There is no upload {upload_id!r} to {self.url(key)}: it was completed or aborted.",
+                key=self.url(key),
+                operation=operation,
+            )
+        return upload
+
+    def _check_size(self, operation: str, key: str, size_bytes: int, max_bytes: int) -> None:
+        if size_bytes > max_bytes:
+            raise self._error(operation, key, f"{size_bytes} bytes are more than the {max_bytes} allowed")
+
+    def _error(self, operation: str, key: str, problem: str) -> StoreError:
+        return StoreError(f"{self.url(key)}: {problem}.", key=self.url(key), operation=operation)
+
+
+def _unpickle(pid: int, name: str, prefix: str, limits: Limits) -> MemoryStore:
+    if pid != os.getpid():
+        raise UnsupportedOperationError(
+            f"memory://{name} lies in the memory of process {pid} and cannot be used in process {os.getpid()} "
+            f"(an async save by PROCESS?). Use a path or another store.",
+            key=f"memory://{name}/{prefix}".rstrip("/"),
+            operation="unpickle",
+        )
+    return MemoryStore(name, prefix, limits=limits)
+
+
+def _token(body: bytes) -> str:
+    return f"{crc32c_of([memoryview(body)]):08x}-{len(body)}"
+
+
+def _now() -> datetime:
+    return datetime.now(tz=timezone.utc)

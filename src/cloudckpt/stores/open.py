@@ -1,0 +1,55 @@
+"""From a location to the store that lies there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cloudckpt._uri import Location, parse_location
+from cloudckpt.errors import InvalidOptionError
+
+if TYPE_CHECKING:
+    import os
+
+    from cloudckpt.options import Options
+    from cloudckpt.stores.base import Store
+
+
+def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Store:
+    """The store rooted at `uri`. Nothing is contacted before its first call.
+
+    Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have, and
+    `MissingDependencyError` where its package is not installed.
+    """
+    location = parse_location(uri)
+    # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
+    if location.scheme == "s3":
+        from cloudckpt.stores.s3 import S3Store  # noqa: PLC0415
+
+        return S3Store(
+            location.authority,
+            location.path,
+            storage_options=options.storage_options,
+            timeout_s=options.timeout_s,
+            connections=options.connections,
+        )
+    if location.scheme == "file":
+        from cloudckpt.stores.local import LocalStore  # noqa: PLC0415
+
+        _refuse_storage_options(location, options)
+        return LocalStore(location.path)
+    if location.scheme == "memory":
+        from cloudckpt.stores.memory import MemoryStore  # noqa: PLC0415
+
+        _refuse_storage_options(location, options)
+        return MemoryStore(location.authority, location.path)
+    from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
+
+    return FsspecStore.from_location(location, storage_options=options.storage_options)
+
+
+def _refuse_storage_options(location: Location, options: Options) -> None:
+    if options.storage_options:
+        raise InvalidOptionError(
+            f"{location.uri} takes no storage_options, and {', '.join(sorted(options.storage_options))} would be "
+            f"ignored: leave them out for files and memory."
+        )

@@ -1,0 +1,215 @@
+"""boto3 clients: made when first needed, shared within a process, never across a fork."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import os
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from cloudckpt._version import __version__
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cloudckpt.stores.s3.config import S3Config
+
+_MOST_CLIENTS = 16
+_SPARE_CONNECTIONS = 4
+_LONGEST_CONNECT_S = 20.0
+
+APIS: Mapping[str, str] = {
+    "AbortMultipartUpload": "abort_multipart_upload",
+    "CompleteMultipartUpload": "complete_multipart_upload",
+    "CopyObject": "copy_object",
+    "CreateMultipartUpload": "create_multipart_upload",
+    "DeleteObject": "delete_object",
+    "DeleteObjects": "delete_objects",
+    "GetObject": "get_object",
+    "HeadObject": "head_object",
+    "ListMultipartUploads": "list_multipart_uploads",
+    "ListObjectsV2": "list_objects_v2",
+    "PutObject": "put_object",
+    "UploadPart": "upload_part",
+    "UploadPartCopy": "upload_part_copy",
+}
+"""Every request that the store makes, by its name in S3 and in boto3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientKey:
+    """All that a client is made of. Holds credentials, so it is never shown."""
+
+    config: S3Config
+    timeout_s: float
+    connections: int
+
+    def __repr__(self) -> str:
+        return "ClientKey(…)"
+
+
+class S3Client:
+    """One boto3 client, and the members that the options add to each of its requests."""
+
+    def __init__(self, key: ClientKey) -> None:
+        client = _boto3_client(key)
+        members = key.config.request_members()
+        model = client.meta.service_model
+        self.endpoint_url: str = client.meta.endpoint_url
+        self.boto3_client = client
+        self._methods = {api: getattr(client, method) for api, method in APIS.items()}
+        # What the model knows decides where an option goes, so that none is forgotten on any request.
+        self._members = {
+            api: {
+                name: value
+                for name, value in members.items()
+                if name in model.operation_model(api).input_shape.members
+            }
+            for api in APIS
+        }
+
+    def call(self, api: str, **members: Any) -> dict[str, Any]:
+        """Make one request."""
+        answer: dict[str, Any] = self._methods[api](**self._members[api], **members)
+        return answer
+
+
+def require_boto3() -> None:
+    """Raise `MissingDependencyError` where boto3 is not installed."""
+    if importlib.util.find_spec("boto3") is None:
+        raise MissingDependencyError("s3:// needs boto3, which is not installed: pip install 'cloudckpt[s3]'")
+
+
+_clients: OrderedDict[tuple[ClientKey, tuple[tuple[str, str], ...]], S3Client] = OrderedDict()
+_warned_endpoints: set[str] = set()
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    # A client of the parent would share its sockets; its lock may be held by a thread that no longer exists.
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def ambient() -> tuple[tuple[str, str], ...]:
+    """The part of the environment from which boto3 takes its configuration."""
+    prefixes = ("AWS_", "BOTO_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
+    return tuple(
+        sorted(
+            (name, value)
+            for name, value in os.environ.items()
+            if name == "HOME" or name.upper().startswith(prefixes)
+        )
+    )
+
+
+def client_for(key: ClientKey, environment: tuple[tuple[str, str], ...]) -> S3Client:
+    """The process's client for `key`, made if there is none yet (about 0.1 s)."""
+    with _lock:
+        client = _clients.get((key, environment))
+        if client is None:
+            client = _clients[key, environment] = S3Client(key)
+            if len(_clients) > _MOST_CLIENTS:
+                _clients.popitem(last=False)
+        else:
+            _clients.move_to_end((key, environment))
+        return client
+
+
+def endpoint_of(key: ClientKey, environment: tuple[tuple[str, str], ...]) -> str:
+    """Where requests for `key` go, for messages."""
+    with _lock:
+        client = _clients.get((key, environment))
+    return client.endpoint_url if client is not None else key.config.endpoint_url or "S3"
+
+
+def forget(client: S3Client) -> None:
+    """Make a new client next time: the credentials of this one are of no use any more."""
+    with _lock:
+        for key in [key for key, known in _clients.items() if known is client]:
+            del _clients[key]
+
+
+def _boto3_client(key: ClientKey) -> Any:
+    import boto3.session  # noqa: PLC0415 (an extra, and slow to import)
+    import botocore  # noqa: PLC0415
+    from botocore.config import Config  # noqa: PLC0415
+
+    config = key.config
+    session = boto3.session.Session(
+        aws_access_key_id=config.access_key_id,
+        aws_secret_access_key=config.secret_access_key,
+        aws_session_token=config.session_token,
+        region_name=config.region,
+        profile_name=config.profile,
+    )
+    addressing: dict[str, Any] = (
+        {} if config.addressing_style is None else {"addressing_style": config.addressing_style}
+    )
+    client = session.client(
+        "s3",
+        endpoint_url=config.endpoint_url,
+        verify=config.verify,
+        config=Config(
+            signature_version=botocore.UNSIGNED if config.anonymous else "s3v4",
+            # The CRC32C that goes with every body protects it. Hashing it for the signature costs ten times as much.
+            s3={"payload_signing_enabled": False, **addressing},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            retries={
+                "total_max_attempts": 1,
+                "mode": "standard",
+            },  # cloudckpt._transfer decides about retries
+            # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
+            connect_timeout=config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
+            read_timeout=config.read_timeout_s or key.timeout_s,
+            max_pool_connections=key.connections + _SPARE_CONNECTIONS,
+            tcp_keepalive=True,
+            user_agent_extra=f"cloudckpt/{__version__}",
+        ),
+    )
+    # Stores that do not answer it cost a second's wait each time.
+    client.meta.events.register_last("before-call.s3", _drop_expect_header)
+    _check_endpoint(client.meta.endpoint_url)
+    return client
+
+
+def _drop_expect_header(params: dict[str, Any], **_: Any) -> None:
+    params["headers"].pop("Expect", None)
+
+
+def _check_endpoint(endpoint_url: str) -> None:
+    parts = urlsplit(endpoint_url)
+    if parts.username is not None or parts.password is not None:
+        raise InvalidOptionError(
+            "The S3 endpoint's URL holds credentials, which would show up in messages. Move them from there "
+            "(AWS_ENDPOINT_URL_S3, ~/.aws/config) into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+        )
+    if parts.scheme != "http" or _is_loopback(parts.hostname or "") or endpoint_url in _warned_endpoints:
+        return
+    _warned_endpoints.add(endpoint_url)
+    warnings.warn(
+        f"The S3 endpoint {endpoint_url} is plain HTTP: checkpoints cross the network readable and unprotected "
+        "against tampering. Use https:// where you can.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,262 @@
+"""The one table of what boto3 and S3-compatible stores raise, and what becomes of it.
+
+Classes are named, not imported, so that a botocore that lacks or adds one still works; a test fails where
+botocore has an exception that stands neither in `EXCEPTIONS` nor in `UNREACHABLE`. Codes are those of
+https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html, and of the compatible stores.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ChecksumRefusedError,
+    CredentialsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    StoreTimeoutError,
+    ThrottledError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Rule: TypeAlias = tuple[type[StoreError], str]
+"""What to raise, and what to do next; ``{bucket}``, ``{endpoint}`` and ``{permission}`` are filled in."""
+
+_CHECK = "Check keys, profile and region (storage_options, AWS_* variables, ~/.aws)."
+
+ARCHIVED: Rule = (StoreError, "The object is archived. Restore it first (aws s3api restore-object).")
+ACCOUNT: Rule = (AccessDeniedError, "The account may not use the store at present. Ask its owner.")
+BUCKET: Rule = (
+    BucketNotFoundError,
+    "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name.",
+)
+BUCKET_NAME: Rule = (BucketNotFoundError, "{bucket!r} cannot be used as a bucket's name. Correct it.")
+CANNOT: Rule = (
+    UnsupportedOperationError,
+    "This store does not offer the operation, or not with these options.",
+)
+CERTIFICATE: Rule = (
+    StoreError,
+    "The certificate of {endpoint} was not accepted. Check endpoint_url, or pass ca_bundle in storage_options.",
+)
+CLOCK: Rule = (CredentialsError, "This machine's clock is off, so its signatures are refused. Set it (NTP).")
+CLOSED: Rule = (TransientStoreError, "{endpoint} closed the connection. Try again.")
+CONFIG: Rule = (
+    StoreError,
+    "Check the AWS configuration (~/.aws/config, AWS_* variables) and storage_options.",
+)
+CONNECT_LATE: Rule = (
+    StoreTimeoutError,
+    "{endpoint} accepted no connection in time. Check endpoint_url and the network, or raise timeout_s.",
+)
+CREDENTIALS: Rule = (CredentialsError, f"The store does not accept these credentials. {_CHECK}")
+DAMAGED: Rule = (
+    ChecksumRefusedError,
+    "The bytes were damaged on their way, or in memory while they were being sent. Try again.",
+)
+DENIED: Rule = (AccessDeniedError, "Grant {permission} to these credentials.")
+EXISTS: Rule = (ObjectExistsError, "An object lies at this key already; it was left as it is.")
+EXPIRED: Rule = (CredentialsError, "The credentials have expired. Renew them (aws sso login, a new token).")
+FULL: Rule = (StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
+GONE: Rule = (
+    ObjectNotFoundError,
+    "The multipart upload is gone: it was completed or aborted. Upload the object anew.",
+)
+KMS: Rule = (
+    AccessDeniedError,
+    "The KMS key cannot be used. Check kms_key_id, and grant kms:GenerateDataKey and kms:Decrypt.",
+)
+LARGE: Rule = (
+    StoreError,
+    "The object or part is larger than the store takes. Lower object_bytes or part_bytes.",
+)
+LATER: Rule = (TransientStoreError, "Try again.")
+MODELS: Rule = (StoreError, "boto3's own data files do not fit. Reinstall boto3 and botocore.")
+NO_CREDENTIALS: Rule = (
+    CredentialsError,
+    "No usable credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or an instance "
+    "role, or pass anonymous=True in storage_options for a public bucket.",
+)
+NO_PROFILE: Rule = (
+    CredentialsError,
+    "The profile does not exist. Correct profile in storage_options, AWS_PROFILE, or ~/.aws/config.",
+)
+NOT_S3: Rule = (StoreError, "{endpoint} answered, but not as S3 does. Check endpoint_url.")
+NOTHING: Rule = (ObjectNotFoundError, "Nothing lies at this key.")
+PARTS: Rule = (StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
+PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
+READ_LATE: Rule = (StoreTimeoutError, "{endpoint} made no progress in time. Try again, or raise timeout_s.")
+REGION: Rule = (
+    StoreError,
+    "The bucket lies in another region, or this endpoint serves another. Set region in storage_options, or "
+    "AWS_REGION, to the bucket's.",
+)
+REQUEST: Rule = (StoreError, "The store refuses the request as it stands. Check storage_options and the key.")
+SHORT: Rule = (ShortObjectError, "The object ends before the range that was asked for.")
+SLOWER: Rule = (ThrottledError, "Ask less often: fewer connections, or other key prefixes.")
+TLS: Rule = (
+    TransientStoreError,
+    "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.",
+)
+UNREACHED: Rule = (
+    TransientStoreError,
+    "No connection to {endpoint}. Check endpoint_url (host, port, http or https), the network, and that it runs.",
+)
+
+
+def _invert(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:
+    return {name: rule for rule, names in groups for name in names.split()}
+
+
+CODES: Mapping[str, Rule] = _invert(
+    [
+        (ACCOUNT, "AccountProblem AllAccessDisabled InvalidPayer NotSignedUp"),
+        (ARCHIVED, "InvalidObjectState"),
+        (BUCKET, "NoSuchBucket"),
+        (BUCKET_NAME, "InvalidBucketName"),
+        (CANNOT, "MethodNotAllowed NotImplemented"),
+        (CLOCK, "RequestTimeTooSkewed RequestExpired"),
+        (
+            CREDENTIALS,
+            "AuthFailure AuthorizationQueryParametersError InvalidAccessKeyId InvalidSecurity InvalidToken",
+        ),
+        (CREDENTIALS, "InvalidClientTokenId SignatureDoesNotMatch UnrecognizedClientException"),
+        (
+            DAMAGED,
+            "BadDigest InvalidChecksum InvalidDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
+        ),
+        (DENIED, "AccessDenied AccessForbidden Forbidden UnauthorizedAccess"),
+        (EXISTS, "PreconditionFailed"),
+        (EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired"),
+        (FULL, "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
+        (GONE, "NoSuchUpload"),
+        (
+            KMS,
+            "KMS.DisabledException KMS.InvalidStateException KMS.KMSInvalidStateException KMS.NotFoundException",
+        ),
+        (LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
+        (
+            LATER,
+            "ConditionalRequestConflict IncompleteBody InternalError InternalServerError OperationAborted",
+        ),
+        (LATER, "RequestTimeout RequestTimeoutException TemporaryRedirect"),
+        (NOTHING, "NoSuchKey NoSuchVersion"),
+        (PARTS, "EntityTooSmall InvalidPart InvalidPartOrder"),
+        (REGION, "AuthorizationHeaderMalformed IllegalLocationConstraintException IncorrectEndpoint"),
+        (REGION, "PermanentRedirect Redirect"),
+        (
+            REQUEST,
+            "InvalidArgument InvalidEncryptionAlgorithmError InvalidRequest InvalidStorageClass InvalidTag",
+        ),
+        (REQUEST, "KeyTooLongError MalformedXML"),
+        (SHORT, "InvalidRange"),
+        (
+            SLOWER,
+            "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead SlowDownWrite",
+        ),
+        (SLOWER, "Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
+    ]
+)
+
+STATUSES: Mapping[int, Rule] = {
+    301: REGION,
+    307: LATER,
+    401: CREDENTIALS,
+    403: DENIED,
+    404: NOTHING,
+    405: CANNOT,
+    408: LATER,
+    409: LATER,
+    412: EXISTS,
+    413: LARGE,
+    416: SHORT,
+    429: SLOWER,
+    501: CANNOT,
+    503: SLOWER,
+    507: FULL,
+}
+"""For codes that `CODES` lacks and for answers without a body. Others of 500 and above are `LATER`, below `REQUEST`."""
+
+EXCEPTIONS: Mapping[str, Rule] = _invert(
+    [
+        (BUCKET_NAME, "InvalidDNSNameError InvalidHostLabelError UnsupportedS3ArnError"),
+        (CLOSED, "ConnectionClosedError HTTPClientError IncompleteReadError ResponseStreamingError"),
+        (
+            CONFIG,
+            "BotoCoreError ConfigNotFound ConfigParseError EndpointProviderError EndpointResolutionError",
+        ),
+        (
+            CONFIG,
+            "EndpointVariantError InfiniteLoopConfigError InvalidChecksumConfigError InvalidConfigError",
+        ),
+        (CONFIG, "InvalidDefaultsMode InvalidEndpointConfigurationError InvalidIMDSEndpointError"),
+        (CONFIG, "InvalidIMDSEndpointModeError InvalidMaxRetryAttemptsError InvalidProxiesConfigError"),
+        (CONFIG, "InvalidRetryConfigurationError InvalidRetryModeError InvalidS3AddressingStyleError"),
+        (CONFIG, "InvalidS3UsEast1RegionalEndpointConfigError InvalidSTSRegionalEndpointsConfigError"),
+        (CONFIG, "MD5UnavailableError MissingDependencyException UnknownCredentialError"),
+        (
+            CONFIG,
+            "UnknownEndpointResolutionBuiltInName UnknownSignatureVersionError UnknownTokenProviderError",
+        ),
+        (CONFIG, "UnsupportedS3AccesspointConfigurationError UnsupportedS3ConfigurationError"),
+        (CONFIG, "UnsupportedSignatureVersionError"),
+        (CONNECT_LATE, "ConnectTimeoutError"),
+        (DAMAGED, "ChecksumError FlexibleChecksumError"),
+        (
+            EXPIRED,
+            "LoginAuthorizationCodeError LoginError LoginRefreshRequired LoginTokenLoadError NoAuthTokenError",
+        ),
+        (EXPIRED, "SSOError SSOTokenLoadError TokenRetrievalError UnauthorizedSSOTokenError"),
+        (
+            MODELS,
+            "ApiVersionNotFoundError DataNotFoundError MissingServiceIdError UndefinedModelAttributeError",
+        ),
+        (MODELS, "UnknownServiceError UnknownServiceStyle UnsupportedServiceProtocolsError"),
+        (NO_CREDENTIALS, "CredentialRetrievalError LoginInsufficientPermissions MetadataRetrievalError"),
+        (NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError RefreshWithMFAUnsupportedError"),
+        (NO_PROFILE, "ProfileNotFound"),
+        (NOT_S3, "ResponseParserError"),
+        (PROXY, "ProxyConnectionError"),
+        (READ_LATE, "ReadTimeoutError"),
+        (REGION, "InvalidRegionError NoRegionError ServiceNotInRegionError UnknownEndpointError"),
+        (REGION, "UnknownFIPSEndpointError UnknownRegionError"),
+        (REQUEST, "AliasConflictParameterError AwsChunkedWrapperError ClientError MissingParametersError"),
+        (
+            REQUEST,
+            "ParamValidationError RangeError UnknownKeyError UnknownParameterError UnseekableStreamError",
+        ),
+        (REQUEST, "ValidationError"),
+        (SLOWER, "CapacityNotAvailableError"),
+        (TLS, "SSLError"),
+        (UNREACHED, "ConnectionError EndpointConnectionError"),
+    ]
+)
+"""Exceptions of botocore by name; one that is missing here is taken for its nearest base that is not."""
+
+UNREACHABLE: Mapping[str, str] = {
+    "BaseEndpointResolverError": "abstract",
+    "EventStreamError": "event streams belong to SelectObjectContent",
+    "ImminentRemovalWarning": "a warning",
+    "InvalidEndpointDiscoveryConfigurationError": "S3 has no endpoint discovery",
+    "InvalidExpressionError": "JMESPath is for paginators and waiters, and neither is used",
+    "OperationNotPageableError": "paginators are not used",
+    "PaginationError": "paginators are not used",
+    "StubAssertionError": "botocore's stubber is for tests",
+    "StubResponseError": "botocore's stubber is for tests",
+    "UnStubbedResponseError": "botocore's stubber is for tests",
+    "UnknownClientMethodError": "URLs are not presigned",
+    "UnsupportedOutpostResourceError": "belongs to S3 Control",
+    "UnsupportedS3ControlArnError": "belongs to S3 Control",
+    "UnsupportedS3ControlConfigurationError": "belongs to S3 Control",
+    "UnsupportedTLSVersionWarning": "a warning",
+    "WaiterConfigError": "waiters are not used",
+    "WaiterError": "waiters are not used",
+}

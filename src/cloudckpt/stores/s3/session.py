@@ -1,0 +1,73 @@
+"""One bucket, as its callers see it: requests go in, answers or cloudckpt's own errors come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cloudckpt.errors import CredentialsError, StoreError
+from cloudckpt.stores.s3 import client as clients
+from cloudckpt.stores.s3.translate import Request, translate, translate_code
+
+
+class S3Session:
+    """Makes requests about one bucket. Safe to share between threads; can be pickled; survives a fork."""
+
+    def __init__(self, bucket: str, key: clients.ClientKey) -> None:
+        self.bucket = bucket
+        self._key = key
+        self._environment = clients.ambient()
+
+    def __getstate__(self) -> tuple[str, clients.ClientKey]:
+        return self.bucket, self._key
+
+    def __setstate__(self, state: tuple[str, clients.ClientKey]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def url(self, key: str) -> str:
+        """The full address of `key`, a key of the bucket."""
+        return f"s3://{self.bucket}/{key}"
+
+    def call(self, operation: str, api: str, key: str | None, **members: Any) -> dict[str, Any]:
+        """Make the request `api` about `key`, or about the bucket, on behalf of the store's `operation`.
+
+        Raises `StoreError` subclasses.
+        """
+        about = {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
+        client: clients.S3Client | None = None
+        try:
+            client = clients.client_for(self._key, self._environment)
+            return client.call(api, **about, **members)
+        except Exception as error:
+            translated = self.translate(error, operation, api, key or members.get("Prefix", ""))
+            if translated is None:
+                raise
+            if isinstance(translated, CredentialsError) and client is not None:
+                clients.forget(client)
+            # Not chained: the texts and attributes of HTTP errors can hold headers, and with them tokens.
+            raise translated from None
+
+    def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
+        """What to raise for `error`; ``None`` where it is not the store's."""
+        return translate(error, self._request(operation, api, key))
+
+    def translate_code(self, code: str, detail: str, operation: str, api: str, key: str) -> StoreError:
+        """What to raise for one key's `code` in an answer that covers many."""
+        return translate_code(code, detail, self._request(operation, api, key))
+
+    def error(
+        self, cls: type[StoreError], operation: str, key: str, what: str, **attributes: Any
+    ) -> StoreError:
+        """An error of our own about `key`."""
+        url = self.url(key)
+        return cls(f"{url}: {what}", key=url, operation=operation, **attributes)
+
+    def _request(self, operation: str, api: str, key: str) -> Request:
+        config = self._key.config
+        return Request(
+            operation=operation,
+            api=api,
+            url=self.url(key).rstrip("/"),
+            bucket=self.bucket,
+            endpoint=clients.endpoint_of(self._key, self._environment),
+            secrets=config.secrets,
+        )

@@ -1,0 +1,211 @@
+"""S3 and its compatibles as a `Store`."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any
+
+from cloudckpt.errors import ShortObjectError, StoreError, TransientStoreError
+from cloudckpt.options import GIB, MIB
+from cloudckpt.stores._body import check_key, in_order
+from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
+from cloudckpt.stores.s3.body import ViewsBody
+from cloudckpt.stores.s3.client import ClientKey, require_boto3
+from cloudckpt.stores.s3.config import parse_storage_options
+from cloudckpt.stores.s3.copying import abort_upload, copy_object
+from cloudckpt.stores.s3.deleting import delete_objects
+from cloudckpt.stores.s3.reading import read_object, read_range
+from cloudckpt.stores.s3.session import S3Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from cloudckpt.stores.base import Part, Views
+
+_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+_LIMITS = Limits(min_part_bytes=5 * MIB, max_part_bytes=5 * GIB, max_parts=10_000, max_put_bytes=5 * GIB)
+
+
+class S3Store(Store):
+    """Objects under ``s3://bucket/prefix``.
+
+    Every request is made once, with no retries of boto3's own. Credentials come from `storage_options` or, as ever
+    with AWS, from the environment, a profile or the machine's role; they are in no message and no ``repr``.
+    `timeout_s` bounds each wait without progress. A store may be pickled, and used after a fork: the client is made
+    anew there.
+    """
+
+    capabilities = _CAPABILITIES
+    limits = _LIMITS
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        *,
+        storage_options: Mapping[str, Any],
+        timeout_s: float,
+        connections: int,
+    ) -> None:
+        require_boto3()
+        config = parse_storage_options(storage_options)
+        self._session = S3Session(
+            bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections)
+        )
+        prefix = prefix.strip("/")
+        self._root = f"{prefix}/" if prefix else ""
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.uri!r})"
+
+    @property
+    def uri(self) -> str:
+        """The root, without a trailing slash and without credentials."""
+        return f"s3://{self._session.bucket}/{self._root}".rstrip("/")
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        """PutObject, with ``If-None-Match: *`` where `if_absent`."""
+        body = ViewsBody(views)
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        self._call(
+            "put",
+            "PutObject",
+            key,
+            Body=body,
+            ContentLength=len(body),
+            ChecksumCRC32C=_encoded(crc32c),
+            **condition,
+        )
+
+    def create_multipart(self, key: str) -> str:
+        """CreateMultipartUpload, with CRC32C as the parts' checksum."""
+        answer = self._call("create_multipart", "CreateMultipartUpload", key, ChecksumAlgorithm="CRC32C")
+        return str(answer["UploadId"])
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        """UploadPart."""
+        body = ViewsBody(views)
+        answer = self._call(
+            "upload_part",
+            "UploadPart",
+            key,
+            UploadId=upload_id,
+            PartNumber=part.number,
+            Body=body,
+            ContentLength=len(body),
+            ChecksumCRC32C=_encoded(crc32c),
+        )
+        return UploadedPart(part=part, token=answer["ETag"], crc32c=crc32c)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
+        """CompleteMultipartUpload, with each part's checksum."""
+        listed = [
+            {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": _encoded(done.crc32c)}
+            for done in in_order(self, key, list(parts))
+        ]
+        self._call(
+            "complete_multipart",
+            "CompleteMultipartUpload",
+            key,
+            UploadId=upload_id,
+            MultipartUpload={"Parts": listed},
+        )
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """AbortMultipartUpload."""
+        abort_upload(self._session, "abort_multipart", self._key(key, "abort_multipart"), upload_id)
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        """One ranged GetObject, read into `views` without a copy."""
+        read_range(self._session, self._key(key, "read_into"), offset_bytes, views)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        """GetObject."""
+        return read_object(self._session, self._key(key, "read"), max_bytes=max_bytes)
+
+    def head(self, key: str) -> ObjectInfo:
+        """HeadObject; where that fails, GetObject, whose answer says why."""
+        try:
+            answer = self._call("head", "HeadObject", key)
+            size_bytes = answer["ContentLength"]
+        except TransientStoreError:
+            raise
+        except StoreError:
+            # An answer to HEAD has no body: no telling a missing bucket from a missing key, nor an expired token
+            # from a denied permission.
+            answer, size_bytes = self._head_by_get(key)
+        return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=answer["LastModified"])
+
+    def _head_by_get(self, key: str) -> tuple[dict[str, Any], int]:
+        try:
+            answer = self._call("head", "GetObject", key, Range="bytes=0-0")
+        except ShortObjectError as error:  # it has just appeared, and is empty
+            raise TransientStoreError(str(error), key=error.key, operation="head") from None
+        answer["Body"].close()
+        return answer, int(answer["ContentRange"].rpartition("/")[2])
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """ListObjectsV2, page by page."""
+        for page in self._pages("list", Prefix=self._root + prefix):
+            for item in page.get("Contents", []):
+                if item["Key"] != self._root:  # some tools mark directories by empty objects
+                    yield ObjectInfo(
+                        key=item["Key"][len(self._root) :],
+                        size_bytes=item["Size"],
+                        modified_at=item["LastModified"],
+                    )
+
+    def list_directories(self) -> Iterator[str]:
+        """ListObjectsV2 with a delimiter, page by page."""
+        for page in self._pages("list_directories", Prefix=self._root, Delimiter="/"):
+            for item in page.get("CommonPrefixes", []):
+                yield item["Prefix"][len(self._root) :].rstrip("/")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """DeleteObject for each key, in order; DeleteObjects for long rows of siblings, unordered among these."""
+        delete_objects(self._session, (self._key(key, "delete") for key in keys))
+
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
+        """ListMultipartUploads, page by page."""
+        markers: dict[str, str] = {}
+        while True:
+            page = self._session.call(
+                "list_uploads", "ListMultipartUploads", None, Prefix=self._root + prefix, **markers
+            )
+            for item in page.get("Uploads", []):
+                yield UploadInfo(
+                    key=item["Key"][len(self._root) :],
+                    upload_id=item["UploadId"],
+                    started_at=item["Initiated"],
+                )
+            if not page.get("IsTruncated"):
+                return
+            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def copy(self, source_key: str, target_key: str) -> None:
+        """CopyObject; above 5 GiB, UploadPartCopy."""
+        size_bytes = self.head(source_key).size_bytes
+        copy_object(
+            self._session, self._root + source_key, self._key(target_key, "copy"), size_bytes=size_bytes
+        )
+
+    def _call(self, operation: str, api: str, key: str, **members: Any) -> dict[str, Any]:
+        return self._session.call(operation, api, self._key(key, operation), **members)
+
+    def _key(self, key: str, operation: str) -> str:
+        check_key(self, key, operation)
+        return self._root + key
+
+    def _pages(self, operation: str, **members: Any) -> Iterator[dict[str, Any]]:
+        token: dict[str, str] = {}
+        while True:
+            page = self._session.call(operation, "ListObjectsV2", None, **members, **token)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def _encoded(crc32c: int) -> str:
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()

@@ -1,0 +1,172 @@
+"""From an error of boto3, or of the HTTP library below it, to one of cloudckpt's."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cloudckpt.errors import AccessDeniedError, StoreError
+from cloudckpt.stores.s3 import errors as table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MOST_CHARACTERS = 400
+_SERVER_ERROR = 500
+
+PERMISSIONS: dict[str, str] = {
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+    "CompleteMultipartUpload": "s3:PutObject",
+    "CopyObject": "s3:GetObject and s3:PutObject",
+    "CreateMultipartUpload": "s3:PutObject",
+    "DeleteObject": "s3:DeleteObject",
+    "DeleteObjects": "s3:DeleteObject",
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "ListObjectsV2": "s3:ListBucket",
+    "PutObject": "s3:PutObject",
+    "UploadPart": "s3:PutObject",
+    "UploadPartCopy": "s3:GetObject and s3:PutObject",
+}
+"""What IAM calls the right to make each request that this store makes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was being asked, of whom, when it failed."""
+
+    operation: str
+    """The store's method."""
+    api: str
+    """The S3 operation, as the model names it."""
+    url: str
+    bucket: str
+    endpoint: str
+    secrets: tuple[str, ...]
+    """What must not be repeated, even if the store's answer does."""
+
+
+def translate(error: Exception, request: Request) -> StoreError | None:
+    """What to raise for `error`; ``None`` where it is not one of the store, the network or the configuration."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict) and ("Error" in response or "ResponseMetadata" in response):
+        code, status, detail = _answer(response)
+        rule = rule_for_answer(code, status)
+        reason = f"{code} ({status})" if code != str(status) else f"status {status}"
+        return _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
+    rule = _rule_for_exception(error)
+    return None if rule is None else _build(rule, request, reason=_reason(error))
+
+
+def translate_code(code: str, detail: str, request: Request) -> StoreError:
+    """What to raise for one key's error in an answer that covers many."""
+    return _build(rule_for_answer(code, 0), request, reason=f"{code}: {detail}")
+
+
+def rule_for_answer(code: str, status: int) -> table.Rule:
+    """The rule for an answer with an error's `code` and HTTP `status`; either may be unknown to the table."""
+    fallback = table.LATER if status >= _SERVER_ERROR else table.REQUEST
+    return table.CODES.get(code) or table.STATUSES.get(status, fallback)
+
+
+def _answer(response: dict[str, Any]) -> tuple[str, int, str]:
+    error = response.get("Error", {})
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    code = str(error.get("Code", "") or status)
+    if not status and code.isdigit():
+        status = int(code)
+    detail = str(error.get("Message", "") or "")
+    # What botocore writes where there is no body says less than the code itself.
+    bare = ("Not Found", "Forbidden", "Bad Request", "Moved Permanently", "Unknown")
+    return code, int(status), "" if detail in bare else detail
+
+
+def _rule_for_exception(error: Exception) -> table.Rule | None:
+    rule = _rule_for_module(error)
+    if rule in (table.UNREACHED, table.CLOSED, table.TLS):
+        chain = list(_causes(error))
+        if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
+            return table.CERTIFICATE
+        # A body that cannot be sent in time surfaces as a closed connection.
+        if rule is table.CLOSED and any(isinstance(cause, TimeoutError) for cause in chain):
+            return table.READ_LATE
+        if rule is table.CLOSED and any(isinstance(cause, ValueError) for cause in chain):
+            return table.CONFIG  # a header that cannot be sent, so credentials with a line break
+    return rule
+
+
+def _rule_for_module(error: Exception) -> table.Rule | None:
+    modules = {cls.__module__.partition(".")[0] for cls in type(error).__mro__}
+    if "botocore" in modules or "boto3" in modules:
+        names = (cls.__name__ for cls in type(error).__mro__)
+        return next((table.EXCEPTIONS[name] for name in names if name in table.EXCEPTIONS), table.CONFIG)
+    if isinstance(error, TimeoutError) or type(error).__name__ == "ReadTimeoutError":
+        return table.READ_LATE
+    if isinstance(error, ssl.SSLError):
+        return table.TLS
+    if isinstance(error, socket.gaierror):
+        return table.UNREACHED
+    if "urllib3" in modules or isinstance(error, http.client.HTTPException | OSError):
+        return table.CLOSED
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    pending: list[Any] = [error]
+    while pending:
+        cause = pending.pop()
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        kwargs = getattr(cause, "kwargs", None)
+        inner = kwargs.get("error") if isinstance(kwargs, dict) else None
+        pending += [cause.__context__, cause.__cause__, getattr(cause, "reason", None), inner, *cause.args]
+
+
+def _reason(error: Exception) -> str:
+    """Why, in safe words: the texts of HTTP errors can hold headers, and with them tokens."""
+    name = type(error).__name__
+    for cause in _causes(error):
+        if isinstance(cause, socket.gaierror):
+            return f"{name}: the host's name cannot be resolved"
+        if isinstance(cause, ssl.SSLError):
+            return f"{name}: {cause.reason or 'TLS failed'}"
+        if isinstance(cause, OSError) and cause.errno:
+            return f"{name}: {os.strerror(cause.errno)}"
+    if _rule_for_module(error) in (
+        table.CLOSED,
+        table.UNREACHED,
+        table.TLS,
+        table.READ_LATE,
+        table.CONNECT_LATE,
+    ):
+        return name
+    return f"{name}: {error}"
+
+
+def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
+    cls, advice = rule
+    for secret in request.secrets:
+        reason = reason.replace(secret, "***")
+    if len(reason) > _MOST_CHARACTERS:
+        reason = f"{reason[:_MOST_CHARACTERS]}…"
+    advice = advice.format(
+        bucket=request.bucket,
+        endpoint=request.endpoint,
+        permission=PERMISSIONS.get(request.api, f"s3:{request.api}"),
+    )
+    if cls is AccessDeniedError and request.api == "HeadObject":
+        advice += " Without s3:ListBucket on the bucket, S3 also answers so for a key at which nothing lies."
+    reason = reason.rstrip(". ")
+    return cls(
+        f"{request.url}: {request.api} failed: {reason}. {advice}",
+        key=request.url,
+        operation=request.operation,
+    )

@@ -16,13 +16,28 @@ from dataclasses import dataclass
 from cloudckpt.errors import InvalidURIError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ALIASES = {"gcs": "gs", "local": "file", "s3a": "s3"}
 _OWN_SCHEMES = ("s3", "gs", "file", "memory")
 _BUCKET_SCHEMES = ("s3", "gs")
 # Layers over another file system: a cache may serve stale manifests, an archive cannot take objects one by one.
 _LAYERS = frozenset(
-    "async_wrapper asynclocal asyncwrapper blockcache cached data dir filecache generic libarchive reference "
-    "simplecache tar zip".split()
+    {
+        "async_wrapper",
+        "asynclocal",
+        "asyncwrapper",
+        "blockcache",
+        "cached",
+        "data",
+        "dir",
+        "filecache",
+        "generic",
+        "libarchive",
+        "reference",
+        "simplecache",
+        "tar",
+        "zip",
+    }
 )
 _BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{1,61}[A-Za-z0-9]")
 _GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
@@ -86,15 +101,13 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
     try:
         text = os.fspath(location)
     except TypeError as error:
-        raise InvalidURIError(
-            f"A checkpoint's location is a str or a path, not {type(location).__name__}."
-        ) from error
+        raise InvalidURIError(f"A checkpoint's location is a str or a path, not {type(location).__name__}.") from error
     text = os.fsdecode(text)
     if not text.strip():
         raise InvalidURIError(
             "The checkpoint's location is empty. Pass a URI such as 's3://bucket/run/step-1', or a path."
         )
-    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in text):
+    if _CONTROL.search(text):
         raise InvalidURIError(f"The location {_redacted(text)!r} contains a control character.")
     match = _SCHEME.match(text)
     if match:
@@ -123,7 +136,7 @@ def is_valid_location(location: object) -> bool:
 
 
 def mangled_uri_scheme(location: object) -> str | None:
-    """The scheme of the URI that `location` was before `pathlib.Path` joined its slashes; None for other paths."""
+    """The scheme of the URI that `location` was before `pathlib.Path` joined its slashes, if it was one."""
     if not isinstance(location, (str, os.PathLike)):
         return None
     text = os.fsdecode(os.fspath(location))
@@ -137,7 +150,7 @@ def mangled_uri_scheme(location: object) -> str | None:
 
 @functools.cache
 def known_schemes() -> frozenset[str]:
-    """Every scheme that can name a checkpoint: our own and fsspec's, whether or not its package is installed."""
+    """Every scheme that can name a checkpoint: our own and fsspec's, installed or not."""
     import fsspec  # noqa: PLC0415  # plain paths and S3 do not need it
 
     return frozenset([*_OWN_SCHEMES, *_ALIASES, *fsspec.available_protocols()]) - _LAYERS
@@ -199,8 +212,7 @@ def _parse_path(text: str) -> Location:
         return Location(
             scheme="file",
             authority="",
-            path="/".join([os.path.realpath("/" + "/".join(segments[:end])).rstrip("/"), *segments[end:]])
-            or "/",
+            path="/".join([os.path.realpath("/" + "/".join(segments[:end])).rstrip("/"), *segments[end:]]) or "/",
         )
     return Location(scheme="file", authority="", path="/" + "/".join(segments))
 

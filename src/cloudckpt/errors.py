@@ -29,6 +29,7 @@ Classes follow what a handler would do, not where the error came from::
         │   └── InvalidManifestError        the manifest itself is damaged or not ours
         ├── UnsupportedFormatError          written by a newer cloudckpt: upgrade
         ├── UnsupportedValueError           the state dict holds what the format cannot
+        ├── StateDictMismatchError          what is asked for is not what was saved
         ├── NoConditionalCommitError        the store cannot create-if-absent
         └── UnsafePickleError               reading it would run code: consent with allow_pickle=True
 
@@ -37,6 +38,7 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "ObjectExistsError",
     "ObjectNotFoundError",
     "ShortObjectError",
+    "StateDictMismatchError",
     "StoreError",
     "StoreTimeoutError",
     "ThrottledError",
@@ -72,9 +75,7 @@ __all__ = [
 ]
 
 
-def _rebuild(
-    cls: type[CloudckptError], message: str, attributes: dict[str, Any]
-) -> CloudckptError:
+def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]) -> CloudckptError:
     error = cls.__new__(cls, message)
     error.args = (message,)
     error.__dict__.update(attributes)
@@ -212,9 +213,25 @@ class UnsupportedValueError(CheckpointError):
     """The state dict holds a value that the format cannot store."""
 
 
+class StateDictMismatchError(CheckpointError):
+    """The state dict to load into has entries that the checkpoint lacks, or has in another shape."""
+
+
 class NoConditionalCommitError(CheckpointError):
     """The store cannot create an object only if it is absent, so overwrites cannot be prevented."""
 
 
 class UnsafePickleError(CheckpointError):
     """Reading would unpickle bytes from the store, which can run any code."""
+
+
+def portable(error: Exception) -> Exception:
+    """`error` itself if it survives pickling, else a `CloudckptError` with its text.
+
+    ``torch.distributed`` pickles exceptions; one that does not come back leaves the other ranks hanging.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
+    except Exception:  # noqa: BLE001  # whatever it is, it does not travel
+        return CloudckptError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,1 +1,1 @@
-
+"""Between tensors and bytes: views where the bytes can be used in place, bounded copies where they cannot."""

@@ -1,0 +1,123 @@
+"""Saves in the background: their handle, and their process group."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from cloudckpt.api import SavedMetadata
+    from cloudckpt.report import SaveReport
+
+_lock = threading.Lock()
+_running: AsyncSave | None = None
+_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class AsyncSave:
+    """A save that runs in the background."""
+
+    def __init__(
+        self,
+        response: Future[Metadata] | AsyncSaveResponse,
+        *,
+        on_success: Callable[[Metadata], SavedMetadata],
+        on_failure: Callable[[CheckpointException], CheckpointException],
+    ) -> None:
+        self.staged: Future[None] = Future()
+        """Done when the state dict has been copied: from here on the model may change."""
+        self.committed: Future[SavedMetadata] = Future()
+        """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
+        self._on_success = on_success
+        self._on_failure = on_failure
+        if isinstance(response, AsyncSaveResponse):
+            response.staging_completion.add_done_callback(self._staging_ended)
+            upload = response.upload_completion
+        else:
+            self.staged.set_result(None)
+            upload = response
+        with _lock:
+            global _running  # noqa: PLW0603  # one save at a time, per process
+            _running = self
+        upload.add_done_callback(self._upload_ended)
+
+    def result(self, timeout: float | None = None) -> SavedMetadata:
+        """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
+        return self.committed.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the failure, or None."""
+        return self.committed.exception(timeout)
+
+    def done(self) -> bool:
+        """Whether it has ended, in either way."""
+        return self.committed.done()
+
+    @property
+    def report(self) -> SaveReport | None:
+        """This rank's report, once committed; None before, and for a save in another process."""
+        if not self.committed.done() or self.committed.exception() is not None:
+            return None
+        return self.committed.result().report
+
+    def _staging_ended(self, staging: Future[None]) -> None:
+        error = staging.exception()
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
+
+    def _upload_ended(self, upload: Future[Any]) -> None:
+        try:
+            try:
+                result = self._on_success(upload.result())
+            except CheckpointException as error:
+                self.committed.set_exception(self._on_failure(error))
+            else:
+                self.committed.set_result(result)
+        except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
+            self.committed.set_exception(error)
+
+
+def wait_for_previous() -> None:
+    """Until the background save in flight, if there is one, has ended. Its failure stays with its handle.
+
+    Two saves on one process group at a time would mix up their collectives.
+    """
+    with _lock:
+        previous = _running
+    if previous is not None:
+        wait([previous.committed])
+
+
+def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks, made once and used again. Collective on the first call; None without torch.distributed."""
+    if not dist.is_available() or not dist.is_initialized():
+        return process_group
+    default = dist.group.WORLD
+    assert default is not None  # noqa: S101  # it is initialised
+    source = process_group if process_group is not None else default
+    if torch.device("cpu") not in source._device_types:  # noqa: SLF001  # as torch itself asks
+        raise AssertionError(
+            "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
+        )
+    group = _groups.get(source)
+    if group is not None:
+        with contextlib.suppress(KeyError, ValueError):  # destroyed since, with the default group
+            dist.get_process_group_ranks(group)
+            return group
+    _groups.clear()
+    _groups[source] = dist.new_group(
+        dist.get_process_group_ranks(source), backend="gloo", use_local_synchronization=source is not default
+    )
+    return _groups[source]

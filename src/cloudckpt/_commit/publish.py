@@ -1,0 +1,108 @@
+"""The commit: one conditional put, and what has to be known about its answer."""
+
+from __future__ import annotations
+
+import logging
+
+from awscrt.checksums import crc32c
+
+from cloudckpt._commit.resolve import manifest_key, manifest_numbers, read_manifest
+from cloudckpt._manifest.codec import encode
+from cloudckpt._manifest.model import Manifest
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    ObjectExistsError,
+    StoreError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import Store
+
+_log = logging.getLogger("cloudckpt")
+
+
+def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool, retrier: Retrier) -> None:
+    """Make `manifest` the checkpoint, as the commit with `number`.
+
+    Returns only if it is. Raises `CheckpointExistsError` if another save's commit counts instead, a `StoreError` if
+    the store refused, and `CommitUnknownError` if it cannot be known; only in this last case may the manifest still
+    appear, so that its data must stay.
+    """
+    key = manifest_key(number)
+    document = encode(manifest)
+    views = [memoryview(document)]
+    checksum = crc32c(document)
+    try:
+        retrier.call(lambda: store.put(key, views, crc32c=checksum, if_absent=conditional))
+    except ObjectExistsError:
+        # An earlier try of this very put may have arrived, with only its answer lost.
+        if _attempt_at(store, number, retrier) != manifest.attempt:
+            raise _lost(store, key) from None
+    except TransientStoreError as error:
+        if _attempt_at(store, number, retrier) != manifest.attempt:
+            raise _unknown(store, key, error) from error
+    # The number was free, but perhaps only because a later overwrite removed the manifest that had it. In that case
+    # the later one is there already: it was put before the removal.
+    try:
+        numbers = retrier.call(lambda: manifest_numbers(store))
+    except StoreError as error:
+        raise _unknown(store, key, error) from error
+    if numbers and numbers[-1] > number:
+        raise _lost(store, manifest_key(numbers[-1]))
+
+
+def remove_superseded(store: Store, manifest: Manifest, *, number: int, retrier: Retrier) -> int:
+    """After the commit of `manifest` as `number`: remove the commits below it, lowest first, and then their data.
+
+    The order matters: whatever is left at any moment, the highest number is the newest commit. What cannot be
+    removed is logged, invisible to readers, and left to gc. Returns how many objects were removed.
+    """
+    kept = {stored.key for stored in manifest.objects}
+    num_removed = 0
+    try:
+        stale = [n for n in retrier.call(lambda: manifest_numbers(store)) if n < number]
+        keys = [key for n in stale for key in _data_keys(store, n, retrier) if key not in kept]
+        for batch in ([manifest_key(n) for n in stale], keys):
+            retrier.call(lambda batch=batch: store.delete(batch))  # type: ignore[misc]  # mypy cannot see the default
+            num_removed += len(batch)
+    except StoreError as error:
+        _log.warning("could not remove what %s replaced, gc will: %s", store.url(manifest_key(number)), error)
+    return num_removed
+
+
+def _data_keys(store: Store, number: int, retrier: Retrier) -> list[str]:
+    try:
+        manifest = read_manifest(store, number, retrier)
+    except CheckpointError as error:
+        _log.warning("cannot tell which data belongs to %s, gc will: %s", store.url(manifest_key(number)), error)
+        return []
+    return [stored.key for stored in manifest.objects] if manifest is not None else []
+
+
+def _attempt_at(store: Store, number: int, retrier: Retrier) -> str | None:
+    """The attempt whose manifest has `number`; None where there is none that can be read."""
+    try:
+        manifest = read_manifest(store, number, retrier)
+    except StoreError as error:
+        raise _unknown(store, manifest_key(number), error) from error
+    except CheckpointError:
+        return None  # somebody else's, and broken
+    return manifest.attempt if manifest is not None else None
+
+
+def _lost(store: Store, key: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"Checkpoint already exists: another save committed {store.url(key)} first. It is untouched and nothing of "
+        "this save is visible. Choose another URI, or pass overwrite=True to replace it",
+        uri=store.uri,
+    )
+
+
+def _unknown(store: Store, key: str, error: Exception) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"the commit of {store.url(key)} was sent, but whether it arrived could not be found out: {error}. "
+        "Its data was kept. Ask again when the store answers (cloudckpt.latest, or load it) before you save there again",
+        uri=store.uri,
+    )

@@ -1,0 +1,83 @@
+"""The one patch of torch: `enable` and `disable`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.checkpoint._storage_utils as storage_utils
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
+
+from cloudckpt._commit.resolve import manifest_numbers
+from cloudckpt._uri import is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location
+from cloudckpt.errors import StoreError
+from cloudckpt.options import Options
+from cloudckpt.reader import ObjectStoreReader
+from cloudckpt.stores.open import open_store
+from cloudckpt.writer import ObjectStoreWriter
+
+_restore: list[Callable[[], None]] = []
+
+
+def enable(*, options: Options | None = None) -> None:
+    """From here on torch's own calls understand the URIs: ``dcp.save(state_dict, checkpoint_id="s3://…")``.
+
+    Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's for saving, and
+    load with cloudckpt where it wrote what lies there. A ``storage_writer`` or ``storage_reader`` that is passed is
+    used as ever. `options` holds for all of these calls; calling again replaces it. `disable` undoes it all.
+    """
+    disable()
+    chosen = options or Options()
+    original = storage_utils._storage_setup  # noqa: SLF001  # torch has no registry to extend
+
+    @functools.wraps(original)
+    def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+        if storage is None and _is_ours(checkpoint_id, reader=reader, options=chosen):
+            kind = ObjectStoreReader if reader else ObjectStoreWriter
+            return kind(checkpoint_id, options=chosen)
+        return original(storage, checkpoint_id, reader)
+
+    for module in (storage_utils, state_dict_saver, state_dict_loader):
+        _replace(module, "_storage_setup", set_up)
+
+    # An async save in another process sets up its storage there, where this patch is not.
+    execute = _ProcessBasedAsyncCheckpointExecutor.execute_save
+
+    @functools.wraps(execute)
+    def execute_save(*args: Any, **kwargs: Any) -> Any:
+        location = kwargs.get("checkpoint_id")
+        if kwargs.get("storage_writer") is None and _is_ours(location, reader=False, options=chosen):
+            kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen)  # type: ignore[arg-type]  # _is_ours saw to it
+        return execute(*args, **kwargs)
+
+    _replace(_ProcessBasedAsyncCheckpointExecutor, "execute_save", execute_save)
+
+
+def disable() -> None:
+    """Undo `enable`. Does nothing where it is not in force."""
+    while _restore:
+        _restore.pop()()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    original = getattr(owner, name)
+    _restore.append(lambda: setattr(owner, name, original))
+    setattr(owner, name, replacement)
+
+
+def _is_ours(checkpoint_id: Any, *, reader: bool, options: Options) -> bool:
+    if not isinstance(checkpoint_id, (str, os.PathLike)):
+        return False
+    if is_remote_uri(checkpoint_id) or "://" in str(checkpoint_id) or mangled_uri_scheme(checkpoint_id):
+        return True  # also what cannot work: our error says why
+    return reader and is_valid_location(checkpoint_id) and _holds_manifest(checkpoint_id, options)
+
+
+def _holds_manifest(path: str | os.PathLike[str], options: Options) -> bool:
+    try:
+        return bool(manifest_numbers(open_store(parse_location(path).uri, options)))
+    except StoreError:
+        return False

@@ -1,0 +1,82 @@
+"""Failures of a whole save or load, as the caller gets them."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cloudckpt.errors import CloudckptError
+
+Failures = Mapping[int, tuple[BaseException, traceback.StackSummary]]
+
+
+class _Failure(CheckpointException):
+    """torch's `CheckpointException`, with a text that one can read.
+
+    Its concrete class is also that of the common cause, so that ``except CheckpointExistsError`` works.
+    """
+
+    step: str
+    what: str
+
+    def __str__(self) -> str:
+        ranks = sorted(self.failures)
+        lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(ranks)}:"]
+        for rank in ranks:
+            error, trace = self.failures[rank]
+            lines.append(f"[rank {rank}] {type(error).__name__}: {error}")
+            if not isinstance(error, CloudckptError) and trace is not None:
+                lines.append("".join(trace.format()).rstrip())  # not one of ours: where it came from matters
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.what, self.step, dict(self.failures))
+
+
+def failure_of(
+    error: CheckpointException, *, what: str, local_cause: CloudckptError | None = None, local_rank: int = 0
+) -> CheckpointException:
+    """`error`, readable, and an instance of its cause's class.
+
+    `local_cause` is what this rank really saw where torch handed on only its text.
+    """
+    failures = dict(error.failures)
+    if local_cause is not None and local_rank in failures:
+        failures[local_rank] = (local_cause, failures[local_rank][1])
+    return _rebuild(what, str(error.args[0]), failures)
+
+
+def causes_of(error: CheckpointException) -> list[BaseException]:
+    """What each failing rank raised."""
+    return [cause for cause, _ in error.failures.values()]
+
+
+def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
+    ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
+    classes = {type(cause) for cause in ours}
+    kind = _class_for(classes.pop() if len(classes) == 1 else None)
+    # Not through __init__: the cause's class and torch's have different ones.
+    failure = kind.__new__(kind, step, failures)
+    failure.args = (step, failures)
+    if ours:
+        failure.__dict__.update(ours[0].__dict__)
+    failure.step, failure.what, failure._failures = step, what, failures  # noqa: SLF001  # torch's __init__ sets it
+    return failure
+
+
+@functools.cache
+def _class_for(cause: type[CloudckptError] | None) -> type[_Failure]:
+    if cause is None:
+        return _Failure
+    return type(cause.__name__, (_Failure, cause), {"__module__": cause.__module__})
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"{len(ranks)} ranks ({shown}{', …' if len(ranks) > 16 else ''})"

@@ -1,0 +1,119 @@
+"""Manifest to bytes and back, with a checksum of the document in its own tail."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from awscrt.checksums import crc32c
+
+from cloudckpt._manifest.model import FORMAT_MAJOR, FORMAT_NAME, Manifest
+from cloudckpt._manifest.validate import problems_of
+from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
+
+_TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
+_TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
+
+
+def pack_tiles(values: Sequence[int]) -> str:
+    """CRC32C values as the manifest holds them."""
+    words = array("I", values)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return base64.b64encode(words.tobytes()).decode("ascii")
+
+
+def unpack_tiles(text: str) -> array[int]:
+    """The reverse of `pack_tiles`; `ValueError` where `text` is not such a list."""
+    raw = base64.b64decode(text, validate=True)
+    if len(raw) % 4:
+        raise ValueError("not a whole number of CRC32C values")
+    words = array("I", raw)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + b',"crc32c":"%08x"}' % crc32c(body)
+
+
+def decode(document: bytes, *, uri: str) -> Manifest:
+    """The manifest in `document`, checked in every respect that the rest of cloudckpt relies on.
+
+    Raises `InvalidManifestError` for anything that is damaged, inconsistent or not a manifest, and
+    `UnsupportedFormatError` for a newer major version of the format.
+    """
+    tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
+    if tail is None:
+        _raise_for_foreign(document, uri)
+    body = document[: tail.start()]
+    recorded, actual = int(tail.group(1), 16), crc32c(body)
+    if recorded != actual:
+        raise InvalidManifestError(
+            f"the manifest of {uri} is damaged: its checksum is {actual:08x}, but it was written as {recorded:08x}. "
+            "Load an older checkpoint, or restore the manifest from a backup",
+            uri=uri,
+        )
+    _check_version(_probe(document), uri)
+    try:
+        manifest = msgspec.json.decode(document, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    problems = problems_of(manifest)
+    if problems:
+        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri)
+    return manifest
+
+
+class _Head(msgspec.Struct):
+    format: Any = None
+    version: Any = None
+
+
+def _probe(document: bytes) -> _Head | None:
+    try:
+        return msgspec.json.decode(document, type=_Head)
+    except (msgspec.DecodeError, RecursionError, binascii.Error):
+        return None
+
+
+def _check_version(head: _Head | None, uri: str) -> None:
+    if head is None or head.format != FORMAT_NAME:
+        raise InvalidManifestError(
+            f"{uri} holds a manifest.json that another program wrote, not a cloudckpt checkpoint", uri=uri
+        )
+    version = head.version
+    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int for v in version)):
+        raise InvalidManifestError(f"the manifest of {uri} has no usable version: {version!r:.80}", uri=uri)
+    if version[0] > FORMAT_MAJOR:
+        raise UnsupportedFormatError(
+            f"{uri} was written in version {version[0]}.{version[1]} of the format; this cloudckpt reads up to "
+            f"{FORMAT_MAJOR}.x. Upgrade cloudckpt to load it",
+            uri=uri,
+        )
+
+
+def _raise_for_foreign(document: bytes, uri: str) -> Any:
+    head = _probe(document)
+    if head is not None:
+        _check_version(head, uri)
+    if head is None and not document.lstrip()[:1] == b"{":
+        raise InvalidManifestError(
+            f"{uri} holds a manifest.json that is not a cloudckpt manifest ({len(document)} bytes, not JSON)",
+            uri=uri,
+        )
+    raise InvalidManifestError(
+        f"the manifest of {uri} is truncated: its {len(document)} bytes do not end in a checksum. "
+        "Load an older checkpoint, or restore the manifest from a backup",
+        uri=uri,
+    )

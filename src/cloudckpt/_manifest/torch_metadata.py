@@ -1,0 +1,211 @@
+"""Between the manifest and torch's `Metadata`."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cloudckpt._manifest.codec import pack_tiles
+from cloudckpt._manifest.model import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    FORMAT_NAME,
+    Chunk,
+    Manifest,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+)
+from cloudckpt._manifest.receipts import ItemLocation, ItemReceipt
+from cloudckpt._manifest.torch_dtypes import dtype_name, dtype_of
+from cloudckpt._version import __version__
+from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
+
+DCP_VERSION = "1.0.0"
+"""The version of torch's own `Metadata`, which its planners look at."""
+
+
+def manifest_of(
+    metadata: Metadata,
+    receipts: Sequence[Mapping[MetadataIndex, ItemReceipt]],
+    *,
+    uri: str,
+    attempt: str,
+    save_id: str,
+    tile_bytes: int,
+    user_metadata: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of a save that planned `metadata` and wrote `receipts`, one mapping per rank.
+
+    Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3).
+    """
+    written: dict[MetadataIndex, ItemReceipt] = {}
+    for of_rank in receipts:
+        written.update(of_rank)
+    objects: dict[str, int] = {}
+    stored_objects: list[StoredObject] = []
+    for receipt in written.values():
+        stored_in = receipt.stored_in
+        if stored_in.key not in objects:
+            objects[stored_in.key] = len(stored_objects)
+            stored_objects.append(
+                StoredObject(key=stored_in.key, size=stored_in.size_bytes, crc32c=pack_tiles(stored_in.tile_crc32cs))
+            )
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, StoredValue] = {}
+    missing: list[str] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            found = [written.get(MetadataIndex(fqn, chunk.offsets)) for chunk in entry.chunks]
+            missing += [
+                f"{fqn}{list(chunk.offsets)}"
+                for chunk, receipt in zip(entry.chunks, found, strict=True)
+                if receipt is None or receipt.lengths != tuple(chunk.sizes)
+            ]
+            if not missing:
+                tensors[fqn] = _stored_tensor(fqn, entry, [r for r in found if r is not None], objects, uri)
+        else:
+            receipt = written.get(MetadataIndex(fqn))
+            if receipt is None:
+                missing.append(fqn)
+            else:
+                values[fqn] = StoredValue(
+                    object_index=objects[receipt.stored_in.key],
+                    begin=receipt.begin,
+                    end=receipt.end,
+                    transforms=list(receipt.transforms),
+                )
+    if missing:
+        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        raise IncompleteSaveError(
+            f"{len(missing)} planned items of {uri} were not written, or not in their planned shape: {shown}. "
+            "Nothing was committed",
+            uri=uri,
+        )
+    return Manifest(
+        format=FORMAT_NAME,
+        version=(FORMAT_MAJOR, FORMAT_MINOR),
+        attempt=attempt,
+        created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+        world_size=len(receipts),
+        software={
+            "cloudckpt": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        tile_bytes=tile_bytes,
+        objects=stored_objects,
+        tensors=tensors,
+        values=values,
+        nesting=_nesting_of(metadata.planner_data, tensors.keys() | values.keys(), uri),
+        save_id=save_id,
+        metadata=dict(user_metadata),
+    )
+
+
+def metadata_of(manifest: Manifest, *, checkpoint_id: Any, load_id: str) -> Metadata:
+    """Torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to a `ItemLocation`."""
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage_data: dict[MetadataIndex, ItemLocation] = {}
+    for fqn, tensor in manifest.tensors.items():
+        transforms = tuple(tensor.transforms)
+        chunks = []
+        for chunk in tensor.chunks:
+            offsets, lengths = torch.Size(chunk.offsets), torch.Size(chunk.lengths)
+            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=lengths))
+            storage_data[MetadataIndex(fqn, offsets)] = ItemLocation(
+                object_index=chunk.object_index,
+                begin=chunk.begin,
+                end=chunk.end,
+                dtype=tensor.dtype,
+                lengths=chunk.lengths,
+                transforms=transforms,
+            )
+        properties = TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad)
+        state_dict_metadata[fqn] = TensorStorageMetadata(
+            properties=properties, size=torch.Size(tensor.shape), chunks=chunks
+        )
+    for fqn, value in manifest.values.items():
+        state_dict_metadata[fqn] = BytesStorageMetadata()
+        storage_data[MetadataIndex(fqn)] = ItemLocation(
+            object_index=value.object_index,
+            begin=value.begin,
+            end=value.end,
+            dtype=None,
+            lengths=(),
+            transforms=tuple(value.transforms),
+        )
+    nesting = manifest.nesting
+    return Metadata(
+        state_dict_metadata=state_dict_metadata,  # type: ignore[arg-type]  # dict is invariant in its values
+        planner_data=None if nesting is None else {fqn: tuple(path) for fqn, path in nesting.items()},
+        storage_data=storage_data,
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=manifest.save_id, load_id=load_id),
+        version=DCP_VERSION,
+    )
+
+
+def _stored_tensor(
+    fqn: str,
+    entry: TensorStorageMetadata,
+    receipts: Sequence[ItemReceipt],
+    objects: Mapping[str, int],
+    uri: str,
+) -> StoredTensor:
+    dtypes = {receipt.dtype for receipt in receipts if receipt.dtype is not None}
+    transforms = {receipt.transforms for receipt in receipts}
+    if len(dtypes) > 1 or len(transforms) > 1:
+        raise UnsupportedValueError(
+            f"the ranks wrote {fqn!r} of {uri} as different types: {sorted(dtypes)}, {sorted(transforms)}. "
+            "Give it one dtype on all ranks",
+            uri=uri,
+        )
+    return StoredTensor(
+        dtype=dtypes.pop() if dtypes else dtype_name(entry.properties.dtype),
+        shape=tuple(entry.size),
+        chunks=[
+            Chunk(
+                tuple(chunk.offsets),
+                tuple(chunk.sizes),
+                objects[receipt.stored_in.key],
+                receipt.begin,
+                receipt.end,
+            )
+            for chunk, receipt in zip(entry.chunks, receipts, strict=True)
+        ],
+        requires_grad=entry.properties.requires_grad,
+        transforms=list(transforms.pop()) if transforms else [],
+    )
+
+
+def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, list[str | int]] | None:
+    if planner_data is None:
+        return None
+    known = set(fqns)
+    is_nesting = isinstance(planner_data, Mapping) and all(
+        isinstance(fqn, str)
+        and isinstance(path, (tuple, list))
+        and path
+        and all(isinstance(step, (str, int)) for step in path)
+        for fqn, path in planner_data.items()
+    )
+    if not is_nesting:
+        raise UnsupportedValueError(
+            f"the planner's own data ({type(planner_data).__name__}) cannot be kept in the manifest of {uri}: only the "
+            "nesting of the state dict can. Keep such data in the state dict, or in Options(metadata=…)",
+            uri=uri,
+        )
+    return {fqn: list(path) for fqn, path in planner_data.items() if fqn in known}

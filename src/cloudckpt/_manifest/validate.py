@@ -1,0 +1,122 @@
+"""What must hold in a manifest before anything is read or allocated because of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
+from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
+
+_MAX_NDIM = 64  # torch's own limit
+_MAX_BYTES = 2**63 - 1
+_MAX_TILE_BYTES = 2**30
+
+
+def problems_of(manifest: Manifest) -> list[str]:
+    """Every contradiction, each with its place; empty for a manifest that can be relied on.
+
+    Afterwards: keys stay under the checkpoint's ``data/``; every byte range lies in its object, is aligned to its
+    element size and has the length that dtype and shape demand; the chunks of a tensor lie in it and have, together,
+    its volume.
+    """
+    problems = list(_object_problems(manifest))
+    if not 4096 <= manifest.tile_bytes <= _MAX_TILE_BYTES or manifest.tile_bytes % 64:
+        problems.append(f"tile_bytes is {manifest.tile_bytes}, not a multiple of 64 from 4096 to {_MAX_TILE_BYTES}")
+    if manifest.world_size < 1:
+        problems.append(f"world_size is {manifest.world_size}")
+    if problems:
+        return problems  # ranges cannot be judged against objects that are wrong themselves
+    for fqn, tensor in manifest.tensors.items():
+        problems.extend(f"tensor {fqn!r}: {text}" for text in _tensor_problems(tensor, manifest.objects))
+    for fqn, value in manifest.values.items():
+        problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
+    both = manifest.tensors.keys() & manifest.values.keys()
+    problems.extend(f"{fqn!r} is a tensor and a value at once" for fqn in sorted(both))
+    if manifest.nesting is not None:
+        unknown = manifest.nesting.keys() - manifest.tensors.keys() - manifest.values.keys()
+        problems.extend(f"nesting names {fqn!r}, which is not stored" for fqn in sorted(unknown))
+        problems.extend(f"nesting of {fqn!r} is empty" for fqn, path in manifest.nesting.items() if not path)
+    return problems
+
+
+def is_safe_key(key: str) -> bool:
+    """Whether `key` names an object under a checkpoint's ``data/`` and can name nothing else."""
+    segments = key.split("/")
+    return (
+        len(key) <= 1024
+        and len(segments) >= 3
+        and segments[0] == "data"
+        and all(segment not in ("", ".", "..") for segment in segments)
+        and not any(character in "\\:\0" or not character.isprintable() for character in key)
+    )
+
+
+def num_tiles(size_bytes: int, tile_bytes: int) -> int:
+    """How many tiles an object of `size_bytes` has."""
+    return -(-size_bytes // tile_bytes)
+
+
+def _object_problems(manifest: Manifest) -> Iterator[str]:
+    seen: set[str] = set()
+    for index, stored in enumerate(manifest.objects):
+        where = f"objects[{index}]"
+        if not is_safe_key(stored.key):
+            yield f"{where}: key {stored.key!r:.200} does not lie under data/"
+        if stored.key in seen:
+            yield f"{where}: key {stored.key!r:.200} occurs twice"
+        seen.add(stored.key)
+        if not 0 <= stored.size <= _MAX_BYTES:
+            yield f"{where}: size is {stored.size}"
+        elif manifest.tile_bytes > 0:
+            num_values = num_tiles(stored.size, manifest.tile_bytes)
+            if len(stored.crc32c) != 4 * -(-num_values * 4 // 3):
+                yield f"{where}: does not have one checksum for each of its {num_values} tiles"
+
+
+def _tensor_problems(tensor: StoredTensor, objects: Sequence[StoredObject]) -> Iterator[str]:
+    itemsize_bytes = ITEMSIZE_BYTES.get(tensor.dtype)
+    if itemsize_bytes is None:
+        yield f"dtype {tensor.dtype!r:.80} is unknown"
+        return
+    if len(tensor.shape) > _MAX_NDIM or any(not 0 <= length <= _MAX_BYTES for length in tensor.shape):
+        yield f"shape {tensor.shape!r:.200} is not a shape"
+        return
+    if math.prod(tensor.shape) * itemsize_bytes > _MAX_BYTES:
+        yield f"shape {tensor.shape!r:.200} is too large"
+        return
+    volume = 0
+    for index, chunk in enumerate(tensor.chunks):
+        yield from (f"chunk {index}: {text}" for text in _chunk_problems(chunk, tensor, itemsize_bytes, objects))
+        volume += math.prod(chunk.lengths)
+    if volume != math.prod(tensor.shape):
+        yield f"its chunks hold {volume} elements of {math.prod(tensor.shape)}"
+
+
+def _chunk_problems(
+    chunk: Chunk, tensor: StoredTensor, itemsize_bytes: int, objects: Sequence[StoredObject]
+) -> Iterator[str]:
+    if len(chunk.offsets) != len(tensor.shape) or len(chunk.lengths) != len(tensor.shape):
+        yield f"has {len(chunk.offsets)} offsets and {len(chunk.lengths)} lengths in {len(tensor.shape)} dimensions"
+        return
+    for offset, length, extent in zip(chunk.offsets, chunk.lengths, tensor.shape, strict=True):
+        if offset < 0 or length < 0 or offset + length > extent:
+            yield f"[{offset}, {offset + length}) does not lie in [0, {extent})"
+            return
+    in_range = True
+    for text in _range_problems(chunk, objects):
+        in_range = False
+        yield text
+    if not in_range or tensor.transforms:
+        return
+    if chunk.end - chunk.begin != math.prod(chunk.lengths) * itemsize_bytes:
+        yield f"{chunk.end - chunk.begin} bytes do not hold {chunk.lengths} of {tensor.dtype}"
+    elif chunk.begin % itemsize_bytes:
+        yield f"byte {chunk.begin} is not aligned to {tensor.dtype}"
+
+
+def _range_problems(stored: Chunk | StoredValue, objects: Sequence[StoredObject]) -> Iterator[str]:
+    if not 0 <= stored.object_index < len(objects):
+        yield f"object {stored.object_index} does not exist"
+    elif not 0 <= stored.begin <= stored.end <= objects[stored.object_index].size:
+        yield f"bytes [{stored.begin}, {stored.end}) do not lie in object {stored.object_index}"

@@ -1,0 +1,95 @@
+"""The body of a data object: its header and its tensors, in place where possible, copied part by part where not."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cloudckpt._plan.boxes import boxes_of
+from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Something at byte `begin` of an object: bytes in memory, or a tensor that must be copied to become bytes."""
+
+    begin: int
+    num_bytes: int
+    content: memoryview | torch.Tensor
+
+
+def piece_of(content: torch.Tensor | memoryview, *, begin: int) -> Piece:
+    """A piece that refers to `content` and copies nothing."""
+    if isinstance(content, torch.Tensor):
+        num_bytes = content.numel() * content.element_size()
+        if is_viewable(content):
+            content = bytes_view(content)
+        return Piece(begin=begin, num_bytes=num_bytes, content=content)
+    return Piece(begin=begin, num_bytes=len(content), content=content)
+
+
+class PieceBody:
+    """Pieces back to back (see `cloudckpt._transfer.upload.Body`).
+
+    Tensors that cannot be sent from where they lie (on a GPU, or strided) are copied into a buffer of `arena` when
+    their part is opened, and only that part of them.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], arena: Arena) -> None:
+        self._pieces = [piece for piece in pieces if piece.num_bytes]
+        self._begins = [piece.begin for piece in self._pieces]
+        self._arena = arena
+        self.size_bytes = sum(piece.num_bytes for piece in self._pieces)
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
+        """Views of bytes ``[begin, end)``. Bounds lie on tiles, and so never inside of an element."""
+        inside = list(self._inside(begin, end))
+        copied_bytes = sum(
+            _aligned(high - low) for piece, low, high in inside if isinstance(piece.content, torch.Tensor)
+        )
+        with self._arena.lend(copied_bytes) if copied_bytes else contextlib.nullcontext() as buffer:
+            views: list[memoryview] = []
+            filled_bytes = 0
+            for piece, low, high in inside:
+                if isinstance(piece.content, memoryview):
+                    views.append(piece.content[low:high])
+                    continue
+                assert buffer is not None  # noqa: S101  # copied_bytes counted this piece
+                target = buffer[filled_bytes : filled_bytes + high - low]
+                _copy_range(piece.content, low, high, target)
+                views.append(bytes_view(target))
+                filled_bytes += _aligned(high - low)
+            yield views
+
+    def _inside(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
+        """The pieces in ``[begin, end)``, each with the range of its own bytes that lies there."""
+        for piece in self._pieces[max(bisect.bisect_right(self._begins, begin) - 1, 0) :]:
+            if piece.begin >= end:
+                return
+            low, high = max(begin - piece.begin, 0), min(end - piece.begin, piece.num_bytes)
+            if low < high:
+                yield piece, low, high
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
+
+
+def _copy_range(tensor: torch.Tensor, begin: int, end: int, target: torch.Tensor) -> None:
+    """Bytes ``[begin, end)`` of `tensor`, in row-major order, into the ``uint8`` tensor `target`."""
+    source = as_carrier(tensor)
+    flat = target.view(source.dtype)
+    itemsize_bytes = source.element_size()
+    position = 0
+    for box in boxes_of(begin // itemsize_bytes, end // itemsize_bytes, source.shape):
+        block = source
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            block = block.narrow(dim, offset, length)
+        flat[position : position + block.numel()].view(box.lengths).copy_(block)
+        position += block.numel()

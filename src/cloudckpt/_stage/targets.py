@@ -1,0 +1,108 @@
+"""What a load fills: tensors, in place where their memory allows it, and the bytes of Python objects."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import Protocol
+
+import torch
+
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
+from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._manifest.torch_dtypes import dtype_of
+from cloudckpt._plan.boxes import Box, boxes_of, intersection_of, runs_of, strides_of
+from cloudckpt._plan.reads import Want
+from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
+
+
+class Target(Protocol):
+    """Where the bytes of one read item go. Ranges are of the object's bytes."""
+
+    num_bytes: int
+
+    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:
+        """The ranges to fetch."""
+
+    def direct_view(self, begin: int, end: int) -> memoryview | None:
+        """The memory that these wanted bytes belong in; None where they have to be copied there."""
+
+    def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
+
+
+class BytesTarget:
+    """All stored bytes of one item, as they are."""
+
+    def __init__(self, location: ItemLocation) -> None:
+        self._location = location
+        self.num_bytes = location.end - location.begin
+        self.content = bytearray(self.num_bytes)
+
+    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:  # noqa: ARG002  # one range has no gaps
+        at = self._location
+        return [Want(consumer=consumer, object_index=at.object_index, begin=at.begin, end=at.end)]
+
+    def direct_view(self, begin: int, end: int) -> memoryview:
+        return memoryview(self.content)[begin - self._location.begin : end - self._location.begin]
+
+    def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        self.direct_view(begin, begin + len(source))[:] = bytes_view(source)
+
+
+class TensorTarget:
+    """A block of a stored chunk, and the tensor of the same shape that it is to fill.
+
+    Where the tensor is contiguous CPU memory of the stored dtype, the bytes are read straight into it. Else they are
+    copied, which converts dtypes, moves to devices and honours strides.
+    """
+
+    def __init__(self, location: ItemLocation, box: Box, target: torch.Tensor) -> None:
+        assert location.dtype is not None  # noqa: S101  # the caller chose by it
+        self._location = location
+        self._box = box
+        self._itemsize_bytes = ITEMSIZE_BYTES[location.dtype]
+        self._dtype = dtype_of(location.dtype)
+        self._target = target
+        self.num_bytes = math.prod(box.lengths) * self._itemsize_bytes
+        self._run_begins: list[int] = []
+        self._run_bytes = 0
+        self._memory: memoryview | None = None
+
+    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:
+        at, size = self._location, self._itemsize_bytes
+        runs = [
+            (at.begin + begin * size, at.begin + end * size)
+            for begin, end in runs_of(at.lengths, self._box, max_gap=max_gap_bytes // size)
+        ]
+        holds_only_wanted = sum(end - begin for begin, end in runs) == self.num_bytes
+        if holds_only_wanted and is_viewable(self._target) and self._target.dtype == self._dtype:
+            self._memory = bytes_view(self._target)
+            self._run_begins = [begin for begin, _ in runs]
+            self._run_bytes = runs[0][1] - runs[0][0] if runs else 0
+        return [Want(consumer=consumer, object_index=at.object_index, begin=begin, end=end) for begin, end in runs]
+
+    def direct_view(self, begin: int, end: int) -> memoryview | None:
+        if self._memory is None:
+            return None
+        run = bisect.bisect_right(self._run_begins, begin) - 1
+        offset = run * self._run_bytes + begin - self._run_begins[run]
+        return self._memory[offset : offset + end - begin]
+
+    def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        first = (begin - self._location.begin) // self._itemsize_bytes
+        elements = source.view(self._dtype)
+        target = self._target
+        if target.dtype == self._dtype:
+            elements, target = as_carrier(elements), as_carrier(target)
+        strides = strides_of(self._location.lengths)
+        for box in boxes_of(first, first + elements.numel(), self._location.lengths):
+            common = intersection_of(box, self._box)
+            if common is None:
+                continue
+            start = sum(o * s for o, s in zip(common.offsets, strides, strict=True)) - first
+            block = target
+            pairs = zip(common.offsets, self._box.offsets, common.lengths, strict=True)
+            for dim, (offset, origin, length) in enumerate(pairs):
+                block = block.narrow(dim, offset - origin, length)
+            block.copy_(elements.as_strided(common.lengths, strides, elements.storage_offset() + start))

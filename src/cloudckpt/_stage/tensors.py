@@ -1,0 +1,51 @@
+"""Tensors as bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
+from cloudckpt._manifest.torch_dtypes import dtype_name
+from cloudckpt.errors import UnsupportedValueError
+
+# Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
+    """`tensor` as the strided tensor of real memory that it stands for, sharing that memory.
+
+    Raises `UnsupportedValueError` for tensors that have no such memory.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        what = "a meta tensor, which has no data: materialise it first (to_empty(), or load its weights)"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        what = f"of layout {tensor.layout}: convert it to a dense tensor (to_dense())"
+    elif tensor.is_quantized:
+        what = f"quantized ({tensor.dtype}): save its int_repr(), scale and zero point instead"
+    elif dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
+        what = f"of dtype {tensor.dtype}, which the format does not have"
+    else:
+        return tensor.resolve_conj().resolve_neg()
+    raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {what}", uri=uri)
+
+
+def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, shape and strides, in a dtype that every copy supports bit for bit."""
+    return tensor.view(_CARRIERS[tensor.dtype.itemsize])
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable, without a copy. It keeps the memory alive."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def is_viewable(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes can be used where they lie."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()

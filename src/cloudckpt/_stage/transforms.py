@@ -1,0 +1,43 @@
+"""torch's experimental stream extensions (`torch.distributed.checkpoint._extension`), such as compression.
+
+What is transformed is stored as it comes out, with the descriptors that undo it; it can only be read whole.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms, _StorageWriterTransforms
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+
+
+class WriteTransforms:
+    """The extensions of a save; falsy where there are none."""
+
+    def __init__(self, extensions: Sequence[StreamTransformExtension] | None) -> None:
+        self._extensions = tuple(extensions or ())
+
+    def __bool__(self) -> bool:
+        return bool(self._extensions)
+
+    def apply(self, item: WriteItem, content: memoryview) -> tuple[memoryview, tuple[str, ...]]:
+        """`content` as it is to be stored, and the descriptors that undo it."""
+        target = io.BytesIO()
+        stream, descriptors = _StorageWriterTransforms(self._extensions).transform_save_stream(item, target)
+        stream.write(content)
+        stream.close()
+        return target.getbuffer(), tuple(descriptors)
+
+
+class ReadTransforms:
+    """The registry that a load looks descriptors up in."""
+
+    def __init__(self, registry: ExtensionRegistry | None) -> None:
+        self._transforms = _StorageReaderTransforms(registry)
+
+    def undo(self, item: ReadItem, descriptors: Sequence[str], stored: Any) -> bytes:
+        """The original bytes. Raises `ValueError` for a descriptor that the registry lacks."""
+        return self._transforms.transform_load_stream(item, descriptors, io.BytesIO(stored)).read(-1)

@@ -1,0 +1,42 @@
+"""Python objects from a store, without running code from it (G6)."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from cloudckpt.errors import CorruptCheckpointError, UnsafePickleError
+
+# Beyond torch's own list of harmless types; more come from torch.serialization.add_safe_globals.
+_HARMLESS = (io.BytesIO,)
+
+
+def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
+    """The object that ``torch.save`` wrote, under ``weights_only=True``.
+
+    Raises `UnsafePickleError` where that is refused, `CorruptCheckpointError` where the bytes are no such object.
+    """
+    try:
+        with torch.serialization.safe_globals(list(_HARMLESS)):
+            return torch.load(io.BytesIO(stored), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UnsafePickleError(
+            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code ({str(error).splitlines()[0]}). If "
+            "you trust who wrote it, pass allow_pickle=True; or allow its classes with "
+            "torch.serialization.add_safe_globals",
+            uri=uri,
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{fqn!r} of {uri} cannot be loaded: {error}", uri=uri) from error
+
+
+def harmless_copy(stored: bytes | bytearray, fqn: str, *, uri: str) -> io.BytesIO:
+    """The same object in bytes that were made here, for a planner that unpickles whatever it is given."""
+    value = loaded_safely(stored, fqn, uri=uri)
+    copy = io.BytesIO()
+    torch.save(value, copy)
+    copy.seek(0)
+    return copy

@@ -1,0 +1,50 @@
+"""CRC32C (RFC 3720, appendix B.4) of tiles, and of what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from awscrt.checksums import combine_crc32c, crc32c
+
+from cloudckpt.stores.base import Views
+
+
+def crc32c_of(views: Views) -> int:
+    """CRC32C of the views' bytes, one after the other."""
+    value = 0
+    for view in views:
+        value = crc32c(view, value)
+    return value
+
+
+def tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
+    """CRC32C of each tile of the views' bytes, taken together; the last tile may be shorter."""
+    values: list[int] = []
+    value, filled_bytes = 0, 0
+    for view in views:
+        position = 0
+        while position < len(view):
+            step = min(tile_bytes - filled_bytes, len(view) - position)
+            value = crc32c(view[position : position + step], value)
+            position += step
+            filled_bytes += step
+            if filled_bytes == tile_bytes:
+                values.append(value)
+                value, filled_bytes = 0, 0
+    if filled_bytes:
+        values.append(value)
+    return values
+
+
+def combined(values: Sequence[int], *, tile_bytes: int, size_bytes: int) -> int:
+    """CRC32C of `size_bytes` bytes whose tiles have `values`."""
+    whole = 0
+    for index, value in enumerate(values):
+        num_bytes = min(tile_bytes, size_bytes - index * tile_bytes)
+        whole = combine_crc32c(whole, value, num_bytes) if index else value
+    return whole
+
+
+def total_bytes(views: Iterable[memoryview]) -> int:
+    """How many bytes the views hold."""
+    return sum(len(view) for view in views)

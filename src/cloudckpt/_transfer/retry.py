@@ -1,0 +1,90 @@
+"""When a call to a store is tried again: the one place that decides it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from cloudckpt.errors import ChecksumRefusedError, StoreError, ThrottledError, TransientStoreError
+
+_T = TypeVar("_T")
+_log = logging.getLogger("cloudckpt")
+
+_FIRST_DELAY_S = 0.1
+_FIRST_THROTTLED_DELAY_S = 0.5
+_LONGEST_DELAY_S = 10.0
+
+
+class Retrier:
+    """Runs calls, and runs them again after failures that may pass.
+
+    Delays grow exponentially with full jitter (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/).
+    A call is given up after `retries` repetitions or once `timeout_s` have gone by without progress. Safe to share
+    between threads; `stop` ends every wait at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        retries: int,
+        timeout_s: float,
+        on_retry: Callable[[StoreError], None] | None = None,
+    ) -> None:
+        self._retries = retries
+        self._timeout_s = timeout_s
+        self._on_retry = on_retry
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._num_retries = 0
+        self._num_requests = 0
+
+    @property
+    def num_retries(self) -> int:
+        """Repetitions so far, over all calls."""
+        return self._num_retries
+
+    @property
+    def num_requests(self) -> int:
+        """Attempts so far, over all calls, the first of each included."""
+        return self._num_requests
+
+    def stop(self) -> None:
+        """Give up every call that would have to be tried again."""
+        self._stopped.set()
+
+    def call(self, attempt: Callable[[], _T], *, made_progress: Callable[[], bool] = lambda: False) -> _T:
+        """The result of `attempt`, which raises `StoreError` subclasses.
+
+        `made_progress` is asked after a failure; where it says yes, patience starts anew.
+        """
+        num_failures = 0
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            with self._lock:
+                self._num_requests += 1
+            try:
+                return attempt()
+            except (TransientStoreError, ChecksumRefusedError) as error:
+                if made_progress():
+                    num_failures, deadline = 0, time.monotonic() + self._timeout_s
+                num_failures += 1
+                delay_s = _delay_s(error, num_failures)
+                if num_failures > self._retries or time.monotonic() + delay_s >= deadline:
+                    raise
+                _log.info("trying again in %.2f s: %s", delay_s, error)
+                with self._lock:
+                    self._num_retries += 1
+                if self._on_retry is not None:
+                    self._on_retry(error)
+                if self._stopped.wait(delay_s):
+                    raise
+
+
+def _delay_s(error: StoreError, num_failures: int) -> float:
+    first_s = _FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S
+    # Jitter spreads clients apart; nothing about it has to be unpredictable.
+    return random.uniform(0.5, 1.0) * min(first_s * 2 ** (num_failures - 1), _LONGEST_DELAY_S)  # noqa: S311

@@ -1,0 +1,211 @@
+"""Saving and loading by URI. Each takes every keyword of its torch counterpart and behaves as that does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from cloudckpt._async import AsyncSave, background_group, wait_for_previous
+from cloudckpt._failures import causes_of, failure_of
+from cloudckpt._planner import ExplainingLoadPlanner
+from cloudckpt.errors import CheckpointChangedError, CommitUnknownError, InvalidURIError
+from cloudckpt.options import Options
+from cloudckpt.reader import ObjectStoreReader
+from cloudckpt.report import LoadReport, SaveReport
+from cloudckpt.writer import ObjectStoreWriter
+
+StateDict = dict[str, Any]
+
+
+@dataclasses.dataclass
+class SavedMetadata(Metadata):
+    """torch's `Metadata` of a checkpoint that was saved, with this rank's report."""
+
+    report: SaveReport | None = None
+
+
+def save(
+    state_dict: StateDict,
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    overwrite: bool = False,
+    options: Options | None = None,
+) -> SavedMetadata:
+    """Save `state_dict` to `uri` from all ranks; returns once it is committed (`torch.distributed.checkpoint.save`).
+
+    Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that is there already is left alone
+    and makes it fail, unless `overwrite`, which replaces it at the instant of the commit.
+
+    `checkpoint_id` is torch's name for `uri`. Raises torch's ``CheckpointException``, on every rank, with the causes
+    by rank; it is also an instance of the causes' class where they have one in common, such as
+    `CheckpointExistsError`. Raises `InvalidURIError` before anything else.
+    """
+    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    try:
+        metadata = dcp.save(
+            state_dict,
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    except CheckpointException as error:
+        raise _failed_save(error, writer) from None
+    return _with_report(metadata, writer)
+
+
+def async_save(
+    state_dict: StateDict,
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    overwrite: bool = False,
+    options: Options | None = None,
+) -> AsyncSave:
+    """Like `save`, in the background: returns once `state_dict` is copied, so that training may go on.
+
+    The save's collectives run on a gloo group of their own, so they cannot get mixed up with training's. A save that
+    is still running is waited for first. What goes wrong is raised by the handle's `AsyncSave.result`.
+
+    Raises torch's ``AssertionError`` where the process group has no CPU backend.
+    """
+    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    wait_for_previous()
+    group = process_group if no_dist or in_process else background_group(process_group)
+    response = dcp.async_save(
+        state_dict,
+        storage_writer=writer,
+        planner=planner,
+        process_group=group,
+        async_checkpointer_type=async_checkpointer_type,
+        async_stager=async_stager,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+    )
+    return AsyncSave(
+        response,
+        on_success=lambda metadata: _with_report(metadata, writer),
+        on_failure=lambda error: _failed_save(error, writer),
+    )
+
+
+def load(
+    state_dict: StateDict,
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    allow_pickle: bool = False,
+    options: Options | None = None,
+) -> LoadReport | None:
+    """Load the checkpoint at `uri` into `state_dict`, in place, resharding as needed (`torch.distributed.checkpoint.load`).
+
+    Every byte is checked against the checksums of the save. All ranks load one and the same save; if it is
+    overwritten meanwhile, the load is made once more. Python objects load under ``weights_only=True`` unless
+    `allow_pickle`, which also admits checkpoints of torch's own writers.
+
+    Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
+    `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, … After an error, what the tensors hold
+    is undefined. Returns this rank's report (None for a reader that makes none).
+    """
+    reader = storage_reader
+    if reader is None:
+        reader = ObjectStoreReader(_location(uri, checkpoint_id), options=options, allow_pickle=allow_pickle)
+    elif uri is not None or checkpoint_id is not None:
+        reader.reset(_location(uri, checkpoint_id))
+    rank = 0 if no_dist or not dist.is_initialized() else dist.get_rank(process_group)
+    if isinstance(reader, ObjectStoreReader):
+        reader.report_failures_in_set_up(rank=rank)
+    where = str(getattr(reader, "checkpoint_id", "the checkpoint"))
+    for is_last in (False, True):
+        try:
+            dcp.load(
+                state_dict,
+                storage_reader=reader,
+                planner=planner if planner is not None else ExplainingLoadPlanner(where),
+                process_group=process_group,
+                no_dist=no_dist,
+            )
+            break
+        except CheckpointException as error:
+            # All ranks get the same failures, so all of them try again, or none does.
+            if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
+                reader.reset()
+                continue
+            raise failure_of(
+                error,
+                what=f"loading {where}",
+                local_cause=reader.failure if isinstance(reader, ObjectStoreReader) else None,
+                local_rank=rank,
+            ) from None
+    return reader.report if isinstance(reader, ObjectStoreReader) else None
+
+
+def _location(
+    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
+) -> str | os.PathLike[str]:
+    if uri is not None and checkpoint_id is not None and uri != checkpoint_id:
+        raise InvalidURIError(
+            f"uri and checkpoint_id are two names for one thing, but differ: {uri!r}, {checkpoint_id!r}"
+        )
+    chosen = uri if uri is not None else checkpoint_id
+    if chosen is None:
+        raise InvalidURIError("no location was given: pass a URI such as 's3://bucket/run/step-100', or a path")
+    return chosen
+
+
+def _writer(
+    uri: str | os.PathLike[str] | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    *,
+    overwrite: bool,
+    options: Options | None,
+) -> StorageWriter:
+    if storage_writer is None:
+        return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite)
+    if uri is not None or checkpoint_id is not None:
+        storage_writer.reset(_location(uri, checkpoint_id))
+    return storage_writer
+
+
+def _with_report(metadata: Metadata, writer: StorageWriter) -> SavedMetadata:
+    values = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Metadata)}
+    return SavedMetadata(**values, report=writer.report if isinstance(writer, ObjectStoreWriter) else None)
+
+
+def _failed_save(error: CheckpointException, writer: StorageWriter) -> CheckpointException:
+    # Every rank has been told that the save failed, so each can remove what it wrote. Not so where the manifest may
+    # be there: then the data belongs to it.
+    may_be_committed = any(isinstance(cause, CommitUnknownError) for cause in causes_of(error))
+    if isinstance(writer, ObjectStoreWriter) and not may_be_committed:
+        writer.discard()
+    return failure_of(error, what=f"saving {getattr(writer, 'checkpoint_id', 'the checkpoint')}")

@@ -1,0 +1,66 @@
+"""Which checkpoints there are under a root."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+from cloudckpt._commit.resolve import MANIFEST_PREFIX, manifest_number
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt._uri import parse_location
+from cloudckpt.options import Options
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """One committed checkpoint."""
+
+    uri: str
+    name: str
+    """Its last segment: ``step-100`` of ``s3://bucket/run/step-100``."""
+    committed_at: datetime
+    """When, by the store's clock, the manifest that counts was written."""
+
+
+def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = None) -> list[CheckpointInfo]:
+    """The committed checkpoints directly under `root`, oldest first.
+
+    What is unfinished, failed or foreign is not in the list. Commits within the resolution of the store's clock are
+    ordered by name, numbers by value. Only listings are made; no manifest is opened. Raises `StoreError` subclasses.
+    """
+    options = options or Options()
+    location = parse_location(root)
+    store = open_store(location.uri, options)
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    found: list[CheckpointInfo] = []
+    for name in retrier.call(lambda: list(store.list_directories())):
+        committed_at = retrier.call(lambda name=name: _committed_at(store, name))  # type: ignore[misc]  # mypy cannot see the default
+        if committed_at is not None:
+            found.append(CheckpointInfo(uri=location.child(name).uri, name=name, committed_at=committed_at))
+    return sorted(found, key=lambda info: (info.committed_at, _natural(info.name)))
+
+
+def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
+    """The checkpoint directly under `root` that was committed last; None where there is none."""
+    return next(reversed(list_checkpoints(root, options=options)), None)
+
+
+def _committed_at(store: Store, name: str) -> datetime | None:
+    prefix = f"{name}/"
+    manifests = [
+        (number, info.modified_at)
+        for info in store.list(prefix + MANIFEST_PREFIX)
+        if (number := manifest_number(info.key.removeprefix(prefix))) is not None
+    ]
+    return max(manifests)[1] if manifests else None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """``step-2`` before ``step-10``."""
+    return [(int(text), "") if text.isdigit() else (-1, text) for text in _DIGITS.split(name)]

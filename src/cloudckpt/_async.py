@@ -42,7 +42,7 @@ class AsyncSave:
         self._on_failure = on_failure
         if isinstance(response, AsyncSaveResponse):
             response.staging_completion.add_done_callback(self._staging_ended)
-            upload = response.upload_completion
+            upload: Future[Any] = response.upload_completion
         else:
             self.staged.set_result(None)
             upload = response
@@ -65,7 +65,7 @@ class AsyncSave:
 
     @property
     def report(self) -> SaveReport | None:
-        """This rank's report, once committed; None before, and for a save in another process."""
+        """The report of this rank, once committed; None before, and for a save in another process."""
         if not self.committed.done() or self.committed.exception() is not None:
             return None
         return self.committed.result().report
@@ -101,7 +101,7 @@ def wait_for_previous() -> None:
 
 
 def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, made once and used again. Collective on the first call; None without torch.distributed."""
+    """A gloo group of the same ranks, made once and used again. Collective on its first call."""
     if not dist.is_available() or not dist.is_initialized():
         return process_group
     default = dist.group.WORLD

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt.errors import CloudckptError
 
+_MAX_RANKS = 16  # named in a message
+
 Failures = Mapping[int, tuple[BaseException, traceback.StackSummary]]
 
 
@@ -58,7 +60,7 @@ def causes_of(error: CheckpointException) -> list[BaseException]:
 def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
     classes = {type(cause) for cause in ours}
-    kind = _class_for(classes.pop() if len(classes) == 1 else None)
+    kind = _class_for(classes.pop() if len(classes) == 1 else CloudckptError)
     # Not through __init__: the cause's class and torch's have different ones.
     failure = kind.__new__(kind, step, failures)
     failure.args = (step, failures)
@@ -69,14 +71,12 @@ def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointExcept
 
 
 @functools.cache
-def _class_for(cause: type[CloudckptError] | None) -> type[_Failure]:
-    if cause is None:
-        return _Failure
+def _class_for(cause: type[CloudckptError]) -> type[_Failure]:
     return type(cause.__name__, (_Failure, cause), {"__module__": cause.__module__})
 
 
 def _ranks_text(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"{len(ranks)} ranks ({shown}{', …' if len(ranks) > 16 else ''})"
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    return f"{len(ranks)} ranks ({shown}{', …' if len(ranks) > _MAX_RANKS else ''})"

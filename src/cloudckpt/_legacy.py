@@ -54,13 +54,13 @@ class _StoreFiles(FileSystemBase):
     def exists(self, path: str | os.PathLike[str]) -> bool:
         return any(info.key == str(path) for info in self._store.list(str(path)))
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def rename(self, path: Any, new_path: Any) -> None:  # noqa: ARG002  # torch's interface
         raise io.UnsupportedOperation("rename")
 
-    def mkdir(self, path: Any) -> None:
+    def mkdir(self, path: Any) -> None:  # noqa: ARG002
         raise io.UnsupportedOperation("mkdir")
 
-    def rm_file(self, path: Any) -> None:
+    def rm_file(self, path: Any) -> None:  # noqa: ARG002
         raise io.UnsupportedOperation("rm_file")
 
     @classmethod

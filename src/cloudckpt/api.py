@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -58,7 +58,7 @@ def save(
     """
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     try:
-        metadata = dcp.save(
+        metadata = state_dict_saver.save(
             state_dict,
             storage_writer=writer,
             planner=planner,
@@ -97,7 +97,7 @@ def async_save(
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     wait_for_previous()
     group = process_group if no_dist or in_process else background_group(process_group)
-    response = dcp.async_save(
+    response = state_dict_saver.async_save(
         state_dict,
         storage_writer=writer,
         planner=planner,
@@ -126,9 +126,9 @@ def load(
     allow_pickle: bool = False,
     options: Options | None = None,
 ) -> LoadReport | None:
-    """Load the checkpoint at `uri` into `state_dict`, in place, resharding as needed (`torch.distributed.checkpoint.load`).
+    """Load the checkpoint at `uri` into `state_dict`, in place (`torch.distributed.checkpoint.load`).
 
-    Every byte is checked against the checksums of the save. All ranks load one and the same save; if it is
+    Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks load one and the same save; if it is
     overwritten meanwhile, the load is made once more. Python objects load under ``weights_only=True`` unless
     `allow_pickle`, which also admits checkpoints of torch's own writers.
 
@@ -147,7 +147,7 @@ def load(
     where = str(getattr(reader, "checkpoint_id", "the checkpoint"))
     for is_last in (False, True):
         try:
-            dcp.load(
+            state_dict_loader.load(
                 state_dict,
                 storage_reader=reader,
                 planner=planner if planner is not None else ExplainingLoadPlanner(where),

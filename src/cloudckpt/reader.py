@@ -31,7 +31,7 @@ from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, plan_requests
-from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
 from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
 from cloudckpt._stage.transforms import ReadTransforms
@@ -83,6 +83,14 @@ class ObjectStoreReader(StorageReader):
     under ``weights_only=True``, whatever the planner does; `allow_pickle` lifts that, and with it also reads the
     checkpoints of torch's own writers. It can be pickled, and opens its store in the process that uses it.
     """
+
+    failure: CloudckptError | None
+    """Why no metadata could be read, if so: torch hands on only its text."""
+    _store: Store | None
+    _resolved: Resolved | None
+    _torch_reader: TorchCheckpointReader | None
+    _storage_data: dict[MetadataIndex, ItemLocation]
+    _tiles: dict[int, array[int]]
 
     def __init__(
         self,
@@ -215,16 +223,15 @@ class ObjectStoreReader(StorageReader):
         self._base = parse_location(uri)
         self._location = self._base
         self._load_id = str(uuid.uuid4())
-        self._store: Store | None = None
+        self._store = None
         self._retrier = self._new_retrier()
-        self._resolved: Resolved | None = None
-        self._torch_reader: TorchCheckpointReader | None = None
-        self._storage_data: dict[MetadataIndex, ItemLocation] = {}
-        self._tiles: dict[int, array[int]] = {}
+        self._resolved = None
+        self._torch_reader = None
+        self._storage_data = {}
+        self._tiles = {}
         self._rank = 0
         self._started_s = time.monotonic()
-        self.failure: CloudckptError | None = None
-        """Why no metadata could be read, if so: torch hands on only its text."""
+        self.failure = None
 
     def _new_retrier(self) -> Retrier:
         return Retrier(
@@ -321,7 +328,7 @@ class ObjectStoreReader(StorageReader):
         for index, consumer in enumerate(consumers):
             if index not in outstanding:
                 self._finish(consumer, planner)
-        arena = Arena(budget_bytes=options.read_bytes, pinned=torch.cuda.is_initialized())
+        arena = Arena(budget_bytes=options.read_bytes, pinned=cuda_in_use())
         with ThreadPoolExecutor(options.connections, thread_name_prefix="cloudckpt-read") as pool:
             running = {pool.submit(self._fetch, request, consumers, arena): request for request in requests}
             try:

@@ -24,7 +24,7 @@ from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
 from cloudckpt._manifest.torch_metadata import DCP_VERSION, manifest_of
 from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
-from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.body import PieceBody, piece_of
 from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
 from cloudckpt._stage.transforms import WriteTransforms
@@ -293,8 +293,8 @@ class ObjectStoreWriter(StorageWriter):
             object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
         groups = pack([estimated_bytes(item) for item in plan.items], object_bytes=object_bytes)
         laid_out: list[list[tuple[StagedItem, int]]] = []
-        arena = Arena(budget_bytes=options.staging_bytes, pinned=torch.cuda.is_initialized())
-        if torch.cuda.is_initialized():
+        arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
+        if cuda_in_use():
             torch.cuda.synchronize()  # what training still has in flight is part of the tensors' values
         with UploadSession(
             self._open_store(),
@@ -302,7 +302,8 @@ class ObjectStoreWriter(StorageWriter):
             connections=options.connections,
             part_bytes=options.part_bytes,
             tile_bytes=options.tile_bytes,
-            on_uploaded=self._on_uploaded,
+            on_part=lambda key, num_bytes: self._emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+            on_object=lambda key, num_bytes: self._emit("save.object_uploaded", key=key, num_bytes=num_bytes),
         ) as session:
             for number, group in enumerate(groups):
                 items = list(staged([plan.items[i] for i in group], planner, self._transforms, uri=uri))
@@ -336,9 +337,6 @@ class ObjectStoreWriter(StorageWriter):
             "Its data was kept. Ask cloudckpt.latest, or load it, before you save there again",
             uri=self._location.uri,
         )
-
-    def _on_uploaded(self, key: str, num_bytes: int, is_whole: bool) -> None:  # noqa: FBT001
-        self._emit("save.object_uploaded" if is_whole else "save.part_uploaded", key=key, num_bytes=num_bytes)
 
     def _emit(self, name: EventName, *, key: str = "", num_bytes: int = 0) -> None:
         on_event: Callable[[Event], None] | None = self._options.on_event

@@ -103,6 +103,6 @@ def _lost(store: Store, key: str) -> CheckpointExistsError:
 def _unknown(store: Store, key: str, error: Exception) -> CommitUnknownError:
     return CommitUnknownError(
         f"the commit of {store.url(key)} was sent, but whether it arrived could not be found out: {error}. "
-        "Its data was kept. Ask again when the store answers (cloudckpt.latest, or load it) before you save there again",
+        "Its data was kept. When the store answers, look (cloudckpt.latest) before you save there again",
         uri=store.uri,
     )

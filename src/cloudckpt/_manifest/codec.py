@@ -18,6 +18,7 @@ from cloudckpt._manifest.validate import problems_of
 from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
+_MAX_SHOWN = 10
 _TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
 
 
@@ -54,7 +55,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
     """
     tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
     if tail is None:
-        _raise_for_foreign(document, uri)
+        raise _foreign(document, uri)
     body = document[: tail.start()]
     recorded, actual = int(tail.group(1), 16), crc32c(body)
     if recorded != actual:
@@ -70,7 +71,8 @@ def decode(document: bytes, *, uri: str) -> Manifest:
         raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
     problems = problems_of(manifest)
     if problems:
-        shown = "; ".join(problems[:10]) + (f"; and {len(problems) - 10} more" if len(problems) > 10 else "")
+        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        shown = "; ".join(problems[:_MAX_SHOWN]) + more
         raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri)
     return manifest
 
@@ -93,7 +95,7 @@ def _check_version(head: _Head | None, uri: str) -> None:
             f"{uri} holds a manifest.json that another program wrote, not a cloudckpt checkpoint", uri=uri
         )
     version = head.version
-    if not (isinstance(version, list) and len(version) == 2 and all(type(v) is int for v in version)):
+    if not (isinstance(version, list) and [type(number) for number in version] == [int, int]):
         raise InvalidManifestError(f"the manifest of {uri} has no usable version: {version!r:.80}", uri=uri)
     if version[0] > FORMAT_MAJOR:
         raise UnsupportedFormatError(
@@ -103,16 +105,18 @@ def _check_version(head: _Head | None, uri: str) -> None:
         )
 
 
-def _raise_for_foreign(document: bytes, uri: str) -> Any:
+def _foreign(document: bytes, uri: str) -> InvalidManifestError:
+    """Why a document without our checksum at its end is not a manifest that can be read."""
     head = _probe(document)
     if head is not None:
         _check_version(head, uri)
-    if head is None and not document.lstrip()[:1] == b"{":
-        raise InvalidManifestError(
-            f"{uri} holds a manifest.json that is not a cloudckpt manifest ({len(document)} bytes, not JSON)",
+    if head is None and document.lstrip()[:1] != b"{":
+        return InvalidManifestError(
+            f"{uri} is not a cloudckpt manifest: its {len(document)} bytes are not JSON. Another program wrote it, "
+            "or it was damaged",
             uri=uri,
         )
-    raise InvalidManifestError(
+    return InvalidManifestError(
         f"the manifest of {uri} is truncated: its {len(document)} bytes do not end in a checksum. "
         "Load an older checkpoint, or restore the manifest from a backup",
         uri=uri,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,6 +33,8 @@ from cloudckpt._manifest.receipts import ItemLocation, ItemReceipt
 from cloudckpt._manifest.torch_dtypes import dtype_name, dtype_of
 from cloudckpt._version import __version__
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
+
+_MAX_SHOWN = 10
 
 DCP_VERSION = "1.0.0"
 """The version of torch's own `Metadata`, which its planners look at."""
@@ -78,18 +80,19 @@ def manifest_of(
             if not missing:
                 tensors[fqn] = _stored_tensor(fqn, entry, [r for r in found if r is not None], objects, uri)
         else:
-            receipt = written.get(MetadataIndex(fqn))
-            if receipt is None:
+            stored = written.get(MetadataIndex(fqn))
+            if stored is None:
                 missing.append(fqn)
             else:
                 values[fqn] = StoredValue(
-                    object_index=objects[receipt.stored_in.key],
-                    begin=receipt.begin,
-                    end=receipt.end,
-                    transforms=list(receipt.transforms),
+                    object_index=objects[stored.stored_in.key],
+                    begin=stored.begin,
+                    end=stored.end,
+                    transforms=list(stored.transforms),
                 )
     if missing:
-        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
+        more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+        shown = ", ".join(missing[:_MAX_SHOWN]) + more
         raise IncompleteSaveError(
             f"{len(missing)} planned items of {uri} were not written, or not in their planned shape: {shown}. "
             "Nothing was committed",
@@ -99,7 +102,7 @@ def manifest_of(
         format=FORMAT_NAME,
         version=(FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
-        created_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+        created_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds"),
         world_size=len(receipts),
         software={
             "cloudckpt": __version__,
@@ -150,7 +153,7 @@ def metadata_of(manifest: Manifest, *, checkpoint_id: Any, load_id: str) -> Meta
         )
     nesting = manifest.nesting
     return Metadata(
-        state_dict_metadata=state_dict_metadata,  # type: ignore[arg-type]  # dict is invariant in its values
+        state_dict_metadata=state_dict_metadata,
         planner_data=None if nesting is None else {fqn: tuple(path) for fqn, path in nesting.items()},
         storage_data=storage_data,
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=manifest.save_id, load_id=load_id),

@@ -10,7 +10,10 @@ from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTenso
 
 _MAX_NDIM = 64  # torch's own limit
 _MAX_BYTES = 2**63 - 1
+_MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
+_MAX_KEY_LENGTH = 1024
+_NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
 
 
 def problems_of(manifest: Manifest) -> list[str]:
@@ -21,8 +24,10 @@ def problems_of(manifest: Manifest) -> list[str]:
     its volume.
     """
     problems = list(_object_problems(manifest))
-    if not 4096 <= manifest.tile_bytes <= _MAX_TILE_BYTES or manifest.tile_bytes % 64:
-        problems.append(f"tile_bytes is {manifest.tile_bytes}, not a multiple of 64 from 4096 to {_MAX_TILE_BYTES}")
+    if not _MIN_TILE_BYTES <= manifest.tile_bytes <= _MAX_TILE_BYTES or manifest.tile_bytes % 64:
+        problems.append(
+            f"tile_bytes is {manifest.tile_bytes}, not a multiple of 64 in [{_MIN_TILE_BYTES}, {_MAX_TILE_BYTES}]"
+        )
     if manifest.world_size < 1:
         problems.append(f"world_size is {manifest.world_size}")
     if problems:
@@ -44,8 +49,8 @@ def is_safe_key(key: str) -> bool:
     """Whether `key` names an object under a checkpoint's ``data/`` and can name nothing else."""
     segments = key.split("/")
     return (
-        len(key) <= 1024
-        and len(segments) >= 3
+        len(key) <= _MAX_KEY_LENGTH
+        and len(segments) >= _NUM_KEY_SEGMENTS
         and segments[0] == "data"
         and all(segment not in ("", ".", "..") for segment in segments)
         and not any(character in "\\:\0" or not character.isprintable() for character in key)

@@ -9,6 +9,11 @@ from collections.abc import Iterator
 import torch
 
 
+def cuda_in_use() -> bool:
+    """Whether this process uses CUDA. Asking does not initialise it, which a CPU job must not pay for."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch's
+
+
 class Arena:
     """Lends CPU buffers, together never more than `budget_bytes` (a single larger one is lent alone).
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from awscrt.checksums import combine_crc32c, crc32c
+from awscrt import checksums
 
 from cloudckpt.stores.base import Views
+
+_crc32c: Any = checksums.crc32c  # takes any buffer, though it says bytes
 
 
 def crc32c_of(views: Views) -> int:
     """CRC32C of the views' bytes, one after the other."""
     value = 0
     for view in views:
-        value = crc32c(view, value)
+        value = _crc32c(view, value)
     return value
 
 
@@ -25,7 +28,7 @@ def tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
         position = 0
         while position < len(view):
             step = min(tile_bytes - filled_bytes, len(view) - position)
-            value = crc32c(view[position : position + step], value)
+            value = _crc32c(view[position : position + step], value)
             position += step
             filled_bytes += step
             if filled_bytes == tile_bytes:
@@ -41,7 +44,7 @@ def combined(values: Sequence[int], *, tile_bytes: int, size_bytes: int) -> int:
     whole = 0
     for index, value in enumerate(values):
         num_bytes = min(tile_bytes, size_bytes - index * tile_bytes)
-        whole = combine_crc32c(whole, value, num_bytes) if index else value
+        whole = checksums.combine_crc32c(whole, value, num_bytes) if index else value
     return whole
 
 

@@ -52,15 +52,15 @@ def fetch_verified(
             fetch(store, retrier, key=key, begin=begin, views=views)
         except ShortObjectError as error:
             raise CorruptCheckpointError(
-                f"{store.url(key)} is shorter than when it was saved, so {holding(begin, begin + total_bytes(views))} "
-                f"cannot be loaded: {error}",
+                f"{store.url(key)} is shorter than when it was saved, so "
+                f"{holding(begin, begin + total_bytes(views))} cannot be loaded: {error}",
                 uri=store.uri,
             ) from error
         actual = tile_crc32cs(views, tile_bytes)
         if actual == list(expected_crc32cs):
             return
         if is_last:
-            bad = next(i for i, pair in enumerate(zip(actual, expected_crc32cs, strict=True)) if pair[0] != pair[1])
+            bad = next(i for i, value in enumerate(actual) if value != expected_crc32cs[i])
             low = begin + bad * tile_bytes
             high = min(low + tile_bytes, begin + total_bytes(views))
             raise CorruptCheckpointError(

@@ -87,4 +87,4 @@ class Retrier:
 def _delay_s(error: StoreError, num_failures: int) -> float:
     first_s = _FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S
     # Jitter spreads clients apart; nothing about it has to be unpredictable.
-    return random.uniform(0.5, 1.0) * min(first_s * 2 ** (num_failures - 1), _LONGEST_DELAY_S)  # noqa: S311
+    return random.uniform(0.5, 1.0) * min(first_s * 2.0 ** (num_failures - 1), _LONGEST_DELAY_S)  # noqa: S311

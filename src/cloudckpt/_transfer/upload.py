@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
+
+from typing_extensions import Self
 
 from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
@@ -57,13 +59,15 @@ class UploadSession:
         connections: int,
         part_bytes: int,
         tile_bytes: int,
-        on_uploaded: Callable[[str, int, bool], None],
+        on_part: Callable[[str, int], None],
+        on_object: Callable[[str, int], None],
     ) -> None:
         self._store = store
         self._retrier = retrier
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
-        self._on_uploaded = on_uploaded
+        self._on_part = on_part
+        self._on_object = on_object
         self._pool = ThreadPoolExecutor(connections, thread_name_prefix="cloudckpt-upload")
         # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
         self._slots = threading.BoundedSemaphore(2 * connections)
@@ -73,7 +77,7 @@ class UploadSession:
         self._receipts: dict[str, ObjectReceipt] = {}
         self._started_keys: list[str] = []
 
-    def __enter__(self) -> UploadSession:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -141,7 +145,7 @@ class UploadSession:
             if upload_id is not None:
                 target.uploaded[part.number] = uploaded
             is_last = len(target.crc32cs) == len(target.parts)
-        self._on_uploaded(target.key, part.size_bytes, False)
+        self._on_part(target.key, part.size_bytes)
         if is_last:
             self._complete(target)
 
@@ -163,7 +167,7 @@ class UploadSession:
         with self._lock:
             del self._open[target.key]
             self._receipts[target.key] = ObjectReceipt(key=target.key, size_bytes=size_bytes, tile_crc32cs=values)
-        self._on_uploaded(target.key, size_bytes, True)
+        self._on_object(target.key, size_bytes)
 
     def _complete_once(self, key: str, upload_id: str, parts: list[UploadedPart], size_bytes: int) -> None:
         try:
@@ -191,7 +195,7 @@ class UploadSession:
 
 
 @contextlib.contextmanager
-def _logged(verb: str, where: str):  # type: ignore[no-untyped-def]  # mypy wants a Generator here, readers do not
+def _logged(verb: str, where: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:

@@ -114,8 +114,8 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
         return _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :])
     if "://" in text:
         raise InvalidURIError(
-            f"{_redacted(text)!r} does not begin with a scheme such as 's3://'. A URI starts at the first character; "
-            f"chained fsspec URIs ('simplecache::s3://…') are not accepted, because a cache could serve a stale manifest."
+            f"{_redacted(text)!r} does not begin with a scheme such as 's3://'. Chained fsspec URIs "
+            f"('simplecache::s3://…') are not accepted either, because a cache could serve a stale manifest."
         )
     return _parse_path(text)
 

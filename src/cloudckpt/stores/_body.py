@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from awscrt.checksums import crc32c as _crc32c
 
 from cloudckpt.errors import ChecksumRefusedError, StoreError
-from cloudckpt.stores.base import Store, UploadedPart, Views
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cloudckpt.stores.base import Store, UploadedPart, Views
 
 
 def num_bytes(views: Views) -> int:
@@ -18,12 +22,12 @@ def num_bytes(views: Views) -> int:
 def crc32c_of(views: Views, previous: int = 0) -> int:
     """CRC32C of the bytes of `views`, one after the other, continuing from `previous`."""
     for view in views:
-        previous = _crc32c(view, previous)
+        previous = _crc32c(view, previous)  # type: ignore[arg-type]  # awscrt takes any buffer
     return previous
 
 
 def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
-    """The same bytes in the same order, in groups of at most `max_bytes` and `max_views`; empty views are dropped."""
+    """The same bytes in order, in groups of at most `max_bytes` and `max_views`; empty views are dropped."""
     group: list[memoryview] = []
     room_bytes = max_bytes
     for view in views:
@@ -75,7 +79,7 @@ def check_crc32c(store: Store, key: str, operation: str, *, expected: int, actua
 
 
 def in_order(store: Store, key: str, parts: list[UploadedPart]) -> list[UploadedPart]:
-    """`parts` sorted by number; `StoreError` unless they are numbered 1, 2, … and follow each other without gaps."""
+    """`parts` by number; `StoreError` unless they are numbered 1, 2, … and follow each other without gaps."""
     ordered = sorted(parts, key=lambda uploaded: uploaded.part.number)
     end_bytes = 0
     for number, uploaded in enumerate(ordered, start=1):

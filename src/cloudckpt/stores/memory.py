@@ -1,14 +1,13 @@
-"""Objects in this process's memory: the reference implementation of a store, for tests and for trying things out."""
+"""Objects in this process's memory: the reference implementation of a store, readable as the specification."""
 
 from __future__ import annotations
 
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cloudckpt.errors import (
     ObjectExistsError,
@@ -28,6 +27,9 @@ from cloudckpt.stores.base import (
     UploadInfo,
     Views,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,7 @@ class MemoryStore(Store):
             bucket.objects[upload.key] = _Object(body=body, modified_at=_now())
             del bucket.uploads[upload_id]
 
-    def abort_multipart(self, key: str, upload_id: str) -> None:
+    def abort_multipart(self, key: str, upload_id: str) -> None:  # noqa: ARG002  # the id says it all here
         bucket = self._bucket("abort_multipart")
         with bucket.lock:
             bucket.uploads.pop(upload_id, None)
@@ -217,9 +219,7 @@ class MemoryStore(Store):
         with bucket.lock:
             found = bucket.objects.get(self._prefix + key)
         if found is None:
-            raise ObjectNotFoundError(
-                f"There is no object at {self.url(key)}.", key=self.url(key), operation=operation
-            )
+            raise ObjectNotFoundError(f"There is no object at {self.url(key)}.", key=self.url(key), operation=operation)
         return found
 
     def _upload(self, bucket: _Bucket, operation: str, key: str, upload_id: str) -> _Upload:

@@ -5,6 +5,9 @@ system; it keeps the directory alive, since one that is not empty cannot be prun
 name can be read off it, so that what a crash left behind can be listed.
 """
 
+# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH110, PTH112, PTH114, PTH116, PTH120, PTH208
+# (pathlib has no names for half of the calls here, and rewrites the paths that it is given)
+
 from __future__ import annotations
 
 import contextlib
@@ -12,11 +15,15 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from cloudckpt.errors import UnsupportedOperationError
 from cloudckpt.stores._body import batches, without_first
-from cloudckpt.stores.base import Views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cloudckpt.stores.base import Views
 
 TEMP_PREFIX = ".cloudckpt-tmp."
 
@@ -108,7 +115,7 @@ def discard(temp: str) -> None:
     """Remove a temporary file and its hidden directory; what is gone already is no error."""
     hidden = os.path.dirname(temp)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for name in os.listdir(hidden):  # noqa: PTH208  # names, not paths
+        for name in os.listdir(hidden):
             os.unlink(f"{hidden}/{name}")
         os.rmdir(hidden)
 
@@ -119,7 +126,7 @@ def prune(directory: str, *, root: str) -> None:
         try:
             os.rmdir(directory)
         except OSError:
-            # Not empty, somebody else was faster, or not ours to remove: an empty directory is invisible to all readers.
+            # Not empty, or somebody else was faster, or not ours to remove. No reader sees an empty directory.
             return
         directory = os.path.dirname(directory)
 
@@ -206,8 +213,8 @@ def _link(temp: str, path: str) -> None:
         if error.errno not in _NO_LINKS:
             raise
         raise UnsupportedOperationError(
-            f"The file system of {path} has no hard links ({os.strerror(error.errno)}), so nothing can be created there "
-            f"only if it is absent. Choose another file system, or accept Options(commit='unconditional').",
+            f"The file system of {path} has no hard links ({os.strerror(error.errno)}), so nothing can be created "
+            f"there only if it is absent. Choose another file system, or accept Options(commit='unconditional').",
             key=path,
             operation="put",
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -18,10 +18,16 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
     errno.EEXIST: (ObjectExistsError, "An object lies there already."),
-    errno.ENOTDIR: (StoreError, "A file lies where a directory is needed: remove it, or choose another path."),
+    errno.ENOTDIR: (
+        StoreError,
+        "A file lies where a directory is needed: remove it, or choose another path.",
+    ),
     errno.EISDIR: (StoreError, "A directory lies where a file is needed: remove it, or choose another path."),
     errno.ELOOP: (StoreError, "Symbolic links form a loop, or one lies where none may be followed."),
     errno.ENAMETOOLONG: (StoreError, "The path is longer than the file system allows: choose a shorter one."),

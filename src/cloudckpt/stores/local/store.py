@@ -1,17 +1,32 @@
 """Objects as files: atomic by link and rename, durable by fsync."""
 
+# ruff: noqa: PTH100, PTH108, PTH112, PTH116, PTH120
+# (pathlib has no names for half of the calls here, and rewrites the paths that it is given)
+
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, in_order, num_bytes
-from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.base import (
+    Capabilities,
+    Limits,
+    ObjectInfo,
+    Part,
+    Store,
+    UploadedPart,
+    UploadInfo,
+    Views,
+)
 from cloudckpt.stores.local import durable, walk
 from cloudckpt.stores.local.errors import translated
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
 
@@ -38,9 +53,7 @@ class LocalStore(Store):
 
     @functools.cached_property
     def capabilities(self) -> Capabilities:  # type: ignore[override]  # found out only when asked for
-        return Capabilities(
-            conditional_create=durable.links_work(self._root), multipart=True, verifies_crc32c=True
-        )
+        return Capabilities(conditional_create=durable.links_work(self._root), multipart=True, verifies_crc32c=True)
 
     @property
     def uri(self) -> str:
@@ -115,7 +128,9 @@ class LocalStore(Store):
             size_bytes = os.fstat(file).st_size
             if size_bytes > max_bytes:
                 raise StoreError(
-                    f"{path} has {size_bytes} bytes, more than the {max_bytes} allowed.", key=path, operation="read"
+                    f"{path} has {size_bytes} bytes, more than the {max_bytes} allowed.",
+                    key=path,
+                    operation="read",
                 )
             body = bytearray(size_bytes)
             num_read = durable.read_at(file, 0, [memoryview(body)])
@@ -157,20 +172,17 @@ class LocalStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         source = self._readable_path("copy", source_key)
         path = self._writable_path("copy", target_key)
-        with translated(source, "copy"), durable.opened_object(source) as file:
-            with translated(path, "copy"):
-                temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
-                try:
-                    with durable.opened(temp, os.O_WRONLY) as target:
-                        durable.copy_contents(file, target)
-                    durable.publish(temp, path, root=self._root, if_absent=False)
-                except BaseException:
-                    self._discard(temp, path)
-                    raise
+        with translated(path, "copy"), durable.opened_object(source) as file:
+            temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
+            try:
+                with durable.opened(temp, os.O_WRONLY) as target:
+                    durable.copy_contents(file, target)
+                durable.publish(temp, path, root=self._root, if_absent=False)
+            except BaseException:
+                self._discard(temp, path)
+                raise
 
-    def _write(
-        self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int
-    ) -> None:
+    def _write(self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int) -> None:
         actual = 0
 
         def add(batch: list[memoryview]) -> None:
@@ -207,9 +219,7 @@ class LocalStore(Store):
     def _upload_paths(self, operation: str, key: str, upload_id: str) -> tuple[str, str]:
         path = self._writable_path(operation, key)
         if not upload_id.isalnum():
-            raise ObjectNotFoundError(
-                f"There is no upload {upload_id!r} to {path}.", key=path, operation=operation
-            )
+            raise ObjectNotFoundError(f"There is no upload {upload_id!r} to {path}.", key=path, operation=operation)
         return path, durable.temp_path(path, upload_id)
 
     def _refuse_way_out(self, operation: str, path: str, followed: str) -> None:

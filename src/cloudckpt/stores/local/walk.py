@@ -1,12 +1,18 @@
 """Listing a directory's objects, and what unfinished uploads left in it."""
 
+# ruff: noqa: PTH113, PTH208
+# (pathlib has no names for half of the calls here, and rewrites the paths that it is given)
+
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from cloudckpt.stores.local.durable import TEMP_PREFIX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # What stands for the name of an object whose writer died before it had created the file.
 UNNAMED = "unnamed"
@@ -37,7 +43,7 @@ def uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]
             if not hidden.name.startswith(TEMP_PREFIX) or not hidden.is_dir(follow_symlinks=False):
                 continue
             try:
-                names = os.listdir(hidden.path)  # noqa: PTH208  # Path objects cost, and these are names
+                names = os.listdir(hidden.path)
                 status = hidden.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue

@@ -1,7 +1,7 @@
 """An S3 server for tests and demonstrations: moto's, on the loopback interface, for as long as it is needed.
 
-Needs ``moto[s3,server]`` (in the extra ``dev``). It keeps objects in memory and forgets them. It is no judge of races
-or checksums: moto neither locks a conditional put nor refuses a wrong checksum.
+Needs ``moto[s3,server]`` (in the extra ``dev``). It keeps objects in memory and forgets them. It is no
+judge of races or checksums: moto neither locks a conditional put nor refuses a wrong checksum.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class S3Server:
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """`environment` (this process's, if ``None``) without what would lead AWS clients elsewhere.
 
-    Profiles, credentials, endpoints and proxies of the user's own would send a test's requests to a real store.
+    Profiles, credentials, endpoints and proxies of the user's own would send a test's requests to a real
+    store.
     """
     source = os.environ if environment is None else environment
     unwanted = ("AWS_", "BOTO_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "MOTO_")
@@ -102,8 +103,8 @@ def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str,
 def moto_server(*, start_timeout_s: float = 60.0) -> Iterator[S3Server]:
     """A fresh, empty server on a free port, in a process of its own, stopped at the end.
 
-    Raises `MissingDependencyError` without moto, and `RuntimeError` with the server's own words where it does not
-    start within `start_timeout_s`.
+    Raises `MissingDependencyError` without moto, and `RuntimeError` with the server's own words where it
+    does not start within `start_timeout_s`.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("werkzeug") is None:
         raise MissingDependencyError("moto's server is not installed: pip install 'moto[s3,server]'")
@@ -122,9 +123,7 @@ def moto_server(*, start_timeout_s: float = 60.0) -> Iterator[S3Server]:
             if port is None or not _answers(endpoint_url, deadline):
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _LONGEST_LOG_BYTES))
                 words = log.read().decode(errors="replace").strip()
-                raise RuntimeError(
-                    f"moto's server did not start within {start_timeout_s:g} s: {words or 'no output'}"
-                )
+                raise RuntimeError(f"moto's server did not start within {start_timeout_s:g} s: {words or 'no output'}")
             yield S3Server(endpoint_url=endpoint_url, pid=process.pid)
         finally:
             _stop(process)
@@ -146,7 +145,7 @@ def _read_port(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def _answers(endpoint_url: str, deadline: float) -> bool:
-    """Whether the server, which listens already, answers its first request (which loads moto's S3) in time."""
+    """Whether the server, which listens already, answers its first request in time."""
     try:
         _ask(endpoint_url, "GET", "/moto-api/", timeout_s=max(0.1, deadline - time.monotonic()))
     except OSError:

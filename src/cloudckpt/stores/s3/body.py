@@ -23,12 +23,12 @@ _SLOW_S = 1.0
 class ViewsBody:
     """What boto3 takes for a file opened for reading; no byte of a large view is ever copied.
 
-    ``read(n)`` takes `n` for a mere hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of calls
-    of a part. It hands out slices of the views instead, and joins neighbouring small views, since a checkpoint of
-    many small tensors would otherwise go out in as many small packets.
+    ``read(n)`` takes `n` for a mere hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of
+    calls of a part. It hands out slices of the views instead, and joins neighbouring small views, since a
+    checkpoint of many small tensors would otherwise go out in as many small packets.
 
-    The HTTP library gives each piece a fixed time to leave. Pieces shrink where they leave slowly, so that this
-    time bounds a stall and not a slow line.
+    The HTTP library gives each piece a fixed time to leave. Pieces shrink where they leave slowly, so that
+    this time bounds a stall and not a slow line.
     """
 
     def __init__(self, views: Views, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,9 +71,7 @@ class ViewsBody:
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to `offset`, as any file does."""
-        base_bytes = {io.SEEK_SET: 0, io.SEEK_CUR: self._position_bytes, io.SEEK_END: self._size_bytes}[
-            whence
-        ]
+        base_bytes = {io.SEEK_SET: 0, io.SEEK_CUR: self._position_bytes, io.SEEK_END: self._size_bytes}[whence]
         target_bytes = min(max(base_bytes + offset, 0), self._size_bytes)
         self._rewind()
         self._position_bytes = target_bytes

@@ -67,9 +67,7 @@ class S3Client:
         # What the model knows decides where an option goes, so that none is forgotten on any request.
         self._members = {
             api: {
-                name: value
-                for name, value in members.items()
-                if name in model.operation_model(api).input_shape.members
+                name: value for name, value in members.items() if name in model.operation_model(api).input_shape.members
             }
             for api in APIS
         }
@@ -106,9 +104,7 @@ def ambient() -> tuple[tuple[str, str], ...]:
     prefixes = ("AWS_", "BOTO_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
     return tuple(
         sorted(
-            (name, value)
-            for name, value in os.environ.items()
-            if name == "HOME" or name.upper().startswith(prefixes)
+            (name, value) for name, value in os.environ.items() if name == "HOME" or name.upper().startswith(prefixes)
         )
     )
 
@@ -153,23 +149,21 @@ def _boto3_client(key: ClientKey) -> Any:
         region_name=config.region,
         profile_name=config.profile,
     )
-    addressing: dict[str, Any] = (
-        {} if config.addressing_style is None else {"addressing_style": config.addressing_style}
-    )
+    # The CRC32C that goes with every body protects it. Hashing it for the signature costs ten times as much.
+    s3_settings: Any = {"payload_signing_enabled": False}
+    if config.addressing_style is not None:
+        s3_settings["addressing_style"] = config.addressing_style
     client = session.client(
         "s3",
         endpoint_url=config.endpoint_url,
         verify=config.verify,
         config=Config(
             signature_version=botocore.UNSIGNED if config.anonymous else "s3v4",
-            # The CRC32C that goes with every body protects it. Hashing it for the signature costs ten times as much.
-            s3={"payload_signing_enabled": False, **addressing},
+            s3=s3_settings,
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            retries={
-                "total_max_attempts": 1,
-                "mode": "standard",
-            },  # cloudckpt._transfer decides about retries
+            # cloudckpt._transfer decides about retries.
+            retries={"total_max_attempts": 1, "mode": "standard"},
             # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
             connect_timeout=config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
             read_timeout=config.read_timeout_s or key.timeout_s,
@@ -199,8 +193,8 @@ def _check_endpoint(endpoint_url: str) -> None:
         return
     _warned_endpoints.add(endpoint_url)
     warnings.warn(
-        f"The S3 endpoint {endpoint_url} is plain HTTP: checkpoints cross the network readable and unprotected "
-        "against tampering. Use https:// where you can.",
+        f"The S3 endpoint {endpoint_url} is plain HTTP: anyone on the way can read and "
+        "change checkpoints. Use https:// where you can.",
         UserWarning,
         stacklevel=2,
     )

@@ -24,12 +24,18 @@ def copy_object(session: S3Session, source: str, target: str, *, size_bytes: int
     upload_id = created["UploadId"]
     try:
         parts = [
-            _copy_part(session, place, target, upload_id, number, begin, min(begin + _PART_BYTES, size_bytes))
+            _copy_part(
+                session,
+                target,
+                place=place,
+                upload_id=upload_id,
+                number=number,
+                begin_bytes=begin,
+                end_bytes=min(begin + _PART_BYTES, size_bytes),
+            )
             for number, begin in enumerate(range(0, size_bytes, _PART_BYTES), start=1)
         ]
-        session.call(
-            "copy", "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload={"Parts": parts}
-        )
+        session.call("copy", "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload={"Parts": parts})
     except BaseException:
         abort_upload(session, "copy", target, upload_id)
         raise
@@ -45,8 +51,9 @@ def abort_upload(session: S3Session, operation: str, key: str, upload_id: str) -
 
 def _copy_part(
     session: S3Session,
-    place: dict[str, str],
     target: str,
+    *,
+    place: dict[str, str],
     upload_id: str,
     number: int,
     begin_bytes: int,

@@ -19,8 +19,9 @@ _FEWEST_PER_BATCH = 17
 def delete_objects(session: S3Session, keys: Iterable[str]) -> None:
     """Remove the objects at `keys`; each request is made once the one before it has succeeded.
 
-    S3 promises no order within a batch, so a batch holds siblings alone, and only of a long row of them: objects
-    of one attempt's data, whose order means nothing. A manifest, with few beside it, goes by itself.
+    S3 promises no order within a batch, so a batch holds siblings alone, and only of a long row of them:
+    objects of one attempt's data, whose order means nothing. A manifest, with few beside it, goes by
+    itself.
     """
     for batch in _batches(keys):
         if len(batch) < _FEWEST_PER_BATCH:

@@ -45,7 +45,7 @@ CANNOT: Rule = (
 )
 CERTIFICATE: Rule = (
     StoreError,
-    "The certificate of {endpoint} was not accepted. Check endpoint_url, or pass ca_bundle in storage_options.",
+    "The certificate of {endpoint} was not accepted. Check endpoint_url, or pass ca_bundle.",
 )
 CLOCK: Rule = (CredentialsError, "This machine's clock is off, so its signatures are refused. Set it (NTP).")
 CLOSED: Rule = (TransientStoreError, "{endpoint} closed the connection. Try again.")
@@ -82,8 +82,10 @@ LATER: Rule = (TransientStoreError, "Try again.")
 MODELS: Rule = (StoreError, "boto3's own data files do not fit. Reinstall boto3 and botocore.")
 NO_CREDENTIALS: Rule = (
     CredentialsError,
-    "No usable credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or an instance "
-    "role, or pass anonymous=True in storage_options for a public bucket.",
+    (
+        "No usable credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or an "
+        "instance role, or pass anonymous=True in storage_options for a public bucket."
+    ),
 )
 NO_PROFILE: Rule = (
     CredentialsError,
@@ -96,8 +98,7 @@ PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY
 READ_LATE: Rule = (StoreTimeoutError, "{endpoint} made no progress in time. Try again, or raise timeout_s.")
 REGION: Rule = (
     StoreError,
-    "The bucket lies in another region, or this endpoint serves another. Set region in storage_options, or "
-    "AWS_REGION, to the bucket's.",
+    "The bucket lies in another region. Set region in storage_options, or AWS_REGION, to the bucket's.",
 )
 REQUEST: Rule = (StoreError, "The store refuses the request as it stands. Check storage_options and the key.")
 SHORT: Rule = (ShortObjectError, "The object ends before the range that was asked for.")
@@ -108,7 +109,7 @@ TLS: Rule = (
 )
 UNREACHED: Rule = (
     TransientStoreError,
-    "No connection to {endpoint}. Check endpoint_url (host, port, http or https), the network, and that it runs.",
+    "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
 )
 
 
@@ -138,10 +139,8 @@ CODES: Mapping[str, Rule] = _invert(
         (EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired"),
         (FULL, "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
         (GONE, "NoSuchUpload"),
-        (
-            KMS,
-            "KMS.DisabledException KMS.InvalidStateException KMS.KMSInvalidStateException KMS.NotFoundException",
-        ),
+        (KMS, "KMS.DisabledException KMS.InvalidKeyUsageException KMS.InvalidStateException"),
+        (KMS, "KMS.KMSInvalidStateException KMS.NotFoundException"),
         (LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
         (
             LATER,
@@ -158,11 +157,8 @@ CODES: Mapping[str, Rule] = _invert(
         ),
         (REQUEST, "KeyTooLongError MalformedXML"),
         (SHORT, "InvalidRange"),
-        (
-            SLOWER,
-            "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead SlowDownWrite",
-        ),
-        (SLOWER, "Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
+        (SLOWER, "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead"),
+        (SLOWER, "SlowDownWrite Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
     ]
 )
 
@@ -183,7 +179,7 @@ STATUSES: Mapping[int, Rule] = {
     503: SLOWER,
     507: FULL,
 }
-"""For codes that `CODES` lacks and for answers without a body. Others of 500 and above are `LATER`, below `REQUEST`."""
+"""For codes that `CODES` lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
 
 EXCEPTIONS: Mapping[str, Rule] = _invert(
     [
@@ -210,11 +206,8 @@ EXCEPTIONS: Mapping[str, Rule] = _invert(
         (CONFIG, "UnsupportedSignatureVersionError"),
         (CONNECT_LATE, "ConnectTimeoutError"),
         (DAMAGED, "ChecksumError FlexibleChecksumError"),
-        (
-            EXPIRED,
-            "LoginAuthorizationCodeError LoginError LoginRefreshRequired LoginTokenLoadError NoAuthTokenError",
-        ),
-        (EXPIRED, "SSOError SSOTokenLoadError TokenRetrievalError UnauthorizedSSOTokenError"),
+        (EXPIRED, "LoginAuthorizationCodeError LoginError LoginRefreshRequired LoginTokenLoadError"),
+        (EXPIRED, "NoAuthTokenError SSOError SSOTokenLoadError TokenRetrievalError UnauthorizedSSOTokenError"),
         (
             MODELS,
             "ApiVersionNotFoundError DataNotFoundError MissingServiceIdError UndefinedModelAttributeError",

@@ -24,7 +24,8 @@ class BodyReader:
 
     def __init__(self, body: Any) -> None:
         self._body = body
-        # botocore's body → urllib3's response → http.client's. All of them read into memory, the last without copies.
+        # botocore's body → urllib3's response → http.client's. All of them read into memory, the last
+        # without copies.
         self._raw = getattr(body, "_raw_stream", None)
         self._source = getattr(self._raw, "_original_response", None) or body
         self.received_bytes = 0
@@ -68,7 +69,7 @@ def read_range(session: S3Session, key: str, offset_bytes: int, views: Views) ->
     done = False
     try:
         _check_range(session, key, answer, offset_bytes, end_bytes)
-        _fill(session, "read_into", key, reader, views, size_bytes)
+        _fill(session, key, reader, views, operation="read_into", size_bytes=size_bytes)
         done = True
     finally:
         reader.close(reuse=done)
@@ -82,9 +83,7 @@ def read_object(session: S3Session, key: str, *, max_bytes: int) -> bytes:
     try:
         size_bytes = answer.get("ContentLength")
         if size_bytes is None:
-            raise session.error(
-                StoreError, "read", key, "the store's answer gives no length. Check the endpoint."
-            )
+            raise session.error(StoreError, "read", key, "the store's answer gives no length. Check the endpoint.")
         if size_bytes > max_bytes:
             raise session.error(
                 StoreError,
@@ -93,16 +92,14 @@ def read_object(session: S3Session, key: str, *, max_bytes: int) -> bytes:
                 f"the object has {size_bytes:,} bytes; at most {max_bytes:,} are expected here.",
             )
         content = bytearray(size_bytes)
-        _fill(session, "read", key, reader, [memoryview(content)], size_bytes)
+        _fill(session, key, reader, [memoryview(content)], operation="read", size_bytes=size_bytes)
         done = True
         return bytes(content)
     finally:
         reader.close(reuse=done)
 
 
-def _fill(
-    session: S3Session, operation: str, key: str, reader: BodyReader, views: Views, size_bytes: int
-) -> None:
+def _fill(session: S3Session, key: str, reader: BodyReader, views: Views, *, operation: str, size_bytes: int) -> None:
     what = "the answer ended early"
     try:
         if reader.fill(views):
@@ -123,9 +120,7 @@ def _fill(
     )
 
 
-def _check_range(
-    session: S3Session, key: str, answer: dict[str, Any], offset_bytes: int, end_bytes: int
-) -> None:
+def _check_range(session: S3Session, key: str, answer: dict[str, Any], offset_bytes: int, end_bytes: int) -> None:
     """That the body is bytes ``[offset_bytes, end_bytes)`` of the object, and nothing else."""
     length_bytes = answer.get("ContentLength")
     content_range = answer.get("ContentRange")

@@ -54,9 +54,7 @@ class S3Session:
         """What to raise for one key's `code` in an answer that covers many."""
         return translate_code(code, detail, self._request(operation, api, key))
 
-    def error(
-        self, cls: type[StoreError], operation: str, key: str, what: str, **attributes: Any
-    ) -> StoreError:
+    def error(self, cls: type[StoreError], operation: str, key: str, what: str, **attributes: Any) -> StoreError:
         """An error of our own about `key`."""
         url = self.url(key)
         return cls(f"{url}: {what}", key=url, operation=operation, **attributes)

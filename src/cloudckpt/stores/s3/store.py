@@ -30,10 +30,10 @@ _LIMITS = Limits(min_part_bytes=5 * MIB, max_part_bytes=5 * GIB, max_parts=10_00
 class S3Store(Store):
     """Objects under ``s3://bucket/prefix``.
 
-    Every request is made once, with no retries of boto3's own. Credentials come from `storage_options` or, as ever
-    with AWS, from the environment, a profile or the machine's role; they are in no message and no ``repr``.
-    `timeout_s` bounds each wait without progress. A store may be pickled, and used after a fork: the client is made
-    anew there.
+    Every request is made once, with no retries of boto3's own. Credentials come from `storage_options` or,
+    as ever with AWS, from the environment, a profile or the machine's role; they are in no message and no
+    ``repr``. `timeout_s` bounds each wait without progress. A store may be pickled, and used after a fork:
+    the client is made anew there.
     """
 
     capabilities = _CAPABILITIES
@@ -50,9 +50,7 @@ class S3Store(Store):
     ) -> None:
         require_boto3()
         config = parse_storage_options(storage_options)
-        self._session = S3Session(
-            bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections)
-        )
+        self._session = S3Session(bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections))
         prefix = prefix.strip("/")
         self._root = f"{prefix}/" if prefix else ""
 
@@ -132,8 +130,8 @@ class S3Store(Store):
         except TransientStoreError:
             raise
         except StoreError:
-            # An answer to HEAD has no body: no telling a missing bucket from a missing key, nor an expired token
-            # from a denied permission.
+            # An answer to HEAD has no body: no telling a missing bucket from a missing key, nor an expired
+            # token from a denied permission.
             answer, size_bytes = self._head_by_get(key)
         return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=answer["LastModified"])
 
@@ -163,7 +161,7 @@ class S3Store(Store):
                 yield item["Prefix"][len(self._root) :].rstrip("/")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """DeleteObject for each key, in order; DeleteObjects for long rows of siblings, unordered among these."""
+        """DeleteObject for each key, in order; DeleteObjects for long rows of siblings, in any order."""
         delete_objects(self._session, (self._key(key, "delete") for key in keys))
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
@@ -186,9 +184,7 @@ class S3Store(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         """CopyObject; above 5 GiB, UploadPartCopy."""
         size_bytes = self.head(source_key).size_bytes
-        copy_object(
-            self._session, self._root + source_key, self._key(target_key, "copy"), size_bytes=size_bytes
-        )
+        copy_object(self._session, self._root + source_key, self._key(target_key, "copy"), size_bytes=size_bytes)
 
     def _call(self, operation: str, api: str, key: str, **members: Any) -> dict[str, Any]:
         return self._session.call(operation, api, self._key(key, operation), **members)

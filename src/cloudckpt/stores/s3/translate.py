@@ -52,15 +52,15 @@ class Request:
 
 
 def translate(error: Exception, request: Request) -> StoreError | None:
-    """What to raise for `error`; ``None`` where it is not one of the store, the network or the configuration."""
+    """What to raise for `error`; ``None`` where neither store, network nor configuration caused it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and ("Error" in response or "ResponseMetadata" in response):
         code, status, detail = _answer(response)
         rule = rule_for_answer(code, status)
         reason = f"{code} ({status})" if code != str(status) else f"status {status}"
         return _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
-    rule = _rule_for_exception(error)
-    return None if rule is None else _build(rule, request, reason=_reason(error))
+    found = _rule_for_exception(error)
+    return None if found is None else _build(found, request, reason=_reason(error))
 
 
 def translate_code(code: str, detail: str, request: Request) -> StoreError:

@@ -1,0 +1,92 @@
+"""Seconds, CPU seconds and peak memory of an operation that is known."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from pathlib import Path
+
+import pytest
+
+from benchkit import measure
+
+MIB = 1024 * 1024
+BLOCK_BYTES = 64 * MIB
+# Python, threads and page tables need a little too.
+SLACK_BYTES = 16 * MIB
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+
+
+def touch_and_free():
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        for offset in range(0, BLOCK_BYTES, mmap.PAGESIZE):
+            block[offset] = 1
+
+
+@needs_proc
+@pytest.mark.parametrize("kind", [measure.HighWaterPeak, measure.SampledPeak])
+def test_peak_sees_what_is_freed_before_the_end(kind):
+    """Buffers that a save frees before it returns would not count, and they are what the figure is about."""
+    peak = kind()
+    touch_and_free()
+    extra_bytes = peak.extra_bytes()
+    floor = BLOCK_BYTES - SLACK_BYTES if kind is measure.HighWaterPeak else 0
+    assert floor <= extra_bytes <= BLOCK_BYTES + SLACK_BYTES
+
+
+@needs_proc
+@pytest.mark.parametrize("kind", [measure.HighWaterPeak, measure.SampledPeak])
+def test_peak_sees_what_is_still_held(kind):
+    """Memory that an operation holds at its end would not count."""
+    peak = kind()
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        for offset in range(0, BLOCK_BYTES, mmap.PAGESIZE):
+            block[offset] = 1
+        extra_bytes = peak.extra_bytes()
+    assert BLOCK_BYTES - SLACK_BYTES <= extra_bytes <= BLOCK_BYTES + SLACK_BYTES
+
+
+@needs_proc
+def test_peak_leaves_out_what_was_resident_before():
+    """The tensors themselves, or an earlier and higher peak, would count as extra memory."""
+    touch_and_free()
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        for offset in range(0, BLOCK_BYTES, mmap.PAGESIZE):
+            block[offset] = 1
+        usage = measure.measured(lambda: None)
+    assert usage.peak_method == "VmHWM"
+    assert usage.extra_peak_bytes < SLACK_BYTES
+
+
+def test_peak_falls_back_where_the_kernel_refuses(monkeypatch):
+    """A sandbox that forbids `clear_refs` would end the benchmark instead of costing some precision."""
+
+    class Refused:
+        def __init__(self):
+            raise PermissionError("clear_refs")
+
+    monkeypatch.setattr(measure, "HighWaterPeak", Refused)
+    monkeypatch.setattr(measure, "SampledPeak", Refused)
+    usage = measure.measured(lambda: None)
+    assert usage.peak_method == "unavailable"
+    assert usage.extra_peak_bytes is None
+
+
+def test_cpu_seconds_count_work_and_not_waiting():
+    """Client CPU seconds would say how long an operation took, not what it cost."""
+
+    def burn():
+        until_s = time.process_time() + 0.2
+        while time.process_time() < until_s:
+            pass
+
+    usage = measure.measured(burn)
+    assert usage.cpu_s >= 0.19
+    assert usage.wall_s >= 0.19
+
+
+def test_measured_lets_errors_through():
+    """A failed save would be reported as a very fast one."""
+    with pytest.raises(ZeroDivisionError):
+        measure.measured(lambda: 1 / 0)

@@ -41,6 +41,10 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
     UnsupportedValueError,
 )
+from cloudckpt.options import Options
+from cloudckpt.reader import ObjectStoreReader
+from cloudckpt.report import Event, LoadReport, SaveReport
+from cloudckpt.writer import ObjectStoreWriter
 
 __all__ = [
     "AccessDeniedError",

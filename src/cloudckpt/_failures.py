@@ -60,7 +60,8 @@ def causes_of(error: CheckpointException) -> list[BaseException]:
 def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
     classes = {type(cause) for cause in ours}
-    kind = _class_for(classes.pop() if len(classes) == 1 else CloudckptError)
+    common: Any = classes.pop() if len(classes) == 1 else CloudckptError
+    kind = _class_for(common)
     # Not through __init__: the cause's class and torch's have different ones.
     failure = kind.__new__(kind, step, failures)
     failure.args = (step, failures)

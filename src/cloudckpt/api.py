@@ -128,9 +128,9 @@ def load(
 ) -> LoadReport | None:
     """Load the checkpoint at `uri` into `state_dict`, in place (`torch.distributed.checkpoint.load`).
 
-    Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks load one and the same save; if it is
-    overwritten meanwhile, the load is made once more. Python objects load under ``weights_only=True`` unless
-    `allow_pickle`, which also admits checkpoints of torch's own writers.
+    Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks
+    load one and the same save; if it is overwritten meanwhile, the load is made once more. Python objects load under
+    ``weights_only=True`` unless `allow_pickle`, which also admits checkpoints of torch's own writers.
 
     Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
     `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, … After an error, what the tensors hold

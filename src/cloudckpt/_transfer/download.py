@@ -44,8 +44,8 @@ def fetch_verified(
 ) -> None:
     """Like `fetch`, for whole tiles, whose checksums must be `expected_crc32cs`.
 
-    `holding` names what a range of the object's bytes holds, for the error. A mismatch is read once more, since bytes can also be damaged on their way; then it is a
-    `CorruptCheckpointError`, as is an object that is too short.
+    `holding` names what a range of the object's bytes holds, for the error. A mismatch is read once more, since bytes
+    can also be damaged on their way; then it is a `CorruptCheckpointError`, as is an object that is too short.
     """
     for is_last in (False, True):
         try:

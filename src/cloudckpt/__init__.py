@@ -6,8 +6,9 @@
 from cloudckpt import errors
 from cloudckpt._async import AsyncSave
 from cloudckpt._enable import disable, enable
+from cloudckpt._saved import SavedMetadata
 from cloudckpt._version import __version__
-from cloudckpt.api import SavedMetadata, async_save, load, save
+from cloudckpt.api import async_save, load, save
 from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
 from cloudckpt.errors import (
     AccessDeniedError,

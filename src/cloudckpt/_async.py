@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from cloudckpt.api import SavedMetadata
+    from cloudckpt._saved import SavedMetadata
     from cloudckpt.report import SaveReport
 
 _lock = threading.Lock()

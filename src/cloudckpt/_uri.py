@@ -153,7 +153,8 @@ def known_schemes() -> frozenset[str]:
     """Every scheme that can name a checkpoint: our own and fsspec's, installed or not."""
     import fsspec  # noqa: PLC0415  # plain paths and S3 do not need it
 
-    return frozenset([*_OWN_SCHEMES, *_ALIASES, *fsspec.available_protocols()]) - _LAYERS
+    protocols: list[str] = fsspec.available_protocols()  # type: ignore[no-untyped-call]
+    return frozenset([*_OWN_SCHEMES, *_ALIASES, *protocols]) - _LAYERS
 
 
 def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:

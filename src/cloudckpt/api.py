@@ -18,20 +18,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from cloudckpt._async import AsyncSave, background_group, wait_for_previous
 from cloudckpt._failures import causes_of, failure_of
 from cloudckpt._planner import ExplainingLoadPlanner
+from cloudckpt._saved import SavedMetadata
 from cloudckpt.errors import CheckpointChangedError, CommitUnknownError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
-from cloudckpt.report import LoadReport, SaveReport
+from cloudckpt.report import LoadReport
 from cloudckpt.writer import ObjectStoreWriter
 
 StateDict = dict[str, Any]
-
-
-@dataclasses.dataclass
-class SavedMetadata(Metadata):
-    """torch's `Metadata` of a checkpoint that was saved, with this rank's report."""
-
-    report: SaveReport | None = None
 
 
 def save(

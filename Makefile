@@ -1,0 +1,44 @@
+# Two commands: `make demo` and `make test`. Both make the virtual environment by themselves.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?= -n 2
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+export AWS_EC2_METADATA_DISABLED := true
+
+.PHONY: help demo test lint format types imports bench clean
+
+help: ## Show what there is.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED) ## Train, kill, resume, reshard: the main job, on an embedded store. DEMO_ARGS="--uri s3://…" for yours.
+	$(BIN)/python -m examples.demo $(DEMO_ARGS)
+
+test: $(INSTALLED) ## Run all tests, with coverage.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term:skip-covered --cov-fail-under=90
+
+lint: $(INSTALLED) types imports ## Check style, types and the direction of imports.
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+imports: $(INSTALLED)
+	$(BIN)/lint-imports
+
+format: $(INSTALLED) ## Format the code.
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(INSTALLED) ## Compare with the rivals. BENCH_ARGS="--help" says how.
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+clean: ## Remove what the other targets made.
+	rm -rf $(VENV) .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,1 @@
+"""One save or one load on one rank: the only place where planning, staging, transfer and commit are wired together."""

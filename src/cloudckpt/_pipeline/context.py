@@ -1,0 +1,40 @@
+"""What every step of a save or load needs to know."""
+
+from __future__ import annotations
+
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt._uri import Location
+from cloudckpt.options import Options
+from cloudckpt.report import Event, EventName
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+
+
+class Context:
+    """One location, seen from one rank of one save or load. Lives in one process; opens its store on first use."""
+
+    def __init__(self, location: Location, options: Options, *, rank: int) -> None:
+        self.location = location
+        self.options = options
+        self.rank = rank
+        self.retrier = Retrier(
+            retries=options.retries,
+            timeout_s=options.timeout_s,
+            on_retry=lambda error: self.emit("retry", key=error.key),
+        )
+        self._store: Store | None = None
+
+    @property
+    def uri(self) -> str:
+        return self.location.uri
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            self._store = open_store(self.location, self.options)
+        return self._store
+
+    def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0) -> None:
+        """Tell the user's `Options.on_event`."""
+        if self.options.on_event is not None:
+            self.options.on_event(Event(name=name, uri=self.uri, rank=self.rank, key=key, num_bytes=num_bytes))

@@ -1,0 +1,225 @@
+"""One load on one rank: from the plan's items to ranged reads to filled tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from cloudckpt._commit.resolve import resolve
+from cloudckpt._manifest.codec import unpack_tiles
+from cloudckpt._manifest.model import Manifest
+from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._manifest.torch_dtypes import dtype_of
+from cloudckpt._pipeline.context import Context
+from cloudckpt._plan.boxes import Box
+from cloudckpt._plan.reads import Request, plan_requests
+from cloudckpt._stage.arena import Arena, cuda_in_use
+from cloudckpt._stage.scatter import opened
+from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt._stage.values import harmless_copy
+from cloudckpt._transfer.download import fetch, fetch_verified
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CloudckptError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+)
+
+_UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
+_MAX_NAMES = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """One read item and what it fills; `tensor` is None for a Python object."""
+
+    item: ReadItem
+    location: ItemLocation
+    target: Target
+    tensor: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """How much was moved."""
+
+    num_bytes_wanted: int
+    num_bytes_read: int
+
+
+class LoadJob:
+    """Reads of one manifest's data."""
+
+    def __init__(
+        self,
+        context: Context,
+        manifest: Manifest,
+        storage_data: Mapping[MetadataIndex, ItemLocation],
+        *,
+        transforms: ReadTransforms,
+        allow_pickle: bool,
+    ) -> None:
+        self._context = context
+        self._manifest = manifest
+        self._storage_data = storage_data
+        self._transforms = transforms
+        self._allow_pickle = allow_pickle
+        self._tiles: dict[int, array[int]] = {}
+
+    def run(self, plan: LoadPlan, planner: LoadPlanner) -> Loaded:
+        """Fetch all that the plan asks for, and finish each item as its last byte arrives."""
+        options = self._context.options
+        consumers = [self._consumer_of(item, planner) for item in plan.items]
+        wants = [
+            want
+            for index, consumer in enumerate(consumers)
+            for want in consumer.target.wants(index, max_gap_bytes=options.max_gap_bytes)
+        ]
+        requests = plan_requests(
+            wants,
+            object_sizes_bytes={index: stored.size for index, stored in enumerate(self._manifest.objects)},
+            tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
+            request_bytes=options.request_bytes,
+            max_gap_bytes=options.max_gap_bytes,
+        )
+        self._execute(requests, consumers, planner)
+        return Loaded(
+            num_bytes_wanted=sum(consumer.target.num_bytes for consumer in consumers),
+            num_bytes_read=sum(request.end - request.begin for request in requests),
+        )
+
+    def _consumer_of(self, item: ReadItem, planner: LoadPlanner) -> Consumer:
+        fqn, uri = item.storage_index.fqn, self._context.uri
+        location = self._storage_data.get(item.storage_index)
+        if location is None:
+            raise CorruptCheckpointError(f"{uri} has no data for {fqn!r} at {item.storage_index.offset}", uri=uri)
+        if item.type is LoadItemType.BYTE_IO:
+            return Consumer(item=item, location=location, target=BytesTarget(location), tensor=None)
+        tensor = planner.resolve_tensor(item).detach()
+        if tuple(tensor.shape) != tuple(item.lengths):
+            raise CloudckptError(
+                f"{fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {tuple(item.lengths)}"
+            )
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        target: Target = BytesTarget(location) if location.transforms else TensorTarget(location, box, tensor)
+        return Consumer(item=item, location=location, target=target, tensor=tensor)
+
+    def _execute(self, requests: Sequence[Request], consumers: Sequence[Consumer], planner: LoadPlanner) -> None:
+        options = self._context.options
+        outstanding = Counter(want.consumer for request in requests for want in request.wants)
+        for index, consumer in enumerate(consumers):
+            if index not in outstanding:  # empty
+                self._finish(consumer, planner)
+        targets = [consumer.target for consumer in consumers]
+        arena = Arena(budget_bytes=options.read_bytes, pinned=cuda_in_use())
+        with ThreadPoolExecutor(options.connections, thread_name_prefix="cloudckpt-read") as pool:
+            running = {pool.submit(self._fetch, request, consumers, targets, arena): request for request in requests}
+            try:
+                while running:
+                    # Planners need not be thread-safe, so items are finished here.
+                    done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                        for want in running.pop(future).wants:
+                            outstanding[want.consumer] -= 1
+                            if not outstanding[want.consumer]:
+                                self._finish(consumers[want.consumer], planner)
+            except BaseException:
+                self._context.retrier.stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _fetch(self, request: Request, consumers: Sequence[Consumer], targets: Sequence[Target], arena: Arena) -> None:
+        context, manifest = self._context, self._manifest
+        key = manifest.objects[request.object_index].key
+        with opened(request, targets, arena) as views:
+            try:
+                if context.options.verify:
+                    first, last = request.begin // manifest.tile_bytes, -(-request.end // manifest.tile_bytes)
+                    fetch_verified(
+                        context.store,
+                        context.retrier,
+                        key=key,
+                        begin=request.begin,
+                        views=views,
+                        tile_bytes=manifest.tile_bytes,
+                        expected_crc32cs=self._tiles_of(request.object_index)[first:last],
+                        holding=lambda begin, end: _names(request, consumers, begin, end),
+                    )
+                else:
+                    fetch(context.store, context.retrier, key=key, begin=request.begin, views=views)
+            except ObjectNotFoundError as error:
+                raise self._vanished(error, _names(request, consumers, request.begin, request.end)) from error
+        context.emit("load.range_read", key=key, num_bytes=request.end - request.begin)
+
+    def _vanished(self, error: ObjectNotFoundError, names: str) -> CloudckptError:
+        """Why an object of the manifest is not there."""
+        context = self._context
+        try:
+            has_changed = resolve(context.store, context.retrier).manifest.attempt != self._manifest.attempt
+        except CheckpointNotFoundError:
+            has_changed = True
+        if has_changed:
+            return CheckpointChangedError(
+                f"{context.uri} was overwritten or removed while it was being read. What was loaded is not usable; "
+                "load again",
+                uri=context.uri,
+            )
+        return CorruptCheckpointError(
+            f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
+        )
+
+    def _tiles_of(self, object_index: int) -> array[int]:
+        if object_index not in self._tiles:
+            self._tiles[object_index] = unpack_tiles(self._manifest.objects[object_index].crc32c)
+        return self._tiles[object_index]
+
+    def _finish(self, consumer: Consumer, planner: LoadPlanner) -> None:
+        """All bytes of this item are there."""
+        item, location, target = consumer.item, consumer.location, consumer.target
+        if isinstance(target, BytesTarget):
+            content: bytes | bytearray = target.content
+            if location.transforms:
+                content = self._transforms.undo(item, location.transforms, content)
+            if consumer.tensor is None:
+                planner.load_bytes(item, self._value(item, content))
+                return
+            consumer.tensor.copy_(_block(item, location, content))
+        assert consumer.tensor is not None  # noqa: S101  # the value's case returned
+        planner.commit_tensor(item, consumer.tensor)
+
+    def _value(self, item: ReadItem, content: bytes | bytearray) -> io.BytesIO:
+        if self._allow_pickle:
+            return io.BytesIO(content)
+        return harmless_copy(content, item.storage_index.fqn, uri=self._context.uri)
+
+
+def _block(item: ReadItem, location: ItemLocation, content: bytes | bytearray) -> torch.Tensor:
+    """The wanted block of a chunk whose bytes were transformed, and so had to be read whole."""
+    assert location.dtype is not None  # noqa: S101  # it is a tensor's
+    chunk: torch.Tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype_of(location.dtype))
+    chunk = chunk.view(location.lengths)
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        chunk = chunk.narrow(dim, offset, length)
+    return chunk
+
+
+def _names(request: Request, consumers: Sequence[Consumer], begin: int, end: int) -> str:
+    """The tensors and values that bytes ``[begin, end)`` of the request's object belong to, for a message."""
+    fqns = {
+        consumers[want.consumer].item.storage_index.fqn: None
+        for want in request.wants
+        if want.begin < end and want.end > begin
+    }
+    shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
+    return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")

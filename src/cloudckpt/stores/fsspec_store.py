@@ -1,0 +1,285 @@
+"""Objects in any file system that fsspec knows, with no more promises than it keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime, timezone
+from typing import Any, NoReturn
+
+from cloudckpt._uri import Location
+from cloudckpt.errors import (
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.options import MIB
+from cloudckpt.stores._body import batches, check_crc32c, check_key, crc32c_of, num_bytes
+from cloudckpt.stores._fsspec_backends import Create, Filesystem, Instances, Source, backend_of
+from cloudckpt.stores._fsspec_errors import translated
+from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+
+_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
+_WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
+_CHUNK_BYTES = 16 * MIB
+_TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_MEMORY_LOCK = threading.RLock()
+
+
+class FsspecStore(Store):
+    """A folder of an fsspec file system: a protocol's name, or an instance to take the settings from.
+
+    - Objects are written whole, by one stream; there are no multipart uploads.
+    - A write that fails is discarded where the file system can, and what it left is removed where it cannot; nothing
+      that was half-written is ever completed, not by the garbage collector either.
+    - Create-if-absent works for ``gs`` (gcsfs) and, within one process, for fsspec's ``memory``. Other protocols
+      declare none.
+    - Waiting is bounded by the file system's own timeouts alone; they are among its `storage_options`.
+    """
+
+    limits = _LIMITS
+
+    def __init__(
+        self,
+        filesystem: Filesystem,  # or the name of a protocol
+        root: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        uri: str | None = None,
+    ) -> None:
+        source = (
+            Source.of_protocol(filesystem, storage_options or {})
+            if isinstance(filesystem, str)
+            else Source.of_instance(filesystem)
+        )
+        self._instances = Instances(source)
+        self._backend = backend_of(source.kind)
+        self._root = str(source.kind._strip_protocol(root)).rstrip("/")  # noqa: SLF001  # how fsspec's own callers do
+        protocol = source.kind.protocol if isinstance(source.kind.protocol, str) else source.kind.protocol[0]
+        self._uri = uri or f"{protocol}://{self._root}"
+        self.capabilities = Capabilities(
+            conditional_create=self._backend.create is not Create.NO, multipart=False, verifies_crc32c=False
+        )
+
+    @classmethod
+    def from_location(cls, location: Location, *, storage_options: Mapping[str, Any]) -> FsspecStore:
+        """The store at a URI; host, port and user of the URI become options of the file system, as fsspec has it."""
+        kind = Source.of_protocol(location.scheme, {}).kind
+        options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # noqa: SLF001
+        return cls(location.scheme, location.uri, storage_options=options, uri=location.uri)
+
+    @property
+    def uri(self) -> str:
+        return self._uri
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        with self._call("put", key) as (filesystem, path):
+            check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of(views))
+            if not self._backend.pipes_whole:
+                _make_parents(filesystem, path)
+            if if_absent:
+                self._create(filesystem, key, path, b"".join(views))
+            elif self._backend.pipes_whole and (self._backend.locked or num_bytes(views) <= _WHOLE_BYTES):
+                filesystem.pipe_file(path, b"".join(views))
+            else:
+                _stream(filesystem, path, views)
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        wanted_bytes = num_bytes(views)
+        with self._call("read_into", key) as (filesystem, path):
+            if wanted_bytes:
+                body = memoryview(filesystem.cat_file(path, start=offset_bytes, end=offset_bytes + wanted_bytes))
+            else:
+                body = memoryview(b"")
+                wanted_bytes = max(0, offset_bytes - _size(self._file_info(filesystem, key, path)))
+        if len(body) < wanted_bytes:
+            raise ShortObjectError(
+                f"{self.url(key)} ends {wanted_bytes - len(body)} bytes before the end of the range from "
+                f"{offset_bytes} to {offset_bytes + num_bytes(views)}.",
+                key=self.url(key),
+                operation="read_into",
+            )
+        begin = 0
+        for view in views:
+            view[:] = body[begin : begin + view.nbytes]
+            begin += view.nbytes
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        with self._call("read", key) as (filesystem, path):
+            size_bytes = _size(self._file_info(filesystem, key, path))
+            # One byte more than allowed: the object may have grown since it was measured.
+            body = bytes(filesystem.cat_file(path, start=0, end=min(size_bytes, max_bytes) + 1)) if size_bytes else b""
+        if max(size_bytes, len(body)) > max_bytes:
+            raise StoreError(
+                f"{self.url(key)} has {max(size_bytes, len(body))} bytes, more than the {max_bytes} allowed.",
+                key=self.url(key),
+                operation="read",
+            )
+        return body
+
+    def head(self, key: str) -> ObjectInfo:
+        with self._call("head", key) as (filesystem, path):
+            return _object_info(key, self._file_info(filesystem, key, path))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        with self._call("list", prefix, is_key=False) as (filesystem, _):
+            folder = prefix.rpartition("/")[0]
+            try:
+                found = filesystem.find(f"{self._root}/{folder}" if folder else self._root or "/", detail=True)
+            except FileNotFoundError:
+                return
+        for path, info in found.items():
+            key = str(path)[len(self._root) + 1 :]
+            if str(path).startswith(f"{self._root}/") and key.startswith(prefix) and info.get("type") != "directory":
+                yield _object_info(key, info)
+
+    def list_directories(self) -> Iterator[str]:
+        with self._call("list_directories", "", is_key=False) as (filesystem, _):
+            try:
+                entries = filesystem.ls(self._root or "/", detail=True)
+            except FileNotFoundError:
+                return
+            directories = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
+            # Real directories can be empty, and then hold no key.
+            names = [
+                path.rpartition("/")[2] for path in directories if any(files for _, _, files in filesystem.walk(path))
+            ]
+        yield from names
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with contextlib.suppress(ObjectNotFoundError), self._call("delete", key) as (filesystem, path):
+                filesystem.rm_file(path)
+
+    def copy(self, source_key: str, target_key: str) -> None:
+        check_key(self, target_key, "copy")
+        with self._call("copy", source_key) as (filesystem, path):
+            self._file_info(filesystem, source_key, path)
+            if not self._backend.pipes_whole:
+                _make_parents(filesystem, self._path(target_key))
+            filesystem.cp_file(path, self._path(target_key))
+
+    def create_multipart(self, key: str) -> str:
+        self._refuse_multipart("create_multipart", key)
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:  # noqa: ARG002
+        self._refuse_multipart("upload_part", key)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:  # noqa: ARG002
+        self._refuse_multipart("complete_multipart", key)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """None can be open, so all are gone already."""
+
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:  # noqa: ARG002
+        """None can be open."""
+        return iter(())
+
+    def _create(self, filesystem: Filesystem, key: str, path: str, body: bytes) -> None:
+        if self._backend.create is Create.MODE:
+            filesystem.pipe_file(path, body, mode="create")
+        elif self._backend.create is Create.LOCK:
+            if filesystem.exists(path):
+                raise ObjectExistsError(
+                    f"An object lies at {self.url(key)} already.", key=self.url(key), operation="put"
+                )
+            filesystem.pipe_file(path, body)
+        else:
+            raise UnsupportedOperationError(
+                f"{self.url(key)}: this file system cannot create an object only if it is absent. Use s3://, gs:// or "
+                f"a path, or accept Options(commit='unconditional').",
+                key=self.url(key),
+                operation="put",
+            )
+
+    @contextlib.contextmanager
+    def _call(self, operation: str, key: str, *, is_key: bool = True) -> Iterator[tuple[Filesystem, str]]:
+        if is_key:
+            check_key(self, key, operation)
+        lock: AbstractContextManager[Any] = _MEMORY_LOCK if self._backend.locked else contextlib.nullcontext()
+        with translated(self.url(key), operation, self._instances.source.options), lock:
+            filesystem = self._instances.get()
+            filesystem.invalidate_cache()
+            yield filesystem, self._path(key)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _file_info(self, filesystem: Filesystem, key: str, path: str) -> Mapping[str, Any]:
+        info: Mapping[str, Any] = filesystem.info(path)
+        if info.get("type") == "directory":
+            raise ObjectNotFoundError(
+                f"{self.url(key)} is a directory, not an object.", key=self.url(key), operation="head"
+            )
+        return info
+
+    def _refuse_multipart(self, operation: str, key: str) -> NoReturn:
+        raise UnsupportedOperationError(
+            f"{self.url(key)}: there are no multipart uploads through fsspec; put the object whole.",
+            key=self.url(key),
+            operation=operation,
+        )
+
+
+def _stream(filesystem: Filesystem, path: str, views: Views) -> None:
+    """Write through a file object that publishes nothing by itself, then commit it; on any failure, discard it."""
+    existed = filesystem.exists(path)
+    # Without autocommit, close() does not complete the upload, neither below nor in the garbage collector; it does for
+    # file systems that ignore the setting, hence what _discard does besides.
+    file = filesystem.open(path, "wb", autocommit=False)
+    # fsspec keeps every such file for its transaction to commit, although none is under way.
+    with contextlib.suppress(ValueError):
+        filesystem.transaction.files.remove(file)
+    try:
+        for batch in batches(views, max_bytes=_CHUNK_BYTES, max_views=1):
+            file.write(batch[0])
+        file.close()
+        if commit := getattr(file, "commit", None):
+            commit()
+    except BaseException:
+        _discard(filesystem, file, None if existed else path)
+        raise
+
+
+def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:
+    # Whatever fails here must not hide the error that led here; what is left is what gc is for.
+    with contextlib.suppress(Exception):
+        file.discard()
+    # A buffered file whose destructor finds it open sends its last block, and some complete the object with it.
+    with contextlib.suppress(Exception):
+        file.closed = True
+    if fresh_path is not None:
+        with contextlib.suppress(Exception):
+            filesystem.rm_file(fresh_path)
+
+
+def _make_parents(filesystem: Filesystem, path: str) -> None:
+    # Asynchronous file systems are object stores, where "making directories" would at most make a bucket.
+    if not filesystem.async_impl:
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def _size(info: Mapping[str, Any]) -> int:
+    return int(info["size"])
+
+
+def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=_size(info), modified_at=_modified_at(info))
+
+
+def _modified_at(info: Mapping[str, Any]) -> datetime:
+    for name in _TIME_NAMES:
+        value = info.get(name)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+        if isinstance(value, (int, float)):
+            return datetime.fromtimestamp(value, tz=timezone.utc)
+    # Nobody knows, so never old enough to be swept.
+    return datetime.now(tz=timezone.utc)

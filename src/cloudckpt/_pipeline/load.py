@@ -7,7 +7,7 @@ import io
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -125,15 +125,13 @@ class LoadJob:
         with ThreadPoolExecutor(options.connections, thread_name_prefix="cloudckpt-read") as pool:
             running = {pool.submit(self._fetch, request, consumers, targets, arena): request for request in requests}
             try:
-                while running:
-                    # Planners need not be thread-safe, so items are finished here.
-                    done, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                        for want in running.pop(future).wants:
-                            outstanding[want.consumer] -= 1
-                            if not outstanding[want.consumer]:
-                                self._finish(consumers[want.consumer], planner)
+                for future in as_completed(running):
+                    future.result()
+                    for want in running[future].wants:
+                        outstanding[want.consumer] -= 1
+                        if not outstanding[want.consumer]:
+                            # Planners need not be thread-safe, so items are finished here.
+                            self._finish(consumers[want.consumer], planner)
             except BaseException:
                 self._context.retrier.stop()
                 pool.shutdown(wait=True, cancel_futures=True)

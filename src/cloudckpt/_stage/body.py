@@ -69,7 +69,8 @@ class PieceBody:
 
     def _inside(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
         """The pieces in ``[begin, end)``, each with the range of its own bytes that lies there."""
-        for piece in self._pieces[max(bisect.bisect_right(self._begins, begin) - 1, 0) :]:
+        for index in range(max(bisect.bisect_right(self._begins, begin) - 1, 0), len(self._pieces)):
+            piece = self._pieces[index]
             if piece.begin >= end:
                 return
             low, high = max(begin - piece.begin, 0), min(end - piece.begin, piece.num_bytes)

@@ -22,15 +22,24 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
     try:
         with torch.serialization.safe_globals(list(_HARMLESS)):
             return torch.load(io.BytesIO(stored), weights_only=True)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError:
         raise UnsafePickleError(
-            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code ({str(error).splitlines()[0]}). If "
-            "you trust who wrote it, pass allow_pickle=True; or allow its classes with "
+            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code (it uses {_unsafe_names(stored)}). If "
+            "you trust who wrote it, pass allow_pickle=True; or allow these names with "
             "torch.serialization.add_safe_globals",
             uri=uri,
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{fqn!r} of {uri} cannot be loaded: {error}", uri=uri) from error
+
+
+def _unsafe_names(stored: bytes | bytearray) -> str:
+    """What a pickle would call, found without calling it."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(stored))
+    except Exception:  # noqa: BLE001  # made for messages; what it cannot read, it cannot name
+        names = []
+    return ", ".join(names) or "what torch's weights_only unpickler does not admit"
 
 
 def harmless_copy(stored: bytes | bytearray, fqn: str, *, uri: str) -> io.BytesIO:

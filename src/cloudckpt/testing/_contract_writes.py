@@ -1,0 +1,271 @@
+"""Clauses about putting, copying and deleting objects."""
+# ruff: noqa: S101, PLR2004
+# (these are tests)
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.synchronize import Barrier
+
+import pytest
+
+from cloudckpt.errors import ChecksumRefusedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from cloudckpt.stores.base import Store
+from cloudckpt.testing._contract_tools import WAIT_S, at_once, content, crc, keys, put
+
+ODD_KEYS = (
+    "with space/a b",
+    "plus+and&amp/c+d=e",
+    "percent%41/100%",
+    "hash#and?mark",
+    "quote'\"/back\\slash",
+    "ünïcode/日本語/🙂",
+    "e\u0301 decomposed",
+    "star*[x]{y}/~tilde!$^",
+    "..dots/...x/.hidden",
+    "colon:and@at,semi;pipe|<tag>",
+)
+LONG_KEY = "/".join(["segment-" + "n" * 192] * 3)
+
+
+class WriteClauses:
+    """Part of `cloudckpt.testing.StoreContract`."""
+
+    shared_between_processes = False
+    num_racing_rounds = 5
+
+    def test_what_was_put_can_be_read_at_once(self, store: Store) -> None:
+        """Without read-after-write a rank cannot check its objects, nor a coordinator its manifest."""
+        put(store, "a/b", b"first")
+        assert content(store, "a/b") == b"first"
+        assert store.head("a/b").size_bytes == 5
+
+    def test_a_put_replaces_the_object_whole(self, store: Store) -> None:
+        """A shorter object over a longer one that kept its tail would be neither of the two."""
+        put(store, "a", b"a long first body")
+        put(store, "a", b"short")
+        assert content(store, "a") == b"short"
+
+    def test_a_body_of_many_views_is_put_in_their_order(self, store: Store) -> None:
+        """Tensors are sent from where they lie; empty ones and slices of larger ones are among them."""
+        memory = memoryview(bytes(range(256)))
+        views = [memory[10:20], memory[:0], memory[200:], memory[3:4], memoryview(bytearray(b"own"))]
+        body = b"".join(views)
+        store.put("scattered", views, crc32c=crc(body))
+        assert content(store, "scattered") == body
+
+    def test_a_body_of_thousands_of_views_is_put(self, store: Store) -> None:
+        """A layer of many small tensors must not run into the operating system's limit on scattered writes."""
+        body = bytes(index % 251 for index in range(5000))
+        store.put("many", [memoryview(body)[index : index + 1] for index in range(5000)], crc32c=crc(body))
+        assert content(store, "many") == body
+
+    def test_an_empty_object_is_an_object(self, store: Store) -> None:
+        """A rank without tensors writes nothing more than that, and it must be found."""
+        store.put("empty", [], crc32c=0)
+        assert store.head("empty").size_bytes == 0
+        assert content(store, "empty") == b""
+        assert keys(store) == ["empty"]
+
+    def test_memory_may_be_reused_after_a_put(self, store: Store) -> None:
+        """Staging buffers are filled anew as soon as the call returns: a store that keeps the views would store later
+        bytes.
+        """
+        buffer = bytearray(b"before")
+        store.put("kept", [memoryview(buffer)], crc32c=crc(b"before"))
+        buffer[:] = b"after!"
+        assert content(store, "kept") == b"before"
+
+    @pytest.mark.parametrize("key", [*ODD_KEYS, LONG_KEY])
+    def test_odd_keys_work_everywhere(self, store: Store, key: str) -> None:
+        """A key that is escaped in one call and not in another makes objects that cannot be found or removed."""
+        put(store, key, b"body")
+        assert content(store, key) == b"body"
+        assert store.head(key).key == key
+        assert keys(store) == [key]
+        assert keys(store, key[:-1]) == [key]
+        store.delete([key])
+        assert keys(store) == []
+
+    @pytest.mark.parametrize("key", ["", "/absolute", "../out", "a/../../out", "a//b", "a/./b", "a/", "a\0b"])
+    def test_keys_that_could_leave_the_root_are_refused(self, store: Store, key: str) -> None:
+        """A manifest from a stranger must not make us read or write beyond the checkpoint."""
+        with pytest.raises(StoreError):
+            put(store, key, b"body")
+        with pytest.raises(StoreError):
+            content(store, key)
+
+    def test_the_wrong_checksum_is_refused(self, store: Store) -> None:
+        """Bytes that changed between checksum and store would be saved as if they were right."""
+        if not store.capabilities.verifies_crc32c:
+            pytest.skip("the store declares that it does not verify checksums")
+        put(store, "old", b"old")
+        for key in ("old", "new"):
+            with pytest.raises(ChecksumRefusedError):
+                store.put(key, [memoryview(b"body")], crc32c=crc(b"other"))
+        assert keys(store) == ["old"]
+        assert content(store, "old") == b"old"
+
+    def test_create_if_absent_refuses_what_exists(self, store: Store) -> None:
+        """The commit is such a call: without it one job overwrites another's checkpoint."""
+        self._needs_create(store)
+        put(store, "manifest", b"theirs", if_absent=True)
+        with pytest.raises(ObjectExistsError) as caught:
+            put(store, "manifest", b"ours", if_absent=True)
+        assert caught.value.key == store.url("manifest")
+        assert content(store, "manifest") == b"theirs"
+
+    def test_create_if_absent_after_a_delete_succeeds(self, store: Store) -> None:
+        """A checkpoint that was removed leaves its name free."""
+        self._needs_create(store)
+        put(store, "manifest", b"one", if_absent=True)
+        store.delete(["manifest"])
+        put(store, "manifest", b"two", if_absent=True)
+        assert content(store, "manifest") == b"two"
+
+    def test_a_lost_answer_can_be_found_out(self, store: Store) -> None:
+        """If the answer to a commit is lost, a second try is refused, and reading back tells whose bytes lie there."""
+        self._needs_create(store)
+        put(store, "manifest", b"ours", if_absent=True)
+        with pytest.raises(ObjectExistsError):
+            put(store, "manifest", b"ours", if_absent=True)
+        assert content(store, "manifest") == b"ours"
+
+    def test_of_many_threads_exactly_one_creates(self, store: Store) -> None:
+        """Two that both believe they committed is the worst that can happen."""
+        self._needs_create(store)
+        for round_ in range(self.num_racing_rounds):
+            key = f"race/{round_}"
+            bodies = [f"writer {writer}".encode() * 100 for writer in range(8)]
+            results = at_once([functools.partial(put, store, key, body, if_absent=True) for body in bodies])
+            winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
+            assert len(winners) == 1
+            assert all(result is None or isinstance(result, ObjectExistsError) for result in results), results
+            assert content(store, key) == winners[0]
+
+    def test_of_two_processes_exactly_one_creates(self, store: Store) -> None:
+        """Ranks and jobs are processes: a lock in one of them is no condition."""
+        self._needs_create(store)
+        if not self.shared_between_processes:
+            pytest.skip("the store lives in one process")
+        context = multiprocessing.get_context("spawn")
+        barrier = context.Barrier(2)
+        with ProcessPoolExecutor(2, mp_context=context, initializer=_keep_barrier, initargs=(barrier,)) as pool:
+            futures = [pool.submit(_create_many, pickle.dumps(store), name) for name in ("one", "two")]
+            won = [future.result(WAIT_S) for future in futures]
+        assert sorted(won[0] + won[1]) == sorted(_racing_keys())
+        for name, winner_keys in zip(("one", "two"), won, strict=True):
+            assert {content(store, key) for key in winner_keys} <= {name.encode()}
+
+    def test_a_pickled_store_sees_the_same_objects(self, store: Store) -> None:
+        """Writers are pickled to the process that saves in the background."""
+        put(store, "a", b"body")
+        twin: Store = pickle.loads(pickle.dumps(store))  # noqa: S301  # our own bytes
+        assert twin.uri == store.uri
+        assert content(twin, "a") == b"body"
+        assert twin.capabilities == store.capabilities
+
+    def test_deleting_twice_is_no_error(self, store: Store) -> None:
+        """Clean-ups are tried again, and several ranks may do the same."""
+        put(store, "a/b", b"body")
+        store.delete(["a/b", "never/was"])
+        store.delete(["a/b"])
+        store.delete([])
+        assert keys(store) == []
+        with pytest.raises(ObjectNotFoundError):
+            store.head("a/b")
+
+    def test_a_delete_removes_nothing_but_the_keys_given(self, store: Store) -> None:
+        """Neighbours whose names begin alike belong to other checkpoints."""
+        for key in ("step-1/x", "step-10/x", "step-1x"):
+            put(store, key, b"body")
+        store.delete(iter(["step-1/x", "step-1"]))
+        assert keys(store) == ["step-10/x", "step-1x"]
+
+    def test_deletes_keep_their_order(self, store: Store) -> None:
+        """A checkpoint's manifest goes first: whoever sees the manifest must be able to read the data."""
+        put(store, "manifest", b"body")
+        put(store, "data/0", b"body")
+        done = threading.Event()
+        seen: list[str] = []
+
+        def watch() -> None:
+            while not done.is_set() and not seen:
+                if not _exists(store, "data/0") and _exists(store, "manifest"):
+                    seen.append("the manifest outlived its data")
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            store.delete(_one_by_one(["manifest", "data/0"]))
+        finally:
+            done.set()
+            watcher.join(WAIT_S)
+        assert not seen
+        assert keys(store) == []
+
+    def test_a_copy_has_the_same_bytes_and_leaves_its_source(self, store: Store) -> None:
+        """Exports and rotations copy objects; the source still belongs to its checkpoint."""
+        put(store, "a/source", b"body")
+        put(store, "target", b"something longer that is replaced")
+        store.copy("a/source", "target")
+        store.copy("a/source", "new/deep/target")
+        assert content(store, "target") == content(store, "new/deep/target") == content(store, "a/source") == b"body"
+        store.delete(["a/source"])
+        assert content(store, "target") == b"body"
+
+    def test_copying_nothing_is_a_typed_error(self, store: Store) -> None:
+        """An empty target in place of an error would be data lost."""
+        with pytest.raises(ObjectNotFoundError):
+            store.copy("missing", "target")
+        assert keys(store) == []
+
+    @staticmethod
+    def _needs_create(store: Store) -> None:
+        if not store.capabilities.conditional_create:
+            pytest.skip("the store declares that it cannot create-if-absent")
+
+
+def _exists(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _one_by_one(items: list[str]) -> Iterator[str]:
+    yield from items
+
+
+def _racing_keys() -> list[str]:
+    return [f"race/{number}" for number in range(30)]
+
+
+_barrier: Barrier | None = None
+
+
+def _keep_barrier(barrier: Barrier) -> None:
+    global _barrier  # noqa: PLW0603  # a barrier reaches a pool's processes only so
+    _barrier = barrier
+
+
+def _create_many(pickled_store: bytes, name: str) -> list[str]:
+    """The keys that this process created, of those that both try to."""
+    store: Store = pickle.loads(pickled_store)  # noqa: S301  # our own bytes
+    won = []
+    if _barrier is None:
+        raise RuntimeError("the pool's initializer did not run")
+    for key in _racing_keys():
+        _barrier.wait(WAIT_S)
+        try:
+            put(store, key, name.encode(), if_absent=True)
+        except ObjectExistsError:
+            continue
+        won.append(key)
+    return won

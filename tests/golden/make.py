@@ -1,0 +1,137 @@
+"""Writes a golden checkpoint, once for each released version of the format:
+
+    python tests/golden/make.py
+
+It refuses to touch one that is there: golden files are read for ever and never made anew. The values lie beside the
+checkpoints in ``expected.json``, taken from the tensors before they were saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cloudckpt
+
+HERE = Path(__file__).resolve().parent
+VERSION = "1.0"
+DTYPES = (
+    "bfloat16", "bool", "complex64", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int16", "int64",
+    "int8", "uint16", "uint8",
+)  # fmt: skip
+WORLD_SIZE = 4
+OPTIONS = cloudckpt.Options(tile_bytes=4096, part_bytes=4096, metadata={"run": "golden", "steps": [1, 2]})
+
+
+def bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor whose bytes count up, but for bool, which knows two."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    pattern = torch.arange(num_bytes, dtype=torch.int64) * 37 % 251
+    raw = (pattern % 2 if dtype is torch.bool else pattern).to(torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def full_tensors() -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint as a whole."""
+    return {
+        **{f"model.of_{name}": bits(getattr(torch, name), 2, 3) for name in DTYPES},
+        "model.rows": bits(torch.float32, 7, 5),
+        "model.columns": bits(torch.bfloat16, 3, 9),
+        "model.blocks": bits(torch.float32, 6, 10),
+        "model.many_tiles": bits(torch.float32, 50, 25),
+        "model.scalar": bits(torch.float64),
+        "model.empty": bits(torch.float32, 0, 4),
+        "optimizer.state.0.step": torch.tensor(12.0),
+    }
+
+
+VALUES: dict[str, Any] = {
+    "optimizer.lr": 0.1,
+    "optimizer.name": "sgd",
+    "optimizer.betas": [0.9, 0.999],
+    "optimizer.nothing": None,
+    "epoch": 3,
+}
+
+SMALL_OLD = {"weight": torch.full((4,), 1.0), "epoch": 1}
+SMALL_NEW = {"weight": torch.full((4,), 2.0), "epoch": 2}
+
+
+def state_dict() -> dict[str, Any]:
+    """The nested state dict, with some tensors in chunks."""
+    whole = {name: tensor.clone() for name, tensor in full_tensors().items()}
+    line = init_device_mesh("cpu", (WORLD_SIZE,))
+    square = init_device_mesh("cpu", (2, 2))
+    whole["model.rows"] = distribute_tensor(whole["model.rows"], line, [Shard(0)])
+    whole["model.columns"] = distribute_tensor(whole["model.columns"], line, [Shard(1)])
+    whole["model.blocks"] = distribute_tensor(whole["model.blocks"], square, [Shard(0), Shard(1)])
+    return {
+        "model": {name.removeprefix("model."): tensor for name, tensor in whole.items() if name.startswith("model.")},
+        "optimizer": {
+            "state": [{"step": whole["optimizer.state.0.step"]}],
+            **{name.removeprefix("optimizer."): VALUES[name] for name in VALUES if name.startswith("optimizer.")},
+        },
+        "epoch": VALUES["epoch"],
+    }
+
+
+def save_on_rank(rank: int, directory: Path, port: int) -> None:
+    """One checkpoint saved once, and one as a crash leaves it between an overwrite's commit and its tidying."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE)
+    once, again, replaced = (str(directory / name) for name in ("once", "overwritten", "replaced"))
+    cloudckpt.save(state_dict(), once, options=OPTIONS)
+    cloudckpt.save(SMALL_OLD, again, options=OPTIONS)
+    if rank == 0:
+        shutil.copytree(again, replaced)
+    dist.barrier()
+    cloudckpt.save(SMALL_NEW, again, overwrite=True, options=OPTIONS)
+    if rank == 0:
+        shutil.copytree(replaced, again, dirs_exist_ok=True)
+        shutil.rmtree(replaced)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def expected() -> dict[str, Any]:
+    """What a load must give."""
+    return {
+        "tensors": {
+            name: {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "hex": bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()).hex(),
+            }
+            for name, tensor in full_tensors().items()
+        },
+        "values": VALUES,
+    }
+
+
+def main() -> None:
+    directory = HERE / VERSION
+    if directory.exists():
+        sys.exit(f"{directory} exists: golden checkpoints are never made anew")
+    mp.spawn(save_on_rank, args=(directory, 29_000 + os.getpid() % 1000), nprocs=WORLD_SIZE)
+    (directory / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sums = (
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(directory).as_posix()}" for path in files
+    )
+    (directory / "SHA256SUMS").write_text("\n".join(sums) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ def pack(sizes_bytes: Sequence[int], *, object_bytes: int) -> list[range]:
 def parts_of(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limits) -> list[Part]:
     """The parts of an object: whole tiles each, near `part_bytes`, within what the store accepts.
 
-    Raises `ValueError` where no such parts exist because the object is too large for the store.
+    Raises `ValueError` where no such parts exist, because the object or the tiles are too large for the store.
     """
 
     def up_to_tiles(num_bytes: int) -> int:
@@ -42,10 +42,11 @@ def parts_of(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limit
     )
     if step_bytes > limits.max_part_bytes:
         step_bytes = limits.max_part_bytes // tile_bytes * tile_bytes
-    if not step_bytes or -(-size_bytes // step_bytes) > limits.max_parts:
+    too_small = step_bytes < min(size_bytes, limits.min_part_bytes)
+    if not step_bytes or too_small or -(-size_bytes // step_bytes) > limits.max_parts:
         raise ValueError(
-            f"an object of {size_bytes} bytes does not fit into {limits.max_parts} parts "
-            f"of at most {limits.max_part_bytes} bytes"
+            f"an object of {size_bytes} bytes does not fit into {limits.max_parts} parts of {limits.min_part_bytes} "
+            f"to {limits.max_part_bytes} bytes, in whole tiles of {tile_bytes}"
         )
     return [
         Part(number=number, offset_bytes=offset, size_bytes=min(step_bytes, size_bytes - offset))

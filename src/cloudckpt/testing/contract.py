@@ -10,8 +10,9 @@ against the bucket that you pay for::
         def store(self):
             return open_store(f"s3://my-bucket/contract/{uuid.uuid4()}", Options())
 
-The fixture returns an empty store, at a root that nothing else uses. Clauses about a capability that the store does
-not declare are skipped; one that a server is known to break is overridden, with the reason.
+The fixture returns an empty store, at a root that nothing else uses. Where the store does not
+declare a capability, a clause about it checks that the call is refused. A clause that a server is known to break is
+overridden, with the reason.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ class LocalStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         source = self._readable_path("copy", source_key)
         path = self._writable_path("copy", target_key)
-        with translated(path, "copy"), durable.opened_object(source) as file:
+        with translated(source, "copy"), durable.opened_object(source) as file, translated(path, "copy"):
             temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
             try:
                 with durable.opened(temp, os.O_WRONLY) as target:

@@ -1,0 +1,511 @@
+"""Files as objects: what a file system adds to the contract."""
+# ruff: noqa: PTH115, PTH116, PTH118, PTH120
+# (the calls under test are those of os)
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ChecksumRefusedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    StoreTimeoutError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.stores.local import LocalStore, durable
+from cloudckpt.stores.local.errors import ERRNO_TABLE, translate
+from cloudckpt.testing import StoreContract
+from cloudckpt.testing._contract_tools import (
+    WAIT_S,
+    at_once,
+    content,
+    crc,
+    keys,
+    parts_of,
+    put,
+    read_range,
+    upload_part,
+)
+
+
+class TestContract(StoreContract):
+    """Every clause, in a directory that does not exist yet."""
+
+    shared_between_processes = True
+    num_paging_keys = 40  # a directory has no pages, and each put waits for the disk
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        return LocalStore(f"{tmp_path}/run/step-1")
+
+
+class TestContractThroughALink(StoreContract):
+    """Every clause again, where the root is a symbolic link to the directory."""
+
+    num_paging_keys = 40  # a directory has no pages, and each put waits for the disk
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to("real")
+        return LocalStore(tmp_path / "link")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(tmp_path / "root")
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """Makes one function of ``os`` fail with an error number, for paths that contain a text."""
+
+    def install(function: str, number: int, *, containing: str = "") -> None:
+        real = getattr(os, function)
+
+        def failing(*args, **kwargs):
+            if containing in str(args[0]):
+                raise OSError(number, os.strerror(number), args[0] if isinstance(args[0], str) else None)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, function, failing)
+
+    return install
+
+
+@pytest.fixture
+def trace(monkeypatch):
+    """The calls that make things durable and visible, in order, with paths for descriptors."""
+    calls: list[tuple[str, str]] = []
+
+    def record(function: str, path_of) -> None:
+        real = getattr(os, function)
+
+        def recording(*args, **kwargs):
+            calls.append((function, path_of(*args)))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, function, recording)
+
+    record("fsync", lambda file: os.readlink(f"/proc/self/fd/{file}"))
+    record("link", lambda source, target: target)
+    record("replace", lambda source, target: target)
+    record("mkdir", lambda path, mode=0: path)
+    return calls
+
+
+def everything(path) -> list[str]:
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), path) for folder, ds, fs in os.walk(path) for name in ds + fs
+    )
+
+
+def test_a_put_is_durable_before_it_returns(tmp_path, trace):
+    """After a power cut a manifest must not name data that is gone: file first, then its name, then all directories."""
+    root = f"{tmp_path}/new/root"
+    put(LocalStore(root), "data/a", b"body", if_absent=True)
+    visible = trace.index(("link", f"{root}/data/a"))
+    (temporary,) = [path for call, path in trace[:visible] if call == "fsync" and path.endswith("/a")]
+    assert "/.cloudckpt-tmp." in temporary
+    synced_after = [path for call, path in trace[visible:] if call == "fsync"]
+    assert synced_after == [f"{root}/data", root]
+    for new in (f"{tmp_path}/new", root):
+        made = trace.index(("mkdir", new))
+        assert ("fsync", os.path.dirname(new)) in trace[made:visible], f"the entry of {new} is not durable"
+
+
+def test_a_multipart_upload_is_durable_before_it_returns(tmp_path, trace):
+    """As for a put: what was uploaded in parts is fsync'ed whole before it appears."""
+    store = LocalStore(tmp_path / "root")
+    upload_id = store.create_multipart("a")
+    uploaded = upload_part(store, "a", upload_id, parts_of([b"body"])[0], b"body")
+    store.complete_multipart("a", upload_id, [uploaded])
+    visible = trace.index(("replace", f"{tmp_path}/root/a"))
+    assert any(call == "fsync" and path.endswith("/a") for call, path in trace[:visible])
+    assert ("fsync", f"{tmp_path}/root") in trace[visible:]
+
+
+def test_nothing_is_left_beside_the_objects(store, tmp_path):
+    """Temporary files that stay fill the disk; empty directories look like checkpoints to a user."""
+    put(store, "a/b", b"body", if_absent=True)
+    put(store, "a/b", b"body")
+    with pytest.raises(ObjectExistsError):
+        put(store, "a/b", b"body", if_absent=True)
+    with pytest.raises(ChecksumRefusedError):
+        store.put("x/y", [memoryview(b"body")], crc32c=1)
+    store.abort_multipart("c/d", store.create_multipart("c/d"))
+    assert everything(tmp_path) == ["root", "root/a", "root/a/b"]
+    store.delete(["a/b"])
+    assert everything(tmp_path) == ["root"]
+
+
+def test_files_obey_the_umask(store, tmp_path):
+    """Others in the user's group must be able to read the checkpoint if the user's settings say so."""
+    put(store, "a", b"body", if_absent=True)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(os.stat(tmp_path / "root" / "a").st_mode) == 0o666 & ~mask
+
+
+def test_uploads_are_found_from_above(tmp_path):
+    """Garbage is collected from the run's folder, while each save is rooted at its own step."""
+    upload_id = LocalStore(tmp_path / "run" / "step-1").create_multipart("data/a")
+    above = LocalStore(tmp_path / "run")
+    (found,) = above.list_uploads()
+    assert (found.key, found.upload_id) == ("step-1/data/a", upload_id)
+    assert keys(above) == []
+    assert list(above.list_directories()) == []
+    above.abort_multipart(found.key, found.upload_id)
+    assert everything(tmp_path) == ["run"]
+
+
+def test_an_upload_whose_file_was_never_made_can_be_swept(store, tmp_path):
+    """A writer can die between making the hidden directory and the file in it."""
+    (tmp_path / "root" / "a" / ".cloudckpt-tmp.0123").mkdir(parents=True)
+    (found,) = store.list_uploads("a/")
+    assert found.upload_id == "0123"
+    store.abort_multipart(found.key, found.upload_id)
+    assert everything(tmp_path) == ["root"]
+
+
+@pytest.mark.parametrize("upload_id", ["../../x", "a/b", "", "."])
+def test_an_upload_id_is_no_path(store, upload_id):
+    """Ids come from listings of a directory that others can write to."""
+    with pytest.raises(ObjectNotFoundError):
+        store.abort_multipart("a", upload_id)
+
+
+def test_reserved_names_are_refused(store):
+    """An object under a hidden directory's name would be swept as garbage."""
+    with pytest.raises(StoreError, match="unfinished uploads"):
+        put(store, ".cloudckpt-tmp.1/a", b"body")
+
+
+@pytest.mark.timeout(120)
+def test_a_process_killed_in_a_put_leaves_nothing_visible(tmp_path):
+    """SIGKILL at any point: the object is there whole, or not at all, and what is left can be listed."""
+    code = """
+import os, signal, sys
+from cloudckpt.stores.local import LocalStore
+from awscrt.checksums import crc32c
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+LocalStore(sys.argv[1]).put("a", [memoryview(b"body")], crc32c=crc32c(b"body"), if_absent=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=100)
+    assert done.returncode == -9
+    store = LocalStore(tmp_path)
+    assert keys(store) == []
+    (left,) = store.list_uploads()
+    assert left.key == "a"
+    put(store, "a", b"new", if_absent=True)
+    assert content(store, "a") == b"new"
+    store.abort_multipart(left.key, left.upload_id)
+    assert everything(tmp_path) == ["a"]
+
+
+def test_pruning_and_writing_do_not_disturb_each_other(store):
+    """One rank deletes the last object of a directory while another creates its first: neither may fail."""
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def sweep() -> None:
+        try:
+            while not done.is_set():
+                store.delete(["a/b/c/old"])
+                for info in store.list("a/"):
+                    assert info.key.startswith("a/")
+        except BaseException as error:  # noqa: BLE001  # shown by the test
+            failures.append(error)
+
+    sweeper = threading.Thread(target=sweep, daemon=True)
+    sweeper.start()
+    try:
+        for number in range(40):
+            put(store, "a/b/c/old", b"body")
+            put(store, f"a/b/c/{number}", b"body", if_absent=True)
+            assert content(store, f"a/b/c/{number}") == b"body"
+            store.delete([f"a/b/c/{number}"])
+    finally:
+        done.set()
+        sweeper.join(WAIT_S)
+    assert not failures
+
+
+def test_writers_make_their_directories_side_by_side(store):
+    """All ranks create the same directories at the same moment."""
+    results = at_once([lambda n=n: put(store, f"data/attempt/{n}", b"body", if_absent=True) for n in range(8)])
+    assert results == [None] * 8
+    assert len(keys(store)) == 8
+
+
+class TestWithoutLinks:
+    """File systems such as FAT or some FUSE mounts have no hard links."""
+
+    @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+    def test_the_capability_says_so(self, store, fails, number, tmp_path):
+        """Otherwise all bytes would be written before the commit is refused."""
+        fails("link", number)
+        assert not store.capabilities.conditional_create
+        assert everything(tmp_path) == []
+
+    def test_create_if_absent_is_refused_in_words(self, store, fails):
+        """Falling back to look-and-write would lose somebody's checkpoint one day."""
+        fails("link", errno.EPERM)
+        with pytest.raises(UnsupportedOperationError, match=r"no hard links.*commit='unconditional'"):
+            put(store, "a", b"body", if_absent=True)
+        assert keys(store) == []
+        put(store, "a", b"body")
+
+    def test_the_capability_is_looked_up_where_the_root_will_be(self, store, tmp_path, monkeypatch):
+        """Another directory can lie on another file system; and looking must not create the root."""
+        probed: list[str] = []
+        real = os.link
+        monkeypatch.setattr(os, "link", lambda a, b, **kw: (probed.append(a), real(a, b, **kw)))
+        assert store.capabilities.conditional_create
+        assert store.capabilities.conditional_create
+        (path,) = probed
+        assert path.startswith(f"{tmp_path}/.cloudckpt-tmp.")
+        assert everything(tmp_path) == []
+
+
+def test_a_lost_answer_to_a_link_is_success(store, monkeypatch):
+    """Over NFS a link that worked can be reported as “exists”; the commit must not be reported as lost to somebody."""
+    real = os.link
+
+    def link(source, target, **kwargs):
+        real(source, target, **kwargs)
+        raise FileExistsError(errno.EEXIST, "exists", source, None, target)
+
+    monkeypatch.setattr(os, "link", link)
+    put(store, "a", b"ours", if_absent=True)
+    assert content(store, "a") == b"ours"
+
+
+def test_short_writes_and_reads_are_continued(store, monkeypatch):
+    """The kernel may take or give less than asked; the rest must follow at the right place."""
+    real_write, real_read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda file, views, at: real_write(file, [views[0][:3]], at))
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: real_read(file, [views[0][:2]], at))
+    body = bytes(range(100))
+    store.put("a", [memoryview(body)[:50], memoryview(body)[50:]], crc32c=crc(body))
+    assert read_range(store, "a", 1, 99) == body[1:99]
+    assert content(store, "a") == body
+
+
+def test_a_file_that_shrinks_is_short(store, tmp_path):
+    """A truncated file gives an error that says how long it is."""
+    put(store, "a", b"0123456789")
+    os.truncate(tmp_path / "root" / "a", 4)
+    with pytest.raises(ShortObjectError, match="has 4 bytes"):
+        read_range(store, "a", 0, 10)
+
+
+def test_an_upload_with_bytes_missing_is_not_completed(store):
+    """A part whose write was lost leaves a hole; the size shows it."""
+    upload_id = store.create_multipart("a")
+    parts = parts_of([b"1234", b"56"])
+    uploaded = [upload_part(store, "a", upload_id, parts[0], b"1234")]
+    second = upload_part(store, "a", upload_id, parts[1], b"56")
+    os.truncate(durable.temp_path(f"{store.uri}/a", upload_id), 4)
+    with pytest.raises(StoreError, match="6 bytes, but 4 were written"):
+        store.complete_multipart("a", upload_id, [*uploaded, second])
+    assert keys(store) == []
+
+
+class TestLinks:
+    """Symbolic links below the root."""
+
+    @pytest.fixture
+    def outside(self, tmp_path):
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "outside" / "secret").write_bytes(b"secret")
+        return tmp_path / "outside"
+
+    def test_a_link_out_of_the_root_is_not_followed(self, store, tmp_path, outside):
+        """A checkpoint from a stranger must not read the user's files into tensors, nor write over them."""
+        put(store, "a", b"body")
+        (tmp_path / "root" / "file").symlink_to(outside / "secret")
+        (tmp_path / "root" / "folder").symlink_to(outside)
+        for key in ("file", "folder/secret"):
+            with pytest.raises(StoreError, match="leads out of"):
+                content(store, key)
+        for call in (
+            lambda: put(store, "folder/new", b"x"),
+            lambda: store.create_multipart("folder/new"),
+            lambda: store.delete(["folder/secret"]),
+            lambda: store.copy("a", "folder/secret"),
+        ):
+            with pytest.raises(StoreError, match="leads out of"):
+                call()
+        assert keys(store) == ["a"]
+        assert list(store.list_directories()) == []
+        assert (outside / "secret").read_bytes() == b"secret"
+
+    def test_writing_to_a_link_replaces_the_link(self, store, tmp_path, outside):
+        """An atomic put replaces the name; what the link points to belongs to somebody else."""
+        put(store, "a", b"body")
+        (tmp_path / "root" / "b").symlink_to(outside / "secret")
+        with pytest.raises(ObjectExistsError):
+            put(store, "b", b"ours", if_absent=True)
+        put(store, "b", b"ours")
+        assert content(store, "b") == b"ours"
+        (tmp_path / "root" / "c").symlink_to(outside / "secret")
+        store.delete(["c"])
+        assert keys(store) == ["a", "b"]
+        assert (outside / "secret").read_bytes() == b"secret"
+
+    def test_a_link_within_the_root_works(self, store, tmp_path):
+        """Some tools deduplicate files by links to a folder beside."""
+        put(store, "objects/x", b"body")
+        (tmp_path / "root" / "a").symlink_to("objects/x")
+        (tmp_path / "root" / "gone").symlink_to("objects/y")
+        assert content(store, "a") == b"body"
+        assert store.head("a").size_bytes == 4
+        assert keys(store) == ["a", "objects/x"]
+        with pytest.raises(ObjectNotFoundError):
+            store.head("gone")
+
+    def test_a_dangling_link_as_root_is_said_in_words(self, tmp_path):
+        """The disk behind the link is not mounted: saving must say so."""
+        (tmp_path / "root").symlink_to("unmounted")
+        store = LocalStore(tmp_path / "root")
+        with pytest.raises(StoreError, match="A dangling symbolic link lies there"):
+            put(store, "a/b", b"body")
+        assert keys(store) == []
+
+
+class TestBadPlaces:
+    """What is in the way, and what to do about it."""
+
+    def test_a_file_where_a_directory_is_needed(self, store, tmp_path):
+        """The message names the file that is in the way, not the object below it alone."""
+        put(store, "a", b"body")
+        with pytest.raises(StoreError, match=f"at {tmp_path}/root/a.*A file lies where a directory is needed"):
+            put(store, "a/b/c", b"body")
+        with pytest.raises(StoreError, match="A file lies where a directory is needed"):
+            content(store, "a/b")
+        below = LocalStore(tmp_path / "root" / "a")
+        with pytest.raises(StoreError, match="A file lies where a directory is needed"):
+            keys(below)
+        store.delete(["a/b"])
+        assert keys(store) == ["a"]
+
+    @pytest.mark.parametrize("if_absent", [True, False])
+    def test_a_directory_where_a_file_is_needed(self, store, if_absent):
+        """It is no object, so “exists already” would send the user the wrong way."""
+        put(store, "a/b", b"body")
+        with pytest.raises(StoreError, match="A directory lies where a file is needed") as caught:
+            put(store, "a", b"body", if_absent=if_absent)
+        assert not isinstance(caught.value, ObjectExistsError)
+        store.delete(["a"])
+        assert keys(store) == ["a/b"]
+
+    def test_names_that_are_too_long(self, store):
+        """The file system's limit is on each segment."""
+        with pytest.raises(StoreError, match="longer than the file system allows"):
+            put(store, "n" * 300, b"body")
+
+    def test_a_pipe_is_no_object(self, store, tmp_path):
+        """Opening it would wait for ever for somebody to write."""
+        put(store, "a", b"body")
+        os.mkfifo(tmp_path / "root" / "pipe")
+        with pytest.raises(ObjectNotFoundError):
+            content(store, "pipe")
+        assert keys(store) == ["a"]
+
+    @pytest.mark.parametrize(
+        ("function", "number", "kind", "advice"),
+        [
+            ("pwritev", errno.ENOSPC, StoreError, "free some space"),
+            ("pwritev", errno.EDQUOT, StoreError, "quota"),
+            ("fsync", errno.EIO, StoreError, "kernel's log"),
+            ("mkdir", errno.EACCES, AccessDeniedError, "Grant this user access"),
+            ("mkdir", errno.EROFS, AccessDeniedError, "mounted read-only"),
+            ("open", errno.EMFILE, TransientStoreError, "ulimit -n"),
+            ("replace", errno.ESTALE, TransientStoreError, "replaced on the server"),
+            ("pwritev", errno.ETIMEDOUT, StoreTimeoutError, "in time"),
+        ],
+    )
+    def test_a_failing_put_says_what_to_do_and_leaves_nothing(  # noqa: PLR0917  # the table's columns
+        self, store, tmp_path, monkeypatch, function, number, kind, advice
+    ):
+        """Disk full, no rights, broken disk: typed, with the path and the next step, and no half file."""
+        put(store, "old", b"old")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, _raiser(number))
+            with pytest.raises(kind, match=advice) as caught:
+                put(store, "new/a", b"body")
+        assert caught.value.key == f"{tmp_path}/root/new/a"
+        assert caught.value.operation == "put"
+        assert os.strerror(number) in str(caught.value)
+        assert keys(store) == ["old"]
+        assert list(store.list_uploads()) == []
+
+    def test_no_rights_to_list_is_an_error(self, store, fails):
+        """A folder that cannot be read must not look like one without checkpoints."""
+        put(store, "a/b", b"body")
+        fails("scandir", errno.EACCES, containing="/a")
+        with pytest.raises(AccessDeniedError):
+            keys(store)
+
+
+def test_a_directory_that_cannot_be_synced_is_accepted(store, monkeypatch):
+    """Some network file systems refuse to sync a directory; what they refuse to all cannot be asked of them."""
+    real = os.fsync
+
+    def fsync(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not here")
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put(store, "a", b"body")
+    assert content(store, "a") == b"body"
+
+
+def test_copies_work_without_help_from_the_kernel(store, monkeypatch):
+    """copy_file_range is missing on some kernels, and between some file systems."""
+    body = bytes(range(256)) * 10_000
+    put(store, "a", body)
+    monkeypatch.setattr(os, "copy_file_range", _raiser(errno.EXDEV))
+    store.copy("a", "b")
+    monkeypatch.delattr(os, "copy_file_range")
+    store.copy("a", "c")
+    assert content(store, "b") == content(store, "c") == body
+
+
+def test_every_error_of_the_table_is_translated():
+    """Each entry yields its class, with path, reason and advice; unknown numbers still give a StoreError."""
+    for number, (kind, advice) in ERRNO_TABLE.items():
+        error = translate(OSError(number, os.strerror(number)), key="/x/a", operation="put")
+        assert type(error) is kind
+        assert str(error) == f"put /x/a: {os.strerror(number)}. {advice}"
+    other = translate(OSError(errno.EXFULL, "Exchange full"), key="/x/a", operation="put")
+    assert type(other) is StoreError
+    assert str(other) == "put /x/a: Exchange full."
+
+
+def test_every_error_of_the_manual_is_in_the_table():
+    """open(2), write(2), fsync(2), link(2), rename(2), mkdir(2), read(2) name these for what we call."""
+    manual = """EACCES EAGAIN EBUSY EDQUOT EEXIST EFBIG EINTR EINVAL EIO EISDIR ELOOP EMFILE EMLINK ENAMETOOLONG
+        ENFILE ENODEV ENOENT ENOMEM ENOSPC ENOTDIR ENXIO EOPNOTSUPP EPERM EPIPE EROFS EXDEV"""
+    assert {getattr(errno, name) for name in manual.split()} <= set(ERRNO_TABLE)
+
+
+def _raiser(number: int):
+    def failing(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return failing

@@ -18,7 +18,7 @@ from benchkit.provenance import provenance
 from benchkit.systems import SYSTEMS, Settings
 from benchkit.table import MIB, Sample, ratios_table, results_table, verdicts
 from benchkit.turns import Places, take_turns
-from benchkit.worker import WorkerSpec
+from benchkit.worker import ROW_BYTES, WorkerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,8 +88,8 @@ class _Sizes:
         total_mib = arguments.total_mib
         if total_mib is None:
             total_mib = DEFAULT_TOTAL_MIB_ON_MOTO if arguments.server == "moto" else DEFAULT_TOTAL_MIB
-        # Whole float32 rows on each rank, whatever the world sizes.
-        unit = 4
+        # Whole rows on each rank, whatever the world sizes.
+        unit = ROW_BYTES
         for num_ranks in arguments.ranks:
             unit *= num_ranks
         tensor_bytes = total_mib * MIB // arguments.num_tensors // unit * unit

@@ -26,6 +26,7 @@ class Sample:
     num_ranks: int
     operation: Operation
     repetition: int
+    """0 is the warm-up, whose time does not count; its memory does, for a first save must fit as well."""
     num_bytes: int
     wall_s: float
     """Of the slowest rank."""
@@ -103,7 +104,9 @@ def ratio(samples: Iterable[Sample], system: str, rival: str, operation: Operati
     """
     of: dict[str, dict[int, float]] = {system: {}, rival: {}}
     for sample in samples:
-        if sample.system in of and sample.operation == operation and sample.num_ranks == num_ranks:
+        if (sample.operation, sample.num_ranks) != (operation, num_ranks) or sample.repetition == 0:
+            continue
+        if sample.system in of:
             of[sample.system][sample.repetition] = sample.gb_per_s
     common = sorted(of[system].keys() & of[rival].keys())
     if not common:
@@ -146,9 +149,10 @@ def results_table(samples: Sequence[Sample], labels: Mapping[str, str]) -> str:
             row = [str(num_ranks), label]
             for operation in OPERATIONS:
                 of_system = _select(samples, system, operation, num_ranks)
+                warm = [sample for sample in of_system if sample.repetition > 0]
                 row += [
-                    _cell(of_system, lambda sample: sample.gb_per_s, digits=2),
-                    _cell(of_system, lambda sample: sample.cpu_s_per_gb, digits=2),
+                    _cell(warm, lambda sample: sample.gb_per_s, digits=2),
+                    _cell(warm, lambda sample: sample.cpu_s_per_gb, digits=2),
                     _cell(of_system, lambda sample: sample.extra_peak_mib, digits=0),
                 ]
             rows.append(row)

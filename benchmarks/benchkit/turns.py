@@ -56,7 +56,7 @@ def take_turns(
     places: Places,
     progress: Callable[[str], None],
 ) -> list[Sample]:
-    """Save and load with each system in turn, `repetitions` times after one that warms up and is verified.
+    """Save and load with each system in turn, `repetitions` times after a warm-up (repetition 0) that is verified.
 
     Only one system holds tensors at a time, and only one runs. What the first load gave is compared to the bit,
     outside the timed region. Raises `WorkerFailedError` at the first failure: a table must not hide one.
@@ -73,8 +73,7 @@ def take_turns(
             counter = f"{turn}/{repetitions}" if turn else "warm-up"
             speeds = ", ".join(f"{sample.operation} {sample.gb_per_s:.2f} GB/s" for sample in of_turn)
             progress(f"{counter}: {system}, {num_ranks} rank(s): {speeds}")
-            if turn > 0:
-                samples += of_turn
+            samples += of_turn
     return samples
 
 

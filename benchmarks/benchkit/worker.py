@@ -28,6 +28,10 @@ from benchkit.systems import SYSTEMS, Settings, System
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+NUM_COLUMNS = 1024
+"""Tensors are matrices, as weights are: of a DTensor, torch's planner makes an index as long as the sharded side."""
+ROW_BYTES = 4 * NUM_COLUMNS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
@@ -61,7 +65,7 @@ class Worker:
         self._locals: list[torch.Tensor] = []
         self._state_dict: dict[str, Any] = {}
         self._system: System = SYSTEMS[spec.system](spec.settings)
-        self._noise = _noise(spec.tensor_bytes // spec.num_ranks // 4)
+        self._noise = _noise(spec.tensor_bytes // spec.num_ranks // ROW_BYTES)
         self._mesh = self._join_group() if spec.num_ranks > 1 else None
 
     def versions(self) -> dict[str, str]:
@@ -72,7 +76,7 @@ class Worker:
 
     def prepare(self) -> None:
         """Make this rank's tensors, each a storage of its own, filled with what belongs there."""
-        self._locals = [torch.empty(len(self._noise), dtype=torch.float32) for _ in range(self._spec.num_tensors)]
+        self._locals = [torch.empty(self._noise.shape, dtype=torch.float32) for _ in range(self._spec.num_tensors)]
         for index, local in enumerate(self._locals):
             self._fill(local, index)
         self._state_dict = {f"layers.{index}.weight": self._global(local) for index, local in enumerate(self._locals)}
@@ -128,10 +132,10 @@ class Worker:
         return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False)
 
 
-def _noise(num_values: int) -> torch.Tensor:
-    """The bits of finite float32 values in [1, 2), the same in every process."""
+def _noise(num_rows: int) -> torch.Tensor:
+    """The bits of float32 values in [1, 2), the same in every process; shape [num_rows, NUM_COLUMNS]."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 1 << 23, (num_values,), dtype=torch.int32, generator=generator) | 0x3F800000
+    return torch.randint(0, 1 << 23, (num_rows, NUM_COLUMNS), dtype=torch.int32, generator=generator) | 0x3F800000
 
 
 def main() -> None:

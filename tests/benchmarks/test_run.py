@@ -74,5 +74,5 @@ def test_sizes_divide_evenly():
     """Ranks would hold tensors of other sizes than the table says, or half a float."""
     module = run_module()
     sizes = module._Sizes.of(module._arguments(["--total-mib", "10", "--num-tensors", "7", "--ranks", "1", "3"]))
-    assert sizes.tensor_bytes % (4 * 3) == 0
-    assert 10 * MIB - 7 * 12 <= sizes.total_bytes <= 10 * MIB
+    assert sizes.tensor_bytes % (4 * 1024 * 3) == 0
+    assert 10 * MIB - 7 * 12 * 1024 <= sizes.total_bytes <= 10 * MIB

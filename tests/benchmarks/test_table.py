@@ -81,6 +81,20 @@ def test_memory_bar_counts_the_worst_repetition(extra_mib, met):
     assert memory.met is met
 
 
+def test_warm_up_counts_for_memory_alone():
+    """A cold first save would slow the figure, or one that does not fit in memory would pass."""
+    samples = [
+        sample("cloudckpt", repetition=0, wall_s=100.0, extra_peak_bytes=500 * MIB),
+        sample("cloudckpt", repetition=1, wall_s=1.0),
+        sample("s3fs", repetition=0, wall_s=1.0),
+        sample("s3fs", repetition=1, wall_s=7.0),
+    ]
+    assert ratio(samples, "cloudckpt", "s3fs", "save", 1) == Spread(median=7.0, low=7.0, high=7.0)
+    assert [verdict.met for verdict in verdicts(samples)] == [True, False]
+    assert "2.00 (2.00–2.00)" in results_table(samples, LABELS)
+    assert "(1–500)" in results_table(samples, LABELS)
+
+
 def test_no_verdict_without_measurement():
     """A bar that was never measured would count as met."""
     assert verdicts([sample("s3fs"), sample("cloudckpt", "load", extra_peak_bytes=None)]) == []

@@ -71,8 +71,10 @@ class ViewsBody:
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to `offset`, as any file does."""
-        base_bytes = {io.SEEK_SET: 0, io.SEEK_CUR: self._position_bytes, io.SEEK_END: self._size_bytes}[whence]
-        target_bytes = min(max(base_bytes + offset, 0), self._size_bytes)
+        bases_bytes = {io.SEEK_SET: 0, io.SEEK_CUR: self._position_bytes, io.SEEK_END: self._size_bytes}
+        if whence not in bases_bytes:
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence!r}")
+        target_bytes = min(max(bases_bytes[whence] + offset, 0), self._size_bytes)
         self._rewind()
         self._position_bytes = target_bytes
         while self._index < len(self._views) and target_bytes >= self._views[self._index].nbytes:

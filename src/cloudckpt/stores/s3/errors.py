@@ -78,7 +78,7 @@ LARGE: Rule = (
     StoreError,
     "The object or part is larger than the store takes. Lower object_bytes or part_bytes.",
 )
-LATER: Rule = (TransientStoreError, "Try again.")
+LATER: Rule = (TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
 MODELS: Rule = (StoreError, "boto3's own data files do not fit. Reinstall boto3 and botocore.")
 NO_CREDENTIALS: Rule = (
     CredentialsError,

@@ -126,18 +126,19 @@ def _check_range(session: S3Session, key: str, answer: dict[str, Any], offset_by
     content_range = answer.get("ContentRange")
     if content_range is None:
         # The whole object, by a store that does not know ranges or takes this one for all of it.
-        begin, end = 0, length_bytes
+        begin, end, object_bytes = 0, length_bytes, length_bytes
     else:
         match = _CONTENT_RANGE.fullmatch(content_range.strip())
         if match is None:
             raise _odd_range(session, key, content_range, offset_bytes, end_bytes)
         begin, end = int(match[1]), int(match[2]) + 1
-    if end is not None and end < end_bytes and begin <= offset_bytes:
+        object_bytes = None if match[3] == "*" else int(match[3])
+    if object_bytes is not None and object_bytes < end_bytes:
         raise session.error(
             ShortObjectError,
             "read_into",
             key,
-            f"the object ends at byte {end:,}; bytes {offset_bytes:,} to {end_bytes:,} were asked for.",
+            f"the object ends at byte {object_bytes:,}; bytes {offset_bytes:,} to {end_bytes:,} were asked for.",
         )
     wrong_length = length_bytes is not None and length_bytes != end_bytes - offset_bytes
     if (begin, end) != (offset_bytes, end_bytes) or wrong_length:

@@ -197,6 +197,13 @@ class S3Store(Store):
         token: dict[str, str] = {}
         while True:
             page = self._session.call(operation, "ListObjectsV2", None, **members, **token)
+            if "IsTruncated" not in page:
+                # Any other XML than a listing is parsed as one that is empty: nothing would seem to be there.
+                raise StoreError(
+                    f"{self.uri}: the answer to ListObjectsV2 is not a listing. Check that endpoint_url is S3's.",
+                    key=self.uri,
+                    operation=operation,
+                )
             yield page
             if not page.get("IsTruncated"):
                 return

@@ -137,7 +137,8 @@ def _reason(error: Exception) -> str:
         if isinstance(cause, socket.gaierror):
             return f"{name}: the host's name cannot be resolved"
         if isinstance(cause, ssl.SSLError):
-            return f"{name}: {cause.reason or 'TLS failed'}"
+            words = getattr(cause, "verify_message", None) or getattr(cause, "reason", None)
+            return f"{name}: {words or 'TLS failed'}"
         if isinstance(cause, OSError) and cause.errno:
             return f"{name}: {os.strerror(cause.errno)}"
     if _rule_for_module(error) in (
@@ -162,7 +163,7 @@ def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
         endpoint=request.endpoint,
         permission=PERMISSIONS.get(request.api, f"s3:{request.api}"),
     )
-    if cls is AccessDeniedError and request.api == "HeadObject":
+    if cls is AccessDeniedError and request.api in ("GetObject", "HeadObject"):
         advice += " Without s3:ListBucket on the bucket, S3 also answers so for a key at which nothing lies."
     reason = reason.rstrip(". ")
     return cls(

@@ -1,0 +1,134 @@
+"""``storage_options`` for S3: what is accepted, what is refused, and what is never shown."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from cloudckpt.errors import InvalidOptionError
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.config import S3Config, parse_storage_options
+
+KEY = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {}),
+        ({"endpoint_url": "http://127.0.0.1:9000"}, {"endpoint_url": "http://127.0.0.1:9000"}),
+        ({"region": "eu-west-1"}, {"region": "eu-west-1"}),
+        ({"region_name": "eu-west-1"}, {"region": "eu-west-1"}),
+        ({"profile": "p"}, {"profile": "p"}),
+        (
+            {"aws_access_key_id": "a", "aws_secret_access_key": "b", "aws_session_token": "c"},
+            {"access_key_id": "a", "secret_access_key": "b", "session_token": "c"},
+        ),
+        ({"path_style": True}, {"addressing_style": "path"}),
+        ({"path_style": False}, {"addressing_style": "virtual"}),
+        ({"addressing_style": "auto"}, {"addressing_style": "auto"}),
+        ({"sse": "AES256"}, {"sse": "AES256"}),
+        ({"kms_key_id": "k"}, {"kms_key_id": "k", "sse": "aws:kms"}),
+        ({"sse": "aws:kms:dsse", "kms_key_id": "k"}, {"kms_key_id": "k", "sse": "aws:kms:dsse"}),
+        ({"sse_customer_key": KEY}, {"sse_customer_key": KEY}),
+        ({"sse_customer_key": base64.b64encode(KEY).decode()}, {"sse_customer_key": KEY}),
+        ({"storage_class": "STANDARD_IA"}, {"storage_class": "STANDARD_IA"}),
+        ({"tags": {"team": "a b", "n": "1"}}, {"tagging": "team=a+b&n=1"}),
+        ({"tags": {}}, {}),
+        ({"request_payer": True}, {"request_payer": "requester"}),
+        ({"request_payer": "requester"}, {"request_payer": "requester"}),
+        ({"request_payer": False}, {}),
+        ({"connect_timeout_s": 3, "read_timeout_s": 4.5}, {"connect_timeout_s": 3.0, "read_timeout_s": 4.5}),
+        ({"verify": False}, {"verify": False}),
+        ({"ca_bundle": "/etc/ca.pem"}, {"verify": "/etc/ca.pem"}),
+        ({"anonymous": True}, {"anonymous": True}),
+        ({"region": None, "profile": None}, {}),
+        ({"region": "r", "region_name": "r"}, {"region": "r"}),
+    ],
+)
+def test_options_are_understood(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    """An option that the documentation names would be refused, or taken for another."""
+    assert parse_storage_options(options) == S3Config(**expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"endpoint": "http://x"}, "'endpoint' is not known (did you mean 'endpoint_url'?)"),
+        ({"quux": 1}, "'quux' is not known; known are access_key_id"),
+        ({"endpoint_url": "127.0.0.1:9000"}, "must look like https://host"),
+        ({"endpoint_url": "http://x:99999"}, "port"),
+        ({"endpoint_url": 5}, "must be a string"),
+        ({"region": ""}, "non-empty"),
+        ({"region": "eu west"}, "white space"),
+        ({"access_key_id": "a"}, "belong together"),
+        ({"secret_access_key": "a"}, "belong together"),
+        ({"session_token": "a"}, "session_token needs"),
+        ({"anonymous": True, "profile": "p"}, "anonymous excludes"),
+        ({"anonymous": "yes"}, "True or False"),
+        ({"path_style": "yes"}, "True or False"),
+        ({"path_style": True, "addressing_style": "virtual"}, "contradicts"),
+        ({"region": "a", "region_name": "b"}, "contradicts"),
+        ({"sse": "aes"}, "must be one of AES256"),
+        ({"sse": "AES256", "kms_key_id": "k"}, "kms_key_id needs"),
+        ({"sse": "AES256", "sse_customer_key": KEY}, "excludes"),
+        ({"sse_customer_key": b"short"}, "32 bytes"),
+        ({"sse_customer_key": "not base64!"}, "32 bytes"),
+        ({"tags": ["a"]}, "must map"),
+        ({"tags": {str(n): "" for n in range(11)}}, "10 tags"),
+        ({"request_payer": "me"}, "requester"),
+        ({"connect_timeout_s": 0}, "positive"),
+        ({"read_timeout_s": "soon"}, "positive"),
+        ({"read_timeout_s": True}, "positive"),
+        ({"verify": 3}, "certificate bundle"),
+        ({"ca_bundle": ""}, "certificate bundle"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_in_words(options: dict[str, Any], words: str) -> None:
+    """A typing error would be ignored, and surface as a failed save hours later."""
+    with pytest.raises(InvalidOptionError) as caught:
+        S3Store("bucket", "", storage_options=options, timeout_s=1, connections=1)
+    assert words in str(caught.value)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    """Users would have to mend and retry once for each mistake."""
+    with pytest.raises(InvalidOptionError) as caught:
+        parse_storage_options({"regoin": "x", "sse": "none", "read_timeout_s": -1})
+    assert all(words in str(caught.value) for words in ("'region'", "sse must be", "read_timeout_s must be"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"access_key_id": "AKID", "secret_access_key": "hush\n"},
+        {"access_key_id": "AKID", "secret_access_key": "x", "session_token": "hush\r\n"},
+        {"sse_customer_key": "hush"},
+        {"sse_customer_key": b"hush"},
+        {"endpoint_url": "https://user:hush@host"},
+        {"secret_access_key": "hush"},
+    ],
+)
+def test_refusals_do_not_show_secrets(options: dict[str, Any]) -> None:
+    """A key with a stray line break would be printed into a log by the message that complains about it."""
+    with pytest.raises(InvalidOptionError) as caught:
+        parse_storage_options(options)
+    assert "hush" not in str(caught.value)
+
+
+def test_reprs_do_not_show_secrets() -> None:
+    """A debugger's or logger's repr would give the credentials away."""
+    options = {
+        "access_key_id": "AKID",
+        "secret_access_key": "hush",
+        "session_token": "hush-too",
+        "sse_customer_key": KEY,
+    }
+    store = S3Store("bucket", "a/b", storage_options=options, timeout_s=1, connections=1)
+    assert repr(store) == "S3Store('s3://bucket/a/b')"
+    shown = f"{store!r} {store.uri} {store._session!r} {store._session._key!r} {parse_storage_options(options)!r}"
+    assert "hush" not in shown
+    assert repr(KEY) not in shown
+    assert base64.b64encode(KEY).decode() not in shown

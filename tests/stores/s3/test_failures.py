@@ -1,0 +1,355 @@
+"""What goes wrong on the way: each failure ends in time, in one typed error, and leaves clean connections."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from cloudckpt import errors
+from cloudckpt.stores.base import Part
+from cloudckpt.stores.s3 import S3Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 1 << 20
+CALLS: dict[str, Callable[[S3Store], object]] = {
+    "put": lambda store: store.put("k", [memoryview(b"x")], crc32c=0),
+    "upload_part": lambda store: store.upload_part(
+        "k", "UP", Part(number=1, offset_bytes=0, size_bytes=1), [memoryview(b"x")], crc32c=0
+    ),
+    "create_multipart": lambda store: store.create_multipart("k"),
+    "complete_multipart": lambda store: store.complete_multipart("k", "UP", []),
+    "abort_multipart": lambda store: store.abort_multipart("k", "UP"),
+    "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(4))]),
+    "read": lambda store: store.read("k", max_bytes=10),
+    "list": lambda store: list(store.list()),
+    "list_directories": lambda store: list(store.list_directories()),
+    "list_uploads": lambda store: list(store.list_uploads()),
+    "delete": lambda store: store.delete(["k"]),
+    "head": lambda store: store.head("k"),
+}
+
+
+def refuse(call: Callable[[], object], expected: type[errors.StoreError]) -> errors.StoreError:
+    with pytest.raises(expected) as caught:
+        call()
+    assert type(caught.value) is expected
+    return caught.value
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_each_call_is_made_once(scripted: Any, operation: str) -> None:
+    """Retries of boto3's own would multiply ours, and hide throttling from the code that slows down."""
+    server = scripted.serve(scripted.error(503, "SlowDown"))
+    error = refuse(lambda: CALLS[operation](server.store()), errors.ThrottledError)
+    assert len(server.requests) == 1
+    assert error.operation == operation
+    assert error.key.startswith("s3://bucket")
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_an_endpoint_that_never_answers_is_given_up_in_time(scripted: Any, operation: str) -> None:
+    """A save would hang for ever on a dead store."""
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(30))
+    start = time.monotonic()
+    error = refuse(lambda: CALLS[operation](server.store(timeout_s=0.3)), errors.StoreTimeoutError)
+    assert time.monotonic() - start < 5
+    assert server.endpoint_url in str(error)
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_a_wrong_port_names_the_endpoint(operation: str) -> None:
+    """"Could not connect" without saying to what sends people to the wrong machine."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "access_key_id": "a", "secret_access_key": "b"}
+    store = S3Store("bucket", "", storage_options=options, timeout_s=5, connections=1)
+    error = refuse(lambda: CALLS[operation](store), errors.TransientStoreError)
+    assert f"http://127.0.0.1:{port}" in str(error)
+    assert "Connection refused" in str(error)
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_a_server_that_hangs_up_is_tried_again_by_others(scripted: Any, operation: str) -> None:
+    """A load balancer that drops a connection would end the save."""
+    server = scripted.serve(scripted.hang_up)
+    refuse(lambda: CALLS[operation](server.store()), errors.TransientStoreError)
+
+
+def test_a_body_that_stalls_is_given_up_in_time_and_says_how_far_it_got(scripted: Any) -> None:
+    """A load would hang for ever, or start the range anew instead of going on where it stopped."""
+
+    def stall(connection: socket.socket, _: object) -> None:
+        connection.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 3145728\r\nContent-Range: bytes 0-3145727/3145728\r\n\r\n")
+        connection.sendall(b"a" * (MIB + 5))
+        server.closing.wait(30)
+
+    server = scripted.serve(stall)
+    target = bytearray(3 * MIB)
+    with pytest.raises(errors.InterruptedReadError) as caught:
+        server.store(timeout_s=0.5).read_into("k", 0, [memoryview(target)])
+    assert MIB <= caught.value.received_bytes <= MIB + 5
+    assert target[: caught.value.received_bytes] == b"a" * caught.value.received_bytes
+
+
+def test_a_body_that_stalls_before_its_first_byte_is_a_timeout(scripted: Any) -> None:
+    """It would be taken for a broken answer, though the remedy is timeout_s."""
+
+    def stall(connection: socket.socket, _: object) -> None:
+        connection.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/4\r\n\r\n")
+        server.closing.wait(30)
+
+    server = scripted.serve(stall)
+    refuse(lambda: CALLS["read_into"](server.store(timeout_s=0.3)), errors.StoreTimeoutError)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 6, 9])
+def test_a_body_that_breaks_off_says_how_far_it_got(scripted: Any, sent: int) -> None:
+    """The read could not go on at the byte reached; worse, a short body could pass for a whole one."""
+    headers = {"Content-Range": "bytes 5-14/100"}
+    server = scripted.serve(scripted.reply(206, b"abcdefghij"[:sent], headers, length=10))
+    target = bytearray(10)
+    views = [memoryview(target)[:6], memoryview(target)[6:]]
+    with pytest.raises(errors.InterruptedReadError) as caught:
+        server.store().read_into("k", 5, views)
+    assert caught.value.received_bytes == sent
+    assert target[:sent] == b"abcdefghij"[:sent]
+
+
+def test_a_whole_read_that_breaks_off_is_no_object(scripted: Any) -> None:
+    """Half a manifest could be taken for the manifest."""
+    server = scripted.serve(scripted.reply(200, b"half", length=8))
+    refuse(lambda: server.store().read("k", max_bytes=10), errors.InterruptedReadError)
+
+
+@pytest.mark.parametrize(
+    ("status", "content_range", "body", "expected"),
+    [
+        (206, "bytes 10-13/14", b"abcd", errors.ShortObjectError),  # the object ends before the range does
+        (206, "bytes 0-3/100", b"abcd", errors.UnsupportedOperationError),  # another range
+        (206, "bytes 10-19/100", b"abcd", errors.UnsupportedOperationError),  # another length
+        (206, "items 1-2/3", b"0123456789", errors.UnsupportedOperationError),
+        (200, None, b"0123456789", errors.ShortObjectError),  # the whole object, and it is too short
+        (200, None, b"x" * 100, errors.UnsupportedOperationError),  # the whole object
+        (416, None, b"<Error><Code>InvalidRange</Code></Error>", errors.ShortObjectError),
+    ],
+)
+def test_only_the_range_that_was_asked_for_is_taken(
+    scripted: Any, status: int, content_range: str | None, body: bytes, expected: type[errors.StoreError]
+) -> None:
+    """A proxy or store that ignores ranges would fill tensors with bytes from elsewhere in the object."""
+    headers = {} if content_range is None else {"Content-Range": content_range}
+    server = scripted.serve(scripted.reply(status, body, headers))
+    target = bytearray(10)
+    refuse(lambda: server.store().read_into("k", 10, [memoryview(target)]), expected)
+    assert target == bytes(10)
+
+
+def test_the_whole_object_is_taken_where_it_was_asked_for(scripted: Any) -> None:
+    """Some stores answer 200 to a range that covers all: their objects could not be read."""
+    server = scripted.serve(scripted.reply(200, b"abcd", {"Content-Encoding": "gzip"}))
+    target = bytearray(4)
+    server.store().read_into("k", 0, [memoryview(target)])
+    assert target == b"abcd"  # as they lie, whatever the object calls its encoding
+
+
+def test_chunked_bodies_are_read(scripted: Any) -> None:
+    """Some proxies drop the length: loads through them would fail, or leave the end of the body in the connection."""
+    head = b"HTTP/1.1 206 X\r\nTransfer-Encoding: chunked\r\nContent-Range: bytes 0-3/9\r\n\r\n"
+    server = scripted.serve(lambda connection, _: connection.sendall(head + b"3\r\nabc\r\n1\r\nd\r\n0\r\n\r\n"))
+    store = server.store()
+    for _ in range(2):
+        target = bytearray(4)
+        store.read_into("k", 0, [memoryview(target)])
+        assert target == b"abcd"
+    assert server.num_connections == 1
+
+
+def test_reads_go_through_boto3_where_its_insides_have_changed(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer botocore or urllib3 without the connection at hand must cost speed, not loads."""
+    monkeypatch.setattr("urllib3.response.HTTPResponse._original_response", None, raising=False)
+    from cloudckpt.stores.s3 import reading  # noqa: PLC0415
+
+    class Bare:
+        def __init__(self, body: Any) -> None:
+            self.readinto, self.close = body.readinto, body.close
+
+    original = reading.BodyReader.__init__
+    monkeypatch.setattr(reading.BodyReader, "__init__", lambda self, body: original(self, Bare(body)))
+    server = scripted.serve(scripted.any_s3())
+    target = bytearray(b"x" * 10)
+    server.store().read_into("k", 0, [memoryview(target)])
+    assert target == bytes(10)
+    server = scripted.serve(scripted.reply(206, b"abc", {"Content-Range": "bytes 0-9/10"}, length=10))
+    with pytest.raises(errors.InterruptedReadError) as caught:
+        server.store().read_into("k", 0, [memoryview(target)])
+    assert caught.value.received_bytes == 3
+
+
+def test_connections_are_used_again(scripted: Any) -> None:
+    """A handshake for each of a million ranges would cost more than the ranges."""
+    server = scripted.serve(scripted.any_s3())
+    store = server.store()
+    for operation in ("read_into", "read", "put", "head", "upload_part", "list"):
+        CALLS[operation](store)
+    assert server.num_connections == 1
+
+
+def test_a_connection_with_a_rest_of_an_answer_is_not_used_again(scripted: Any) -> None:
+    """The rest of one body would be read as the beginning of the next answer."""
+    server = scripted.serve(
+        scripted.reply(206, b"x" * 100, {"Content-Range": "bytes 0-99/100"}), scripted.any_s3()
+    )
+    store = server.store()
+    refuse(lambda: CALLS["read_into"](store), errors.UnsupportedOperationError)
+    CALLS["read_into"](store)
+    assert server.num_connections == 2
+
+
+def test_an_upload_that_the_store_does_not_take_is_given_up_in_time(scripted: Any) -> None:
+    """A peer that stops reading would hold the save for ever."""
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(30), reads_bodies=False)
+    start = time.monotonic()
+    body = [memoryview(bytes(64 * MIB))]
+    store = server.store(timeout_s=0.5)
+    part = Part(number=1, offset_bytes=0, size_bytes=64 * MIB)
+    error = refuse(lambda: store.upload_part("k", "UP", part, body, crc32c=0), errors.StoreTimeoutError)
+    assert time.monotonic() - start < 10
+    assert "upload" in error.operation
+
+
+def test_an_early_refusal_of_a_large_body_is_heard(scripted: Any) -> None:
+    """A store that refuses before it has read the body would look like a broken network, and be asked again."""
+
+    def refuse_early(connection: socket.socket, request: Any) -> None:
+        scripted.error(403, "AccessDenied")(connection, request)
+        while connection.recv(MIB):
+            pass
+
+    server = scripted.serve(refuse_early, reads_bodies=False)
+    body = [memoryview(bytes(8 * MIB))]
+    error = refuse(lambda: server.store().put("k", body, crc32c=0), errors.AccessDeniedError)
+    assert "s3:PutObject" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "words"),
+    [
+        (404, "NoSuchKey", errors.ObjectNotFoundError, "Nothing lies"),
+        (404, "NoSuchBucket", errors.BucketNotFoundError, "does not exist"),
+        (403, "AccessDenied", errors.AccessDeniedError, "s3:GetObject"),
+        (400, "ExpiredToken", errors.CredentialsError, "expired"),
+    ],
+)
+def test_head_finds_out_what_its_answer_cannot_say(
+    scripted: Any, status: int, code: str, expected: type[errors.StoreError], words: str
+) -> None:
+    """HEAD's answers have no body: a misspelt bucket would look like a missing checkpoint and be saved to."""
+    explained = scripted.error(status, code)
+    server = scripted.serve(
+        lambda connection, request: (scripted.reply(status) if request.method == "HEAD" else explained)(
+            connection, request
+        )
+    )
+    error = refuse(lambda: server.store().head("k"), expected)
+    assert words in str(error)
+    assert server.requests[0].method == "HEAD"
+    assert server.requests[-1].headers["range"] == "bytes=0-0"
+
+
+def test_head_of_an_object_that_has_just_appeared(scripted: Any) -> None:
+    """An object written between the two questions would be reported missing, or with the size of its first byte."""
+    headers = {"Content-Range": "bytes 0-0/77", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    server = scripted.serve(scripted.reply(404), scripted.reply(206, b"x", headers))
+    assert server.store().head("k").size_bytes == 77
+    server = scripted.serve(scripted.reply(404), scripted.error(416, "InvalidRange"))
+    refuse(lambda: server.store().head("k"), errors.TransientStoreError)
+
+
+def test_create_if_absent_tells_its_refusals_apart(scripted: Any) -> None:
+    """A conflict in passing would be taken for a lost race, or a lost race be tried again."""
+    server = scripted.serve(
+        scripted.error(412, "PreconditionFailed"), scripted.error(409, "ConditionalRequestConflict")
+    )
+    store = server.store()
+    view = [memoryview(b"x")]
+    refuse(lambda: store.put("k", view, crc32c=0, if_absent=True), errors.ObjectExistsError)
+    refuse(lambda: store.put("k", view, crc32c=0, if_absent=True), errors.TransientStoreError)
+
+
+def test_an_upload_that_is_gone_can_be_aborted(scripted: Any) -> None:
+    """Cleaning up twice would fail the second time."""
+    server = scripted.serve(scripted.error(404, "NoSuchUpload"))
+    server.store().abort_multipart("k", "UP")
+
+
+def test_an_error_in_a_200_answer_is_an_error(scripted: Any) -> None:
+    """S3 may answer 200 to a completion and then fail in the body: a missing object would count as written."""
+    server = scripted.serve(scripted.error(200, "InternalError"))
+    refuse(lambda: CALLS["complete_multipart"](server.store()), errors.TransientStoreError)
+
+
+def test_an_answer_that_is_not_s3s_is_no_empty_listing(scripted: Any) -> None:
+    """A web page at the wrong port would parse as "no checkpoints": training would start from scratch."""
+    server = scripted.serve(scripted.reply(200, "<html><p>Welcome</p></html>"))
+    for operation in ("list", "list_directories"):
+        error = refuse(lambda operation=operation: CALLS[operation](server.store()), errors.StoreError)
+        assert "endpoint_url" in str(error)
+
+
+def test_an_answer_that_is_no_xml_is_an_error_of_the_store(scripted: Any) -> None:
+    """A parser's exception would reach the user, and not survive the way to other ranks."""
+    server = scripted.serve(scripted.reply(200, "<html><p>Welcome"))
+    with pytest.raises(errors.StoreError):
+        CALLS["list"](server.store())
+
+
+def test_a_larger_object_than_expected_is_not_read(scripted: Any) -> None:
+    """A manifest of 100 GB, put there by someone else, would fill the memory."""
+    server = scripted.serve(scripted.any_s3(size_bytes=1000))
+    assert len(server.store().read("k", max_bytes=1000)) == 1000
+    error = refuse(lambda: server.store().read("k", max_bytes=999), errors.StoreError)
+    assert "1,000 bytes" in str(error)
+
+
+def test_tls_to_a_plain_port_is_told(scripted: Any) -> None:
+    """https:// before an http endpoint is a common slip; a bare SSL error tells nobody."""
+    server = scripted.serve(scripted.reply(400), reads_bodies=False)
+    store = S3Store(
+        "bucket",
+        "",
+        storage_options={
+            "endpoint_url": server.endpoint_url.replace("http:", "https:"),
+            "access_key_id": "a",
+            "secret_access_key": "b",
+        },
+        timeout_s=5,
+        connections=1,
+    )
+
+    error = refuse(lambda: store.head("k"), errors.TransientStoreError)
+    assert "http or https" in str(error)
+
+
+def test_names_that_do_not_resolve_are_told() -> None:
+    """A misspelt host would be reported in the words of the socket library."""
+    store = S3Store(
+        "bucket",
+        "",
+        storage_options={
+            "endpoint_url": "https://no-such-host.invalid",
+            "access_key_id": "a",
+            "secret_access_key": "b",
+        },
+        timeout_s=5,
+        connections=1,
+    )
+    error = refuse(lambda: store.head("k"), errors.TransientStoreError)
+    assert re.search(r"no-such-host\.invalid", str(error))

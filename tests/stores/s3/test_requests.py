@@ -1,0 +1,274 @@
+"""What really goes over the wire: every option on every request it belongs to, and nothing that costs time."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from awscrt.checksums import crc32c
+
+from cloudckpt.stores.base import Part, UploadedPart
+from cloudckpt.stores.s3 import copying
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cloudckpt.stores.s3 import S3Store
+
+KEY = bytes(range(32))
+BODY = b"0123456789"
+PART = Part(number=1, offset_bytes=0, size_bytes=10)
+VIEWS = [memoryview(BODY)[:4], memoryview(BODY)[4:]]
+CRC = crc32c(BODY)
+ENCODED_CRC = base64.b64encode(CRC.to_bytes(4, "big")).decode()
+
+CALLS: dict[str, Callable[[S3Store], object]] = {
+    "PutObject": lambda store: store.put("k", VIEWS, crc32c=CRC),
+    "CreateMultipartUpload": lambda store: store.create_multipart("k"),
+    "UploadPart": lambda store: store.upload_part("k", "UP", PART, VIEWS, crc32c=CRC),
+    "CompleteMultipartUpload": lambda store: store.complete_multipart(
+        "k", "UP", [UploadedPart(part=PART, token="e", crc32c=CRC)]
+    ),
+    "AbortMultipartUpload": lambda store: store.abort_multipart("k", "UP"),
+    "GetObject": lambda store: store.read_into("k", 0, [memoryview(bytearray(10))]),
+    "GetObject whole": lambda store: store.read("k", max_bytes=10),
+    "HeadObject": lambda store: store.head("k"),
+    "ListObjectsV2": lambda store: list(store.list()),
+    "ListObjectsV2 directories": lambda store: list(store.list_directories()),
+    "ListMultipartUploads": lambda store: list(store.list_uploads()),
+    "DeleteObject": lambda store: store.delete(["k"]),
+    "DeleteObjects": lambda store: store.delete([f"k{n}" for n in range(20)]),
+    "CopyObject": lambda store: store.copy("k", "k2"),
+}
+READS = {"GetObject", "GetObject whole", "HeadObject"}
+CREATES = {"PutObject", "CreateMultipartUpload", "CopyObject"}
+PARTS = {"UploadPart", "CompleteMultipartUpload"}
+
+CUSTOMER = {
+    "x-amz-server-side-encryption-customer-algorithm": "AES256",
+    "x-amz-server-side-encryption-customer-key": base64.b64encode(KEY).decode(),
+    "x-amz-server-side-encryption-customer-key-md5": base64.b64encode(
+        hashlib.md5(KEY, usedforsecurity=False).digest()
+    ).decode(),
+}
+OPTIONS: list[tuple[dict[str, Any], set[str], dict[str, str]]] = [
+    ({"sse": "AES256"}, CREATES, {"x-amz-server-side-encryption": "AES256"}),
+    (
+        {"sse": "aws:kms", "kms_key_id": "alias/k"},
+        CREATES,
+        {"x-amz-server-side-encryption": "aws:kms", "x-amz-server-side-encryption-aws-kms-key-id": "alias/k"},
+    ),
+    ({"sse_customer_key": KEY}, CREATES | PARTS | READS, CUSTOMER),
+    (
+        {"sse_customer_key": KEY},
+        {"CopyObject"},
+        {name.replace("x-amz-", "x-amz-copy-source-"): value for name, value in CUSTOMER.items()},
+    ),
+    ({"storage_class": "STANDARD_IA"}, CREATES, {"x-amz-storage-class": "STANDARD_IA"}),
+    ({"tags": {"team": "a b"}}, CREATES, {"x-amz-tagging": "team=a+b"}),
+    ({"tags": {"team": "a b"}}, {"CopyObject"}, {"x-amz-tagging-directive": "REPLACE"}),
+    ({"request_payer": True}, set(CALLS), {"x-amz-request-payer": "requester"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "calls", "headers"), OPTIONS, ids=[f"{'+'.join(o)}-{len(c)}" for o, c, _ in OPTIONS]
+)
+def test_every_option_is_on_every_request_it_belongs_to(
+    scripted: Any, options: dict[str, Any], calls: set[str], headers: dict[str, str]
+) -> None:
+    """An option forgotten on one request: parts refused for want of the customer key, objects in the wrong class."""
+    server = scripted.serve(scripted.any_s3())
+    store = server.store(**options)
+    for name, call in CALLS.items():
+        server.requests.clear()
+        call(store)
+        sent = server.requests[-1].headers
+        found = {header: sent.get(header) for header in headers}
+        assert found == (headers if name in calls else dict.fromkeys(headers)), name
+
+
+def test_the_customer_key_is_on_every_request_of_a_large_copy(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects above 5 GiB under a customer key could not be copied."""
+    monkeypatch.setattr(copying, "_MOST_PER_COPY_BYTES", 10)
+    monkeypatch.setattr(copying, "_PART_BYTES", 8)
+    server = scripted.serve(scripted.any_s3(size_bytes=20))
+    server.store(sse_customer_key=KEY, tags={"a": "b"}).copy("k", "k2")
+    head, create, *parts, complete = server.requests
+    assert head.method == "HEAD"
+    assert create.headers["x-amz-tagging"] == "a=b"
+    assert [part.headers["x-amz-copy-source-range"] for part in parts] == ["bytes=0-7", "bytes=8-15", "bytes=16-19"]
+    for request in (head, create, *parts, complete):
+        assert CUSTOMER.items() <= request.headers.items()
+    for part in parts:
+        assert part.headers["x-amz-copy-source-server-side-encryption-customer-algorithm"] == "AES256"
+    assert complete.body.count(b"<PartNumber>") == 3
+
+
+def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts would lie in the bucket, invisible and paid for."""
+    monkeypatch.setattr(copying, "_MOST_PER_COPY_BYTES", 10)
+    ok = scripted.any_s3(size_bytes=20)
+    server = scripted.serve(ok, ok, scripted.error(403, "AccessDenied"), scripted.reply(204))
+    with pytest.raises(Exception, match="s3:PutObject"):
+        server.store().copy("k", "k2")
+    assert server.requests[-1].method == "DELETE"
+    assert server.requests[-1].query == {"uploadId": "UP"}
+
+
+@pytest.mark.parametrize("name", ["PutObject", "UploadPart"])
+def test_bodies_go_out_unsigned_whole_and_with_their_checksum(scripted: Any, name: str) -> None:
+    """Hashing or chunking the body costs three times the CPU; without the CRC32C the store checks nothing."""
+    server = scripted.serve(scripted.any_s3())
+    CALLS[name](server.store())
+    (request,) = server.requests
+    assert request.body == BODY
+    assert request.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert request.headers["x-amz-checksum-crc32c"] == ENCODED_CRC
+    assert request.headers["content-length"] == "10"
+    assert request.headers["authorization"].startswith("AWS4-HMAC-SHA256 Credential=AKID/")
+    for unwanted in ("expect", "transfer-encoding", "content-encoding", "x-amz-trailer"):
+        assert unwanted not in request.headers
+    assert not any(header.startswith("x-amz-checksum-") and "crc32c" not in header for header in request.headers)
+
+
+def test_the_checksum_is_that_of_the_specification(scripted: Any) -> None:
+    """Byte order or encoding gone wrong: S3 would refuse every part. Check value: RFC 3720, B.4 (32 zeros)."""
+    server = scripted.serve(scripted.any_s3())
+    server.store().put("k", [memoryview(bytes(32))], crc32c=0x8A9136AA)
+    assert server.requests[0].headers["x-amz-checksum-crc32c"] == "ipE2qg=="
+
+
+def test_an_empty_object_can_be_put(scripted: Any) -> None:
+    """An empty state dict's object would hang or be refused for want of a length."""
+    server = scripted.serve(scripted.any_s3())
+    server.store().put("k", [], crc32c=0)
+    assert server.requests[0].headers["content-length"] == "0"
+    assert server.requests[0].headers["x-amz-checksum-crc32c"] == "AAAAAA=="
+
+
+def test_multipart_uploads_carry_their_checksums(scripted: Any) -> None:
+    """The store would assemble parts without checking that they are those which were sent."""
+    server = scripted.serve(scripted.any_s3())
+    store = server.store()
+    CALLS["CreateMultipartUpload"](store)
+    CALLS["CompleteMultipartUpload"](store)
+    create, complete = server.requests
+    assert create.headers["x-amz-checksum-algorithm"] == "CRC32C"
+    assert f"<ChecksumCRC32C>{ENCODED_CRC}</ChecksumCRC32C>".encode() in complete.body
+
+
+def test_create_if_absent_is_a_condition_of_the_store(scripted: Any) -> None:
+    """Two writers could both commit; and a plain put must not carry the condition."""
+    server = scripted.serve(scripted.any_s3())
+    store = server.store()
+    store.put("k", VIEWS, crc32c=CRC, if_absent=True)
+    store.put("k", VIEWS, crc32c=CRC)
+    assert server.requests[0].headers["if-none-match"] == "*"
+    assert "if-none-match" not in server.requests[1].headers
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "host"),
+    [
+        ({}, "/bucket/k", "127.0.0.1"),
+        ({"path_style": True}, "/bucket/k", "127.0.0.1"),
+    ],
+)
+def test_addresses_are_path_style_where_they_must_be(
+    scripted: Any, options: dict[str, Any], path: str, host: str
+) -> None:
+    """An endpoint without wildcard DNS would never be reached."""
+    server = scripted.serve(scripted.any_s3())
+    CALLS["HeadObject"](server.store(**options))
+    assert server.requests[0].path == path
+    assert server.requests[0].headers["host"].startswith(host)
+
+
+def test_anonymous_requests_are_not_signed(scripted: Any) -> None:
+    """Public buckets would need credentials."""
+    server = scripted.serve(scripted.any_s3())
+    CALLS["HeadObject"](server.store(anonymous=True))
+    assert "authorization" not in server.requests[0].headers
+
+
+def test_the_session_token_and_region_are_signed_in(scripted: Any) -> None:
+    """Temporary credentials would be refused, or requests signed for another region."""
+    server = scripted.serve(scripted.any_s3())
+    CALLS["HeadObject"](server.store(session_token="TOKEN", region="ap-south-1"))
+    assert server.requests[0].headers["x-amz-security-token"] == "TOKEN"
+    assert "/ap-south-1/s3/aws4_request" in server.requests[0].headers["authorization"]
+
+
+def test_a_read_of_nothing_makes_no_request(scripted: Any) -> None:
+    """S3 has no range of length zero: it would answer with the whole object or an error."""
+    server = scripted.serve(scripted.any_s3())
+    server.store().read_into("k", 5, [])
+    server.store().read_into("k", 5, [memoryview(bytearray())])
+    assert server.requests == []
+
+
+def test_listings_go_on_over_pages(scripted: Any) -> None:
+    """Everything behind the first 1,000 keys would be invisible to gc and latest."""
+    contents = (
+        "<Contents><Key>p/{0}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+        "<CommonPrefixes><Prefix>p/d{0}/</Prefix></CommonPrefixes>"
+    )
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>T=1</NextContinuationToken>"
+    done = "<IsTruncated>false</IsTruncated><EncodingType>url</EncodingType>"
+    first = scripted.reply(200, f"<ListBucketResult>{more}{contents.format(1)}</ListBucketResult>")
+    last = scripted.reply(200, f"<ListBucketResult>{done}{contents.format('2%2B')}</ListBucketResult>")
+    server = scripted.serve(first, last, first, last)
+    store = server.store(prefix="p")
+    assert [found.key for found in store.list("")] == ["1", "2+"]
+    assert server.requests[1].query["continuation-token"] == "T=1"
+    assert list(store.list_directories()) == ["d1", "d2+"]
+
+
+def test_listings_of_uploads_go_on_over_pages(scripted: Any) -> None:
+    """gc would leave all unfinished uploads behind the first 1,000."""
+    upload = "<Upload><Key>p/{0}</Key><UploadId>{0}</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
+    more = (
+        "<IsTruncated>true</IsTruncated><NextKeyMarker>p/a</NextKeyMarker><NextUploadIdMarker>a</NextUploadIdMarker>"
+    )
+    server = scripted.serve(
+        scripted.reply(200, f"<ListMultipartUploadsResult>{more}{upload.format('a')}</ListMultipartUploadsResult>"),
+        scripted.reply(200, f"<ListMultipartUploadsResult>{upload.format('b')}</ListMultipartUploadsResult>"),
+    )
+    found = list(server.store(prefix="p").list_uploads("x/"))
+    assert [(upload.key, upload.upload_id) for upload in found] == [("a", "a"), ("b", "b")]
+    assert server.requests[0].query["prefix"] == "p/x/"
+    assert server.requests[1].query["key-marker"] == "p/a"
+    assert server.requests[1].query["upload-id-marker"] == "a"
+
+
+def test_deletes_keep_their_order_and_batch_only_rows_of_siblings(scripted: Any) -> None:
+    """Data could be gone while its manifest still stands, because S3 orders nothing within a batch."""
+    server = scripted.serve(scripted.any_s3())
+    data = [f"data/a/{n}" for n in range(1002)]
+    server.store().delete(iter(["manifest.json", "manifest.1.json", *data]))
+    first, second, third, *rest = server.requests
+    assert [first.path, second.path] == ["/bucket/manifest.json", "/bucket/manifest.1.json"]
+    assert third.method == "POST"
+    assert third.body.count(b"<Key>") == 1000
+    assert [request.path for request in rest] == ["/bucket/data/a/1000", "/bucket/data/a/1001"]
+
+
+def test_one_key_that_a_batch_could_not_delete_is_an_error(scripted: Any) -> None:
+    """S3 answers 200 and hides the failure in the body: the bucket would fill up silently."""
+    failed = "<Error><Key>p/k3</Key><Code>AccessDenied</Code><Message>No.</Message></Error>"
+    gone = "<Error><Key>p/k2</Key><Code>NoSuchKey</Code><Message>No.</Message></Error>"
+    server = scripted.serve(scripted.reply(200, f"<DeleteResult>{gone}{failed}</DeleteResult>"))
+    with pytest.raises(Exception, match=r"s3://bucket/p/k3: .*s3:DeleteObject"):
+        server.store(prefix="p").delete([f"k{n}" for n in range(20)])
+
+
+def test_a_store_without_batches_deletes_singly(scripted: Any) -> None:
+    """Some compatible stores have no DeleteObjects: nothing could be removed there."""
+    server = scripted.serve(scripted.error(501, "NotImplemented"), scripted.reply(204), scripted.error(404, "NoSuchKey"))
+    server.store().delete([f"k{n}" for n in range(20)])
+    assert [request.method for request in server.requests] == ["POST"] + ["DELETE"] * 20

@@ -217,6 +217,9 @@ def clean_up(uri: str) -> None:
     store.delete(sorted((info.key for info in store.list()), key=lambda key: "/data/" in key))
     for upload in list(store.list_uploads()):
         store.abort_multipart(upload.key, upload.upload_id)
+    if "://" not in uri:
+        with contextlib.suppress(FileNotFoundError):
+            Path(uri).rmdir()
 
 
 def demonstrate(demo: Demo) -> int:

@@ -191,8 +191,7 @@ def test_the_whole_demo_in_short(tmp_path: Path) -> None:
         "logits equal: yes  (4 x 64 x 256, of: undisturbed, resumed, logits-1, logits-4)",
     ):
         assert line in process.stdout, process.stdout
-    left = [path for path in mine.rglob("*") if path.is_file()]
-    assert left == [mine / "precious"]
+    assert list(mine.rglob("*")) == [mine / "precious"]
 
 
 @pytest.mark.parametrize(

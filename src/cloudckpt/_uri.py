@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from cloudckpt.errors import InvalidURIError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
+_COLON = re.compile(r":|%3a", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _ALIASES = {"gcs": "gs", "local": "file", "s3a": "s3"}
 _OWN_SCHEMES = ("s3", "gs", "file", "memory")
@@ -168,7 +170,7 @@ def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
         raise InvalidURIError(f"{shown!r} chains several file systems; pass the one that holds the objects.")
     authority, path = _split_authority(scheme, rest)
     user, at, _ = authority.rpartition("@")
-    if at and (scheme in _OWN_SCHEMES or ":" in user or "%3a" in user.lower()):
+    if at and (scheme in _OWN_SCHEMES or _COLON.search(user)):
         raise InvalidURIError(
             f"{shown!r} carries credentials. URIs end up in logs: leave them out, and configure the client or pass "
             f"Options(storage_options=…)."
@@ -286,9 +288,11 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
 
 
 def _redacted(text: str) -> str:
-    """`text` without what may be a password (``user:password@``) or a signature (``?X-Amz-Signature=…``)."""
+    """`text` without what may be a user (``user:password@``) or a signature (``?X-Amz-Signature=…``)."""
     text, question, _ = text.partition("?")
-    before, at, after = text.rpartition("@")
-    if at and ":" in before.partition("://")[2]:
-        text = f"{before.partition('://')[0]}://***@{after}"
-    return text + ("?…" if question else "")
+    scheme, slashes, rest = _SCHEME_OF_ANY.match(text).groups()  # type: ignore[union-attr]  # it matches every text
+    # A password may itself contain slashes, so the last "@" counts; without one, only what stands in the authority.
+    user, at, after = rest.rpartition("@")
+    if slashes and at and (_COLON.search(user) or "/" not in user):
+        rest = f"***@{after}"
+    return f"{scheme}{slashes}{rest}" + ("?…" if question else "")

@@ -1,0 +1,81 @@
+"""From a location to its store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import fsspec
+import pytest
+
+from cloudckpt import Options
+from cloudckpt._uri import parse_location
+from cloudckpt.errors import InvalidOptionError, InvalidURIError, MissingDependencyError
+from cloudckpt.stores import open_store
+from cloudckpt.stores.fsspec_store import FsspecStore
+from cloudckpt.stores.local import LocalStore
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.stores.s3 import S3Store
+
+
+@pytest.mark.parametrize(
+    ("location", "kind", "uri"),
+    [
+        ("s3://bucket/run/", S3Store, "s3://bucket/run"),
+        ("memory://name/run", MemoryStore, "memory://name/run"),
+        ("file:///data/run", LocalStore, "/data/run"),
+        ("/data/run/", LocalStore, "/data/run"),
+        ("ftp://host/run", FsspecStore, "ftp://host/run"),
+    ],
+)
+def test_each_scheme_has_its_store(location, kind, uri):
+    """And the store's address is the location's own, in its one spelling."""
+    for given in (location, parse_location(location)):
+        store = open_store(given, Options())
+        assert type(store) is kind
+        assert store.uri == uri
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    """gs:// goes through gcsfs; the user learns which package to install, not which import failed."""
+
+    def missing(protocol):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(MissingDependencyError, match=r"gs:// needs a package that is not installed.*gcsfs"):
+        open_store("gs://bucket/run", Options())
+
+
+@pytest.mark.parametrize("location", ["/data/run", "memory://name/run"])
+def test_options_that_would_be_ignored_are_refused(location):
+    """An endpoint given together with a path is a mistake, which shows when the checkpoint is looked for on S3."""
+    with pytest.raises(InvalidOptionError, match="endpoint_url, region"):
+        open_store(location, Options(storage_options={"region": "x", "endpoint_url": "y"}))
+
+
+def test_storage_options_reach_the_file_system():
+    """Host and user of the URI, and what the caller gives, are what fsspec makes its client from."""
+    store = open_store("ftp://host:2121/run", Options(storage_options={"username": "me", "password": "hunter2"}))
+    options = store._instances.source.options
+    assert (options["host"], options["port"], options["username"]) == ("host", 2121, "me")
+    assert "hunter2" not in repr(store._instances.source)
+
+
+def test_a_bad_location_is_refused_before_anything_else():
+    """The first thing wrong is the location."""
+    with pytest.raises(InvalidURIError):
+        open_store("s3:/bucket/run", Options(storage_options={"region": "x"}))
+
+
+@pytest.mark.parametrize(
+    ("location", "absent"), [("/data/run", ["boto3", "botocore", "s3fs"]), ("memory://name/x", ["boto3", "botocore"])]
+)
+def test_no_client_is_imported_for_nothing(location, absent):
+    """Importing boto3 alone takes longer than saving a small model to a path."""
+    code = (
+        "import sys; from cloudckpt import Options; from cloudckpt.stores import open_store; "
+        f"open_store({location!r}, Options()); print([m for m in {absent!r} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.strip() == "[]"

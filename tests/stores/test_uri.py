@@ -1,0 +1,279 @@
+"""Locations: what they mean, and what is refused in which words."""
+# ruff: noqa: PTH109
+# (what os makes of paths is what these tests compare with)
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudckpt._uri import (
+    Location,
+    is_remote_uri,
+    is_valid_location,
+    known_schemes,
+    mangled_uri_scheme,
+    parse_location,
+)
+from cloudckpt.errors import InvalidURIError
+
+ARN = "arn:aws:s3:us-west-2:123456789012:accesspoint/my-point"
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "authority", "path"),
+    [
+        ("s3://bucket/run/step-1", "s3", "bucket", "run/step-1"),
+        ("s3://bucket/run/step-1/", "s3", "bucket", "run/step-1"),
+        ("s3://bucket", "s3", "bucket", ""),
+        ("s3://bucket/", "s3", "bucket", ""),
+        ("S3://bucket/Run", "s3", "bucket", "Run"),
+        ("s3a://bucket/x", "s3", "bucket", "x"),
+        ("s3://my.bucket-1_x/a b/c+d%20/ü@v:1=2", "s3", "my.bucket-1_x", "a b/c+d%20/ü@v:1=2"),
+        (f"s3://{ARN}/run/x", "s3", ARN, "run/x"),
+        (f"s3://{ARN}", "s3", ARN, ""),
+        ("s3://bucket--use1-az4--x-s3/x", "s3", "bucket--use1-az4--x-s3", "x"),
+        ("gs://bucket/x", "gs", "bucket", "x"),
+        ("gcs://bucket/x", "gs", "bucket", "x"),
+        ("memory://name/x/y", "memory", "name", "x/y"),
+        ("memory://name", "memory", "name", ""),
+        ("file:///data/run", "file", "", "/data/run"),
+        ("file:///data/run/", "file", "", "/data/run"),
+        ("file://localhost/data", "file", "", "/data"),
+        ("local:///data", "file", "", "/data"),
+        ("file:///a%20b?c#d", "file", "", "/a%20b?c#d"),
+        ("/data//run/./x/", "file", "", "/data/run/x"),
+        ("/", "file", "", "/"),
+        ("/data/what?#now", "file", "", "/data/what?#now"),
+        ("abfs://container@account.dfs.core.windows.net/x", "abfs", "container@account.dfs.core.windows.net", "x"),
+        ("sftp://user@host:22/x", "sftp", "user@host:22", "x"),
+        ("hdfs://namenode:8020/x", "hdfs", "namenode:8020", "x"),
+        ("webhdfs://[::1]:9870/x", "webhdfs", "[::1]:9870", "x"),
+    ],
+)
+def test_locations_are_parsed(text, scheme, authority, path):
+    """Each form that the documentation names, and the parts it falls into."""
+    assert parse_location(text) == Location(scheme=scheme, authority=authority, path=path)
+
+
+def test_relative_paths_are_made_absolute_when_parsed(tmp_path, monkeypatch):
+    """A save in the background must not follow a later chdir."""
+    monkeypatch.chdir(tmp_path)
+    location = parse_location("run/step-1")
+    monkeypatch.chdir("/")
+    assert location.uri == f"{os.path.realpath(tmp_path)}/run/step-1"
+    monkeypatch.chdir(tmp_path)
+    assert parse_location(Path("run")) == parse_location("run") == parse_location("./run/")
+    assert parse_location(".").uri == os.getcwd()
+
+
+def test_dots_mean_what_the_kernel_means(tmp_path):
+    """Behind a symbolic link ``..`` is elsewhere than the text suggests; a save must land where ``ls`` would look."""
+    (tmp_path / "deep" / "real").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("deep/real")
+    assert parse_location(f"{tmp_path}/link/../x").uri == f"{os.path.realpath(tmp_path)}/deep/x"
+    assert parse_location("/..").uri == "/"
+
+
+def test_the_home_directory_is_expanded(monkeypatch):
+    """``~/checkpoints`` from a configuration file never means a directory whose name is a tilde."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert parse_location("~/run").uri == "/home/someone/run"
+    assert parse_location("~").uri == "/home/someone"
+    assert parse_location("/data/~/x").uri == "/data/~/x"
+    with pytest.raises(InvalidURIError, match="not known here"):
+        parse_location("~nobody-of-that-name/run")
+
+
+def test_a_removed_working_directory_is_said_in_words(tmp_path, monkeypatch):
+    """Otherwise a bare FileNotFoundError comes from nowhere."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(InvalidURIError, match="current directory was removed"):
+        parse_location("run")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("  ", "is empty"),
+        ("s4://bucket/x", "unknown scheme 's4'. Did you mean 's3://'"),
+        ("gss://bucket/x", "Did you mean 'gs://'"),
+        ("memry://a/x", "Did you mean 'memory://'"),
+        ("abc://bucket/x", "unknown scheme 'abc'"),
+        (" s3://bucket/x", "does not begin with a scheme"),
+        ("s3://", "bucket's name is missing"),
+        ("s3:///run/x", "bucket's name is missing"),
+        ("gs:///run/x", "bucket's name is missing"),
+        ("memory:///x", "store's name is missing"),
+        ("s3://ab/x", "no bucket can have"),
+        ("s3://-bucket/x", "no bucket can have"),
+        ("s3://my bucket/x", "no bucket can have"),
+        ("s3://" + "b" * 64 + "/x", "no bucket can have"),
+        ("gs://Upper/x", "no bucket can have"),
+        ("s3://bucket//x", "empty segment"),
+        ("s3://bucket/x//", "empty segment"),
+        ("s3://bucket/a/../b", "'.' and '..'"),
+        ("s3://bucket/./b", "'.' and '..'"),
+        ("memory://name/..", "'.' and '..'"),
+        ("s3://bucket/x?versionId=1", "'?' and '#'"),
+        ("s3://bucket/x#y", "'?' and '#'"),
+        ("sftp://host/x#y", "'?' and '#'"),
+        ("s3://bucket/a\nb", "control character"),
+        ("/data/a\0b", "control character"),
+        ("s3://bucket/\udcff", "not valid Unicode"),
+        ("s3://bucket/" + "k" * 901, "longer than 900 bytes"),
+        ("simplecache::s3://bucket/x", "cache could serve a stale manifest"),
+        ("simplecache://x/y", "layer over another file system"),
+        ("zip://a.zip", "layer over another file system"),
+        ("sftp://host:port/x", "not a port number"),
+        ("sftp://host?/x", "contains '?'"),
+        ("file://data/run", "three slashes"),
+        ("file://", "three slashes"),
+        ("file:relative", "pathlib.Path"),
+        ("file:/data", "pathlib.Path"),
+        ("s3:/bucket/x", "pathlib.Path"),
+        ("gs:/bucket/x", "pathlib.Path"),
+        ("/work/s3:/bucket/x", "pathlib.Path"),
+        ("./s3:/bucket/x", "pathlib.Path"),
+    ],
+)
+def test_what_cannot_name_a_checkpoint_is_refused(text, words):
+    """Each mistake has its own sentence; without one a job saves to the wrong place and finds out days later."""
+    with pytest.raises(InvalidURIError) as caught:
+        parse_location(text)
+    assert words in str(caught.value)
+    assert not is_valid_location(text)
+
+
+@pytest.mark.parametrize("value", [None, 3, object(), ["s3://bucket/x"]])
+def test_other_types_are_refused(value):
+    """The type is named, rather than an attribute that it lacks."""
+    with pytest.raises(InvalidURIError, match=type(value).__name__):
+        parse_location(value)
+    assert not is_valid_location(value)
+    assert not is_remote_uri(value)
+    assert mangled_uri_scheme(value) is None
+
+
+@pytest.mark.parametrize(
+    "mangled", [Path("s3://bucket/x"), Path("gs://bucket/x"), Path("s3://bucket/x").absolute(), "s3:/bucket/x"]
+)
+def test_a_uri_that_went_through_path_is_recognised(mangled):
+    """A job would otherwise fill a local directory named ``s3:`` and lose it with the machine (Lightning #18786)."""
+    with pytest.raises(InvalidURIError, match="as a str"):
+        parse_location(mangled)
+    assert mangled_uri_scheme(mangled) in ("s3", "gs")
+    assert not is_remote_uri(mangled)
+
+
+def test_ordinary_paths_are_not_taken_for_mangled_uris():
+    """A colon is a legal character."""
+    for path in ("/data/12:30:00/x", "/data/run:1", "C:/x", "/data/abc:/x"):
+        assert mangled_uri_scheme(path) is None
+        assert parse_location(path).scheme == "file"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://AKIAID:hunter2secret@bucket/x",
+        "s3://AKIAID:hunter2/secret@bucket/x",
+        "s3://hunter2@bucket/x",
+        "ftp://user:hunter2@host/x",
+        "ftp://user:hunter2/more@host/x",
+        "ftp://user%3Ahunter2@host/x",
+        "s4://user:hunter2@bucket/x",
+        " s3://user:hunter2@bucket/x",
+        "https://host/x?X-Amz-Signature=hunter2",
+        "s3://bucket/x?token=hunter2",
+        "s3:/user:hunter2@bucket/x",
+        "s3://user:hunter2@bucket/\n",
+        "gs://user:hunter2@bucket/x",
+    ],
+)
+def test_secrets_in_a_uri_are_refused_and_never_repeated(text):
+    """URIs go into logs, manifests and exceptions that travel to every rank."""
+    with pytest.raises(InvalidURIError) as caught:
+        parse_location(text)
+    assert "hunter2" not in str(caught.value)
+    assert "hunter2" not in repr(caught.value)
+
+
+def test_children_are_joined_by_one_slash():
+    """A catalogue opens what it lists; an extra slash would be another key."""
+    assert parse_location("s3://bucket").child("step-1").uri == "s3://bucket/step-1"
+    assert parse_location("s3://bucket/run/").child("step-1/x").uri == "s3://bucket/run/step-1/x"
+    assert parse_location("/data").child("x").uri == "/data/x"
+    assert parse_location("/").child("x").uri == "/x"
+    assert parse_location("s3://bucket/run/step-1").name == "step-1"
+    assert parse_location("s3://bucket").name == ""
+    for bad in ("", "..", "a/../b", "/a", "a/", "a//b"):
+        with pytest.raises(InvalidURIError, match="cannot be a name under s3://bucket"):
+            parse_location("s3://bucket").child(bad)
+
+
+def test_what_counts_as_a_remote_uri():
+    """enable() takes these and leaves every other location to torch."""
+    for text in ("s3://bucket/x", "gs://b/x", "memory://n/x", "file:///x", "abfs://c@a/x", "S3://bucket/x"):
+        assert is_remote_uri(text)
+    for text in ("/data", "relative", "abc://x/y", "s3:/bucket", "", "simplecache::s3://b/x", Path("/x")):
+        assert not is_remote_uri(text)
+
+
+def test_a_valid_location_needs_no_package():
+    """torch asks this of every writer; a missing package is for the save to report, not a reason to look elsewhere."""
+    for text in ("s3://bucket/x", "gs://bucket/x", "/data", "relative", Path("/data"), "sftp://host/x"):
+        assert is_valid_location(text)
+    assert not is_valid_location("abc://bucket/x")
+
+
+def test_all_own_schemes_are_known_and_no_layer_is():
+    """fsspec's list is taken over, but for the entries that only wrap another file system."""
+    assert {"s3", "gs", "gcs", "file", "local", "memory", "s3a", "abfs", "sftp"} <= known_schemes()
+    assert not {"simplecache", "filecache", "reference", "dir", "zip", "data"} & known_schemes()
+
+
+SEGMENT = st.text(
+    st.characters(blacklist_categories=("Cc", "Cs"), blacklist_characters="/?#"), min_size=1, max_size=20
+).filter(lambda segment: segment not in (".", ".."))
+
+
+@given(
+    scheme=st.sampled_from(["s3", "gs", "memory"]),
+    segments=st.lists(SEGMENT, max_size=5),
+)
+def test_a_location_survives_being_written_and_parsed(scheme, segments):
+    """``.uri`` is what reports and catalogues hand out, and what users pass back."""
+    text = "/".join([f"{scheme}://some-bucket", *segments])
+    location = parse_location(text)
+    assert location.uri == str(location) == text
+    assert parse_location(location.uri) == parse_location(location) == location
+    assert pickle.loads(pickle.dumps(location)) == location
+
+
+@given(st.lists(SEGMENT.filter(lambda s: ":" not in s), min_size=1, max_size=5))
+def test_a_path_survives_being_written_and_parsed(segments):
+    """As for URIs; paths may hold any character but NUL, of which none is special."""
+    text = "/" + "/".join(segments)
+    assert parse_location(text).uri == text
+    assert parse_location(f"file://{text}").uri == text
+
+
+@given(st.text())
+def test_every_text_is_parsed_or_refused(text):
+    """Nothing but InvalidURIError comes out, whatever goes in."""
+    try:
+        location = parse_location(text)
+    except InvalidURIError:
+        assert not is_valid_location(text)
+    else:
+        assert is_valid_location(text)
+        assert parse_location(location.uri) == location

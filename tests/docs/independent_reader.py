@@ -1,0 +1,247 @@
+"""A reader of checkpoints in directories, written from ``docs/format.md`` alone, in plain Python.
+
+It shares nothing with cloudckpt: an oracle for the format, and the proof that the document suffices.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
+TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n?\Z')
+ELEMENT_BYTES = {
+    **dict.fromkeys(["complex128"], 16),
+    **dict.fromkeys(["float64", "int64", "uint64", "complex64"], 8),
+    **dict.fromkeys(["float32", "int32", "uint32", "complex32"], 4),
+    **dict.fromkeys(["bfloat16", "float16", "int16", "uint16", "bits16"], 2),
+    **dict.fromkeys(["bool", "int8", "uint8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"], 1),
+    **dict.fromkeys([f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")], 1),
+    **dict.fromkeys([f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)], 1),
+}
+TAGS = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+MAX = 2**63 - 1
+REQUIRED = {
+    "attempt": str, "created_at": str, "world_size": int, "software": dict, "tile_bytes": int, "objects": list,
+    "tensors": dict, "values": dict,
+}  # fmt: skip
+
+
+class FormatError(Exception):
+    """The checkpoint breaks the rule."""
+
+
+def crc32c_table() -> list[int]:
+    table = []
+    for start in range(256):
+        value = start
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+_TABLE = crc32c_table()
+
+
+def crc32c(data: bytes) -> int:
+    value = 0xFFFFFFFF
+    for byte in data:
+        value = value >> 8 ^ _TABLE[(value ^ byte) & 0xFF]
+    return value ^ 0xFFFFFFFF
+
+
+class Checkpoint:
+    """One checkpoint, checked as the document demands."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        numbers = [int(m[1] or 0) for path in directory.glob("manifest*") if (m := MANIFEST.fullmatch(path.name))]
+        if not numbers:
+            raise FormatError("no manifest")
+        name = f"manifest.{max(numbers)}.json" if max(numbers) else "manifest.json"
+        self.manifest = parsed((directory / name).read_bytes())
+        problems = list(problems_of(self.manifest))
+        if problems:
+            raise FormatError("; ".join(problems))
+
+    @property
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        return self.manifest["tensors"]
+
+    def object_bytes(self, index: int) -> bytes:
+        """A data object, every tile checked."""
+        stored = self.manifest["objects"][index]
+        path = self.directory / stored["key"]
+        if not path.exists():
+            raise FormatError(f"{stored['key']} is missing")
+        data = path.read_bytes()
+        if len(data) < stored["size"]:
+            raise FormatError(f"{stored['key']} is short")
+        step = self.manifest["tile_bytes"]
+        values = struct.unpack(f"<{-(-stored['size'] // step)}I", base64.b64decode(stored["crc32c"], validate=True))
+        for number, value in enumerate(values):
+            if crc32c(data[number * step : min((number + 1) * step, stored["size"])]) != value:
+                raise FormatError(f"tile {number} of {stored['key']} is damaged")
+        return data
+
+    def tensor(self, fqn: str) -> bytes:
+        """The whole tensor's elements in row-major order."""
+        entry = self.tensors[fqn]
+        if entry.get("transforms"):
+            raise FormatError(f"{fqn} has transforms that are not known here: {entry['transforms']}")
+        size, shape = ELEMENT_BYTES[entry["dtype"]], entry["shape"]
+        whole = bytearray(math.prod(shape) * size)
+        written = bytearray(math.prod(shape))
+        for offsets, lengths, object_index, begin, end, *_ in entry["chunks"]:
+            stored = self.object_bytes(object_index)[begin:end]
+            for number, position in enumerate(positions(shape, offsets, lengths)):
+                if written[position]:
+                    raise FormatError(f"the chunks of {fqn} overlap")
+                written[position] = 1
+                whole[position * size : (position + 1) * size] = stored[number * size : (number + 1) * size]
+        return bytes(whole)
+
+    def value(self, fqn: str) -> bytes:
+        """What a Python object was serialised to."""
+        entry = self.manifest["values"][fqn]
+        return self.object_bytes(entry["object_index"])[entry["begin"] : entry["end"]]
+
+    def nested(self) -> Any:
+        """The state dict's form, with FQNs for its entries. Lists come as dictionaries of their indices."""
+        everything = [*self.tensors, *self.manifest["values"]]
+        root: dict[str | int, Any] = {}
+        for fqn in everything:
+            *parents, last = self.manifest.get("nesting", {}).get(fqn, [fqn])
+            node = root
+            for step in parents:
+                node = node.setdefault(step, {})
+            node[last] = fqn
+        return root
+
+
+def positions(shape: list[int], offsets: list[int], lengths: list[int]) -> Iterator[int]:
+    """Where a block's elements lie in the whole, both in row-major order."""
+    if not shape:
+        yield 0
+        return
+    inner = math.prod(shape[1:])
+    for row in range(offsets[0], offsets[0] + lengths[0]):
+        for position in positions(shape[1:], offsets[1:], lengths[1:]):
+            yield row * inner + position
+
+
+def parsed(document: bytes) -> dict[str, Any]:
+    """The manifest's members, once its checksum, format and version have been checked."""
+    tail = TAIL.search(document)
+    if tail is None:
+        raise FormatError("no checksum")
+    if crc32c(document[: tail.start()]) != int(tail[1], 16):
+        raise FormatError("wrong checksum")
+    manifest = json.loads(document)
+    if manifest.get("format") != "cloudckpt":
+        raise FormatError("another format")
+    version = manifest.get("version")
+    if not isinstance(version, list) or len(version) != 2 or version[0] != 1:
+        raise FormatError(f"version {version}")
+    for name, kind in REQUIRED.items():
+        if not isinstance(manifest.get(name), kind):
+            raise FormatError(f"{name} is missing or has another type")
+    return manifest
+
+
+def problems_of(manifest: dict[str, Any]) -> Iterator[str]:
+    """Rules 3 to 11."""
+    step, objects, tensors, values = (manifest[name] for name in ("tile_bytes", "objects", "tensors", "values"))
+    if step % 64 or not 4096 <= step <= 2**30:
+        yield f"tile_bytes is {step}"
+        return
+    if manifest["world_size"] < 1:
+        yield "world_size"
+    if len({stored["key"] for stored in objects}) != len(objects):
+        yield "a key occurs twice"
+    yield from itertools.chain.from_iterable(object_problems(stored, step) for stored in objects)
+    for fqn, tensor in tensors.items():
+        yield from (f"{fqn}: {problem}" for problem in tensor_problems(tensor, objects))
+    for fqn, value in values.items():
+        if not range_is_good(value["object_index"], value["begin"], value["end"], objects):
+            yield f"{fqn}: its range"
+    if tensors.keys() & values.keys():
+        yield "a tensor and a value have one name"
+    for fqn, path in manifest.get("nesting", {}).items():
+        if not path or (fqn not in tensors and fqn not in values):
+            yield f"nesting of {fqn}"
+
+
+def object_problems(stored: dict[str, Any], step: int) -> Iterator[str]:
+    segments = stored["key"].split("/")
+    if (
+        len(stored["key"]) > 1024
+        or len(segments) < 3
+        or segments[0] != "data"
+        or {"", ".", ".."} & set(segments)
+        or any(character in "\\:" or not character.isprintable() for character in stored["key"])
+    ):
+        yield f"key {stored['key']!r}"
+    if not 0 <= stored["size"] <= MAX:
+        yield f"size {stored['size']}"
+    elif len(stored["crc32c"]) != (-(-stored["size"] // step) * 4 + 2) // 3 * 4:
+        yield f"tiles of {stored['key']}"
+
+
+def tensor_problems(tensor: dict[str, Any], objects: list[dict[str, Any]]) -> Iterator[str]:
+    size, shape = ELEMENT_BYTES.get(tensor["dtype"]), tensor["shape"]
+    if size is None:
+        yield "dtype"
+        return
+    if len(shape) > 64 or min(shape, default=0) < 0 or math.prod(shape) * size > MAX:
+        yield "shape"
+        return
+    volume = 0
+    for offsets, lengths, object_index, begin, end, *_ in tensor["chunks"]:
+        volume += math.prod(lengths)
+        if not len(offsets) == len(lengths) == len(shape):
+            yield "dimensions of a chunk"
+        elif any(o < 0 or n < 0 or o + n > extent for o, n, extent in zip(offsets, lengths, shape, strict=True)):
+            yield "a chunk leaves its tensor"
+        elif not range_is_good(object_index, begin, end, objects):
+            yield "range of a chunk"
+        elif not tensor.get("transforms") and (end - begin != math.prod(lengths) * size or begin % size):
+            yield "size or alignment of a chunk"
+    if volume != math.prod(shape):
+        yield "volume"
+
+
+def range_is_good(object_index: int, begin: int, end: int, objects: list[dict[str, Any]]) -> bool:
+    return 0 <= object_index < len(objects) and 0 <= begin <= end <= objects[object_index]["size"]
+
+
+def entries_of(data: bytes) -> dict[str, dict[str, Any]]:
+    """The header of a data object, with offsets from the object's beginning, and the form of the file checked."""
+    (length,) = struct.unpack("<Q", data[:8])
+    begin = 8 + length
+    if begin % 64:
+        raise FormatError("the data does not begin at a multiple of 64")
+    header = json.loads(data[8:begin])
+    if header.pop("__metadata__") != {"format": "pt"}:
+        raise FormatError("__metadata__")
+    reached = begin
+    for name, entry in header.items():
+        low, high = (begin + offset for offset in entry["data_offsets"])
+        if low != reached:
+            raise FormatError(f"{name} does not follow the entry before it")
+        entry["range"], reached = (low, high), high
+    if reached != len(data):
+        raise FormatError("bytes after the last entry")
+    return header

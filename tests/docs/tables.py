@@ -1,0 +1,94 @@
+"""The tables of the documentation that the code knows best. Run as a program, it writes them into the documents:
+
+python tests/docs/tables.py
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import cloudckpt
+from cloudckpt import options
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
+
+ROOT = Path(__file__).resolve().parents[2]
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell for cell in line)} |" for line in lines)
+
+
+def dtype_table() -> str:
+    """Every dtype of the format with its size and safetensors tag."""
+    names = sorted(ITEMSIZE_BYTES, key=lambda name: (-ITEMSIZE_BYTES[name], name not in SAFETENSORS_TAG, name))
+    rows = [
+        (f"`{name}`", str(ITEMSIZE_BYTES[name]), f"`{SAFETENSORS_TAG[name]}`" if name in SAFETENSORS_TAG else "")
+        for name in names
+    ]
+    return table(("dtype", "bytes", "safetensors tag"), rows)
+
+
+def options_table() -> str:
+    """Every field of `Options`, with its default and its docstring."""
+    meanings = _field_docstrings(options.Options)
+    rows = [
+        (f"`{field.name}`", f"`{_default_of(field)}`", meanings[field.name])
+        for field in dataclasses.fields(cloudckpt.Options)
+    ]
+    return table(("option", "default", "meaning"), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "dtypes": ("docs/format.md", dtype_table),
+    "options": ("docs/options.md", options_table),
+}
+"""Each table's name in the document's comments, the document, and what makes the table."""
+
+
+def marked(text: str, name: str) -> str:
+    """What stands between the table's two comments."""
+    match = re.search(rf"<!-- table: {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
+    if match is None:
+        raise LookupError(f"no comments '<!-- table: {name} -->' and '<!-- end -->'")
+    return match[1]
+
+
+def _field_docstrings(kind: type) -> dict[str, str]:
+    body = next(iter(ast.parse(inspect.getsource(kind)).body))
+    assert isinstance(body, ast.ClassDef)
+    meanings: dict[str, str] = {}
+    for node, following in zip(body.body, body.body[1:], strict=False):
+        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and is_text:
+            words = " ".join(str(following.value.value).split())  # type: ignore[attr-defined]  # is_text saw to it
+            meanings[node.target.id] = words.replace("``", "`").replace("|", "\\|")
+    return meanings
+
+
+def _default_of(field: dataclasses.Field[object]) -> str:
+    if field.default is dataclasses.MISSING:
+        return "{}"
+    value = field.default
+    if field.name.endswith("_bytes") and isinstance(value, int):
+        return f"{value // _GIB} GiB" if value % _GIB == 0 else f"{value // _MIB} MiB"
+    return repr(value)
+
+
+def main() -> None:
+    """Write every table into its document."""
+    for name, (document, render) in TABLES.items():
+        path = ROOT / document
+        text = path.read_text()
+        path.write_text(text.replace(marked(text, name), render()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,454 @@
+"""``docs/format.md``: true of what cloudckpt writes, and enough to read it with."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.docs.independent_reader import ELEMENT_BYTES, TAGS, Checkpoint, FormatError, crc32c, entries_of
+from tests.docs.tables import ROOT
+from tests.e2e.harness import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
+
+FORMAT = (ROOT / "docs" / "format.md").read_text()
+TILE_BYTES = 4096
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+
+def pattern(dtype_name: str, *shape: int) -> torch.Tensor:
+    """A tensor whose bytes count up."""
+    dtype = getattr(torch, dtype_name)
+    raw = torch.arange(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.int64) * 41 % 253
+    return (raw % 2 if dtype is torch.bool else raw).to(torch.uint8).view(dtype).reshape(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def single(name: str = "weight") -> dict[str, Any]:
+    """A small state dict of every kind of entry."""
+    return {
+        name: pattern("float32", 3, 4),
+        "half": pattern("bfloat16", 5),
+        "lr": 0.1,
+        "nested": {"deep": [torch.ones(2)]},
+    }
+
+
+def save(state_dict: dict[str, Any], directory: Path, **keywords: Any) -> Checkpoint:
+    cloudckpt.save(
+        state_dict, directory, options=cloudckpt.Options(tile_bytes=TILE_BYTES, part_bytes=TILE_BYTES), **keywords
+    )
+    return Checkpoint(directory)
+
+
+def sharded() -> dict[str, torch.Tensor]:
+    return {
+        "rows": pattern("float32", 7, 5),
+        "columns": pattern("bfloat16", 60, 90),
+        "few_rows": pattern("int64", 1, 3),
+        "shared": pattern("float64", 3),
+    }
+
+
+def save_sharded(directory: str) -> None:
+    """On each rank."""
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = {"rows": Shard(0), "columns": Shard(1), "few_rows": Shard(0)}
+    state = {
+        name: distribute_tensor(tensor, line, [placements[name]]) if name in placements else tensor
+        for name, tensor in sharded().items()
+    }
+    options = cloudckpt.Options(tile_bytes=TILE_BYTES, part_bytes=TILE_BYTES)
+    cloudckpt.save(dict(state), directory, options=options)
+
+
+def save_alone(directory: str) -> None:
+    """On each rank, without collectives."""
+    cloudckpt.save({"rank": torch.tensor(dist.get_rank())}, directory, use_collectives=False)
+
+
+def rewritten(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest's members and give it a right checksum again."""
+    path = directory / "manifest.json"
+    members = json.loads(path.read_bytes())
+    del members["crc32c"]
+    change(members)
+    body = json.dumps(members, separators=(",", ":")).encode()[:-1]
+    path.write_bytes(body + b',"crc32c":"%08x"}' % crc32c(body))
+
+
+def test_the_oracle_knows_crc32c() -> None:
+    """If this fails, the reader that the other tests trust is itself wrong."""
+    assert crc32c(b"123456789") == 0xE3069283
+    assert "e3069283" in FORMAT
+
+
+def test_the_oracle_knows_every_dtype() -> None:
+    """If this fails, a dtype was added to the code and not to the document, or got another size."""
+    assert ELEMENT_BYTES == ITEMSIZE_BYTES
+    assert TAGS == SAFETENSORS_TAG
+
+
+def test_every_dtype_is_stored_as_described(tmp_path: Path) -> None:
+    """If this fails, a reader in another language gets other elements than were saved."""
+    beyond_torchs_planner = re.compile(r"bits.*|u?int[1-7]")
+    names = [name for name in ITEMSIZE_BYTES if hasattr(torch, name) and not beyond_torchs_planner.fullmatch(name)]
+    assert len(names) >= 21
+    state = {name: pattern(name, 3, 5) for name in names}
+    expected = {name: bytes_of(tensor) for name, tensor in state.items()}
+    checkpoint = save(state, tmp_path / "c")
+    assert {name: checkpoint.tensor(name) for name in names} == expected
+    assert {name: entry["dtype"] for name, entry in checkpoint.tensors.items()} == {name: name for name in names}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decode"),
+    [
+        ("int64", lambda data: np.frombuffer(data, "<i8")),
+        ("float32", lambda data: np.frombuffer(data, "<f4")),
+        ("float16", lambda data: np.frombuffer(data, "<f2")),
+        ("bfloat16", lambda data: (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")),
+        ("bool", lambda data: np.frombuffer(data, "u1") != 0),
+        ("complex64", lambda data: np.frombuffer(data, "<f4").reshape(-1, 2) @ np.array([1, 1j])),
+    ],
+)
+def test_elements_mean_what_the_document_says(
+    tmp_path: Path, dtype: str, decode: Callable[[bytes], np.ndarray[Any, Any]]
+) -> None:
+    """If this fails, the bytes are right but their order or meaning is not the documented one."""
+    tensor = torch.tensor([0, 1, 2, 300], dtype=torch.float32).to(getattr(torch, dtype))
+    checkpoint = save({"x": tensor}, tmp_path / "c")
+    assert decode(checkpoint.tensor("x")).tolist() == tensor.tolist()
+
+
+@pytest.mark.multirank
+def test_chunks_of_two_ranks_make_whole_tensors(tmp_path: Path) -> None:
+    """If this fails, a reader that follows the document puts shards together wrongly."""
+    run_ranks(save_sharded, str(tmp_path / "c"), world_size=2)
+    checkpoint = Checkpoint(tmp_path / "c")
+    assert checkpoint.manifest["world_size"] == 2
+    assert {name: checkpoint.tensor(name) for name in checkpoint.tensors} == {
+        name: bytes_of(tensor) for name, tensor in sharded().items()
+    }
+    keys = [stored["key"] for stored in checkpoint.manifest["objects"]]
+    attempt = re.escape(checkpoint.manifest["attempt"])
+    assert all(re.fullmatch(rf"data/{attempt}/[01]-[0-9]+\.safetensors", key) for key in keys)
+    assert re.fullmatch(r"[0-9]{8}T[0-9]{9}Z-[0-9a-f]{12}", checkpoint.manifest["attempt"])
+    assert max(stored["size"] for stored in checkpoint.manifest["objects"]) > TILE_BYTES, "nothing has two tiles"
+    names = {name for index in range(len(keys)) for name in entries_of(checkpoint.object_bytes(index))}
+    assert {"rows[0:4,0:5]", "rows[4:7,0:5]", "columns[0:60,0:45]", "columns[0:60,45:90]", "shared"} <= names
+
+
+@pytest.mark.multirank
+def test_data_objects_are_safetensors_files(tmp_path: Path) -> None:
+    """If this fails, the promise that anybody can open a shard with the safetensors library is broken."""
+    run_ranks(save_sharded, str(tmp_path / "c"), world_size=2)
+    whole = sharded()
+    num_entries = 0
+    for path in (tmp_path / "c" / "data").rglob("*.safetensors"):
+        for name, tensor in safetensors.torch.load_file(path).items():
+            fqn, _, ranges = name.partition("[")
+            block = whole[fqn]
+            for dim, bounds in enumerate(ranges.removesuffix("]").split(",") if ranges else []):
+                low, high = map(int, bounds.split(":"))
+                block = block.narrow(dim, low, high - low)
+            assert torch.equal(tensor.view(torch.uint8), block.contiguous().view(torch.uint8)), name
+            num_entries += 1
+    assert num_entries >= 6
+
+
+def test_data_objects_are_laid_out_as_described(tmp_path: Path) -> None:
+    """If this fails, headers, order or alignment differ from the document."""
+    names = ["uint8", "float64", "bfloat16", "complex128", "float32", "complex64", "float8_e8m0fnu"]
+    state: dict[str, Any] = {name: pattern(name, 3) for name in names} | {"text": "a value"}
+    checkpoint = save(state, tmp_path / "c")
+    (stored,) = checkpoint.manifest["objects"]
+    entries = entries_of(checkpoint.object_bytes(0))
+    sizes = [ELEMENT_BYTES.get(name, 1) for name in entries]
+    assert sizes == sorted(sizes, reverse=True)
+    for name in names:
+        ((offsets, lengths, index, begin, end),) = checkpoint.tensors[name]["chunks"]
+        assert (offsets, lengths, index) == ([0], [3], 0)
+        assert entries[name]["range"] == (begin, end)
+        assert begin % ELEMENT_BYTES[name] == 0
+        assert entries[name]["dtype"] == TAGS.get(name, "U8")
+        assert entries[name]["shape"] == [3 if name in TAGS else end - begin]
+    value = checkpoint.manifest["values"]["text"]
+    assert entries["text"] | {"data_offsets": 0} == {
+        "dtype": "U8",
+        "shape": [value["end"] - value["begin"]],
+        "data_offsets": 0,
+        "range": (value["begin"], value["end"]),
+    }
+    assert stored["size"] == value["end"]
+
+
+def test_values_are_what_torch_save_makes(tmp_path: Path) -> None:
+    """If this fails, Python objects cannot be read outside of cloudckpt."""
+    checkpoint = save({"betas": [0.9, 0.999], "blob": io.BytesIO(b"bytes")}, tmp_path / "c")
+    assert torch.load(io.BytesIO(checkpoint.value("betas")), weights_only=True) == [0.9, 0.999]
+    assert checkpoint.value("betas")[:4] == b"PK\x03\x04"
+
+
+def test_nesting_gives_back_the_state_dicts_form(tmp_path: Path) -> None:
+    """If this fails, another reader cannot rebuild the nested state dict."""
+    state = {"a": {"b": [torch.ones(1), torch.ones(2)], "c.d": torch.ones(3)}, "e": 5}
+    checkpoint = save(state, tmp_path / "c")
+    assert checkpoint.nested() == {"a": {"b": {0: "a.b.0", 1: "a.b.1"}, "c.d": "a.c.d"}, "e": "e"}
+
+
+def test_an_unflattened_state_dict_has_no_nesting(tmp_path: Path) -> None:
+    """If this fails, the optional member is there where the document says it is not."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    checkpoint = save({"x": torch.ones(2)}, tmp_path / "c", planner=planner)
+    assert "nesting" not in checkpoint.manifest
+    assert checkpoint.nested() == {"x": "x"}
+
+
+def test_optional_members_stand_where_they_say_something(tmp_path: Path) -> None:
+    """If this fails, the defaults of the document are not those of the writer."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    checkpoint = save({"x": torch.ones(2), "p": parameter}, tmp_path / "c")
+    assert "requires_grad" not in checkpoint.tensors["x"]
+    assert checkpoint.tensors["p"]["requires_grad"] is True
+    assert "transforms" not in checkpoint.tensors["x"]
+    assert "metadata" not in checkpoint.manifest
+    assert isinstance(checkpoint.manifest["save_id"], str)
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"empty": torch.zeros(0, 4)}, {"scalar": torch.tensor(2.5)}, {"value": None}], ids=list
+)
+def test_edge_cases_follow_the_document(tmp_path: Path, state: dict[str, Any]) -> None:
+    """If this fails, a reader that follows the document stumbles over a checkpoint of little or nothing."""
+    expected = {name: bytes_of(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    checkpoint = save(state, tmp_path / "c")
+    assert {name: checkpoint.tensor(name) for name in checkpoint.tensors} == expected
+
+
+def test_names_that_collide_are_told_apart(tmp_path: Path) -> None:
+    """If this fails, two entries of one object share a name, and the safetensors library refuses the object."""
+    checkpoint = save({"__metadata__": torch.ones(2), "x": torch.ones(3)}, tmp_path / "c")
+    assert set(entries_of(checkpoint.object_bytes(0))) == {"__metadata__#2", "x"}
+
+
+def test_the_highest_manifest_counts(tmp_path: Path) -> None:
+    """If this fails, an overwrite commits elsewhere than the document says, or leaves what it replaced."""
+    directory = tmp_path / "c"
+    save({"x": torch.tensor([1.0])}, directory)
+    save({"x": torch.tensor([2.0])}, directory, overwrite=True)
+    checkpoint = save({"x": torch.tensor([3.0])}, directory, overwrite=True)
+    assert [path.name for path in directory.glob("manifest*")] == ["manifest.2.json"]
+    assert np.frombuffer(checkpoint.tensor("x"), "<f4").tolist() == [3.0]
+    kept = {path.relative_to(directory).as_posix() for path in directory.rglob("*.safetensors")}
+    assert kept == {stored["key"] for stored in checkpoint.manifest["objects"]}
+
+
+@pytest.mark.multirank
+def test_single_ranks_have_checkpoints_of_their_own(tmp_path: Path) -> None:
+    """If this fails, saves without collectives lie elsewhere than the document says."""
+    run_ranks(save_alone, str(tmp_path / "c"), world_size=2)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["rank-0", "rank-1"]
+    for rank in range(2):
+        checkpoint = Checkpoint(tmp_path / "c" / f"rank-{rank}")
+        assert checkpoint.manifest["world_size"] == 1
+        assert np.frombuffer(checkpoint.tensor("rank"), "<i8").tolist() == [rank]
+
+
+def change_tensor(**members: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["tensors"]["weight"].update(members)
+
+
+def change_chunk(position: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["tensors"]["weight"]["chunks"][0].__setitem__(position, value)
+
+
+def change_object(**members: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda manifest: manifest["objects"][0].update(members)
+
+
+def move_chunk(manifest: dict[str, Any]) -> None:
+    chunk = manifest["tensors"]["weight"]["chunks"][0]
+    chunk[3] += 1
+    chunk[4] += 1
+
+
+BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
+    "1 another format": lambda manifest: manifest.update(format="other"),
+    "1 newer major version": lambda manifest: manifest.update(version=[2, 0]),
+    "1 no version": lambda manifest: manifest.pop("version"),
+    "2 no objects": lambda manifest: manifest.pop("objects"),
+    "2 tensors of another type": lambda manifest: manifest.update(tensors=[]),
+    "2 no attempt": lambda manifest: manifest.pop("attempt"),
+    "3 tile of no multiple of 64": lambda manifest: manifest.update(tile_bytes=4097),
+    "3 small tile": lambda manifest: manifest.update(tile_bytes=64),
+    "3 world size": lambda manifest: manifest.update(world_size=0),
+    "4 key outside": change_object(key="../other/data/x/0-0.safetensors"),
+    "4 key that climbs": change_object(key="data/../../x.safetensors"),
+    "4 absolute key": change_object(key="/data/x/0-0.safetensors"),
+    "4 key of two segments": change_object(key="data/0-0.safetensors"),
+    "4 key with a backslash": change_object(key="data/x\\y/0-0.safetensors"),
+    "4 key twice": lambda manifest: manifest["objects"].append(dict(manifest["objects"][0])),
+    "5 negative size": change_object(size=-1),
+    "5 tiles missing": change_object(crc32c=""),
+    "6 dtype": change_tensor(dtype="float33"),
+    "6 negative shape": change_tensor(shape=[-3, -4]),
+    "6 too many dimensions": change_tensor(shape=[1] * 65, chunks=[]),
+    "6 too large": change_tensor(shape=[2**40, 2**40], chunks=[]),
+    "7 dimensions": change_chunk(0, [0]),
+    "7 chunk beyond the tensor": change_chunk(0, [1, 0]),
+    "7 negative offset": change_chunk(0, [-1, 0]),
+    "8 object that is not there": change_chunk(2, 7),
+    "8 range beyond the object": change_chunk(4, 10**9),
+    "8 range backwards": change_chunk(3, 10**6),
+    "8 value beyond the object": lambda manifest: manifest["values"]["lr"].update(end=10**9),
+    "9 length": change_chunk(4, 1),
+    "9 alignment": move_chunk,
+    "10 volume": change_tensor(chunks=[]),
+    "11 tensor and value": lambda manifest: manifest["values"].update(weight=manifest["values"]["lr"]),
+    "11 nesting of nothing": lambda manifest: manifest["nesting"].update(nothing=["nothing"]),
+    "11 empty path": lambda manifest: manifest["nesting"].update(weight=[]),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_refused_by_both_readers(tmp_path: Path, rule: str) -> None:
+    """If this fails, either cloudckpt trusts a manifest that breaks a documented rule, or the rule says something else."""
+    save(single(), tmp_path / "c")
+    rewritten(tmp_path / "c", BROKEN[rule])
+    with pytest.raises(FormatError):
+        Checkpoint(tmp_path / "c")
+    with pytest.raises((cloudckpt.InvalidManifestError, cloudckpt.UnsupportedFormatError)):
+        cloudckpt.load({"half": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "c")
+
+
+def test_every_rule_of_the_document_is_broken_once() -> None:
+    """If this fails, a rule was added to the document that nothing tests."""
+    rules = re.search(r"## What a reader must check(.*?)\nWhile it reads", FORMAT, re.DOTALL)
+    assert rules is not None
+    assert set(re.findall(r"^(\d+)\. ", rules[1], re.MULTILINE)) == {rule.split()[0] for rule in BROKEN}
+
+
+def test_unknown_members_are_ignored(tmp_path: Path) -> None:
+    """If this fails, what a later minor version adds makes today's readers refuse the checkpoint."""
+
+    def add(manifest: dict[str, Any]) -> None:
+        manifest.update(version=[1, 7], later={"a": 1})
+        manifest["objects"][0]["later"] = "x"
+        manifest["tensors"]["weight"].update(later=None)
+        manifest["tensors"]["weight"]["chunks"][0].append("later")
+        manifest["values"]["lr"]["later"] = []
+
+    save(single(), tmp_path / "c")
+    rewritten(tmp_path / "c", add)
+    expected = bytes_of(pattern("float32", 3, 4))
+    assert Checkpoint(tmp_path / "c").tensor("weight") == expected
+    state: dict[str, Any] = {"weight": torch.zeros(3, 4), "lr": 0.0}
+    cloudckpt.load(state, tmp_path / "c")
+    assert bytes_of(state["weight"]) == expected
+    assert state["lr"] == 0.1
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_data_is_refused_by_both_readers(tmp_path: Path, damage: str) -> None:
+    """If this fails, the tile checksums do not cover what the document says they cover."""
+    checkpoint = save(single(), tmp_path / "c")
+    ((_, _, index, begin, _),) = checkpoint.tensors["weight"]["chunks"]
+    path = tmp_path / "c" / checkpoint.manifest["objects"][index]["key"]
+    data = bytearray(path.read_bytes())
+    data[begin] ^= 1
+    if damage == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data if damage == "flip" else data[: begin + 1])
+    with pytest.raises(FormatError):
+        checkpoint.tensor("weight")
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match="weight"):
+        cloudckpt.load({"weight": torch.zeros(3, 4)}, tmp_path / "c")
+
+
+def test_a_line_feed_may_end_the_manifest(tmp_path: Path) -> None:
+    """If this fails, an editor that adds a last line feed makes a checkpoint unreadable, against the document."""
+    save(single(), tmp_path / "c")
+    with (tmp_path / "c" / "manifest.json").open("ab") as file:
+        file.write(b"\n")
+    assert Checkpoint(tmp_path / "c").tensor("weight") == bytes_of(pattern("float32", 3, 4))
+    cloudckpt.load({"weight": torch.zeros(3, 4)}, tmp_path / "c")
+
+
+def example_at(directory: Path) -> Path:
+    """The document's example, built from the bytes in the document."""
+    (manifest,) = re.findall(r"```json\n(.*?)\n```", FORMAT, re.DOTALL)
+    objects = re.findall(r"^`step-100/(data/[^`]*)`.*?```hexdump\n(.*?)\n```", FORMAT, re.DOTALL | re.MULTILINE)
+    assert len(objects) == 2
+    (directory / "manifest.json").write_text(manifest)
+    for key, dump in objects:
+        rows = (re.match(r"[0-9a-f]{8}: ((?:[0-9a-f]{2} ?){1,16})", line) for line in dump.splitlines())
+        (directory / key).parent.mkdir(parents=True, exist_ok=True)
+        (directory / key).write_bytes(b"".join(bytes.fromhex(row[1]) for row in rows if row))
+    return directory
+
+
+def test_the_example_is_a_checkpoint(tmp_path: Path) -> None:
+    """If this fails, the bytes in the document are not what a reader meets."""
+    directory = example_at(tmp_path)
+    checkpoint = Checkpoint(directory)
+    assert np.frombuffer(checkpoint.tensor("model.weight"), "<f4").tolist() == list(range(1, 9))
+    assert checkpoint.nested() == {"model": {"weight": "model.weight", "bias": "model.bias"}, "step": "step"}
+    state = {
+        "model": {"weight": torch.zeros(2, 4), "bias": torch.zeros(3, dtype=torch.bfloat16)},
+        "step": torch.tensor(0),
+    }
+    cloudckpt.load(state, directory)
+    assert state["model"]["weight"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert state["model"]["bias"].tolist() == [1, 2, 3]
+    assert state["step"].item() == 100
+
+
+def test_the_example_explains_itself_rightly(tmp_path: Path) -> None:
+    """If this fails, the walk through the example ends elsewhere than it says."""
+    checkpoint = Checkpoint(example_at(tmp_path))
+    chunk = checkpoint.tensors["model.weight"]["chunks"][1]
+    assert json.dumps(chunk, separators=(",", ":")) in FORMAT
+    data = checkpoint.object_bytes(1)
+    assert data[276:280] == bytes.fromhex("00 00 00 41")
+    assert np.frombuffer(data[276:280], "<f4")[0] == 8.0
+    stored = checkpoint.manifest["objects"][1]["crc32c"]
+    assert f"`{crc32c(data):08x}` (`{stored}` is `{base64.b64decode(stored).hex(' ')}`)" in FORMAT
+    assert f"`[0, {len(data)})`" in FORMAT
+
+
+def test_a_cached_plans_keys_are_in_the_manifest(tmp_path: Path) -> None:
+    """If this fails, a reader that builds keys from the attempt would do, and the document's rule has no reason."""
+    planners = [dcp.DefaultSavePlanner(enable_plan_caching=True) for _ in range(2)]
+    checkpoints = [
+        save({"x": torch.full((2,), float(number))}, tmp_path / str(number), planner=planner)
+        for number, planner in enumerate(planners)
+    ]
+    for caches in (dcp.planner.SavePlanner._cached_save_plan, dcp.planner.SavePlanner._cached_global_plan):
+        caches.clear()
+    assert [np.frombuffer(c.tensor("x"), "<f4").tolist() for c in checkpoints] == [[0.0, 0.0], [1.0, 1.0]]
+    keys = itertools.chain.from_iterable((stored["key"] for stored in c.manifest["objects"]) for c in checkpoints)
+    assert len(set(keys)) == 2

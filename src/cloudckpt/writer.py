@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cloudckpt._manifest.receipts import StoredRange
 from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
@@ -117,7 +118,14 @@ class ObjectStoreWriter(StorageWriter):
         """
         self._begun().commit(metadata, results)
         metadata.version = DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        # torch sends this to all ranks, so it is kept small.
+        metadata.storage_data = {
+            result.index: StoredRange(
+                key=result.storage_data.stored_in.key, begin=result.storage_data.begin, end=result.storage_data.end
+            )
+            for of_rank in results
+            for result in of_rank
+        }
         metadata.storage_meta = self.storage_meta()
 
     def discard(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 import sys
 from array import array
@@ -19,6 +18,7 @@ from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
 _MAX_SHOWN = 10
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
 
 
@@ -67,7 +67,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
     _check_version(_probe(document), uri)
     try:
         manifest = msgspec.json.decode(document, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except _UNDECODABLE as error:
         raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
     problems = problems_of(manifest)
     if problems:
@@ -85,7 +85,7 @@ class _Head(msgspec.Struct):
 def _probe(document: bytes) -> _Head | None:
     try:
         return msgspec.json.decode(document, type=_Head)
-    except (msgspec.DecodeError, RecursionError, binascii.Error):
+    except _UNDECODABLE:
         return None
 
 
@@ -95,7 +95,8 @@ def _check_version(head: _Head | None, uri: str) -> None:
             f"{uri} holds a manifest.json that another program wrote, not a cloudckpt checkpoint", uri=uri
         )
     version = head.version
-    if not (isinstance(version, list) and [type(number) for number in version] == [int, int]):
+    is_version = isinstance(version, list) and [type(number) for number in version] == [int, int]
+    if not is_version or not (version[0] >= 1 and version[1] >= 0):
         raise InvalidManifestError(f"the manifest of {uri} has no usable version: {version!r:.80}", uri=uri)
     if version[0] > FORMAT_MAJOR:
         raise UnsupportedFormatError(

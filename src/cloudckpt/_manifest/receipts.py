@@ -28,6 +28,15 @@ class ItemReceipt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRange:
+    """Bytes ``[begin, end)`` of an object, for the ``storage_data`` of a saved checkpoint's metadata."""
+
+    key: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLocation:
     """Where a reader finds one item."""
 

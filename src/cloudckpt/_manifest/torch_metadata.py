@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -31,6 +32,7 @@ from cloudckpt._manifest.model import (
 )
 from cloudckpt._manifest.receipts import ItemLocation, ItemReceipt
 from cloudckpt._manifest.torch_dtypes import dtype_name, dtype_of
+from cloudckpt._manifest.validate import problems_of
 from cloudckpt._version import __version__
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 
@@ -52,7 +54,8 @@ def manifest_of(
 ) -> Manifest:
     """The manifest of a save that planned `metadata` and wrote `receipts`, one mapping per rank.
 
-    Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3).
+    Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3) and can be loaded
+    again, and `UnsupportedValueError` for what the manifest cannot hold.
     """
     written: dict[MetadataIndex, ItemReceipt] = {}
     for of_rank in receipts:
@@ -98,7 +101,7 @@ def manifest_of(
             "Nothing was committed",
             uri=uri,
         )
-    return Manifest(
+    manifest = Manifest(
         format=FORMAT_NAME,
         version=(FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
@@ -115,8 +118,17 @@ def manifest_of(
         values=values,
         nesting=_nesting_of(metadata.planner_data, tensors.keys() | values.keys(), uri),
         save_id=save_id,
-        metadata=dict(user_metadata),
+        metadata=_json_values(user_metadata, uri),
     )
+    problems = problems_of(manifest)
+    if problems:
+        raise IncompleteSaveError(
+            f"what was planned for {uri} is no whole checkpoint: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was "
+            "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False, "
+            "use_collectives=True)",
+            uri=uri,
+        )
+    return manifest
 
 
 def metadata_of(manifest: Manifest, *, checkpoint_id: Any, load_id: str) -> Metadata:
@@ -192,6 +204,17 @@ def _stored_tensor(
         requires_grad=entry.properties.requires_grad,
         transforms=list(transforms.pop()) if transforms else [],
     )
+
+
+def _json_values(user_metadata: Mapping[str, Any], uri: str) -> dict[str, Any]:
+    """What a reader will get of the user's metadata."""
+    try:
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(user_metadata), type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise UnsupportedValueError(
+            f"Options(metadata=…) cannot be kept in the manifest of {uri}, because it is not JSON: {error}", uri=uri
+        ) from error
+    return values
 
 
 def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, list[str | int]] | None:

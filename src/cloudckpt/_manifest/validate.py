@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterator, Sequence
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
+from cloudckpt._manifest.tiling import fills_once
 
 _MAX_NDIM = 64  # torch's own limit
 _MAX_BYTES = 2**63 - 1
@@ -20,8 +22,7 @@ def problems_of(manifest: Manifest) -> list[str]:
     """Every contradiction, each with its place; empty for a manifest that can be relied on.
 
     Afterwards: keys stay under the checkpoint's ``data/``; every byte range lies in its object, is aligned to its
-    element size and has the length that dtype and shape demand; the chunks of a tensor lie in it and have, together,
-    its volume.
+    element size and has the length that dtype and shape demand; the chunks of a tensor fill it, each element once.
     """
     problems = list(_object_problems(manifest))
     if not _MIN_TILE_BYTES <= manifest.tile_bytes <= _MAX_TILE_BYTES or manifest.tile_bytes % 64:
@@ -75,8 +76,16 @@ def _object_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: size is {stored.size}"
         elif manifest.tile_bytes > 0:
             num_values = num_tiles(stored.size, manifest.tile_bytes)
-            if len(stored.crc32c) != 4 * -(-num_values * 4 // 3):
+            if _num_base64_bytes(stored.crc32c) != 4 * num_values:
                 yield f"{where}: does not have one checksum for each of its {num_values} tiles"
+
+
+def _num_base64_bytes(text: str) -> int:
+    """How many bytes `text` stands for; -1 where it is not base64."""
+    try:
+        return len(base64.b64decode(text, validate=True))
+    except ValueError:
+        return -1
 
 
 def _tensor_problems(tensor: StoredTensor, objects: Sequence[StoredObject]) -> Iterator[str]:
@@ -90,12 +99,14 @@ def _tensor_problems(tensor: StoredTensor, objects: Sequence[StoredObject]) -> I
     if math.prod(tensor.shape) * itemsize_bytes > _MAX_BYTES:
         yield f"shape {tensor.shape!r:.200} is too large"
         return
-    volume = 0
+    are_sound = True
     for index, chunk in enumerate(tensor.chunks):
-        yield from (f"chunk {index}: {text}" for text in _chunk_problems(chunk, tensor, itemsize_bytes, objects))
-        volume += math.prod(chunk.lengths)
-    if volume != math.prod(tensor.shape):
-        yield f"its chunks hold {volume} elements of {math.prod(tensor.shape)}"
+        for text in _chunk_problems(chunk, tensor, itemsize_bytes, objects):
+            are_sound = False
+            yield f"chunk {index}: {text}"
+    if are_sound and not fills_once(((chunk.offsets, chunk.lengths) for chunk in tensor.chunks), tensor.shape):
+        volume = sum(math.prod(chunk.lengths) for chunk in tensor.chunks)
+        yield f"its chunks do not fill it, each element once: they hold {volume} elements of {math.prod(tensor.shape)}"
 
 
 def _chunk_problems(

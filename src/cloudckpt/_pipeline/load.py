@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -27,6 +27,7 @@ from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._stage.values import harmless_copy
 from cloudckpt._transfer.download import fetch, fetch_verified
+from cloudckpt._transfer.workers import each_done
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -122,20 +123,20 @@ class LoadJob:
                 self._finish(consumer, planner)
         targets = [consumer.target for consumer in consumers]
         arena = Arena(budget_bytes=options.read_bytes, pinned=cuda_in_use())
-        with ThreadPoolExecutor(options.connections, thread_name_prefix="cloudckpt-read") as pool:
-            running = {pool.submit(self._fetch, request, consumers, targets, arena): request for request in requests}
-            try:
-                for future in as_completed(running):
-                    future.result()
-                    for want in running[future].wants:
-                        outstanding[want.consumer] -= 1
-                        if not outstanding[want.consumer]:
-                            # Planners need not be thread-safe, so items are finished here.
-                            self._finish(consumers[want.consumer], planner)
-            except BaseException:
-                self._context.retrier.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        done = each_done(
+            requests,
+            lambda request: self._fetch(request, consumers, targets, arena),
+            num_threads=options.connections,
+            name="cloudckpt-read",
+            on_failure=self._context.retrier.stop,
+        )
+        with contextlib.closing(done):
+            for request in done:
+                for want in request.wants:
+                    outstanding[want.consumer] -= 1
+                    if not outstanding[want.consumer]:
+                        # Planners need not be thread-safe, so items are finished here.
+                        self._finish(consumers[want.consumer], planner)
 
     def _fetch(self, request: Request, consumers: Sequence[Consumer], targets: Sequence[Target], arena: Arena) -> None:
         context, manifest = self._context, self._manifest

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,6 +18,7 @@ from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
 from cloudckpt._transfer.retry import Retrier
+from cloudckpt._transfer.workers import Workers
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 from cloudckpt.stores.base import Part, Store, UploadedPart, Views
 
@@ -68,7 +69,7 @@ class UploadSession:
         self._tile_bytes = tile_bytes
         self._on_part = on_part
         self._on_object = on_object
-        self._pool = ThreadPoolExecutor(connections, thread_name_prefix="cloudckpt-upload")
+        self._workers = Workers(connections, name="cloudckpt-upload")
         # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
         self._slots = threading.BoundedSemaphore(2 * connections)
         self._lock = threading.Lock()
@@ -85,7 +86,7 @@ class UploadSession:
     ) -> None:
         if error is not None:
             self._fail(error)
-        self._pool.shutdown(wait=True)
+        self._workers.join()
         if self._failure is not None:
             self._remove_everything()
 
@@ -111,11 +112,11 @@ class UploadSession:
             if self._failure is not None:
                 self._slots.release()
                 raise self._failure
-            self._pool.submit(self._run, target, part)
+            self._workers.submit(functools.partial(self._run, target, part))
 
     def finish(self) -> list[ObjectReceipt]:
         """Wait for every object submitted, and return their receipts in the order of submission."""
-        self._pool.shutdown(wait=True)
+        self._workers.join()
         if self._failure is not None:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]

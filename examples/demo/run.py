@@ -9,17 +9,13 @@ anything differs.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import shutil
 import sys
 import tempfile
 import time
-import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -29,8 +25,8 @@ from cloudckpt.stores import open_store
 
 from . import summary
 from .launch import RunTimedOutError, torchrun
+from .place import place_for
 from .ranks import read_record
-from .server import embedded_s3
 
 NUM_RANKS = 2
 RANK_TO_KILL = 1
@@ -210,18 +206,6 @@ def load_elsewhere(demo: Demo) -> None:
         print(f"    {newest.name} on {_counted(num_ranks, 'rank')}", flush=True)
 
 
-def clean_up(uri: str) -> None:
-    """Remove all that the demo wrote at `uri`, and what the killed rank left."""
-    store = open_store(uri, cloudckpt.Options())
-    # A manifest is the commit, so it goes before the data that it speaks of.
-    store.delete(sorted((info.key for info in store.list()), key=lambda key: "/data/" in key))
-    for upload in list(store.list_uploads()):
-        store.abort_multipart(upload.key, upload.upload_id)
-    if "://" not in uri:
-        with contextlib.suppress(FileNotFoundError):
-            Path(uri).rmdir()
-
-
 def demonstrate(demo: Demo) -> int:
     """Run all of it, print the table, and return the exit status."""
     began_s = time.perf_counter()
@@ -246,27 +230,6 @@ def demonstrate(demo: Demo) -> int:
         return 1
     print(f"\nAll equal, in {elapsed_s:.0f} s.")
     return 0
-
-
-@contextlib.contextmanager
-def place_for(uri: str | None, *, keep: bool) -> Iterator[str]:
-    """A fresh URI below `uri`, or in an S3 server of our own, that is removed again afterwards."""
-    name = f"demo-{datetime.now(timezone.utc):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}"
-    if uri is None:
-        with embedded_s3() as bucket:
-            yield f"{bucket}/{name}"
-        return
-    # The ranks run in another directory, so a relative path would be another path there.
-    root = uri if "://" in uri else os.path.abspath(uri)  # noqa: PTH100 - Path mangles URIs
-    fresh = f"{root.rstrip('/')}/{name}"
-    cloudckpt.list_checkpoints(fresh)  # a wrong URI or a lack of access is told here, before anything is begun
-    try:
-        yield fresh
-    finally:
-        if keep:
-            print(f"The checkpoints stay at {fresh}")
-        else:
-            clean_up(fresh)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from examples.demo import run, summary
+from examples.demo import place, run, summary
 from examples.demo.data import Sampler, fixed_batch, read_text
 from examples.demo.launch import REPOSITORY, RunTimedOutError, torchrun
 from examples.demo.ranks import Record, read_record
@@ -221,12 +221,12 @@ def test_the_embedded_server_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch)
     """The demo would leave a server running, or the caller's AWS configuration changed."""
     monkeypatch.setenv("AWS_PROFILE", "the-user's own")
     before = dict(os.environ)
-    with run.place_for(None, keep=False) as uri:
+    with place.place_for(None, keep=False) as uri:
         assert uri.startswith("s3://")
         assert "AWS_PROFILE" not in os.environ
         endpoint_url = os.environ["AWS_ENDPOINT_URL_S3"]
         assert endpoint_url.startswith("http://127.0.0.1:")
-        run.clean_up(uri)
+        place.clean_up(uri)
     assert dict(os.environ) == before
     parts = urlsplit(endpoint_url)
     with pytest.raises(ConnectionRefusedError):

@@ -1,0 +1,82 @@
+"""Whether blocks fill an array, against a count of every element."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cloudckpt._manifest.tiling import fills_once
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+Shape = tuple[int, ...]
+
+
+@st.composite
+def tilings(draw: st.DrawFn, offsets: Shape, lengths: Shape, depth: int = 4) -> list[Block]:
+    """A box cut in two, again and again, anywhere; some pieces are empty."""
+    dim = draw(st.integers(0, len(lengths))) if depth else len(lengths)
+    if dim == len(lengths):
+        return [(offsets, lengths)]
+    cut = draw(st.integers(0, lengths[dim]))
+    first = (*lengths[:dim], cut, *lengths[dim + 1 :])
+    second = (*lengths[:dim], lengths[dim] - cut, *lengths[dim + 1 :])
+    moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
+    return [*draw(tilings(offsets, first, depth - 1)), *draw(tilings(moved, second, depth - 1))]
+
+
+@st.composite
+def shapes_and_blocks(draw: st.DrawFn) -> tuple[Shape, list[Block]]:
+    """A tiling, in which perhaps one block is moved, resized, dropped or doubled."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
+    blocks = draw(tilings((0,) * len(shape), shape))
+    kind = draw(st.sampled_from(["as it is", "drop", "double", "change"]))
+    victim = draw(st.integers(0, len(blocks) - 1))
+    if kind == "drop":
+        del blocks[victim]
+    elif kind == "double":
+        blocks.append(blocks[victim])
+    elif kind == "change":
+        lengths = tuple(draw(st.integers(0, extent)) for extent in shape)
+        offsets = tuple(draw(st.integers(0, extent - n)) for extent, n in zip(shape, lengths, strict=True))
+        blocks[victim] = (offsets, lengths)
+    return shape, draw(st.permutations(blocks))
+
+
+@settings(max_examples=500)
+@given(shapes_and_blocks())
+@example(((2,), [((0,), (1,)), ((0,), (1,))]))
+@example(((), [((), ())]))
+@example(((), []))
+@example(((), [((), ()), ((), ())]))
+@example(((0, 3), []))
+def test_says_what_counting_says(case: tuple[Shape, list[Block]]) -> None:
+    """If this fails, a manifest passes in which a part of a tensor is stored twice or never, or a good one does not."""
+    shape, blocks = case
+    counts = np.zeros(shape, dtype=np.int64)
+    for offsets, lengths in blocks:
+        counts[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] += 1
+    assert fills_once(blocks, shape) == bool((counts == 1).all())
+
+
+def test_equal_volume_is_not_enough() -> None:
+    """If this fails, half of a tensor stays unfilled without anybody noticing."""
+    assert not fills_once([((0, 0), (2, 4)), ((1, 0), (2, 4))], (4, 4))
+    assert math.prod((2, 4)) * 2 == math.prod((4, 4))
+
+
+def test_time_grows_with_the_number_of_blocks() -> None:
+    """If this fails, the manifest of a large job cannot be opened in reasonable time."""
+    side = 150
+    blocks = [((row, column), (1, 1)) for row in range(side) for column in range(side)]
+    assert fills_once(blocks, (side, side))
+    assert not fills_once(blocks[1:], (side, side))
+
+
+def test_hostile_numbers_of_dimensions_end_at_once() -> None:
+    """If this fails, a short manifest keeps its reader busy for ever."""
+    shape = (2,) * 60
+    blocks = [((0,) * 60, (1,) * 60), ((1,) * 60, (1,) * 60)]
+    assert not fills_once(blocks, shape)

@@ -153,7 +153,11 @@ class FsspecStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             with contextlib.suppress(ObjectNotFoundError), self._call("delete", key) as (filesystem, path):
-                filesystem.rm_file(path)
+                try:
+                    filesystem.rm_file(path)
+                except Exception:
+                    if not filesystem.isdir(path):  # which is no object, so that nothing lies at the key
+                        raise
 
     def copy(self, source_key: str, target_key: str) -> None:
         check_key(self, target_key, "copy")

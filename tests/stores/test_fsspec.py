@@ -1,0 +1,454 @@
+"""Other file systems, through fsspec."""
+# ruff: noqa: FBT002
+# (the signatures are those of fsspec)
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import os
+import pickle
+import threading
+import uuid
+from datetime import datetime, timedelta, timezone
+
+import fsspec
+import pytest
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    StoreTimeoutError,
+    ThrottledError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.stores import fsspec_store
+from cloudckpt.stores._fsspec_backends import Create, Instances, Source, backend_of
+from cloudckpt.stores._fsspec_errors import CLASS_TABLE, STATUS_TABLE, translate
+from cloudckpt.stores.fsspec_store import FsspecStore, _modified_at
+from cloudckpt.testing import StoreContract
+from cloudckpt.testing._contract_tools import at_once, content, crc, keys, put
+
+
+class TestContractOnMemory(StoreContract):
+    """Every clause, on fsspec's memory."""
+
+    @pytest.fixture
+    def store(self):
+        return FsspecStore("memory", f"memory://{uuid.uuid4().hex}/run")
+
+
+class TestContractOnFiles(StoreContract):
+    """Every clause, on fsspec's own access to files, which LocalStore replaces."""
+
+    num_paging_keys = 40
+
+    @pytest.fixture
+    def store(self, tmp_path):
+        return FsspecStore(fsspec.filesystem("file"), f"{tmp_path}/run")
+
+
+class TestContractOnABufferedFileSystem(StoreContract):
+    """Every clause, on an asynchronous object store whose files are uploaded block by block."""
+
+    @pytest.fixture
+    def store(self, bucket):
+        return bucket
+
+
+class _Upload(AbstractBufferedFile):
+    """As adlfs does: blocks go up one by one, and the final one completes the object, whether asked to or not."""
+
+    def _initiate_upload(self):
+        self.blocks = []
+
+    def _upload_chunk(self, final=False):
+        block = self.buffer.getvalue()
+        if b"poison" in block:
+            raise OSError(5, "the network is gone")
+        self.blocks.append(block)
+        if final:
+            self.fs.objects[self.path] = (b"".join(self.blocks), datetime.now(tz=timezone.utc))
+        return True
+
+
+class BucketFileSystem(AsyncFileSystem):
+    """A small object store: no directories of its own, one dictionary per name, shared by all instances."""
+
+    protocol = "testbucket"
+    buckets: dict[str, dict[str, tuple[bytes, datetime]]] = {}  # noqa: RUF012  # fsspec's own memory does the same
+
+    def __init__(self, name, **kwargs):
+        super().__init__(**kwargs)
+        self.objects = self.buckets.setdefault(name, {})
+
+    async def _info(self, path, **kwargs):
+        path = self._strip_protocol(path)
+        if path in self.objects:
+            body, time = self.objects[path]
+            return {"name": path, "size": len(body), "type": "file", "LastModified": time}
+        if any(key.startswith(f"{path}/") for key in self.objects):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    async def _ls(self, path, detail=True, **kwargs):
+        path = self._strip_protocol(path)
+        names = {
+            f"{path}/{key[len(path) + 1 :].split('/')[0]}" for key in list(self.objects) if key.startswith(f"{path}/")
+        }
+        if not names:
+            raise FileNotFoundError(path)
+        return [await self._info(name) for name in sorted(names)]
+
+    async def _cat_file(self, path, start=None, end=None, **kwargs):
+        await asyncio.sleep(0)
+        try:
+            return self.objects[self._strip_protocol(path)][0][start:end]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    async def _rm_file(self, path, **kwargs):
+        if self.objects.pop(self._strip_protocol(path), None) is None:
+            raise FileNotFoundError(path)
+
+    async def _cp_file(self, path1, path2, **kwargs):
+        self.objects[self._strip_protocol(path2)] = self.objects[self._strip_protocol(path1)]
+
+    def _open(self, path, mode="rb", block_size=None, autocommit=True, cache_options=None, **kwargs):
+        return _Upload(self, path, mode, block_size=block_size or 100, autocommit=autocommit)
+
+
+@pytest.fixture
+def bucket():
+    name = uuid.uuid4().hex
+    yield FsspecStore(BucketFileSystem(name), f"testbucket://{name}/run")
+    BucketFileSystem.buckets.pop(name, None)
+
+
+class TestFailuresInTheMiddle:
+    """A write that breaks off leaves nothing, not even once the file object is collected."""
+
+    def test_a_buffered_upload_is_not_completed(self, bucket):
+        """fsspec's files complete themselves in close() and in their destructor: a truncated object would appear."""
+        good = b"x" * 5000
+        with pytest.raises(StoreError, match="network is gone"):
+            bucket.put("a", [memoryview(good), memoryview(b"poison" * 1000)], crc32c=crc(good + b"poison" * 1000))
+        gc.collect()
+        assert keys(bucket) == []
+
+    def test_a_failing_view_completes_nothing(self, bucket, monkeypatch):
+        """Whatever fails between two blocks, a signal among it, is a failure of the whole object."""
+
+        def interrupted(self, data):
+            self.flush()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(_Upload, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            put(bucket, "a", b"body")
+        gc.collect()
+        assert keys(bucket) == []
+
+    def test_an_older_object_survives_a_failed_overwrite(self, bucket):
+        """Cleaning up must remove what this write left, not what lay there before."""
+        put(bucket, "a", b"old")
+        with pytest.raises(StoreError):
+            put(bucket, "a", b"poison" * 1000)
+        assert content(bucket, "a") == b"old"
+
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_a_full_disk_leaves_no_half_file(self, tmp_path, monkeypatch, existing):
+        """The same on files, where fsspec writes to a temporary file and moves it."""
+        store = FsspecStore("file", f"{tmp_path}/run")
+        if existing:
+            put(store, "data/a", b"old")
+        written: list[int] = []
+        real_open = LocalFileSystem._open
+
+        def open_(self, path, mode="rb", **kwargs):
+            file = real_open(self, path, mode, **kwargs)
+            if "w" in mode:
+                file.f = _Full(file.f, written)
+            return file
+
+        monkeypatch.setattr(LocalFileSystem, "_open", open_)
+        monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 10)
+        with pytest.raises(StoreError, match="No space left"):
+            put(store, "data/a", b"x" * 100)
+        gc.collect()
+        assert written == [10, 10]
+        assert keys(store) == (["data/a"] if existing else [])
+        assert not existing or content(store, "data/a") == b"old"
+
+    def test_memory_never_shows_a_half_object(self, monkeypatch):
+        """fsspec's memory publishes a file as soon as it is opened, so objects must go in whole."""
+        store = FsspecStore("memory", f"memory://{uuid.uuid4().hex}/run")
+        opened: list[str] = []
+        real = MemoryFileSystem._open
+
+        def open_(self, path, mode="rb", **kwargs):
+            if mode != "rb" and not kwargs.get("data"):
+                opened.append(path)
+            return real(self, path, mode, **kwargs)
+
+        monkeypatch.setattr(MemoryFileSystem, "_open", open_)
+        put(store, "a", b"x" * 1000)
+        put(store, "b", b"x" * 1000, if_absent=True)
+        assert opened == []
+
+    def test_no_files_pile_up_in_the_transaction(self, tmp_path):
+        """fsspec keeps each file that is opened without autocommit, buffers and all, until a transaction ends."""
+        store = FsspecStore("file", f"{tmp_path}/run")
+        for number in range(3):
+            put(store, f"a/{number}", b"body")
+        assert not store._instances.get().transaction.files
+
+
+class _Full(io.RawIOBase):
+    def __init__(self, inner, written):
+        self._inner, self._written = inner, written
+
+    def write(self, data):
+        if len(self._written) == 2:
+            raise OSError(28, "No space left on device")
+        self._written.append(len(data))
+        return self._inner.write(data)
+
+    def close(self):
+        self._inner.close()
+        super().close()
+
+
+class TestCapabilities:
+    """What is declared is what was shown, or nothing."""
+
+    def test_only_the_table_can_create_if_absent(self, bucket, tmp_path):
+        """A protocol that nobody looked at must make a save refuse, instead of losing a race one day."""
+        assert FsspecStore("memory", "memory://x").capabilities.conditional_create
+        assert not bucket.capabilities.conditional_create
+        assert not FsspecStore("file", str(tmp_path)).capabilities.conditional_create
+        with pytest.raises(UnsupportedOperationError, match="commit='unconditional'"):
+            put(bucket, "a", b"body", if_absent=True)
+        assert keys(bucket) == []
+
+    def test_a_version_that_lacks_the_condition_loses_the_capability(self):
+        """Old releases of gcsfs ignore mode="create"; theirs would be an unconditional put."""
+
+        class Old(AsyncFileSystem):
+            protocol = ("gs", "gcs")
+
+            async def _pipe_file(self, path, value, **kwargs):
+                """Takes and ignores anything."""
+
+        class New(Old):
+            async def _pipe_file(self, path, value, mode="overwrite", **kwargs):
+                """Knows the mode."""
+
+        assert backend_of(Old).create is Create.NO
+        assert backend_of(New).create is Create.MODE
+
+    def test_the_condition_is_passed_on(self, monkeypatch, bucket):
+        """Where the file system has the mode, the call must use it."""
+
+        async def pipe(self, path, value, mode="overwrite", **kwargs):
+            path = self._strip_protocol(path)
+            if mode == "create" and path in self.objects:
+                raise FileExistsError(path)
+            self.objects[path] = (bytes(value), datetime.now(tz=timezone.utc))
+
+        monkeypatch.setattr(BucketFileSystem, "_pipe_file", pipe)
+        monkeypatch.setattr(BucketFileSystem, "protocol", ("gs", "testbucket"))
+        store = FsspecStore(BucketFileSystem(bucket.uri.split("/")[2]), bucket.uri)
+        assert store.capabilities.conditional_create
+        put(store, "a", b"one", if_absent=True)
+        with pytest.raises(ObjectExistsError):
+            put(store, "a", b"two", if_absent=True)
+        assert content(store, "a") == b"one"
+
+
+class TestInstances:
+    """File systems hold connections and event loops, which neither forks nor, mostly, threads can share."""
+
+    def test_a_fork_gets_an_instance_of_its_own(self, monkeypatch):
+        """The event loop of the parent does not run in the child: the first call would wait for ever."""
+        for kind in (BucketFileSystem, MemoryFileSystem):
+            args = (uuid.uuid4().hex,) if kind is BucketFileSystem else ()
+            instances = Instances(Source(kind=kind, args=args))
+            before = instances.get()
+            assert instances.get() is before
+            pid = os.getpid()
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "getpid", lambda pid=pid: pid + 1)
+                assert instances.get() is not before
+
+    def test_threads_share_asynchronous_instances_alone(self):
+        """Two threads on one FTP connection read each other's answers."""
+        for kind, args, shared in ((BucketFileSystem, ("x",), True), (MemoryFileSystem, (), False)):
+            instances = Instances(Source(kind=kind, args=args))
+            ids = at_once([lambda instances=instances: instances.get()] * 4)
+            assert len({id(one) for one in ids}) == (1 if shared else 4)
+
+    def test_nothing_is_shared_with_other_users_of_fsspec(self):
+        """fsspec caches instances and their listings process-wide; a stale listing hides a commit."""
+        mine = FsspecStore("memory", "memory://x")._instances.get()
+        assert mine is not fsspec.filesystem("memory")
+
+    def test_listings_are_never_stale(self, bucket):
+        """Another process writes without this instance's knowledge."""
+        put(bucket, "a", b"body")
+        filesystem = bucket._instances.get()
+        filesystem.dircache["anything"] = []
+        assert keys(bucket) == ["a"]
+        assert "anything" not in filesystem.dircache
+
+    def test_stores_are_pickled_without_their_connections(self, bucket):
+        """The process that saves in the background makes its own."""
+        put(bucket, "a", b"body")
+        twin = pickle.loads(pickle.dumps(bucket))
+        assert content(twin, "a") == b"body"
+        assert twin._instances.get() is not bucket._instances.get()
+
+
+class TestErrors:
+    """Every backend has its own exceptions; callers know ours alone."""
+
+    @pytest.mark.parametrize("attribute", ["status", "status_code", "code"])
+    def test_http_statuses_are_translated(self, attribute):
+        """gcsfs, aiohttp and azure each name the number differently."""
+        for status, kind in STATUS_TABLE.items():
+            for value in (status, str(status)):
+                error = Exception("refused")
+                setattr(error, attribute, value)
+                found = translate(error, key="gs://b/a", operation="put", options={})
+                assert type(found) is kind
+                assert found.key == "gs://b/a"
+
+    @pytest.mark.parametrize(
+        ("error", "kind"),
+        [
+            (FileNotFoundError("x"), ObjectNotFoundError),
+            (FileExistsError("x"), ObjectExistsError),
+            (PermissionError("x"), AccessDeniedError),
+            (ConnectionResetError("x"), TransientStoreError),
+            (TimeoutError("x"), StoreTimeoutError),
+            (asyncio.TimeoutError(), StoreTimeoutError),
+            (NotImplementedError("x"), UnsupportedOperationError),
+            (OSError(28, "No space left on device"), StoreError),
+            (OSError(113, "No route to host"), TransientStoreError),
+            (ValueError("x"), StoreError),
+        ],
+    )
+    def test_classes_and_numbers_are_translated(self, error, kind):
+        """What is worth another try is told from what is not."""
+        assert type(translate(error, key="k", operation="read", options={})) is kind
+
+    def test_classes_are_found_by_name_and_inheritance(self):
+        """The table names classes of packages that need not be installed."""
+        base = type("GoogleAuthError", (Exception,), {"__module__": "google.auth.exceptions"})
+        derived = type("RefreshError", (base,), {"__module__": "google.auth.exceptions"})
+        assert type(translate(derived("x"), key="k", operation="read", options={})) is CredentialsError
+        assert all(issubclass(kind, StoreError) for kind in CLASS_TABLE.values())
+
+    def test_throttling_is_told_from_failing(self):
+        """Retrying faster after a 429 makes it worse."""
+        error = Exception("slow down")
+        error.code = 429
+        assert isinstance(translate(error, key="k", operation="put", options={}), ThrottledError)
+
+    def test_secrets_of_the_options_are_blotted_out(self):
+        """Clients put their connection strings into messages, and messages travel to every rank."""
+        options = {"password": "hunter2", "client_kwargs": {"access_token": "hunter2b"}, "host": "hosthost"}
+        error = Exception("login hunter2 / hunter2b to hosthost failed")
+        found = translate(error, key="k", operation="put", options=options)
+        assert "hunter2" not in str(found)
+        assert "hosthost" in str(found)
+
+    def test_only_our_errors_leave_the_store(self, bucket, monkeypatch):
+        """A bare KeyError out of a backend would neither be retried nor name the object."""
+
+        async def broken(self, path, **kwargs):
+            raise KeyError("size")
+
+        monkeypatch.setattr(BucketFileSystem, "_info", broken)
+        with pytest.raises(StoreError) as caught:
+            bucket.head("a")
+        assert caught.value.key == bucket.url("a")
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"mtime": 0.0}, datetime.fromtimestamp(0, tz=timezone.utc)),
+        ({"LastModified": datetime(2026, 1, 2, tzinfo=timezone.utc)}, datetime(2026, 1, 2, tzinfo=timezone.utc)),
+        ({"last_modified": datetime(2026, 1, 2)}, datetime(2026, 1, 2, tzinfo=timezone.utc)),  # noqa: DTZ001
+        ({"updated": "2026-01-02T03:04:05.678Z"}, datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=timezone.utc)),
+        (
+            {"mtime": None, "created": datetime(2026, 1, 2, tzinfo=timezone.utc)},
+            datetime(2026, 1, 2, tzinfo=timezone.utc),
+        ),
+    ],
+)
+def test_times_are_read_in_every_spelling(info, expected):
+    """Garbage is told by its age, under whichever name a file system gives it."""
+    assert _modified_at(info) == expected
+
+
+def test_an_object_of_unknown_age_is_young():
+    """What might be in the middle of being written must not be swept."""
+    assert datetime.now(tz=timezone.utc) - _modified_at({"modified": "yesterday"}) < timedelta(minutes=1)
+
+
+def test_creating_in_memory_is_safe_between_stores():
+    """Two stores at one place share fsspec's memory, so they must share the lock as well."""
+    root = f"memory://{uuid.uuid4().hex}"
+    stores = [FsspecStore("memory", root) for _ in range(8)]
+    for round_ in range(20):
+        results = at_once([lambda s=s, key=f"k{round_}": put(s, key, b"x", if_absent=True) for s in stores])
+        assert results.count(None) == 1
+
+
+def test_large_objects_are_streamed(bucket, monkeypatch):
+    """A shard of gigabytes must not be joined into one copy on its way."""
+    monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 1000)
+    sizes: list[int] = []
+    real = _Upload.write
+
+    def write(self, data):
+        sizes.append(len(data))
+        return real(self, data)
+
+    monkeypatch.setattr(_Upload, "write", write)
+    body = bytes(range(256)) * 20
+    bucket.put("a", [memoryview(body)[:3000], memoryview(body)[3000:]], crc32c=crc(body))
+    assert max(sizes) == 1000
+    assert content(bucket, "a") == body
+
+
+def test_reading_nothing_still_looks(bucket):
+    """An empty range of a missing or shorter object is as wrong as any other."""
+    put(bucket, "a", b"body")
+    bucket.read_into("a", 4, [])
+    with pytest.raises(ShortObjectError):
+        bucket.read_into("a", 5, [])
+    with pytest.raises(ObjectNotFoundError):
+        bucket.read_into("b", 0, [])
+
+
+def test_threads_are_not_left_behind(bucket):
+    """Each call must not start an event loop of its own."""
+    put(bucket, "a", b"body")
+    before = threading.active_count()
+    for _ in range(10):
+        content(bucket, "a")
+    assert threading.active_count() == before

@@ -153,7 +153,7 @@ def parsed(document: bytes) -> dict[str, Any]:
     if manifest.get("format") != "cloudckpt":
         raise FormatError("another format")
     version = manifest.get("version")
-    if not isinstance(version, list) or len(version) != 2 or version[0] != 1:
+    if not isinstance(version, list) or len(version) != 2 or version[0] != 1 or version[1] < 0:
         raise FormatError(f"version {version}")
     for name, kind in REQUIRED.items():
         if not isinstance(manifest.get(name), kind):
@@ -196,8 +196,15 @@ def object_problems(stored: dict[str, Any], step: int) -> Iterator[str]:
         yield f"key {stored['key']!r}"
     if not 0 <= stored["size"] <= MAX:
         yield f"size {stored['size']}"
-    elif len(stored["crc32c"]) != (-(-stored["size"] // step) * 4 + 2) // 3 * 4:
+    elif len(base64_bytes(stored["crc32c"])) != -(-stored["size"] // step) * 4:
         yield f"tiles of {stored['key']}"
+
+
+def base64_bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise FormatError(f"{text!r} is no base64") from error
 
 
 def tensor_problems(tensor: dict[str, Any], objects: list[dict[str, Any]]) -> Iterator[str]:
@@ -221,6 +228,13 @@ def tensor_problems(tensor: dict[str, Any], objects: list[dict[str, Any]]) -> It
             yield "size or alignment of a chunk"
     if volume != math.prod(shape):
         yield "volume"
+    if any(overlap(one, other) for one, other in itertools.combinations(tensor["chunks"], 2)):
+        yield "chunks overlap"
+
+
+def overlap(one: list[Any], other: list[Any]) -> bool:
+    sides = zip(one[0], one[1], other[0], other[1], strict=False)
+    return all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides)
 
 
 def range_is_good(object_index: int, begin: int, end: int, objects: list[dict[str, Any]]) -> bool:

@@ -295,6 +295,13 @@ def move_chunk(manifest: dict[str, Any]) -> None:
     chunk[4] += 1
 
 
+def overlap_chunks(manifest: dict[str, Any]) -> None:
+    """Twelve elements in all, of which four come twice."""
+    ((_, _, index, begin, _),) = manifest["tensors"]["weight"]["chunks"]
+    chunks = [[[0, 0], [2, 4], index, begin, begin + 32], [[1, 0], [1, 4], index, begin, begin + 16]]
+    manifest["tensors"]["weight"]["chunks"] = chunks
+
+
 BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "1 another format": lambda manifest: manifest.update(format="other"),
     "1 newer major version": lambda manifest: manifest.update(version=[2, 0]),
@@ -313,6 +320,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "4 key twice": lambda manifest: manifest["objects"].append(dict(manifest["objects"][0])),
     "5 negative size": change_object(size=-1),
     "5 tiles missing": change_object(crc32c=""),
+    "5 no base64": change_object(crc32c="?" * 8),
     "6 dtype": change_tensor(dtype="float33"),
     "6 negative shape": change_tensor(shape=[-3, -4]),
     "6 too many dimensions": change_tensor(shape=[1] * 65, chunks=[]),
@@ -327,6 +335,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "9 length": change_chunk(4, 1),
     "9 alignment": move_chunk,
     "10 volume": change_tensor(chunks=[]),
+    "10 overlap": overlap_chunks,
     "11 tensor and value": lambda manifest: manifest["values"].update(weight=manifest["values"]["lr"]),
     "11 nesting of nothing": lambda manifest: manifest["nesting"].update(nothing=["nothing"]),
     "11 empty path": lambda manifest: manifest["nesting"].update(weight=[]),
@@ -335,7 +344,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_refused_by_both_readers(tmp_path: Path, rule: str) -> None:
-    """If this fails, either cloudckpt trusts a manifest that breaks a documented rule, or the rule says something else."""
+    """If this fails, cloudckpt trusts a manifest that breaks a documented rule, or the rule says something else."""
     save(single(), tmp_path / "c")
     rewritten(tmp_path / "c", BROKEN[rule])
     with pytest.raises(FormatError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 _MAX_SPLIT_DIMS = 8  # every block costs 2 ** that many steps; no device mesh has as many dimensions
 
 
-def fills_once(blocks: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
     """Whether every element of an array of `shape` lies in exactly one of `blocks` (offsets, lengths).
 
     Takes time proportional to the number of blocks: two functions on a grid are equal if their mixed differences are,
@@ -17,7 +17,9 @@ def fills_once(blocks: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Seq
     eight dimensions are not recognised.
     """
     filled = [(offsets, lengths) for offsets, lengths in blocks if 0 not in lengths]
-    whole = [] if 0 in shape else [([0] * len(shape), list(shape))]
+    if len(filled) == 1:  # nearly always, and large jobs have a million tensors
+        return filled[0] == ((0,) * len(shape), shape)
+    whole = [] if 0 in shape else [((0,) * len(shape), shape)]
     split = [dim for dim, extent in enumerate(shape) if any(lengths[dim] != extent for _, lengths in filled)]
     if len(split) > _MAX_SPLIT_DIMS:
         return False

@@ -199,33 +199,30 @@ _MODIFIED = {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT", "ETag": '"e"'}
 def any_s3(size_bytes: int = 10) -> Answer:
     """A store that takes everything, and in which every object has `size_bytes` zeros."""
 
+    plain = {
+        ("POST", "uploads"): reply(200, _CREATED),
+        ("POST", "uploadId"): reply(200, _COMPLETED),
+        ("POST", "delete"): reply(200, "<DeleteResult/>"),
+        ("GET", "list-type"): reply(200, "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"),
+        ("GET", "uploads"): reply(200, "<ListMultipartUploadsResult/>"),
+        ("HEAD", ""): reply(200, b"", {**_MODIFIED, "Content-Length": str(size_bytes)}),
+        ("DELETE", ""): reply(204),
+    }
+
     def answer(connection: socket.socket, request: Recorded) -> None:
-        match request.method, request.query:
-            case "POST", {"uploads": _}:
-                chosen = reply(200, _CREATED)
-            case "POST", {"uploadId": _}:
-                chosen = reply(200, _COMPLETED)
-            case "POST", {"delete": _}:
-                chosen = reply(200, "<DeleteResult/>")
-            case "PUT", {"partNumber": _} if "x-amz-copy-source" in request.headers:
-                chosen = reply(200, _COPIED.format("CopyPartResult"))
-            case "PUT", _ if "x-amz-copy-source" in request.headers:
-                chosen = reply(200, _COPIED.format("CopyObjectResult"))
-            case "PUT", _:
-                chosen = reply(200, b"", {"ETag": '"e"'})
-            case "DELETE", _:
-                chosen = reply(204)
-            case "HEAD", _:
-                chosen = reply(200, b"", {**_MODIFIED, "Content-Length": str(size_bytes)})
-            case "GET", {"list-type": _}:
-                chosen = reply(200, "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>")
-            case "GET", {"uploads": _}:
-                chosen = reply(200, "<ListMultipartUploadsResult/>")
-            case _:
-                chosen = _range_of(request, size_bytes)
+        known = (plain.get((request.method, name)) for name in [*request.query, ""])
+        chosen = next((found for found in known if found is not None), None)
+        if chosen is None:
+            chosen = _taken(request) if request.method == "PUT" else _range_of(request, size_bytes)
         chosen(connection, request)
 
     return answer
+
+
+def _taken(request: Recorded) -> Answer:
+    if "x-amz-copy-source" not in request.headers:
+        return reply(200, b"", {"ETag": '"e"'})
+    return reply(200, _COPIED.format("CopyPartResult" if "partNumber" in request.query else "CopyObjectResult"))
 
 
 def _range_of(request: Recorded, size_bytes: int) -> Answer:

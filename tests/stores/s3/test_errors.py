@@ -67,7 +67,7 @@ def test_the_table_names_nothing_that_botocore_lacks() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(BOTOCORE) - set(table.UNREACHABLE)))
 def test_each_exception_of_botocore_says_what_failed_and_travels(name: str) -> None:
-    """An exception of botocore's that got through, or one of ours that cannot be pickled, leaves other ranks hanging."""
+    """An exception of botocore's that got through, or one that cannot be pickled, leaves other ranks hanging."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         translated = translate(instance_of(BOTOCORE[name]), request_for())
@@ -102,9 +102,7 @@ def test_each_exception_of_botocore_says_what_failed_and_travels(name: str) -> N
         ("InvalidDNSNameError", errors.BucketNotFoundError, "'bucket'"),
     ],
 )
-def test_exceptions_follow_what_a_handler_would_do(
-    name: str, expected: type[errors.StoreError], words: str
-) -> None:
+def test_exceptions_follow_what_a_handler_would_do(name: str, expected: type[errors.StoreError], words: str) -> None:
     """A missing credential would be retried for minutes, or a passing failure would end a save."""
     translated = translate(instance_of(BOTOCORE[name]), request_for())
     assert type(translated) is expected
@@ -227,7 +225,7 @@ def test_a_body_that_cannot_be_sent_in_time_is_a_timeout() -> None:
 
 
 def test_the_cause_of_a_failed_connection_is_named() -> None:
-    """"Connection refused" and "unknown host" need different remedies."""
+    """ "Connection refused" and "unknown host" need different remedies."""
     refused = BOTOCORE["EndpointConnectionError"](endpoint_url="x", error=ConnectionRefusedError(111, "no"))
     assert "Connection refused" in str(translate(refused, request_for()))
     unknown = BOTOCORE["EndpointConnectionError"](endpoint_url="x", error=socket.gaierror(-2, "no"))

@@ -64,7 +64,7 @@ def test_an_endpoint_that_never_answers_is_given_up_in_time(scripted: Any, opera
 
 @pytest.mark.parametrize("operation", sorted(CALLS))
 def test_a_wrong_port_names_the_endpoint(operation: str) -> None:
-    """"Could not connect" without saying to what sends people to the wrong machine."""
+    """ "Could not connect" without saying to what sends people to the wrong machine."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     options = {"endpoint_url": f"http://127.0.0.1:{port}", "access_key_id": "a", "secret_access_key": "b"}
@@ -85,7 +85,9 @@ def test_a_body_that_stalls_is_given_up_in_time_and_says_how_far_it_got(scripted
     """A load would hang for ever, or start the range anew instead of going on where it stopped."""
 
     def stall(connection: socket.socket, _: object) -> None:
-        connection.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 3145728\r\nContent-Range: bytes 0-3145727/3145728\r\n\r\n")
+        connection.sendall(
+            b"HTTP/1.1 206 X\r\nContent-Length: 3145728\r\nContent-Range: bytes 0-3145727/3145728\r\n\r\n"
+        )
         connection.sendall(b"a" * (MIB + 5))
         server.closing.wait(30)
 
@@ -170,9 +172,7 @@ def test_chunked_bodies_are_read(scripted: Any) -> None:
     assert server.num_connections == 1
 
 
-def test_reads_go_through_boto3_where_its_insides_have_changed(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_go_through_boto3_where_its_insides_have_changed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer botocore or urllib3 without the connection at hand must cost speed, not loads."""
     monkeypatch.setattr("urllib3.response.HTTPResponse._original_response", None, raising=False)
     from cloudckpt.stores.s3 import reading  # noqa: PLC0415
@@ -204,9 +204,7 @@ def test_connections_are_used_again(scripted: Any) -> None:
 
 def test_a_connection_with_a_rest_of_an_answer_is_not_used_again(scripted: Any) -> None:
     """The rest of one body would be read as the beginning of the next answer."""
-    server = scripted.serve(
-        scripted.reply(206, b"x" * 100, {"Content-Range": "bytes 0-99/100"}), scripted.any_s3()
-    )
+    server = scripted.serve(scripted.reply(206, b"x" * 100, {"Content-Range": "bytes 0-99/100"}), scripted.any_s3())
     store = server.store()
     refuse(lambda: CALLS["read_into"](store), errors.UnsupportedOperationError)
     CALLS["read_into"](store)

@@ -42,7 +42,7 @@ def test_any_key_goes_the_whole_way(store: S3Store, key: str) -> None:
     assert store.head(key).size_bytes == 7
     assert [found.key for found in store.list()] == [key]
     assert [found.key for found in store.list(key)] == [key]
-    assert list(store.list_directories()) == ([key.split("/")[0]] if "/" in key else [])
+    assert list(store.list_directories()) == ([key.partition("/")[0]] if "/" in key else [])
     store.copy(key, f"copies/{key}")
     assert store.read(f"copies/{key}", max_bytes=10) == b"content"
     upload_id = store.create_multipart(key)
@@ -132,9 +132,7 @@ def test_times_are_aware(store: S3Store) -> None:
 
 def test_a_missing_bucket_is_told_from_a_missing_key(s3_server: S3Server, store: S3Store) -> None:
     """A misspelt bucket would look like an empty one, and a save would go on until its first part."""
-    missing = S3Store(
-        "no-such-bucket", "", storage_options=s3_server.storage_options, timeout_s=30, connections=1
-    )
+    missing = S3Store("no-such-bucket", "", storage_options=s3_server.storage_options, timeout_s=30, connections=1)
     view = [memoryview(bytearray(1))]
     for call in (
         lambda: missing.head("k"),

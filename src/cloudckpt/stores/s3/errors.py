@@ -70,6 +70,7 @@ GONE: Rule = (
     ObjectNotFoundError,
     "The multipart upload is gone: it was completed or aborted. Upload the object anew.",
 )
+INVALID: Rule = (StoreError, "boto3 refuses the request. Check the bucket's name, the key and storage_options.")
 KMS: Rule = (
     AccessDeniedError,
     "The KMS key cannot be used. Check kms_key_id, and grant kms:GenerateDataKey and kms:Decrypt.",
@@ -215,6 +216,7 @@ EXCEPTIONS: Mapping[str, Rule] = _invert(
         (MODELS, "UnknownServiceError UnknownServiceStyle UnsupportedServiceProtocolsError"),
         (NO_CREDENTIALS, "CredentialRetrievalError LoginInsufficientPermissions MetadataRetrievalError"),
         (NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError RefreshWithMFAUnsupportedError"),
+        (INVALID, "ParamValidationError"),
         (NO_PROFILE, "ProfileNotFound"),
         (NOT_S3, "ResponseParserError"),
         (PROXY, "ProxyConnectionError"),
@@ -224,7 +226,7 @@ EXCEPTIONS: Mapping[str, Rule] = _invert(
         (REQUEST, "AliasConflictParameterError AwsChunkedWrapperError ClientError MissingParametersError"),
         (
             REQUEST,
-            "ParamValidationError RangeError UnknownKeyError UnknownParameterError UnseekableStreamError",
+            "RangeError UnknownKeyError UnknownParameterError UnseekableStreamError",
         ),
         (REQUEST, "ValidationError"),
         (SLOWER, "CapacityNotAvailableError"),

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MOST_CHARACTERS = 400
+_FEWEST_SECRET_CHARACTERS = 6  # shorter ones are dummies, and part of any word
 _SERVER_ERROR = 500
 
 PERMISSIONS: dict[str, str] = {
@@ -155,7 +156,9 @@ def _reason(error: Exception) -> str:
 def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
     cls, advice = rule
     for secret in request.secrets:
-        reason = reason.replace(secret, "***")
+        if len(secret) >= _FEWEST_SECRET_CHARACTERS:
+            reason = reason.replace(secret, "***")
+    reason = " ".join(reason.split())
     if len(reason) > _MOST_CHARACTERS:
         reason = f"{reason[:_MOST_CHARACTERS]}…"
     advice = advice.format(

@@ -1,0 +1,186 @@
+"""Asynchronous saves: training goes on beside them, faults are recovered from, failures are told."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import AppState, assert_same, build
+from tests.e2e.places import Place
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+
+NUM_STEPS = 9
+FAULTY_STEPS = (1, 4, 7)
+WAIT_S = 30
+
+
+class InjectedError(Exception):
+    """The fault of the training loop."""
+
+
+def train_with_faults(root: str) -> None:
+    """On each rank: save after every other step, fail now and then, reload the newest checkpoint, go on."""
+    expected = build("fsdp2", seed=0).losses(0, NUM_STEPS)
+
+    pending_faults = set(FAULTY_STEPS)
+    training = build("fsdp2", seed=0)
+    handle: cloudckpt.AsyncSave | None = None
+    losses: dict[int, torch.Tensor] = {}
+    resumed_from: list[int] = []
+    step = 0
+    while step < NUM_STEPS:
+        try:
+            losses[step] = training.step(step)
+            if step in pending_faults:
+                pending_faults.remove(step)
+                raise InjectedError  # noqa: TRY301  the handler below is what is tested
+            step += 1
+            if step % 2 == 0:
+                if handle is not None:
+                    handle.result(WAIT_S)
+                state = {"app": AppState(training), "step": step}
+                handle = cloudckpt.async_save(state, f"{root}/step-{step:03}")
+                handle.staged.result(WAIT_S)
+        except InjectedError:  # noqa: PERF203  the loop that users write
+            training = build("fsdp2", seed=0)
+            step = 0
+            if handle is not None:
+                handle.result(WAIT_S)
+                newest = cloudckpt.latest(root)
+                assert newest is not None
+                state = {"app": AppState(training), "step": -1}
+                cloudckpt.load(state, newest.uri)
+                step = state["step"]
+            resumed_from.append(step)
+    if handle is not None:
+        handle.result(WAIT_S)
+    assert resumed_from == [0, 4, 6]
+    assert_same(torch.stack([losses[number] for number in range(NUM_STEPS)]), expected)
+    names = [found.name for found in cloudckpt.list_checkpoints(root)]
+    assert names == ["step-002", "step-004", "step-006", "step-008"]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_loop_with_faults_reaches_the_losses_of_one_without(place: Place, num_ranks: int) -> None:
+    """If this fails, a job that crashes now and then does not resume where its newest checkpoint says."""
+    run_ranks(train_with_faults, place.root, world_size=num_ranks)
+
+
+def values(fill: float) -> dict[str, torch.Tensor]:
+    """One tensor that each rank holds alike, and one key of each rank's own."""
+    return {"shared": torch.full((1000,), fill), f"own-{dist.get_rank()}": torch.full((7,), fill)}
+
+
+def assert_checkpoint_holds(uri: str, fill: float) -> None:
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in values(fill).items()}
+    cloudckpt.load(loaded, uri)
+    assert_same(loaded, values(fill))
+
+
+def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
+    """On each rank: cloudckpt's call, torch's with a writer, torch's by URI; the tensors change once staged."""
+    group = dist.new_group(backend="gloo")  # torch shares the default group with training otherwise
+
+    state = values(1.0)
+    handle = cloudckpt.async_save(state, f"{root}/ours", async_checkpointer_type=kind)
+    handle.staged.result(WAIT_S)
+    for tensor in state.values():
+        tensor.fill_(-1)
+    handle.result(WAIT_S)
+    assert handle.done()
+    assert handle.exception(0) is None
+    assert_checkpoint_holds(f"{root}/ours", 1.0)
+
+    state = values(2.0)
+    writer = cloudckpt.ObjectStoreWriter(f"{root}/writer")
+    future = dcp.async_save(state, storage_writer=writer, process_group=group, async_checkpointer_type=kind)
+    assert isinstance(future, Future)
+    for tensor in state.values():
+        tensor.fill_(-1)
+    future.result(WAIT_S)
+    assert_checkpoint_holds(f"{root}/writer", 2.0)
+
+    cloudckpt.enable()
+    try:
+        state = values(3.0)
+        uri = f"{root}/enabled" if "://" in root else f"file://{root}/enabled"
+        future = dcp.async_save(state, checkpoint_id=uri, process_group=group, async_checkpointer_type=kind)
+        assert isinstance(future, Future)
+        for tensor in state.values():
+            tensor.fill_(-1)
+        future.result(WAIT_S)
+    finally:
+        cloudckpt.disable()
+    assert_checkpoint_holds(uri, 3.0)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.name)
+def test_every_way_to_save_asynchronously_commits_what_was_staged(place: Place, kind: AsyncCheckpointerType) -> None:
+    """If this fails, an asynchronous save is torn by later training steps, or does not reach the store at all."""
+    run_ranks(save_through_every_door, place.root, kind, world_size=2)
+
+
+def save_asynchronously_where_a_checkpoint_lies(uri: str) -> None:
+    cloudckpt.save(values(1.0), uri)
+    handle = cloudckpt.async_save(values(2.0), uri)
+    error = handle.exception(WAIT_S)
+    assert isinstance(error, CheckpointException)
+    assert isinstance(error, cloudckpt.CheckpointExistsError)
+    assert handle.done()
+    with pytest.raises(CheckpointException, match="Checkpoint already exists"):
+        handle.result(WAIT_S)
+    assert_checkpoint_holds(uri, 1.0)
+
+
+@pytest.mark.multirank
+def test_a_failed_asynchronous_save_says_so(place: Place) -> None:
+    """If this fails, a job believes in a checkpoint that was never committed."""
+    run_ranks(save_asynchronously_where_a_checkpoint_lies, place.uri(), world_size=2)
+
+
+def train_beside_many_saves(root: str) -> None:
+    """On each rank: collectives of training and of several saves overlap, on the one default group."""
+    training = build("fsdp2", seed=0)
+    handles = []
+    for number in range(4):
+        handles.append(cloudckpt.async_save({"app": AppState(training)}, f"{root}/{number}"))
+        handles[-1].staged.result(WAIT_S)
+        training.losses(0, 3)
+    for handle in handles:
+        handle.result(WAIT_S)
+    assert len(cloudckpt.list_checkpoints(root)) == len(handles)
+
+
+@pytest.mark.multirank
+def test_saves_and_training_share_the_default_group(place: Place) -> None:
+    """If this fails, a save's collectives get mixed up with those of training, and both hang."""
+    run_ranks(train_beside_many_saves, place.root, world_size=2)
+
+
+def save_without_a_cpu_backend(uri: str) -> None:
+    import torch.testing._internal.distributed.fake_pg  # noqa: PLC0415  registers the backend
+
+    dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(AssertionError, match="A CPU backend must be enabled for async save"):
+            cloudckpt.async_save({"a": torch.zeros(1)}, uri)
+        with pytest.raises(AssertionError, match="A CPU backend must be enabled for async save"):
+            dcp.async_save({"a": torch.zeros(1)}, storage_writer=cloudckpt.ObjectStoreWriter(uri))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.multirank
+def test_an_asynchronous_save_needs_a_cpu_backend(place: Place) -> None:
+    """If this fails, users of NCCL alone get a hang or a riddle in place of torch's clear assertion."""
+    run_ranks(save_without_a_cpu_backend, place.uri(), world_size=1, process_group=False)
+    assert place.keys() == []

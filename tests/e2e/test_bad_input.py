@@ -1,0 +1,260 @@
+"""Bad input: one clear error that names the thing and the next step, in bounded time, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import Place, S3Place
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt.testing.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+Call = Callable[..., object]
+
+
+def values(fill: float = 1.0) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((3, 4), fill)}, "n": int(fill)}
+
+
+def save(uri: Any, options: cloudckpt.Options | None = None) -> object:
+    return cloudckpt.save(values(), uri, options=options)
+
+
+def async_save(uri: Any, options: cloudckpt.Options | None = None) -> object:
+    return cloudckpt.async_save(values(), uri, options=options).result(60)
+
+
+def load(uri: Any, options: cloudckpt.Options | None = None) -> object:
+    return cloudckpt.load(values(0.0), uri, options=options)
+
+
+def latest(uri: Any, options: cloudckpt.Options | None = None) -> object:
+    return cloudckpt.latest(uri, options=options)
+
+
+CALLS: list[Call] = [save, async_save, load, latest]
+by_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+
+
+@by_call
+@pytest.mark.parametrize(
+    ("uri", "named"),
+    [
+        ("abc://bucket/run", "abc"),
+        ("s4://bucket/run", "s3://"),
+        ("s3://", "bucket"),
+        ("s3:///run/step-1", "bucket"),
+        ("gs://", "bucket"),
+        ("s3:/bucket/run", "s3://"),
+        (Path("s3://bucket/run"), "s3://"),
+        (Path("gs://bucket/run"), "gs://"),
+        ("s3://bucket/a//b", "a//b"),
+        ("s3://bucket/../other", r"\.\."),
+        ("s3://key:secret@bucket/run", "credentials"),
+        ("", "empty"),
+        (17, "int"),
+    ],
+    ids=str,
+)
+def test_a_uri_that_names_nothing_is_refused(
+    call: Call, uri: Any, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If this fails, a typing error makes a local directory called 's3:' that nobody looks into."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(cloudckpt.InvalidURIError, match=named) as caught:
+        call(uri)
+    assert isinstance(caught.value, ValueError)
+    assert "secret" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@by_call
+def test_a_bucket_that_is_not_there_is_named(s3: S3Place, call: Call) -> None:
+    """If this fails, a mistyped bucket looks like a missing checkpoint, or like success."""
+    with pytest.raises(cloudckpt.BucketNotFoundError, match="no-such-bucket"):
+        call("s3://no-such-bucket/run")
+
+
+@pytest.fixture
+def enforced(s3: S3Place, s3_server: S3Server) -> Iterator[S3Place]:
+    """The bucket with a checkpoint in it, on a server that has begun to check credentials and permissions."""
+    save(s3.uri())
+    iam = boto3.client("iam", endpoint_url=s3_server.endpoint_url)
+    iam.create_user(UserName="nobody")
+    keys = iam.create_access_key(UserName="nobody")["AccessKey"]
+    s3.nobody = (keys["AccessKeyId"], keys["SecretAccessKey"])  # type: ignore[attr-defined]
+    before = s3.contents()
+
+    def enforce_after(num_actions: str) -> None:
+        request = urllib.request.Request(  # noqa: S310  the address is our own server's
+            f"{s3_server.endpoint_url}/moto-api/reset-auth",
+            data=num_actions.encode(),
+            headers={"Content-Type": "text/plain"},
+        )
+        with urllib.request.urlopen(request, timeout=10):  # noqa: S310
+            pass
+
+    enforce_after("0")
+    try:
+        yield s3
+    finally:
+        enforce_after("inf")
+        iam.delete_access_key(UserName="nobody", AccessKeyId=keys["AccessKeyId"])
+        iam.delete_user(UserName="nobody")
+    assert s3.contents() == before
+
+
+@pytest.mark.parametrize("call", [save, load, latest], ids=lambda call: call.__name__)
+def test_denied_access_says_what_is_denied(enforced: S3Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a missing permission looks like a missing checkpoint, and a job starts from scratch."""
+    name, secret = enforced.nobody  # type: ignore[attr-defined]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", name)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    with pytest.raises(cloudckpt.AccessDeniedError, match=r"s3:[A-Z][A-Za-z]+") as caught:
+        call(enforced.uri())
+    assert enforced.bucket in str(caught.value)
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("call", [save, load, latest], ids=lambda call: call.__name__)
+def test_wrong_credentials_are_named_as_such(enforced: S3Place, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, an expired or mistyped key sends the user to look for missing files."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWNUNKNOWN00")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
+    with pytest.raises(cloudckpt.CredentialsError) as caught:
+        call(enforced.uri())
+    assert "very-secret" not in str(caught.value)
+
+
+@by_call
+def test_missing_credentials_are_named_as_such(
+    s3: S3Place, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If this fails, a machine without credentials waits for some metadata service, or says nothing useful."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "nothing"))
+    with pytest.raises(cloudckpt.CredentialsError):
+        call(s3.uri())
+
+
+@pytest.fixture
+def silent_endpoint() -> Iterator[str]:
+    """Takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@by_call
+def test_an_endpoint_that_does_not_answer_is_given_up(s3: S3Place, silent_endpoint: str, call: Call) -> None:
+    """If this fails, a dead store makes a job hang for ever, with its GPUs."""
+    options = cloudckpt.Options(timeout_s=1.0, storage_options={"endpoint_url": silent_endpoint})
+    begun_s = time.monotonic()
+    with pytest.raises(cloudckpt.StoreTimeoutError) as caught:
+        call(s3.uri(), options)
+    assert time.monotonic() - begun_s < 10
+    assert isinstance(caught.value, TimeoutError)
+
+
+@by_call
+def test_an_endpoint_that_refuses_connections_is_named(s3: S3Place, call: Call) -> None:
+    """If this fails, a wrong port looks like a missing checkpoint."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    options = cloudckpt.Options(timeout_s=2.0, retries=1, storage_options={"endpoint_url": endpoint})
+    begun_s = time.monotonic()
+    with pytest.raises(cloudckpt.TransientStoreError, match=re.escape(endpoint.removeprefix("http://"))):
+        call(s3.uri(), options)
+    assert time.monotonic() - begun_s < 15
+
+
+def test_nothing_there_is_said_so(place: Place) -> None:
+    """If this fails, loading from a wrong step starts a job from scratch without a word."""
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="checkpoint") as caught:
+        load(place.uri())
+    assert place.uri() in str(caught.value)
+    assert isinstance(caught.value, CheckpointException)
+    assert latest(place.root) is None
+    assert cloudckpt.list_checkpoints(place.root) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"model": {"weigth": torch.zeros(3, 4)}}, r"model\.weigth"),
+        ({"model": {"weight": torch.zeros(4, 3)}}, r"model\.weight"),
+        ({"model": {"weight": torch.zeros(12)}}, r"model\.weight"),
+        ({"model": {"weight": torch.zeros(())}}, r"model\.weight"),
+        ({"model": {"weight": 5}}, r"model\.weight"),
+    ],
+    ids=["missing", "transposed", "flattened", "scalar", "no tensor"],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_by_name(place: Place, state: dict[str, Any], named: str) -> None:
+    """If this fails, a changed model loads a part of its weights, or somebody else's."""
+    save(place.uri())
+    before = place.contents()
+    with pytest.raises(CheckpointException, match=named):
+        cloudckpt.load(state, place.uri())
+    assert place.contents() == before
+
+
+def load_with_one_rank_asking_too_much(uri: str) -> None:
+    state = values(0.0)
+    if dist.get_rank() == 1:
+        state["model"]["more"] = torch.zeros(1)
+    with pytest.raises(CheckpointException, match=r"model\.more") as caught:
+        cloudckpt.load(state, uri)
+    assert sorted(caught.value.failures) == [1]
+    assert_same(state["model"]["weight"], torch.zeros(3, 4))
+
+
+@pytest.mark.multirank
+def test_one_ranks_bad_request_stops_all(place: Place) -> None:
+    """If this fails, the other ranks load, and wait for ever for the one that did not."""
+    save(place.uri())
+    run_ranks(load_with_one_rank_asking_too_much, place.uri(), world_size=2)
+
+
+def fail_on_ranks(uri: str, silent_endpoint: str) -> None:
+    options = cloudckpt.Options(timeout_s=1.0, storage_options={"endpoint_url": silent_endpoint})
+    with pytest.raises(CheckpointException) as caught:
+        cloudckpt.save(values(), uri, options=options)
+    assert isinstance(caught.value, cloudckpt.StoreTimeoutError)
+    with pytest.raises(cloudckpt.BucketNotFoundError):
+        cloudckpt.load(values(), "s3://no-such-bucket/run")
+    with pytest.raises(cloudckpt.InvalidURIError):
+        cloudckpt.save(values(), "abc://bucket/run")
+
+
+@pytest.mark.multirank
+def test_ranks_fail_together(s3: S3Place, silent_endpoint: str) -> None:
+    """If this fails, one rank hears of a bad store and the others hang in a collective."""
+    run_ranks(fail_on_ranks, s3.uri(), silent_endpoint, world_size=2)
+    assert s3.keys() == []
+
+
+def test_neither_or_both_locations_are_refused(place: Place) -> None:
+    """If this fails, a forgotten URI saves somewhere that nobody meant."""
+    with pytest.raises((TypeError, ValueError, cloudckpt.CloudckptError)):
+        cloudckpt.save(values())
+    with pytest.raises((TypeError, ValueError, cloudckpt.CloudckptError)):
+        cloudckpt.load(values())
+    with pytest.raises((TypeError, ValueError, cloudckpt.CloudckptError)):
+        cloudckpt.save(values(), place.uri("one"), checkpoint_id=place.uri("two"))
+    assert place.keys() == []

@@ -1,0 +1,212 @@
+"""Damaged, cut and missing objects: an error that names the object and the tensor, never wrong values."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from awscrt.checksums import crc32c
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import LocalPlace, Place
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+PATTERN = b"\x5a\xc3\x3c\xa5"
+NUM_PATTERNS = 1000
+
+
+def values() -> dict[str, Any]:
+    """One tensor whose bytes can be found in an object without knowing the format, among others."""
+    patterned = torch.frombuffer(bytearray(PATTERN * NUM_PATTERNS), dtype=torch.float32)
+    return {"before": torch.ones(500), "block": {"victim": patterned}, "end": torch.zeros(500), "n": 3}
+
+
+def blank() -> dict[str, Any]:
+    return {"before": torch.zeros(500), "block": {"victim": torch.zeros(NUM_PATTERNS)}, "end": torch.ones(500), "n": 0}
+
+
+def victim_at(place: Place) -> tuple[str, int]:
+    """The object that holds the tensor, and where in it the tensor begins."""
+    for key in place.data_keys():
+        position = place.read(key).find(PATTERN * NUM_PATTERNS)
+        if position >= 0:
+            return key, position
+    raise AssertionError("the tensor's bytes lie nowhere")
+
+
+def assert_names_object_and_tensor(error: BaseException, key: str) -> None:
+    name = key.rpartition("/")[2]
+    assert name in str(error), f"{name} is not named: {error}"
+    assert "block.victim" in str(error), str(error)
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+def test_a_flipped_bit_is_found(place: Place, where: str, bit: int) -> None:
+    """If this fails, a bit that rotted in storage becomes a weight."""
+    cloudckpt.save(values(), place.uri())
+    key, begin = victim_at(place)
+    offset = {"first": 0, "middle": 2 * NUM_PATTERNS, "last": 4 * NUM_PATTERNS - 1}[where]
+    data = bytearray(place.read(key))
+    data[begin + offset] ^= 1 << bit
+    place.write(key, bytes(data))
+    with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
+        cloudckpt.load(blank(), place.uri())
+    assert isinstance(caught.value, CheckpointException)
+    assert_names_object_and_tensor(caught.value, key)
+
+
+@pytest.mark.parametrize("left", ["nothing", "half", "all but one byte"])
+def test_a_cut_object_is_found(place: Place, left: str) -> None:
+    """If this fails, an object that lost its end is read past it, or its tensors keep old values."""
+    cloudckpt.save({"block": values()["block"]}, place.uri())
+    key, begin = victim_at(place)
+    size = {"nothing": 0, "half": begin + 2 * NUM_PATTERNS, "all but one byte": begin + 4 * NUM_PATTERNS - 1}
+    place.write(key, place.read(key)[: size[left]])
+    with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
+        cloudckpt.load({"block": blank()["block"]}, place.uri())
+    assert_names_object_and_tensor(caught.value, key)
+
+
+def test_a_missing_object_is_found(place: Place) -> None:
+    """If this fails, a data object that somebody removed gives an error that explains nothing."""
+    cloudckpt.save(values(), place.uri())
+    key, _ = victim_at(place)
+    place.remove(key)
+    with pytest.raises(cloudckpt.CloudckptError) as caught:
+        cloudckpt.load(blank(), place.uri())
+    assert isinstance(caught.value, cloudckpt.CorruptCheckpointError | cloudckpt.CheckpointChangedError)
+    assert_names_object_and_tensor(caught.value, key)
+
+
+def test_damage_elsewhere_does_not_stop_a_partial_load(place: Place) -> None:
+    """If this fails, either everything is read for a part, or a part is checked against the whole."""
+    options = cloudckpt.Options(tile_bytes=4096)
+    big = {"good": torch.arange(100_000), "bad": torch.arange(100_000)}
+    cloudckpt.save(dict(big), place.uri(), options=options)
+    (key,) = place.data_keys()
+    data = bytearray(place.read(key))
+    data[-1] ^= 1
+    place.write(key, bytes(data))
+    outcomes = {}
+    for name, expected in big.items():
+        target = torch.zeros(100_000, dtype=torch.int64)
+        try:
+            cloudckpt.load({name: target}, place.uri())
+        except cloudckpt.CorruptCheckpointError:
+            outcomes[name] = "refused"
+        else:
+            assert_same(target, expected)
+            outcomes[name] = "loaded"
+    assert sorted(outcomes.values()) == ["loaded", "refused"]
+
+
+def test_verification_can_be_switched_off(local: LocalPlace) -> None:
+    """If this fails, what a user knows to be damaged cannot be salvaged."""
+    cloudckpt.save(values(), local.uri())
+    key, begin = victim_at(local)
+    data = bytearray(local.read(key))
+    data[begin] ^= 1
+    local.write(key, bytes(data))
+    state = blank()
+    cloudckpt.load(state, local.uri(), options=cloudckpt.Options(verify=False))
+    assert_same(state["before"], torch.ones(500))
+
+
+def load_damaged_on_ranks(uri: str) -> None:
+    """Only rank 1 asks for the damaged tensor; both must hear of it, and that it was rank 1."""
+    state = {"own-0": torch.zeros(100), "own-1": torch.zeros(100)}
+    own = f"own-{dist.get_rank()}"
+    with pytest.raises(CheckpointException, match="own-1") as caught:
+        cloudckpt.load({own: state[own]}, uri)
+    assert isinstance(caught.value, cloudckpt.CorruptCheckpointError)
+    assert sorted(caught.value.failures) == [1]
+
+
+def save_on_ranks(uri: str) -> None:
+    rank = dist.get_rank()
+    cloudckpt.save({f"own-{rank}": torch.full((100,), rank + 1.0)}, uri)
+
+
+@pytest.mark.multirank
+def test_damage_seen_by_one_rank_is_told_to_all(place: Place) -> None:
+    """If this fails, one rank stops and the others train on alone, or hang."""
+    run_ranks(save_on_ranks, place.uri(), world_size=2)
+    (key,) = (key for key in place.data_keys() if torch.full((100,), 2.0).numpy().tobytes() in place.read(key))
+    data = bytearray(place.read(key))
+    data[-5] ^= 0x10
+    place.write(key, bytes(data))
+    run_ranks(load_damaged_on_ranks, place.uri(), world_size=2)
+
+
+def test_no_damage_to_a_manifest_goes_unseen(local: LocalPlace) -> None:
+    """If this fails, a flipped bit in the manifest moves a tensor to other bytes, without an error."""
+    cloudckpt.save(values(), local.uri())
+    (key,) = local.manifest_keys()
+    good = local.read(key)
+    step = max(1, len(good) // 150)
+    for position in range(0, len(good), step):
+        data = bytearray(good)
+        data[position] ^= 1 << (position % 8)
+        local.write(key, bytes(data))
+        with pytest.raises((cloudckpt.InvalidManifestError, cloudckpt.UnsupportedFormatError)):
+            cloudckpt.load(blank(), local.uri())
+    local.write(key, good)
+    state = blank()
+    cloudckpt.load(state, local.uri())
+    assert_same(state["before"], torch.ones(500))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"format": "someone-elses"}',
+        b"<html>not found</html>",
+        b"\x80\x04garbage\x00",
+        b'{"a": NaN}',
+    ],
+)
+def test_a_manifest_of_another_program_is_refused(place: Place, content: bytes) -> None:
+    """If this fails, a file that happens to be called manifest.json breaks a load in some obscure way."""
+    place.write("checkpoint/manifest.json", content)
+    with pytest.raises(cloudckpt.InvalidManifestError, match=r"manifest\.json"):
+        cloudckpt.load(blank(), place.uri())
+    assert place.contents() == {"checkpoint/manifest.json": content}
+
+
+@pytest.mark.parametrize("left", [1, 100, -1])
+def test_a_cut_manifest_is_refused(place: Place, left: int) -> None:
+    """If this fails, half a manifest passes for a smaller checkpoint."""
+    cloudckpt.save(values(), place.uri())
+    (key,) = place.manifest_keys()
+    place.write(key, place.read(key)[:left])
+    with pytest.raises(cloudckpt.InvalidManifestError, match=r"manifest\.json"):
+        cloudckpt.load(blank(), place.uri())
+
+
+@pytest.mark.parametrize("checksum", ["right", "another"])
+def test_a_manifest_of_a_newer_format_asks_for_an_upgrade(place: Place, checksum: str) -> None:
+    """If this fails, an old cloudckpt misreads what a newer one wrote, or calls it damaged."""
+    cloudckpt.save(values(), place.uri())
+    (key,) = place.manifest_keys()
+    manifest = json.loads(place.read(key))
+    del manifest["crc32c"]
+    manifest["version"] = [99, 0]
+    if checksum == "right":
+        body = json.dumps(manifest, separators=(",", ":")).encode()[:-1]
+        document = body + b',"crc32c":"%08x"}' % crc32c(body)
+    else:  # a format may change how it is checked, too
+        document = json.dumps({**manifest, "sha256": "0" * 64}).encode()
+    place.write(key, document)
+    with pytest.raises(cloudckpt.UnsupportedFormatError, match=r"(?i)upgrade"):
+        cloudckpt.load(blank(), place.uri())

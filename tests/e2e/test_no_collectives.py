@@ -1,0 +1,79 @@
+"""``use_collectives=False``: each rank saves and loads its own, and nobody takes one rank's part for the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import Place
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+
+
+def values(rank: int) -> dict[str, torch.Tensor]:
+    """The same names on every rank, with values of its own: what one rank could mistake for its own."""
+    return {"x": torch.full((10,), float(rank + 1)), "y": torch.arange(rank, rank + 3)}
+
+
+def save_without_collectives(root: str) -> None:
+    rank = dist.get_rank()
+    calls = {
+        "ours": lambda uri: cloudckpt.save(values(rank), uri, use_collectives=False),
+        "torchs": lambda uri: dcp.save(
+            values(rank), storage_writer=cloudckpt.ObjectStoreWriter(uri), use_collectives=False
+        ),
+    }
+    for name, save in calls.items():
+        uri = f"{root}/{name}"
+        save(uri)
+        dist.barrier()
+        for load in (
+            lambda state: cloudckpt.load(state, uri),  # noqa: B023
+            lambda state: dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(uri)),  # noqa: B023
+        ):
+            state = {key: torch.zeros_like(tensor) for key, tensor in values(rank).items()}
+            load(state)
+            assert_same(state, values(rank))
+        dist.barrier()
+        with pytest.raises((CheckpointException, cloudckpt.CheckpointExistsError), match="Checkpoint already exists"):
+            save(uri)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_rank_loads_back_its_own(place: Place, num_ranks: int) -> None:
+    """If this fails, ranks write to one key, and one loads another's values without an error."""
+    run_ranks(save_without_collectives, place.root, world_size=num_ranks)
+
+
+def save_parts(uri: str) -> None:
+    cloudckpt.save(values(dist.get_rank()), uri, use_collectives=False)
+
+
+def load_on_more_ranks(uri: str) -> None:
+    rank = dist.get_rank()
+    state = {key: torch.zeros_like(tensor) for key, tensor in values(rank).items()}
+    with pytest.raises(CheckpointException) as caught:
+        cloudckpt.load(state, uri)
+    assert sorted(caught.value.failures) == [1]
+    assert_same(state["x"], torch.zeros(10))
+
+
+@pytest.mark.multirank
+def test_a_rank_without_a_part_is_told(place: Place) -> None:
+    """If this fails, a rank that has no part of its own gets another's, or the others wait for it for ever."""
+    run_ranks(save_parts, place.uri(), world_size=1)
+    run_ranks(load_on_more_ranks, place.uri(), world_size=2)
+
+
+@pytest.mark.multirank
+def test_parts_are_no_checkpoint(place: Place) -> None:
+    """If this fails, what one rank saved passes for the checkpoint of all."""
+    run_ranks(save_parts, place.uri(), world_size=2)
+    assert [found.name for found in cloudckpt.list_checkpoints(place.root)] == []
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.ObjectStoreReader(place.uri()).read_metadata()

@@ -1,0 +1,175 @@
+"""Loads of a part, with other orders of keys, with and without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import (
+    AppState,
+    Parallelism,
+    assert_same,
+    build,
+    state_dict_of,
+)
+from tests.e2e.places import Place
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import cloudckpt
+
+single_process = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+def save_all_and_load_the_model(uri: str, parallelism: Parallelism) -> None:
+    original = build(parallelism, seed=0)
+    original.losses(0, 2)
+    cloudckpt.save(state_dict_of(original), uri)
+    other = build(parallelism, seed=1)
+    other.losses(0, 1)
+    state = state_dict_of(other)
+    optimizer_before = state["optimizer"]["state"]["up.weight"]["exp_avg"].clone()
+    cloudckpt.load({"model": state["model"]}, uri)
+    assert_same(state["model"], state_dict_of(original)["model"])
+    assert_same(state["optimizer"]["state"]["up.weight"]["exp_avg"], optimizer_before)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("parallelism", ["fsdp2", "ddp"])
+def test_the_model_alone_is_loaded(place: Place, parallelism: Parallelism) -> None:
+    """If this fails, inference must load optimizer states that are three times the model."""
+    run_ranks(save_all_and_load_the_model, place.uri(), parallelism, world_size=2)
+
+
+@single_process
+def test_torch_loads_by_keys_through_our_reader(place: Place) -> None:
+    """If this fails, a state dict cannot be rebuilt from the checkpoint alone, as conversion tools do it."""
+    original = build("none", seed=0)
+    original.losses(0, 2)
+    state = state_dict_of(original)
+    cloudckpt.save(dict(state), place.uri())
+
+    def load(keys: set[str] | str | None) -> dict[str, Any]:
+        reader = cloudckpt.ObjectStoreReader(place.uri())
+        return _load_state_dict_from_keys(keys, storage_reader=reader)
+
+    assert_same(load("model"), {"model": dict(state["model"])})
+    assert_same(load("optimizer.state"), {"optimizer": {"state": state["optimizer"]["state"]}})
+    assert_same(load({"model.up.weight", "model.up.bias"}), {
+        "model": {name: state["model"][name] for name in ("up.weight", "up.bias")}
+    })  # fmt: skip
+    everything = load(None)
+    assert_same(everything["model"], dict(state["model"]))
+    assert_same(everything["optimizer"]["state"], state["optimizer"]["state"])
+
+
+def save_and_load_in_orders_of_their_own(uri: str) -> None:
+    names = ["a", "b", "c", "d"]
+    rank = dist.get_rank()
+    order = names[rank:] + names[:rank]
+    state = {name: torch.full((3,), float(names.index(name))) for name in order}
+    state |= {f"own-{rank}": torch.full((2,), float(rank))}
+    cloudckpt.save(state, uri)
+    loaded = {name: torch.zeros_like(state[name]) for name in reversed(order)}
+    loaded |= {f"own-{rank}": torch.zeros(2)}
+    cloudckpt.load(loaded, uri)
+    assert_same(loaded, state)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_may_order_their_keys_differently(place: Place, num_ranks: int) -> None:
+    """If this fails, one rank's tensors are taken for another's by their position."""
+    run_ranks(save_and_load_in_orders_of_their_own, place.uri(), world_size=num_ranks)
+
+
+@single_process
+def test_no_process_group_is_needed(place: Place) -> None:
+    """If this fails, one process without torch.distributed can neither save nor load."""
+    assert not dist.is_initialized()
+    original = build("none", seed=0)
+    original.losses(0, 2)
+    cloudckpt.save({"app": AppState(original)}, place.uri())
+    resumed = build("none", seed=1)
+    cloudckpt.load({"app": AppState(resumed)}, place.uri())
+    assert_same(resumed.losses(2, 4), original.losses(2, 4))
+
+
+def save_one_checkpoint_each(root: str) -> None:
+    """With `no_dist`, each rank is on its own although a group exists."""
+    rank = dist.get_rank()
+    state = {"x": torch.full((4,), float(rank)), "rank": rank}
+    cloudckpt.save(state, f"{root}/{rank}", no_dist=True)
+    dist.barrier()
+    other = (rank + 1) % dist.get_world_size()
+    loaded: dict[str, Any] = {"x": torch.zeros(4), "rank": None}
+    cloudckpt.load(loaded, f"{root}/{other}", no_dist=True)
+    assert_same(loaded, {"x": torch.full((4,), float(other)), "rank": other})
+
+
+@pytest.mark.multirank
+def test_ranks_can_save_each_for_itself(place: Place) -> None:
+    """If this fails, no_dist waits for other ranks, or mixes their checkpoints."""
+    run_ranks(save_one_checkpoint_each, place.root, world_size=2)
+
+
+def load_what_one_process_saved(uri: str) -> None:
+    state = {"app": AppState(build("fsdp2", seed=1))}
+    cloudckpt.load(state, uri)
+    expected = build("none", seed=0)
+    actual = state["app"].state_dict()["model"]
+    for name, parameter in expected.model.named_parameters():
+        assert_same(actual[name].full_tensor(), parameter.detach())
+
+
+@pytest.mark.multirank
+@single_process
+def test_ranks_load_what_one_process_saved(place: Place) -> None:
+    """If this fails, a checkpoint converted or trained in one process cannot start a distributed job."""
+    training = build("none", seed=0)
+    cloudckpt.save({"app": AppState(training)}, place.uri())
+    run_ranks(load_what_one_process_saved, place.uri(), world_size=2)
+
+
+@single_process
+def test_the_learning_rate_comes_back(place: Place) -> None:
+    """If this fails, a resumed job goes on with the learning rate of its code instead of its schedule."""
+    original = build("none", seed=0, lr=0.01)
+    original.losses(0, 1)
+    original.optimizer.param_groups[0]["lr"] = 0.125
+    original.optimizer.param_groups[0]["betas"] = (0.5, 0.75)
+    cloudckpt.save({"app": AppState(original)}, place.uri())
+    resumed = build("none", seed=1, lr=0.01)
+    cloudckpt.load({"app": AppState(resumed)}, place.uri())
+    group = resumed.optimizer.param_groups[0]
+    assert group["lr"] == 0.125
+    assert tuple(group["betas"]) == (0.5, 0.75)
+    assert_same(resumed.losses(1, 3), original.losses(1, 3))
+
+
+@single_process
+def test_missing_keys_are_an_error_unless_allowed(place: Place) -> None:
+    """If this fails, weights that the checkpoint lacks stay random without a word, or cannot be left out at all."""
+    cloudckpt.save({"a": torch.ones(2)}, place.uri())
+    state = {"a": torch.zeros(2), "b": torch.full((2,), 5.0)}
+    with pytest.raises(CheckpointException, match=r"\bb\b"):
+        cloudckpt.load(state, place.uri())
+    cloudckpt.load(state, place.uri(), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(state, {"a": torch.ones(2), "b": torch.full((2,), 5.0)})
+
+
+@single_process
+def test_a_flat_state_dict_keeps_its_dots(place: Place) -> None:
+    """If this fails, a key with a dot in it collides with a nested one of the same name."""
+    state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(3)}, "c": {"d.e": {"f": 1}}}
+    with pytest.raises(CheckpointException):
+        cloudckpt.save(dict(state), place.uri())  # torch's own refusal: both flatten to "a.b"
+    state = {"a.b": torch.ones(2), "c": {"d.e": {"f": 1}}}
+    cloudckpt.save(dict(state), place.uri())
+    loaded = {"a.b": torch.zeros(2), "c": {"d.e": {"f": 0}}}
+    cloudckpt.load(loaded, place.uri())
+    assert_same(loaded, state)

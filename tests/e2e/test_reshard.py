@@ -1,0 +1,181 @@
+"""Saved on some ranks in some layout, loaded on others in another: every element is where it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import LocalPlace, Place
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    zeros,
+)
+
+import cloudckpt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a tensor lies on a mesh: its ranks per mesh dimension, and a placement for each of them."""
+
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        count = 1
+        for size in self.mesh:
+            count *= size
+        return count
+
+    def __str__(self) -> str:
+        names = "".join(f"S{placement.dim}" if isinstance(placement, Shard) else "R" for placement in self.placements)
+        return f"{'x'.join(map(str, self.mesh))}{names}"
+
+
+ROWS_1 = Layout(mesh=(1,), placements=(Shard(0),))
+ROWS_2 = Layout(mesh=(2,), placements=(Shard(0),))
+ROWS_4 = Layout(mesh=(4,), placements=(Shard(0),))
+COLUMNS_2 = Layout(mesh=(2,), placements=(Shard(1),))
+COLUMNS_4 = Layout(mesh=(4,), placements=(Shard(1),))
+REPLICATED_2 = Layout(mesh=(2,), placements=(Replicate(),))
+BLOCKS_4 = Layout(mesh=(2, 2), placements=(Shard(0), Shard(1)))
+HYBRID_4 = Layout(mesh=(2, 2), placements=(Replicate(), Shard(0)))
+NESTED_4 = Layout(mesh=(2, 2), placements=(Shard(0), Shard(0)))
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "even": (16, 8),
+    "uneven": (7, 5),
+    "fewer rows than ranks": (3, 9),  # the last ranks hold nothing
+    "one row": (1, 6),
+    "one column": (6, 1),
+    "no rows": (0, 4),
+    "no columns": (4, 0),
+    "cube": (5, 3, 4),
+}
+
+
+def full_tensors() -> dict[str, Tensor]:
+    """The whole of every tensor, each element different from every other."""
+    tensors = {}
+    start = 1
+    for name, shape in SHAPES.items():
+        numel = torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, start + numel, dtype=torch.float32).reshape(shape)
+        start += numel
+    return tensors
+
+
+def plain_values() -> dict[str, object]:
+    """Values that every rank holds whole."""
+    return {"zero-dim": torch.tensor(42.5), "step": 3, "name": "run"}
+
+
+def save_in(layout: Layout, uri: str) -> None:
+    mesh = init_device_mesh("cpu", layout.mesh)
+    state: dict[str, object] = {
+        name: distribute_tensor(full, mesh, layout.placements) for name, full in full_tensors().items()
+    }
+    cloudckpt.save(state | plain_values(), uri)
+
+
+def load_in(layout: Layout, uri: str) -> None:
+    mesh = init_device_mesh("cpu", layout.mesh)
+    state: dict[str, object] = {
+        name: zeros(*shape, device_mesh=mesh, placements=layout.placements) for name, shape in SHAPES.items()
+    }
+    pointers = {name: tensor.to_local().data_ptr() for name, tensor in state.items() if isinstance(tensor, DTensor)}
+    state |= {"zero-dim": torch.tensor(0.0), "step": None, "name": None}
+    cloudckpt.load(state, uri)
+    for name, full in full_tensors().items():
+        loaded = state.pop(name)
+        assert isinstance(loaded, DTensor)
+        assert loaded.to_local().data_ptr() == pointers[name]
+        expected = distribute_tensor(full, mesh, layout.placements, src_data_rank=None)
+        assert_same(loaded.to_local(), expected.to_local())
+    assert_same(state, plain_values())
+
+
+CHANGES = [
+    (ROWS_4, ROWS_2),
+    (ROWS_4, ROWS_1),
+    (ROWS_2, ROWS_4),
+    (ROWS_1, ROWS_4),
+    (ROWS_4, COLUMNS_4),
+    (COLUMNS_4, ROWS_2),
+    (COLUMNS_2, COLUMNS_4),
+    (BLOCKS_4, ROWS_1),
+    (BLOCKS_4, COLUMNS_2),
+    (ROWS_2, BLOCKS_4),
+    (HYBRID_4, ROWS_4),
+    (ROWS_2, HYBRID_4),
+    (NESTED_4, COLUMNS_4),
+    (ROWS_4, NESTED_4),
+    (REPLICATED_2, BLOCKS_4),
+    (BLOCKS_4, REPLICATED_2),
+]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("saved", "wanted"), CHANGES, ids=str)
+def test_a_checkpoint_loads_in_another_layout(local: LocalPlace, saved: Layout, wanted: Layout) -> None:
+    """If this fails, a job that resumes on another number of ranks trains on wrong weights."""
+    run_ranks(save_in, saved, local.uri(), world_size=saved.num_ranks)
+    run_ranks(load_in, wanted, local.uri(), world_size=wanted.num_ranks)
+
+
+@pytest.mark.multirank
+def test_a_checkpoint_on_a_bucket_loads_in_other_layouts(place: Place) -> None:
+    """If this fails, resharding reads wrong byte ranges from an object store."""
+    run_ranks(save_in, ROWS_4, place.uri(), world_size=4)
+    run_ranks(load_in, ROWS_2, place.uri(), world_size=2)
+    run_ranks(load_in, BLOCKS_4, place.uri(), world_size=4)
+    run_ranks(load_in, ROWS_1, place.uri(), world_size=1)
+
+
+def save_replicated_and_sharded(uri: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(64.0).reshape(8, 8)
+    cloudckpt.save(
+        {
+            "a": distribute_tensor(full, mesh, [Shard(0)]),
+            "b": full,
+            "c": distribute_tensor(full, mesh, [Replicate()]),
+        },
+        uri,
+    )
+
+
+def load_swapped(uri: str) -> None:
+    """What was sharded is wanted whole, and the other way round."""
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(64.0).reshape(8, 8)
+    state = {
+        "a": torch.zeros(8, 8),
+        "b": zeros(8, 8, device_mesh=mesh, placements=[Shard(1)]),
+        "c": zeros(8, 8, device_mesh=mesh, placements=[Shard(0)]),
+    }
+    cloudckpt.load(state, uri)
+    assert_same(state["a"], full)
+    rank = dist.get_rank()
+    assert isinstance(state["b"], DTensor)
+    assert isinstance(state["c"], DTensor)
+    assert_same(state["b"].to_local(), full[:, 4 * rank : 4 * rank + 4].contiguous())
+    assert_same(state["c"].to_local(), full[4 * rank : 4 * rank + 4])
+
+
+@pytest.mark.multirank
+def test_plain_and_sharded_tensors_are_one_to_a_load(place: Place) -> None:
+    """If this fails, a model saved whole cannot be loaded sharded, or the other way round."""
+    run_ranks(save_replicated_and_sharded, place.uri(), world_size=2)
+    run_ranks(load_swapped, place.uri(), world_size=2)

@@ -1,0 +1,183 @@
+"""Loading runs no code from the store unless the caller consents, and says what it refuses."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import LocalPlace, Place
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
+
+import cloudckpt
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+class Custom:
+    """An object that weights_only=True does not know."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Malicious:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    assert isinstance(error, CheckpointException)
+    ((cause, _),) = error.failures.values()
+    return cause
+
+
+def test_objects_that_need_code_are_refused_by_name(place: Place) -> None:
+    """If this fails, a load either runs code unasked, or leaves the user guessing which value stopped it."""
+    cloudckpt.save({"model": torch.ones(3), "config": {"custom": Custom(5)}}, place.uri())
+    state: dict[str, Any] = {"model": torch.zeros(3), "config": {"custom": None}}
+    with pytest.raises(cloudckpt.UnsafePickleError, match=r"config\.custom") as caught:
+        cloudckpt.load(state, place.uri())
+    assert "allow_pickle=True" in str(caught.value)
+    assert state["config"]["custom"] is None
+    cloudckpt.load(state, place.uri(), allow_pickle=True)
+    assert state["config"]["custom"].value == 5
+    only_model = {"model": torch.zeros(3)}
+    cloudckpt.load(only_model, place.uri())  # what is not asked for does not stand in the way
+    assert_same(only_model, {"model": torch.ones(3)})
+
+
+def test_a_malicious_object_does_not_run(place: Place, tmp_path: Path) -> None:
+    """If this fails, whoever can write to the bucket owns every machine that loads from it."""
+    mark = tmp_path / "mark"
+    cloudckpt.save({"x": torch.ones(1), "evil": Malicious(mark)}, place.uri())
+    assert not mark.exists()
+
+    def blank() -> dict[str, Any]:
+        return {"x": torch.zeros(1), "evil": None}
+
+    def load_by_reader() -> None:
+        dcp.load(blank(), storage_reader=cloudckpt.ObjectStoreReader(place.uri()))
+
+    def load_by_keys() -> None:
+        _load_state_dict_from_keys(storage_reader=cloudckpt.ObjectStoreReader(place.uri()))
+
+    for load in (lambda: cloudckpt.load(blank(), place.uri()), load_by_reader, load_by_keys):
+        with pytest.raises(CheckpointException, match="evil") as caught:
+            load()
+        assert isinstance(cause_of(caught.value), cloudckpt.UnsafePickleError)
+        assert not mark.exists()
+    cloudckpt.list_checkpoints(place.root)
+    cloudckpt.latest(place.root)
+    assert not mark.exists()
+    # and the trap is a real one: with consent it springs
+    cloudckpt.load(blank(), place.uri(), allow_pickle=True)
+    assert mark.exists()
+
+
+def test_consent_can_be_given_to_the_reader(place: Place) -> None:
+    """If this fails, users of torch's own call cannot load objects that they trust."""
+    cloudckpt.save({"custom": Custom(5)}, place.uri())
+    state: dict[str, Any] = {"custom": None}
+    dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(place.uri(), allow_pickle=True))
+    assert state["custom"].value == 5
+
+
+def sharded(fill: float) -> dict[str, Any]:
+    full = torch.full((7, 3), fill)
+    return {
+        "w": distribute_tensor(full, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)]),
+        "b": torch.full((4,), fill, dtype=torch.bfloat16),
+        "step": int(fill),
+    }
+
+
+def save_with_torch(path: str) -> None:
+    dcp.save(sharded(3.0), storage_writer=dcp.FileSystemWriter(path, thread_count=2))
+
+
+def load_what_torch_saved(uri: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def blank() -> dict[str, Any]:
+        return {
+            "w": zeros(7, 3, device_mesh=mesh, placements=[Shard(1)]),
+            "b": torch.zeros(4, dtype=torch.bfloat16),
+            "step": None,
+        }
+
+    with pytest.raises(cloudckpt.UnsafePickleError, match="allow_pickle=True") as caught:
+        cloudckpt.load(blank(), uri)
+    assert isinstance(caught.value, CheckpointException)
+    for load in (
+        lambda state: cloudckpt.load(state, uri, allow_pickle=True),
+        lambda state: dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(uri, allow_pickle=True)),
+    ):
+        state = blank()
+        load(state)
+        loaded = state.pop("w")
+        assert isinstance(loaded, DTensor)
+        assert_same(loaded.full_tensor(), torch.full((7, 3), 3.0))
+        assert_same(state, {"b": torch.full((4,), 3.0, dtype=torch.bfloat16), "step": 3})
+
+
+def torchs_checkpoint(place: Place, tmp_path: Path) -> str:
+    """A checkpoint that torch's FileSystemWriter wrote on two ranks, at a path or uploaded to a bucket."""
+    directory = tmp_path / "torchs"
+    run_ranks(save_with_torch, str(directory), world_size=2)
+    for path in directory.iterdir():
+        place.write(f"checkpoint/{path.name}", path.read_bytes())
+    return place.uri()
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_torchs_checkpoints_load_with_consent(place: Place, tmp_path: Path, num_ranks: int) -> None:
+    """If this fails, users must convert every checkpoint they have before they can move to cloudckpt."""
+    run_ranks(load_what_torch_saved, torchs_checkpoint(place, tmp_path), world_size=num_ranks)
+
+
+def test_a_malicious_metadata_does_not_run(place: Place, tmp_path: Path) -> None:
+    """If this fails, a .metadata file put into a bucket runs code on every machine that looks there."""
+    mark = tmp_path / "mark"
+    place.write("checkpoint/.metadata", pickle.dumps(Malicious(mark)))
+    with pytest.raises(cloudckpt.UnsafePickleError, match="allow_pickle=True"):
+        cloudckpt.load({"x": torch.zeros(1)}, place.uri())
+    assert cloudckpt.list_checkpoints(place.root) == []
+    assert cloudckpt.latest(place.root) is None
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("meta", lambda: torch.empty(3, device="meta")),
+        ("sparse", lambda: torch.eye(3).to_sparse()),
+        ("csr", lambda: torch.eye(3).to_sparse_csr()),
+        ("quantized", lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(Sparse|sparse|quantize|TypedStorage)")
+def test_what_cannot_be_stored_is_refused_by_name(
+    local: LocalPlace, name: str, make: Callable[[], torch.Tensor]
+) -> None:
+    """If this fails, the user sees a NotImplementedError from deep inside, or a checkpoint that lacks a value."""
+    state = {"good": torch.ones(2), "block": {f"the_{name}": make()}}
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"block\.the_{name}"):
+        cloudckpt.save(state, local.uri())
+    assert local.keys() == []

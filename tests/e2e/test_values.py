@@ -1,0 +1,244 @@
+"""Every kind of tensor and value comes back as it went, to the bit, into the memory that was given."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.models import assert_same
+from tests.e2e.places import LocalPlace, Place
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+)
+
+import cloudckpt
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+]
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    - {  # torch itself cannot fill or copy tensors of these
+        dtype
+        for name in (
+            "bits1x8",
+            "bits2x4",
+            "bits4x2",
+            "bits8",
+            "bits16",
+            "quint8",
+            "qint8",
+            "qint32",
+            "quint4x2",
+            "quint2x4",
+        )
+        if (dtype := getattr(torch, name, None)) is not None
+    }
+    - {getattr(torch, f"{sign}int{bits}") for sign in ("u", "") for bits in range(1, 8)},
+    key=str,
+)
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    """A tensor with every bit random, NaNs, infinities and subnormals included; for bool, random truth."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
+    num_bytes = math.prod(shape) * dtype.itemsize
+    data = torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+    return data.view(dtype).reshape(shape) if num_bytes else torch.empty(shape, dtype=dtype)
+
+
+def bits_of(tensor: Tensor) -> bytes:
+    """The elements' bytes in row-major order."""
+    contiguous = tensor.contiguous()
+    return (
+        bytes(contiguous.view(torch.uint8).reshape(-1).tolist())
+        if contiguous.ndim
+        else bytes(contiguous.reshape(1).view(torch.uint8).tolist())
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_keeps_its_bits(local: LocalPlace, dtype: torch.dtype) -> None:
+    """If this fails, values of this type are rounded, reinterpreted or cannot be saved at all."""
+    shapes: dict[str, tuple[int, ...]] = {"matrix": (5, 7), "scalar": (), "nothing": (0, 3)}
+    saved = {name: random_bits(dtype, shape) for name, shape in shapes.items()}
+    cloudckpt.save(dict(saved), local.uri())
+    loaded: dict[str, Any] = {name: random_bits(dtype, shape, seed=1) for name, shape in shapes.items()}
+    cloudckpt.load(loaded, local.uri())
+    for name, tensor in saved.items():
+        assert loaded[name].dtype == dtype
+        assert bits_of(loaded[name]) == bits_of(tensor), name
+
+
+def test_the_list_of_dtypes_is_whole() -> None:
+    """If this fails, the test above no longer covers what it promises."""
+    names = {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+    assert names >= {
+        "bfloat16", "bool", "complex32", "complex64", "complex128", "float16", "float32", "float64",
+        "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+        "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    }  # fmt: skip
+
+
+def test_many_dtypes_share_one_checkpoint_on_a_bucket(place: Place) -> None:
+    """If this fails, tensors of different alignment overlap or shift one another in their object."""
+    saved = {str(dtype): random_bits(dtype, (3, 5), seed=n) for n, dtype in enumerate(DTYPES)}
+    cloudckpt.save(dict(saved), place.uri())
+    loaded = {str(dtype): random_bits(dtype, (3, 5), seed=99) for dtype in DTYPES}
+    cloudckpt.load(loaded, place.uri())
+    assert {name: bits_of(tensor) for name, tensor in loaded.items()} == {
+        name: bits_of(tensor) for name, tensor in saved.items()
+    }
+
+
+STRIDED = {
+    "transposed": torch.arange(12.0).reshape(3, 4).t(),
+    "every other": torch.arange(20.0)[::2],
+    "column": torch.arange(12.0).reshape(3, 4)[:, 1],
+    "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 4),
+    "permuted": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+    "channels last": torch.arange(2 * 3 * 4 * 4.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "conjugated": torch.randn(4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj(),
+    "negated": torch.randn(4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).conj().imag,
+    "middle of a storage": torch.arange(100.0)[13:57],
+    "needs grad": torch.arange(4.0, requires_grad=True),
+}
+
+
+def test_strided_tensors_are_saved_by_value(place: Place) -> None:
+    """If this fails, views are saved with the elements of the storage under them in the wrong order."""
+    cloudckpt.save(dict(STRIDED), place.uri())
+    loaded: dict[str, Any] = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in STRIDED.items()}
+    cloudckpt.load(loaded, place.uri())
+    assert_same(loaded, {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in STRIDED.items()})
+
+
+def test_strided_targets_are_filled_where_they_are(place: Place) -> None:
+    """If this fails, a load writes past a view's elements, or into a copy that is thrown away."""
+    cloudckpt.save({"matrix": torch.arange(12.0).reshape(3, 4), "row": torch.arange(5.0)}, place.uri())
+    storage = torch.full((4, 6), -1.0)
+    line = torch.full((10,), -1.0)
+    cloudckpt.load({"matrix": storage.t()[1:4, :], "row": line[::2]}, place.uri())
+    assert_same(storage[:, 1:4], torch.arange(12.0).reshape(3, 4).t())
+    assert (storage[:, 0] == -1).all()
+    assert (storage[:, 4:] == -1).all()
+    assert_same(line[::2], torch.arange(5.0))
+    assert (line[1::2] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.int64, torch.int32),
+        (torch.bool, torch.float32),
+        (torch.float32, torch.float8_e4m3fn),
+        (torch.uint8, torch.int64),
+    ],
+    ids=str,
+)
+def test_a_load_into_another_dtype_converts(local: LocalPlace, saved: torch.dtype, wanted: torch.dtype) -> None:
+    """If this fails, bytes of one type are read as another, which gives garbage for weights."""
+    values = torch.tensor([[0, 1, 1], [2, 5, 7]]).to(saved)
+    cloudckpt.save({"x": values}, local.uri())
+    target = torch.zeros((2, 3), dtype=wanted)
+    cloudckpt.load({"x": target}, local.uri())
+    assert bits_of(target) == bits_of(values.to(wanted))
+
+
+def test_loading_is_in_place(place: Place) -> None:
+    """If this fails, a model keeps its old weights because the loaded ones went into other tensors."""
+    model = torch.nn.Linear(3, 4)
+    cloudckpt.save({"model": model.state_dict(), "nested": {"list": [torch.ones(2), 5]}}, place.uri())
+    expected = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    inner = torch.zeros(2)
+    state: dict[str, Any] = {"model": model.state_dict(), "nested": {"list": [inner, 0]}}
+    pointer = model.weight.data_ptr()
+    cloudckpt.load(state, place.uri())
+    assert state["nested"]["list"][0] is inner
+    assert model.weight.data_ptr() == pointer
+    assert_same(model.weight.detach(), expected)
+    assert_same(state["nested"], {"list": [torch.ones(2), 5]})
+
+
+def test_bytes_io_comes_back(place: Place) -> None:
+    """If this fails, what users pack into a buffer themselves is lost or needs a pickle."""
+    cloudckpt.save({"blob": io.BytesIO(b"\x00some bytes\xff")}, place.uri())
+    state: dict[str, Any] = {"blob": io.BytesIO()}
+    cloudckpt.load(state, place.uri())
+    assert state["blob"].getvalue() == b"\x00some bytes\xff"
+
+
+def blank(values: Any) -> Any:
+    """The same nesting, with None for each value."""
+    if isinstance(values, dict):
+        return {name: blank(value) for name, value in values.items()}
+    return [blank(value) for value in values] if isinstance(values, list) else None
+
+
+def test_python_values_come_back(place: Place) -> None:
+    """If this fails, hyperparameters and counters change type or value on their way."""
+    values: dict[str, Any] = {
+        "int": 3, "big": 2**100, "float": 1e-300, "nan": float("nan"), "text": "é\n", "none": None, "flag": True,
+        "bytes": b"\x00\xff", "tuple": (1, "a"), "list": [1, [2, {"x": None}]], "empty": {}, "empty list": [],
+        "dtype": torch.float16, "size": torch.Size([2, 3]), "device": torch.device("cpu"),
+    }  # fmt: skip
+    cloudckpt.save(values, place.uri())
+    loaded = blank(values)
+    cloudckpt.load(loaded, place.uri())
+    assert math.isnan(loaded.pop("nan"))
+    values.pop("nan")
+    assert_same(loaded, values)
+
+
+def test_an_empty_state_dict_is_a_checkpoint(place: Place) -> None:
+    """If this fails, a rank or job with nothing to save breaks the others, or leaves no checkpoint."""
+    cloudckpt.save({}, place.uri())
+    state: dict[str, Any] = {}
+    cloudckpt.load(state, place.uri())
+    assert state == {}
+    assert [found.name for found in cloudckpt.list_checkpoints(place.root)] == ["checkpoint"]
+
+
+class ChunksOfOneTensor(DefaultLoadPlanner):
+    """Asks for one saved chunk as several local ones that overlap."""
+
+    def create_local_plan(self) -> LoadPlan:
+        (item,) = super().create_local_plan().items
+        assert item.type == LoadItemType.TENSOR
+        return LoadPlan([self._rows(item, 0, 4), self._rows(item, 2, 6), self._rows(item, 5, 8)])
+
+    @staticmethod
+    def _rows(item: ReadItem, start: int, stop: int) -> ReadItem:
+        return ReadItem(
+            type=item.type,
+            dest_index=item.dest_index,
+            dest_offsets=torch.Size([start, 0]),
+            storage_index=item.storage_index,
+            storage_offsets=torch.Size([start, 0]),
+            lengths=torch.Size([stop - start, 3]),
+        )
+
+
+def test_one_saved_chunk_may_be_wanted_as_several(place: Place) -> None:
+    """If this fails, resharding plans that read one stored chunk more than once are refused or read wrongly."""
+    saved = torch.arange(24.0).reshape(8, 3)
+    cloudckpt.save({"x": saved}, place.uri())
+    target = torch.zeros(8, 3)
+    cloudckpt.load({"x": target}, place.uri(), planner=ChunksOfOneTensor())
+    assert_same(target, saved)

@@ -204,7 +204,9 @@ def any_s3(size_bytes: int = 10) -> Answer:
         ("POST", "uploadId"): reply(200, _COMPLETED),
         ("POST", "delete"): reply(200, "<DeleteResult/>"),
         ("GET", "list-type"): reply(200, "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"),
-        ("GET", "uploads"): reply(200, "<ListMultipartUploadsResult/>"),
+        ("GET", "uploads"): reply(
+            200, "<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
+        ),
         ("HEAD", ""): reply(200, b"", {**_MODIFIED, "Content-Length": str(size_bytes)}),
         ("DELETE", ""): reply(204),
     }

@@ -218,6 +218,14 @@ def test_an_endpoint_with_credentials_in_its_url_is_refused(monkeypatch: pytest.
     assert "hush" not in str(caught.value)
 
 
+def test_an_endpoint_in_the_environment_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3's ValueError would pass for a bug, and quote a password that was meant for the store."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "user:hush@127.0.0.1:9000")
+    with pytest.raises(errors.InvalidOptionError, match="AWS_ENDPOINT_URL_S3") as caught:
+        open_store(access_key_id="a", secret_access_key="b").read("k", max_bytes=1)  # noqa: S106 (a dummy)
+    assert "hush" not in str(caught.value)
+
+
 def test_plain_http_to_another_machine_is_warned_about_once() -> None:
     """Weights would cross the network in the clear without anyone having decided so."""
     clients._warned_endpoints.clear()

@@ -35,6 +35,7 @@ def request_for(api: str = "PutObject", secrets: tuple[str, ...] = ()) -> Reques
         url="s3://bucket/run/manifest.json",
         bucket="bucket",
         endpoint="http://127.0.0.1:9",
+        permission=PERMISSIONS[api],
         secrets=secrets,
     )
 
@@ -175,6 +176,11 @@ def test_a_header_that_cannot_be_sent_does_not_show_itself() -> None:
     translated = translate(error, request_for())
     assert "TOKEN" not in str(translated)
     assert not isinstance(translated, errors.TransientStoreError)
+
+
+def test_permissions_are_known_for_every_request_and_no_other() -> None:
+    """A request added to the store without its permission could not explain its denial."""
+    assert set(PERMISSIONS) == set(clients.APIS)
 
 
 @pytest.mark.parametrize("api", sorted(clients.APIS))

@@ -294,10 +294,10 @@ def test_an_error_in_a_200_answer_is_an_error(scripted: Any) -> None:
     refuse(lambda: CALLS["complete_multipart"](server.store()), errors.TransientStoreError)
 
 
-def test_an_answer_that_is_not_s3s_is_no_empty_listing(scripted: Any) -> None:
+def test_an_answer_that_is_not_s3s_is_not_taken_for_one(scripted: Any) -> None:
     """A web page at the wrong port would parse as "no checkpoints": training would start from scratch."""
     server = scripted.serve(scripted.reply(200, "<html><p>Welcome</p></html>"))
-    for operation in ("list", "list_directories"):
+    for operation in ("list", "list_directories", "list_uploads", "create_multipart", "upload_part"):
         error = refuse(lambda operation=operation: CALLS[operation](server.store()), errors.StoreError)
         assert "endpoint_url" in str(error)
 
@@ -351,3 +351,11 @@ def test_names_that_do_not_resolve_are_told() -> None:
     )
     error = refuse(lambda: store.head("k"), errors.TransientStoreError)
     assert re.search(r"no-such-host\.invalid", str(error))
+
+
+def test_a_listing_that_goes_on_nowhere_is_an_error(scripted: Any) -> None:
+    """A store that says "more" without saying where would be asked for its first page for ever."""
+    more = "<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    server = scripted.serve(scripted.reply(200, more))
+    refuse(lambda: CALLS["list"](server.store()), errors.StoreError)
+    assert len(server.requests) == 1

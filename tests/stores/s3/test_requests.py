@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from awscrt.checksums import crc32c
 
+from cloudckpt import errors
 from cloudckpt.stores.base import Part, UploadedPart
 from cloudckpt.stores.s3 import copying
 
@@ -232,10 +233,11 @@ def test_listings_go_on_over_pages(scripted: Any) -> None:
 def test_listings_of_uploads_go_on_over_pages(scripted: Any) -> None:
     """gc would leave all unfinished uploads behind the first 1,000."""
     upload = "<Upload><Key>p/{0}</Key><UploadId>{0}</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
+    done = "<IsTruncated>false</IsTruncated>"
     more = "<IsTruncated>true</IsTruncated><NextKeyMarker>p/a</NextKeyMarker><NextUploadIdMarker>a</NextUploadIdMarker>"
     server = scripted.serve(
         scripted.reply(200, f"<ListMultipartUploadsResult>{more}{upload.format('a')}</ListMultipartUploadsResult>"),
-        scripted.reply(200, f"<ListMultipartUploadsResult>{upload.format('b')}</ListMultipartUploadsResult>"),
+        scripted.reply(200, f"<ListMultipartUploadsResult>{done}{upload.format('b')}</ListMultipartUploadsResult>"),
     )
     found = list(server.store(prefix="p").list_uploads("x/"))
     assert [(upload.key, upload.upload_id) for upload in found] == [("a", "a"), ("b", "b")]
@@ -272,3 +274,24 @@ def test_a_store_without_batches_deletes_singly(scripted: Any) -> None:
     )
     server.store().delete([f"k{n}" for n in range(20)])
     assert [request.method for request in server.requests] == ["POST"] + ["DELETE"] * 20
+
+
+def test_bodies_are_asked_for_as_they_lie(scripted: Any) -> None:
+    """A proxy that compresses on the way would send other bytes, and another length, than the range has."""
+    server = scripted.serve(scripted.any_s3())
+    CALLS["GetObject"](server.store())
+    assert server.requests[0].headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tags": {"a": "b"}}, "s3:PutObject, s3:PutObjectTagging"),
+        ({"kms_key_id": "k"}, "s3:PutObject, kms:GenerateDataKey and kms:Decrypt"),
+    ],
+)
+def test_a_denial_names_what_the_options_need_besides(scripted: Any, options: dict[str, Any], words: str) -> None:
+    """A trainer that may put objects but not tags would be told to grant what it has."""
+    server = scripted.serve(scripted.error(403, "AccessDenied"))
+    with pytest.raises(errors.AccessDeniedError, match=words):
+        CALLS["PutObject"](server.store(**options))

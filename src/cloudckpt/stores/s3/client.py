@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -114,12 +115,26 @@ def client_for(key: ClientKey, environment: tuple[tuple[str, str], ...]) -> S3Cl
     with _lock:
         client = _clients.get((key, environment))
         if client is None:
-            client = _clients[key, environment] = S3Client(key)
+            client = _clients[key, environment] = _make_client(key)
             if len(_clients) > _MOST_CLIENTS:
                 _clients.popitem(last=False)
         else:
             _clients.move_to_end((key, environment))
         return client
+
+
+def _make_client(key: ClientKey) -> S3Client:
+    try:
+        return S3Client(key)
+    except InvalidOptionError:
+        raise
+    except ValueError as error:
+        # boto3's own checks of what comes from the environment or ~/.aws; it quotes the value, password and all.
+        words = re.sub(r"\S+@", "***@", str(error))
+        raise InvalidOptionError(
+            f"The AWS configuration cannot be used: {words}. Check AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
+            "AWS_REGION and ~/.aws/config."
+        ) from None
 
 
 def endpoint_of(key: ClientKey, environment: tuple[tuple[str, str], ...]) -> str:

@@ -21,7 +21,7 @@ def copy_object(session: S3Session, source: str, target: str, *, size_bytes: int
         session.call("copy", "CopyObject", target, CopySource=place)
         return
     created = session.call("copy", "CreateMultipartUpload", target, ChecksumAlgorithm="CRC32C")
-    upload_id = created["UploadId"]
+    upload_id = session.required(created, "UploadId", "copy", "CreateMultipartUpload", target)
     try:
         parts = [
             _copy_part(
@@ -68,6 +68,10 @@ def _copy_part(
         CopySource=place,
         CopySourceRange=f"bytes={begin_bytes}-{end_bytes - 1}",
     )
-    result = answer["CopyPartResult"]
+    result = session.required(answer, "CopyPartResult", "copy", "UploadPartCopy", target)
     checksum = {"ChecksumCRC32C": result["ChecksumCRC32C"]} if result.get("ChecksumCRC32C") else {}
-    return {"PartNumber": number, "ETag": result["ETag"], **checksum}
+    return {
+        "PartNumber": number,
+        "ETag": session.required(result, "ETag", "copy", "UploadPartCopy", target),
+        **checksum,
+    }

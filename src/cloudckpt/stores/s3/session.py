@@ -6,7 +6,7 @@ from typing import Any
 
 from cloudckpt.errors import CredentialsError, StoreError
 from cloudckpt.stores.s3 import client as clients
-from cloudckpt.stores.s3.translate import Request, translate, translate_code
+from cloudckpt.stores.s3.translate import PERMISSIONS, Request, translate, translate_code
 
 
 class S3Session:
@@ -54,9 +54,20 @@ class S3Session:
         """What to raise for one key's `code` in an answer that covers many."""
         return translate_code(code, detail, self._request(operation, api, key))
 
+    def required(self, answer: dict[str, Any], name: str, operation: str, api: str, key: str) -> Any:
+        """What `answer` has under `name`; whoever answers without it is not S3."""
+        if name not in answer:
+            raise self.error(
+                StoreError,
+                operation,
+                key,
+                f"the answer to {api} has no {name}: it is not S3's. Check endpoint_url, and proxies on the way.",
+            )
+        return answer[name]
+
     def error(self, cls: type[StoreError], operation: str, key: str, what: str, **attributes: Any) -> StoreError:
         """An error of our own about `key`."""
-        url = self.url(key)
+        url = self.url(key).rstrip("/")
         return cls(f"{url}: {what}", key=url, operation=operation, **attributes)
 
     def _request(self, operation: str, api: str, key: str) -> Request:
@@ -67,5 +78,16 @@ class S3Session:
             url=self.url(key).rstrip("/"),
             bucket=self.bucket,
             endpoint=clients.endpoint_of(self._key, self._environment),
+            permission=self._permission(api),
             secrets=config.secrets,
         )
+
+    def _permission(self, api: str) -> str:
+        """What must be granted for `api` with these options."""
+        config = self._key.config
+        needed = [PERMISSIONS[api]]
+        if config.tagging and api in ("CopyObject", "CreateMultipartUpload", "PutObject"):
+            needed.append("s3:PutObjectTagging")
+        if config.kms_key_id:
+            needed.append("kms:GenerateDataKey and kms:Decrypt on the KMS key")
+        return ", ".join(needed)

@@ -14,6 +14,7 @@ from cloudckpt.stores.s3.client import ClientKey, require_boto3
 from cloudckpt.stores.s3.config import parse_storage_options
 from cloudckpt.stores.s3.copying import abort_upload, copy_object
 from cloudckpt.stores.s3.deleting import delete_objects
+from cloudckpt.stores.s3.listing import object_pages, upload_pages
 from cloudckpt.stores.s3.reading import read_object, read_range
 from cloudckpt.stores.s3.session import S3Session
 
@@ -79,7 +80,7 @@ class S3Store(Store):
     def create_multipart(self, key: str) -> str:
         """CreateMultipartUpload, with CRC32C as the parts' checksum."""
         answer = self._call("create_multipart", "CreateMultipartUpload", key, ChecksumAlgorithm="CRC32C")
-        return str(answer["UploadId"])
+        return str(self._required(answer, "UploadId", "create_multipart", "CreateMultipartUpload", key))
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         """UploadPart."""
@@ -94,7 +95,8 @@ class S3Store(Store):
             ContentLength=len(body),
             ChecksumCRC32C=_encoded(crc32c),
         )
-        return UploadedPart(part=part, token=answer["ETag"], crc32c=crc32c)
+        token = self._required(answer, "ETag", "upload_part", "UploadPart", key)
+        return UploadedPart(part=part, token=token, crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """CompleteMultipartUpload, with each part's checksum."""
@@ -126,14 +128,15 @@ class S3Store(Store):
         """HeadObject; where that fails, GetObject, whose answer says why."""
         try:
             answer = self._call("head", "HeadObject", key)
-            size_bytes = answer["ContentLength"]
+            size_bytes = self._required(answer, "ContentLength", "head", "HeadObject", key)
         except TransientStoreError:
             raise
         except StoreError:
             # An answer to HEAD has no body: no telling a missing bucket from a missing key, nor an expired
             # token from a denied permission.
             answer, size_bytes = self._head_by_get(key)
-        return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=answer["LastModified"])
+        modified_at = self._required(answer, "LastModified", "head", "HeadObject", key)
+        return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=modified_at)
 
     def _head_by_get(self, key: str) -> tuple[dict[str, Any], int]:
         try:
@@ -141,11 +144,12 @@ class S3Store(Store):
         except ShortObjectError as error:  # it has just appeared, and is empty
             raise TransientStoreError(str(error), key=error.key, operation="head") from None
         answer["Body"].close()
-        return answer, int(answer["ContentRange"].rpartition("/")[2])
+        content_range = self._required(answer, "ContentRange", "head", "GetObject", key)
+        return answer, int(content_range.rpartition("/")[2])
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """ListObjectsV2, page by page."""
-        for page in self._pages("list", Prefix=self._root + prefix):
+        for page in object_pages(self._session, "list", Prefix=self._root + prefix):
             for item in page.get("Contents", []):
                 if item["Key"] != self._root:  # some tools mark directories by empty objects
                     yield ObjectInfo(
@@ -156,7 +160,7 @@ class S3Store(Store):
 
     def list_directories(self) -> Iterator[str]:
         """ListObjectsV2 with a delimiter, page by page."""
-        for page in self._pages("list_directories", Prefix=self._root, Delimiter="/"):
+        for page in object_pages(self._session, "list_directories", Prefix=self._root, Delimiter="/"):
             for item in page.get("CommonPrefixes", []):
                 yield item["Prefix"][len(self._root) :].rstrip("/")
 
@@ -166,20 +170,13 @@ class S3Store(Store):
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         """ListMultipartUploads, page by page."""
-        markers: dict[str, str] = {}
-        while True:
-            page = self._session.call(
-                "list_uploads", "ListMultipartUploads", None, Prefix=self._root + prefix, **markers
-            )
+        for page in upload_pages(self._session, "list_uploads", prefix=self._root + prefix):
             for item in page.get("Uploads", []):
                 yield UploadInfo(
                     key=item["Key"][len(self._root) :],
                     upload_id=item["UploadId"],
                     started_at=item["Initiated"],
                 )
-            if not page.get("IsTruncated"):
-                return
-            markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def copy(self, source_key: str, target_key: str) -> None:
         """CopyObject; above 5 GiB, UploadPartCopy."""
@@ -193,21 +190,8 @@ class S3Store(Store):
         check_key(self, key, operation)
         return self._root + key
 
-    def _pages(self, operation: str, **members: Any) -> Iterator[dict[str, Any]]:
-        token: dict[str, str] = {}
-        while True:
-            page = self._session.call(operation, "ListObjectsV2", None, **members, **token)
-            if "IsTruncated" not in page:
-                # Any other XML than a listing is parsed as one that is empty: nothing would seem to be there.
-                raise StoreError(
-                    f"{self.uri}: the answer to ListObjectsV2 is not a listing. Check that endpoint_url is S3's.",
-                    key=self.uri,
-                    operation=operation,
-                )
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+    def _required(self, answer: dict[str, Any], name: str, operation: str, api: str, key: str) -> Any:
+        return self._session.required(answer, name, operation, api, self._root + key)
 
 
 def _encoded(crc32c: int) -> str:

@@ -48,6 +48,8 @@ class Request:
     url: str
     bucket: str
     endpoint: str
+    permission: str
+    """What a policy must grant for it."""
     secrets: tuple[str, ...]
     """What must not be repeated, even if the store's answer does."""
 
@@ -164,7 +166,7 @@ def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
     advice = advice.format(
         bucket=request.bucket,
         endpoint=request.endpoint,
-        permission=PERMISSIONS.get(request.api, f"s3:{request.api}"),
+        permission=request.permission,
     )
     if cls is AccessDeniedError and request.api in ("GetObject", "HeadObject"):
         advice += " Without s3:ListBucket on the bucket, S3 also answers so for a key at which nothing lies."

@@ -97,7 +97,7 @@ class BucketFileSystem(AsyncFileSystem):
         if path in self.objects:
             body, time = self.objects[path]
             return {"name": path, "size": len(body), "type": "file", "LastModified": time}
-        if any(key.startswith(f"{path}/") for key in self.objects):
+        if any(key.startswith(f"{path}/") for key in list(self.objects)):
             return {"name": path, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
 

@@ -1,10 +1,11 @@
 """Files as objects: what a file system adds to the contract."""
-# ruff: noqa: PTH115, PTH116, PTH118, PTH120
+# ruff: noqa: PTH102, PTH115, PTH116, PTH118, PTH120
 # (the calls under test are those of os)
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import stat
 import subprocess
@@ -245,9 +246,31 @@ def test_pruning_and_writing_do_not_disturb_each_other(store):
 
 def test_writers_make_their_directories_side_by_side(store):
     """All ranks create the same directories at the same moment."""
-    results = at_once([lambda n=n: put(store, f"data/attempt/{n}", b"body", if_absent=True) for n in range(8)])
-    assert results == [None] * 8
-    assert len(keys(store)) == 8
+    for round_ in range(20):
+        results = at_once(
+            [functools.partial(put, store, f"{round_}/data/{n}", b"body", if_absent=True) for n in range(8)]
+        )
+        assert results == [None] * 8
+    assert len(keys(store)) == 160
+
+
+def test_a_directory_that_appears_while_it_is_looked_for_is_used(store, monkeypatch):
+    """Another rank makes it between our look and our own attempt, whichever look that is."""
+    real = os.stat
+    appearing = [store.uri]
+
+    def stat_(path, **kwargs):
+        try:
+            return real(path, **kwargs)
+        finally:
+            if path in appearing:
+                appearing.remove(path)
+                os.mkdir(path)
+
+    monkeypatch.setattr(os, "stat", stat_)
+    put(store, "data/a", b"body", if_absent=True)
+    assert not appearing
+    assert content(store, "data/a") == b"body"
 
 
 class TestWithoutLinks:

@@ -5,7 +5,7 @@ system; it keeps the directory alive, since one that is not empty cannot be prun
 name can be read off it, so that what a crash left behind can be listed.
 """
 
-# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH110, PTH112, PTH114, PTH116, PTH120, PTH208
+# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH112, PTH114, PTH116, PTH120, PTH208
 # (pathlib has no names for half of the calls here, and rewrites the paths that it is given)
 
 from __future__ import annotations
@@ -224,11 +224,7 @@ def _make_directories(directory: str, *, root: str) -> None:
     """Like ``os.makedirs``, but each new directory outside `root` is durable, as those within are once published."""
     missing: list[str] = []
     above = directory
-    while not os.path.isdir(above):
-        if os.path.lexists(above):
-            if os.path.islink(above) and not os.path.exists(above):
-                raise NotADirectoryError(errno.ENOTDIR, "A dangling symbolic link lies there", above)
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), above)
+    while not _is_directory(above):
         missing.append(above)
         above = os.path.dirname(above)
     for path in reversed(missing):
@@ -236,3 +232,18 @@ def _make_directories(directory: str, *, root: str) -> None:
             os.mkdir(path)
         if len(path) <= len(root):
             fsync_directory(os.path.dirname(path))
+
+
+def _is_directory(path: str) -> bool:
+    """False where nothing lies; raises where something else does. One look, for others create directories meanwhile."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise NotADirectoryError(errno.ENOTDIR, "A dangling symbolic link lies there", path) from None
+        return False
+    except NotADirectoryError:  # because of something above, which the next look names
+        return False
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    return True

@@ -34,13 +34,26 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
     document = encode(manifest)
     views = [memoryview(document)]
     checksum = crc32c(document)
+    may_have_arrived = False
+
+    def put() -> None:
+        nonlocal may_have_arrived
+        try:
+            store.put(key, views, crc32c=checksum, if_absent=conditional)
+        except TransientStoreError:
+            may_have_arrived = True
+            raise
+
     try:
-        retrier.call(lambda: store.put(key, views, crc32c=checksum, if_absent=conditional))
+        retrier.call(put)
     except ObjectExistsError:
         # An earlier try of this very put may have arrived, with only its answer lost.
         if _attempt_at(store, number, retrier) != manifest.attempt:
             raise _lost(store, key) from None
-    except TransientStoreError as error:
+    except StoreError as error:
+        # A refusal says nothing of the tries before it: credentials can expire between two of them.
+        if not may_have_arrived:
+            raise
         if _attempt_at(store, number, retrier) != manifest.attempt:
             raise _unknown(store, key, error) from error
     # The number was free, but perhaps only because a later overwrite removed the manifest that had it. In that case

@@ -166,6 +166,19 @@ class TestFailuresInTheMiddle:
             put(bucket, "a", b"poison" * 1000)
         assert content(bucket, "a") == b"old"
 
+    def test_what_was_visible_already_is_removed(self, bucket, monkeypatch):
+        """Some file systems show a file while it is written; after a failure it must not stay."""
+        real = _Upload._upload_chunk
+
+        def publishing(self, final=False):
+            self.fs.objects[self.path] = (b"half", datetime.now(tz=timezone.utc))
+            return real(self, final)
+
+        monkeypatch.setattr(_Upload, "_upload_chunk", publishing)
+        with pytest.raises(StoreError, match="network is gone"):
+            put(bucket, "a", b"poison" * 1000)
+        assert keys(bucket) == []
+
     @pytest.mark.parametrize("existing", [False, True])
     def test_a_full_disk_leaves_no_half_file(self, tmp_path, monkeypatch, existing):
         """The same on files, where fsspec writes to a temporary file and moves it."""
@@ -303,13 +316,25 @@ class TestInstances:
         mine = FsspecStore("memory", "memory://x")._instances.get()
         assert mine is not fsspec.filesystem("memory")
 
-    def test_listings_are_never_stale(self, bucket):
-        """Another process writes without this instance's knowledge."""
+    def test_listings_are_never_stale(self, bucket, monkeypatch):
+        """Another process writes without this instance's knowledge; some file systems cache regardless of settings."""
+        cached: dict[str, list] = {}
+        real = BucketFileSystem._ls
+
+        async def caching(self, path, detail=True, **kwargs):
+            if path not in cached:
+                cached[path] = await real(self, path, detail, **kwargs)
+            return cached[path]
+
+        monkeypatch.setattr(BucketFileSystem, "_ls", caching)
+        monkeypatch.setattr(BucketFileSystem, "invalidate_cache", lambda self, path=None: cached.clear())
+        twin = pickle.loads(pickle.dumps(bucket))
         put(bucket, "a", b"body")
-        filesystem = bucket._instances.get()
-        filesystem.dircache["anything"] = []
         assert keys(bucket) == ["a"]
-        assert "anything" not in filesystem.dircache
+        put(twin, "b", b"body")
+        cached["anything"] = []
+        assert keys(bucket) == ["a", "b"]
+        assert bucket._instances.get().dircache.use_listings_cache is False
 
     def test_stores_are_pickled_without_their_connections(self, bucket):
         """The process that saves in the background makes its own."""

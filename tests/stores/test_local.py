@@ -415,7 +415,7 @@ class TestBadPlaces:
     def test_a_file_where_a_directory_is_needed(self, store, tmp_path):
         """The message names the file that is in the way, not the object below it alone."""
         put(store, "a", b"body")
-        with pytest.raises(StoreError, match=f"at {tmp_path}/root/a.*A file lies where a directory is needed"):
+        with pytest.raises(StoreError, match=rf"at {tmp_path}/root/a\).*A file lies where a directory is needed"):
             put(store, "a/b/c", b"body")
         with pytest.raises(StoreError, match="A file lies where a directory is needed"):
             content(store, "a/b")

@@ -359,3 +359,30 @@ def test_a_listing_that_goes_on_nowhere_is_an_error(scripted: Any) -> None:
     server = scripted.serve(scripted.reply(200, more))
     refuse(lambda: CALLS["list"](server.store()), errors.StoreError)
     assert len(server.requests) == 1
+
+
+def test_a_bucket_in_another_region_gets_the_whole_body(scripted: Any) -> None:
+    """boto3 follows S3 to the bucket's region and sends again: a body at its end would be stored as an empty object."""
+    moved = "<Error><Code>PermanentRedirect</Code><Message>Elsewhere.</Message></Error>"
+    server = scripted.serve(scripted.reply(301, moved, {"x-amz-bucket-region": "us-west-2"}), scripted.any_s3())
+    store = server.store()
+    store.put("k", [memoryview(b"the whole "), memoryview(b"body")], crc32c=1)
+    first, second = server.requests
+    assert first.body == second.body == b"the whole body"
+    assert "/us-west-2/s3/" in second.headers["authorization"]
+
+
+def test_a_bucket_in_an_unknown_region_names_the_option(scripted: Any) -> None:
+    """boto3 asks such an endpoint (a proxy that wants https, say) until the stack is full."""
+    for moved in (scripted.error(301, "PermanentRedirect"), scripted.reply(301, "<html>Moved</html>")):
+        server = scripted.serve(moved)
+        error = refuse(lambda server=server: CALLS["put"](server.store()), errors.StoreError)
+        assert "Set region" in str(error)
+        assert len(server.requests) <= 3
+
+
+def test_a_whole_read_without_a_length_is_refused(scripted: Any) -> None:
+    """A body that breaks off could not be told from one that ends."""
+    head = b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n"
+    server = scripted.serve(lambda connection, _: connection.sendall(head + b"3\r\nabc\r\n0\r\n\r\n"))
+    refuse(lambda: server.store().read("k", max_bytes=10), errors.StoreError)

@@ -97,7 +97,8 @@ def _after_fork() -> None:
     _clients.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def ambient() -> tuple[tuple[str, str], ...]:
@@ -189,12 +190,18 @@ def _boto3_client(key: ClientKey) -> Any:
     )
     # Stores that do not answer it cost a second's wait each time.
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
+    client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)
     _check_endpoint(client.meta.endpoint_url)
     return client
 
 
 def _drop_expect_header(params: dict[str, Any], **_: Any) -> None:
     params["headers"].pop("Expect", None)
+
+
+def _end_redirects(params: dict[str, Any], **_: Any) -> None:
+    # boto3 asks HeadBucket for the region of a bucket that was redirected; redirected again, it asks for ever.
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _check_endpoint(endpoint_url: str) -> None:

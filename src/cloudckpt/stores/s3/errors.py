@@ -99,7 +99,10 @@ PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY
 READ_LATE: Rule = (StoreTimeoutError, "{endpoint} made no progress in time. Try again, or raise timeout_s.")
 REGION: Rule = (
     StoreError,
-    "The bucket lies in another region. Set region in storage_options, or AWS_REGION, to the bucket's.",
+    (
+        "The bucket lies in another region, or {endpoint} sends requests elsewhere. Set region in storage_options, "
+        "or AWS_REGION, to the bucket's; check endpoint_url (http or https)."
+    ),
 )
 REQUEST: Rule = (StoreError, "The store refuses the request as it stands. Check storage_options and the key.")
 SHORT: Rule = (ShortObjectError, "The object ends before the range that was asked for.")

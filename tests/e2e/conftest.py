@@ -4,46 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-from moto.server import DomainDispatcherApplication, create_backend_app
 from tests.e2e.places import LocalPlace, Place, S3Place
-from werkzeug.serving import make_server
+from tests.e2e.servers import FlakyS3, serve
 
 from cloudckpt.testing.servers import S3Server, clean_environment
 
 _bucket_numbers = itertools.count()
 
 
-class _S3(DomainDispatcherApplication):
-    """moto, with conditional puts one after the other, as a real store has them: moto itself checks and then writes."""
-
-    def __init__(self) -> None:
-        super().__init__(create_backend_app)
-        self.conditional_puts = threading.Lock()
-
-    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if "HTTP_IF_NONE_MATCH" not in environ:
-            answer: Iterable[bytes] = super().__call__(environ, start_response)
-            return answer
-        with self.conditional_puts:
-            return list(super().__call__(environ, start_response))
+@pytest.fixture(scope="session")
+def s3_application() -> FlakyS3:
+    """The store behind `s3_server`, for tests that let it fail."""
+    return FlakyS3()
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
+def s3_server(s3_application: FlakyS3) -> Iterator[S3Server]:
     """An S3 server of this process's own."""
-    server = make_server("127.0.0.1", 0, _S3(), threaded=True)
-    thread = threading.Thread(target=server.serve_forever, name="s3-server", daemon=True)
-    thread.start()
-    yield S3Server(endpoint_url=f"http://127.0.0.1:{server.server_port}", pid=os.getpid())
-    server.shutdown()
-    thread.join(timeout=10)
+    with serve(s3_application, pid=os.getpid()) as server:
+        yield server
 
 
 @pytest.fixture

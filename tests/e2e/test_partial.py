@@ -117,6 +117,22 @@ def test_ranks_can_save_each_for_itself(place: Place) -> None:
     run_ranks(save_one_checkpoint_each, place.root, world_size=2)
 
 
+def save_nothing_on_some_ranks(root: str) -> None:
+    rank = dist.get_rank()
+    for name, holders in {"nobody": [], "first": [0], "last": [dist.get_world_size() - 1]}.items():
+        state = {"x": torch.full((3,), 7.0)} if rank in holders else {}
+        cloudckpt.save(dict(state), f"{root}/{name}")
+        loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        cloudckpt.load(loaded, f"{root}/{name}")
+        assert_same(loaded, state)
+
+
+@pytest.mark.multirank
+def test_ranks_may_have_nothing_to_save(place: Place) -> None:
+    """If this fails, pipeline stages without parameters break the saves of the others."""
+    run_ranks(save_nothing_on_some_ranks, place.root, world_size=2)
+
+
 def load_what_one_process_saved(uri: str) -> None:
     state = {"app": AppState(build("fsdp2", seed=1))}
     cloudckpt.load(state, uri)

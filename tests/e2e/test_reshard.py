@@ -11,6 +11,8 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     DTensor,
@@ -179,3 +181,38 @@ def test_plain_and_sharded_tensors_are_one_to_a_load(place: Place) -> None:
     """If this fails, a model saved whole cannot be loaded sharded, or the other way round."""
     run_ranks(save_replicated_and_sharded, place.uri(), world_size=2)
     run_ranks(load_swapped, place.uri(), world_size=2)
+
+
+def sharded_tensor(num_shards: int, *, fill_zero: bool) -> ShardedTensor:
+    """The rows of one tensor as `num_shards` shards, dealt out to the ranks in turn: several to a rank."""
+    full = torch.arange(48.0).reshape(12, 4)
+    num_rows = 12 // num_shards
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    shards = [
+        LocalShard.from_tensor_and_offsets(
+            torch.zeros(num_rows, 4) if fill_zero else full[begin : begin + num_rows].clone(), [begin, 0], rank
+        )
+        for number, begin in enumerate(range(0, 12, num_rows))
+        if number * num_ranks // num_shards == rank
+    ]
+    return init_from_local_shards(shards, 12, 4)
+
+
+def save_sharded_tensor(uri: str, num_shards: int) -> None:
+    cloudckpt.save({"x": sharded_tensor(num_shards, fill_zero=False)}, uri)
+
+
+def load_sharded_tensor(uri: str, num_shards: int) -> None:
+    state = {"x": sharded_tensor(num_shards, fill_zero=True)}
+    cloudckpt.load(state, uri)
+    expected = sharded_tensor(num_shards, fill_zero=False)
+    for loaded, wanted in zip(state["x"].local_shards(), expected.local_shards(), strict=True):
+        assert_same(loaded.tensor, wanted.tensor)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("num_saved", "num_wanted"), [(2, 4), (4, 2), (2, 6), (6, 4), (4, 6)])
+def test_one_saved_chunk_may_be_wanted_as_two(place: Place, num_saved: int, num_wanted: int) -> None:
+    """If this fails, ranks with several shards of one tensor cannot reshard: ranges in one chunk count as a clash."""
+    run_ranks(save_sharded_tensor, place.uri(), num_saved, world_size=2)
+    run_ranks(load_sharded_tensor, place.uri(), num_wanted, world_size=2)

@@ -1,0 +1,156 @@
+"""A store that denies, throttles, loses its answers or cuts them off, seen by ranks that save and load."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import S3Place
+from tests.e2e.servers import FlakyS3, Interference, Trouble
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt.options import MIB
+
+single_process = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+RANK_1_DATA = re.compile(r"/data/[^/]+/1-")
+MANIFEST = re.compile(r"/manifest\.json")
+
+
+def values() -> dict[str, torch.Tensor]:
+    own = dist.get_rank() if dist.is_initialized() else 0
+    return {"shared": torch.arange(1000.0), f"own-{own}": torch.full((500,), own + 1.0)}
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in values().items()}
+
+
+def at_most(times: int, trouble: Trouble, matches: Callable[[str, str], Any]) -> Interference:
+    """Trouble for the first so many requests that match."""
+    numbers = itertools.count()
+
+    def interfere(method: str, url: str) -> Trouble | None:
+        return trouble if matches(method, url) and next(numbers) < times else None
+
+    return interfere
+
+
+def save_while_rank_1_is_denied(root: str) -> None:
+    for name, save in {
+        "ours": cloudckpt.save,
+        "torchs": lambda state, uri: dcp.save(state, storage_writer=cloudckpt.ObjectStoreWriter(uri)),
+    }.items():
+        with pytest.raises(CheckpointException, match=r"data/[^/]+/1-0") as caught:
+            save(values(), f"{root}/{name}")
+        assert sorted(caught.value.failures) == [1]
+        ((cause, _),) = caught.value.failures.values()
+        assert isinstance(cause, cloudckpt.AccessDeniedError)
+
+
+@pytest.mark.multirank
+def test_one_denied_object_fails_the_save_on_every_rank(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, a save that lost an object returns success, as others' do."""
+    with s3_application.troubled(
+        lambda method, url: "deny" if method in {"PUT", "POST"} and RANK_1_DATA.search(url) else None
+    ):
+        run_ranks(save_while_rank_1_is_denied, s3.root, world_size=2)
+    assert s3.manifest_keys() == []
+    assert not any(key.startswith("ours/") for key in s3.contents())
+    assert s3.num_unfinished_uploads() == 0
+
+
+@single_process
+def test_a_denied_part_leaves_nothing_behind(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, interrupted multipart uploads are paid for, for ever, or become half an object."""
+    options = cloudckpt.Options(part_bytes=5 * MIB)
+    with (
+        s3_application.troubled(lambda _, url: "deny" if "partNumber=2" in url else None),
+        pytest.raises(cloudckpt.AccessDeniedError, match=r"data/[^/]+/0-0"),
+    ):
+        cloudckpt.save({"x": torch.zeros(4 * MIB)}, s3.uri(), options=options)
+    assert s3.keys() == []
+    assert s3.num_unfinished_uploads() == 0
+
+
+def save_and_load_through_trouble(uri: str) -> int:
+    metadata = cloudckpt.save(values(), uri)
+    state = zeros()
+    report = cloudckpt.load(state, uri)
+    assert_same(state, values())
+    saved: int = metadata.report.num_retries
+    return saved + report.num_retries
+
+
+@pytest.mark.multirank
+def test_a_store_that_throttles_is_waited_for(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, a 503 that every busy bucket gives now and then fails a save, or is not reported."""
+    slow = {method: at_most(2, "slow down", lambda *_: True) for method in ("GET", "PUT")}
+    with s3_application.troubled(lambda method, url: slow[method](method, url) if method in slow else None):
+        retries = run_ranks(save_and_load_through_trouble, s3.uri(), world_size=2)
+    assert sum(retries) >= 4
+
+
+@single_process
+def test_a_lost_answer_to_the_commit_is_looked_up(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, a save that did commit reports a failure, or blames another writer."""
+    lose = at_most(1, "lose the answer", lambda method, url: method == "PUT" and MANIFEST.search(url))
+    with s3_application.troubled(lose):
+        cloudckpt.save(values(), s3.uri())
+    assert len(s3.manifest_keys()) == 1
+    state = zeros()
+    cloudckpt.load(state, s3.uri())
+    assert_same(state, values())
+
+
+@single_process
+def test_a_commit_that_cannot_be_looked_up_is_unknown(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, data is removed under a checkpoint that may have been committed."""
+    options = cloudckpt.Options(timeout_s=2, retries=2)
+    committing = at_most(1, "lose the answer", lambda method, url: method == "PUT" and MANIFEST.search(url))
+    begun = False
+
+    def interfere(method: str, url: str) -> Trouble | None:
+        nonlocal begun
+        trouble = committing(method, url)
+        begun = begun or trouble is not None
+        return trouble or ("slow down" if begun else None)
+
+    with s3_application.troubled(interfere), pytest.raises(cloudckpt.CommitUnknownError):
+        cloudckpt.save(values(), s3.uri(), options=options)
+    state = zeros()
+    cloudckpt.load(state, s3.uri())  # this time it had been
+    assert_same(state, values())
+
+
+@single_process
+def test_a_body_that_breaks_off_is_read_on(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, a dropped connection fails a load, or leaves old values in half a tensor."""
+    cloudckpt.save(values(), s3.uri())
+    cut = at_most(3, "cut the body", lambda method, url: method == "GET" and "/data/" in url)
+    state = zeros()
+    with s3_application.troubled(cut):
+        report = cloudckpt.load(state, s3.uri())
+    assert_same(state, values())
+    assert report.num_retries >= 1
+
+
+@single_process
+def test_an_overwrite_whose_manifest_is_denied_keeps_the_old(s3: S3Place, s3_application: FlakyS3) -> None:
+    """If this fails, a save that could not commit takes the old checkpoint with it."""
+    cloudckpt.save(values(), s3.uri())
+    before = s3.contents()
+    with (
+        s3_application.troubled(lambda method, url: "deny" if method == "PUT" and "manifest" in url else None),
+        pytest.raises(cloudckpt.AccessDeniedError, match="manifest"),
+    ):
+        cloudckpt.save({"other": torch.ones(5)}, s3.uri(), overwrite=True)
+    assert s3.contents() == before

@@ -23,12 +23,20 @@ from cloudckpt.stores.base import Store
 _log = logging.getLogger("cloudckpt")
 
 
+class OvertakenError(CheckpointExistsError, CommitUnknownError):
+    """Another save's commit counts, but this one's manifest was put too, under a lower number.
+
+    Who removes the other commit makes this one count, so it must keep its data. Nor may it be removed from here:
+    meanwhile the number can have been freed again, and taken by a save that was told that it succeeded.
+    """
+
+
 def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool, retrier: Retrier) -> None:
     """Make `manifest` the checkpoint, as the commit with `number`.
 
     Returns only if it is. Raises `CheckpointExistsError` if another save's commit counts instead, a `StoreError` if
-    the store refused, and `CommitUnknownError` if it cannot be known; only in this last case may the manifest still
-    appear, so that its data must stay.
+    the store refused, and `CommitUnknownError` if it cannot be known; only in this last case, of which
+    `OvertakenError` is one, may the manifest be there or still appear, so that its data must stay.
     """
     key = manifest_key(number)
     document = encode(manifest)
@@ -63,7 +71,12 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
     except StoreError as error:
         raise _unknown(store, key, error) from error
     if numbers and numbers[-1] > number:
-        raise _lost(store, manifest_key(numbers[-1]))
+        raise OvertakenError(
+            f"Checkpoint already exists: another save committed {store.url(manifest_key(numbers[-1]))} while this one "
+            f"put {key}. It is untouched, and what this save wrote is left to gc. Choose another URI, or pass "
+            "overwrite=True to replace it",
+            uri=store.uri,
+        )
 
 
 def remove_superseded(store: Store, manifest: Manifest, *, number: int, retrier: Retrier) -> int:
@@ -75,7 +88,10 @@ def remove_superseded(store: Store, manifest: Manifest, *, number: int, retrier:
     kept = {stored.key for stored in manifest.objects}
     num_removed = 0
     try:
-        stale = [n for n in retrier.call(lambda: manifest_numbers(store)) if n < number]
+        numbers = retrier.call(lambda: manifest_numbers(store))
+        if not numbers or numbers[-1] != number:
+            return 0  # overwritten or deleted since: what lies there now is not this save's to judge
+        stale = numbers[:-1]
         keys = [key for n in stale for key in _data_keys(store, n, retrier) if key not in kept]
         for batch in ([manifest_key(n) for n in stale], keys):
             retrier.call(lambda batch=batch: store.delete(batch))  # type: ignore[misc]  # mypy cannot see the default

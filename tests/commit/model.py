@@ -1,0 +1,230 @@
+"""An exhaustive check of the commit protocol: every order in which the actors' store calls can happen.
+
+An actor is an ordinary function that calls the real `publish`, `resolve` and `remove_superseded` on a `Replayed`
+store. To find out what it does next, it is run again from its start with the answers that it has got so far; its
+first call without an answer is its next step. So the state of the whole is the objects in the store and each actor's
+answers, which are plain values, and states that were reached on several ways are looked at only once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import AccessDeniedError, ObjectExistsError, ObjectNotFoundError, TransientStoreError
+from cloudckpt.stores.base import ObjectInfo, Views
+from cloudckpt.stores.memory import MemoryStore
+
+World = tuple[tuple[str, bytes], ...]
+"""The objects in the store, sorted by key."""
+_EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
+_ERRORS = {
+    "exists": ObjectExistsError,
+    "missing": ObjectNotFoundError,
+    "transient": TransientStoreError,
+    "denied": AccessDeniedError,
+}
+
+
+class Call(NamedTuple):
+    """One step of an actor."""
+
+    operation: str
+    key: str
+    body: bytes = b""
+    if_absent: bool = False
+
+
+class Answer(NamedTuple):
+    """What the store said: a value, or the kind of error that it raised."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class _NextCall(BaseException):  # not an error
+    def __init__(self, call: Call) -> None:
+        super().__init__(call)
+        self.call = call
+
+
+class Replayed(MemoryStore):
+    """Answers as it did before; the first new call ends the run."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        super().__init__("model")
+        self._answers: Iterator[Answer] = iter(answers)
+        self.milestones: list[str] = []
+        """What the actor has reached, as it says itself."""
+
+    def _ask(self, call: Call) -> Any:
+        try:
+            answer = next(self._answers)
+        except StopIteration:
+            raise _NextCall(call) from None
+        if answer.error is not None:
+            raise _ERRORS[answer.error](answer.error, key=call.key, operation=call.operation)
+        return answer.value
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        self._ask(Call("put", key, b"".join(views), if_absent))
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        found: bytes = self._ask(Call("read", key))
+        return found
+
+    def head(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key=key, size_bytes=self._ask(Call("head", key)), modified_at=_EPOCH)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for key in self._ask(Call("list", prefix)):
+            yield ObjectInfo(key=key, size_bytes=0, modified_at=_EPOCH)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:  # each deletion is a step of its own, as on a store without batches
+            self._ask(Call("delete", key))
+
+
+Actor = Callable[[Replayed, Retrier], str]
+"""What an actor does; it returns what came of it."""
+
+
+class Progress(NamedTuple):
+    """How far an actor is: its next call, or its outcome."""
+
+    call: Call | None
+    outcome: str | None
+    milestones: tuple[str, ...]
+
+
+class State(NamedTuple):
+    """One state of the whole."""
+
+    world: World
+    histories: tuple[tuple[Answer, ...], ...]
+    dead: frozenset[int]
+    num_faults_left: int
+    num_kills_left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What an exhaustive check looked at."""
+
+    num_states: int
+    num_schedules: int
+    outcomes: frozenset[tuple[str, ...]]
+    """Of all actors together, in each end."""
+
+
+def applied(call: Call, world: World) -> tuple[Answer, World]:
+    """What a correct store does."""
+    objects = dict(world)
+    if call.operation == "put":
+        if call.if_absent and call.key in objects:
+            return Answer(error="exists"), world
+        objects[call.key] = call.body
+    elif call.operation == "delete":
+        objects.pop(call.key, None)
+    elif call.operation == "list":
+        return Answer(tuple(key for key in objects if key.startswith(call.key))), world
+    elif call.key not in objects:
+        return Answer(error="missing"), world
+    else:
+        body = objects[call.key]
+        return Answer(body if call.operation == "read" else len(body)), world
+    return Answer(), tuple(sorted(objects.items()))
+
+
+class Check:
+    """All schedules of `actors`, from the store's state `world`.
+
+    Up to `num_faults` puts are answered wrongly: lost on their way, carried out with the answer lost, or refused for
+    lack of permission. Up to `num_kills` actors die, at any moment. `inspect` is called on each state that can be
+    reached, with every actor's progress before and after the step that led there, and raises where something is wrong.
+    """
+
+    def __init__(
+        self,
+        actors: Sequence[Actor],
+        inspect: Callable[[World, Sequence[Progress], Sequence[Progress]], None],
+        *,
+        world: World = (),
+        num_faults: int = 0,
+        num_kills: int = 0,
+    ) -> None:
+        self._actors = actors
+        self._inspect = inspect
+        self._start = State(world, ((),) * len(actors), frozenset(), num_faults, num_kills)
+        self._progress_of = functools.cache(self._run)
+        self._trace: list[str] = []
+
+    def run(self) -> Result:
+        """Look at all of it. An `AssertionError` of `inspect` gets the schedule that led to it."""
+        num_schedules: dict[State, int] = {}
+        outcomes: set[tuple[str, ...]] = set()
+
+        def explore(state: State) -> int:
+            if state in num_schedules:
+                return num_schedules[state]
+            before = self._progress(state)
+            successors = list(self._successors(state, before))
+            if not successors:
+                outcomes.add(tuple(progress.outcome or "dead" for progress in before))
+            total = 0
+            for step, successor in successors:
+                self._trace.append(step)
+                try:
+                    self._inspect(successor.world, before, self._progress(successor))
+                except AssertionError as error:
+                    raise AssertionError("\n".join([str(error), "schedule:", *self._trace])) from error
+                total += explore(successor)
+                self._trace.pop()
+            num_schedules[state] = max(total, 1)
+            return num_schedules[state]
+
+        total = explore(self._start)
+        return Result(num_states=len(num_schedules), num_schedules=total, outcomes=frozenset(outcomes))
+
+    def _progress(self, state: State) -> list[Progress]:
+        return [self._progress_of(index, history) for index, history in enumerate(state.histories)]
+
+    def _run(self, index: int, history: tuple[Answer, ...]) -> Progress:
+        store = Replayed(history)
+        try:
+            outcome = self._actors[index](store, Retrier(retries=2, timeout_s=math.inf))
+        except _NextCall as paused:
+            return Progress(paused.call, None, tuple(store.milestones))
+        return Progress(None, outcome, tuple(store.milestones))
+
+    def _successors(self, state: State, progress: Sequence[Progress]) -> Iterator[tuple[str, State]]:
+        for index, at in enumerate(progress):
+            if at.call is None or index in state.dead:
+                continue
+            name = f"{index}: {at.call.operation} {at.call.key}"
+            answer, world = applied(at.call, state.world)
+            yield f"{name} -> {answer.error or answer.value!r:.80}", _after(state, index, answer, world)
+            if at.call.operation == "put" and state.num_faults_left:
+                for how, kind, result in (
+                    ("its answer was lost", "transient", world),
+                    ("it was lost", "transient", state.world),
+                    ("it was denied", "denied", state.world),
+                ):
+                    after = _after(state, index, Answer(error=kind), result)
+                    yield f"{name}: {how}", after._replace(num_faults_left=state.num_faults_left - 1)
+            if state.num_kills_left:
+                yield (
+                    f"{index} dies",
+                    state._replace(dead=state.dead | {index}, num_kills_left=state.num_kills_left - 1),
+                )
+
+
+def _after(state: State, index: int, answer: Answer, world: World) -> State:
+    histories = list(state.histories)
+    histories[index] = (*histories[index], answer)
+    return state._replace(world=world, histories=tuple(histories))

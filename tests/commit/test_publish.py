@@ -1,0 +1,316 @@
+"""Each answer that a commit can get, over the memory store; and what is tidied up afterwards."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from awscrt.checksums import crc32c
+from tests.commit.actors import data_key_of, manifest_for
+from tests.wrapped import FaultyStore, permanent
+
+from cloudckpt._commit.attempt import data_key, new_attempt_id
+from cloudckpt._commit.publish import OvertakenError, publish, remove_superseded
+from cloudckpt._commit.resolve import (
+    Resolved,
+    holds_torch_checkpoint,
+    manifest_key,
+    manifest_number,
+    manifest_numbers,
+    resolve,
+)
+from cloudckpt._manifest.codec import encode
+from cloudckpt._manifest.validate import is_safe_key
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    InvalidManifestError,
+    StoreError,
+)
+from cloudckpt.stores.memory import MemoryStore
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    return FaultyStore(MemoryStore(f"publish-{request.node.name}"))
+
+
+def put(store: FaultyStore, key: str, body: bytes) -> None:
+    store.inner.put(key, [memoryview(body)], crc32c=crc32c(body))
+
+
+def put_commit(store: FaultyStore, number: int, attempt: str) -> None:
+    put(store, manifest_key(number), encode(manifest_for(attempt)))
+    put(store, data_key_of(attempt), b"data")
+
+
+def commit(store: FaultyStore, attempt: str = "ours", *, number: int = 0, conditional: bool = True) -> None:
+    publish(store, manifest_for(attempt), number=number, conditional=conditional, retrier=retrier())
+
+
+def retrier(retries: int = 2) -> Retrier:
+    return Retrier(retries=retries, timeout_s=100)
+
+
+def what_counts(store: FaultyStore) -> tuple[int, str]:
+    found = resolve(store.inner, retrier())
+    return found.number, found.manifest.attempt
+
+
+def test_a_commit_is_one_conditional_put_and_a_look(store: FaultyStore) -> None:
+    """If this fails, a commit costs more than it need, or is made without its condition."""
+    commit(store)
+    assert [(call.operation, call.key) for call in store.calls] == [("put", "manifest.json"), ("list", "manifest")]
+    assert what_counts(store) == (0, "ours")
+
+
+def test_a_lost_answer_is_found_out(store: FaultyStore) -> None:
+    """If this fails, a save whose commit arrived is reported as lost to itself, and its data removed."""
+    store.fail("put", after=True)
+    commit(store)
+    assert store.count("put") == 2
+    assert what_counts(store) == (0, "ours")
+
+
+def test_answers_that_are_all_lost_are_found_out(store: FaultyStore) -> None:
+    """If this fails, a commit that arrived is called unknown though it can be read back."""
+    store.fail("put", after=True, times=1)
+    store.fail("put", times=10)
+    commit(store)
+    assert what_counts(store) == (0, "ours")
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["refused", "refused after it arrived"])
+def test_a_refusal_after_a_lost_answer_is_not_the_whole_truth(store: FaultyStore, after: object) -> None:
+    """If this fails, credentials that expire between two tries make a save remove the data of its own commit."""
+    store.fail("put", after=bool(after))
+    store.fail("put", error=lambda: AccessDeniedError("no", key="k", operation="put"), times=10)
+    if after:
+        commit(store)
+        assert what_counts(store) == (0, "ours")
+    else:
+        with pytest.raises(CommitUnknownError, match="could not be found out"):
+            commit(store)
+
+
+def test_a_refusal_is_a_failure(store: FaultyStore) -> None:
+    """If this fails, a missing permission looks like an unknown outcome, and data is left that nobody needs."""
+    store.fail("put", error=lambda: AccessDeniedError("no", key="k", operation="put"))
+    with pytest.raises(AccessDeniedError):
+        commit(store)
+    assert store.count("read") == 0
+
+
+def test_somebody_else_was_first(store: FaultyStore) -> None:
+    """If this fails, the second of two writers does not learn that it lost, or destroys the first one's commit."""
+    put_commit(store, 0, "theirs")
+    with pytest.raises(CheckpointExistsError, match="Checkpoint already exists: another save committed") as caught:
+        commit(store)
+    assert not isinstance(caught.value, CommitUnknownError)
+    assert what_counts(store) == (0, "theirs")
+
+
+def test_somebody_else_was_first_with_a_broken_manifest(store: FaultyStore) -> None:
+    """If this fails, a damaged manifest is overwritten, or ends the save with a decoding error."""
+    put(store, "manifest.json", b"not ours")
+    with pytest.raises(CheckpointExistsError):
+        commit(store)
+    assert store.inner.read("manifest.json", max_bytes=100) == b"not ours"
+
+
+def test_what_cannot_be_known_is_said(store: FaultyStore) -> None:
+    """If this fails, a commit that may yet appear is reported as failed, and its data removed under it."""
+    store.fail("put", times=10)
+    with pytest.raises(CommitUnknownError, match="Its data was kept"):
+        commit(store)
+
+
+def test_a_store_that_goes_away_in_the_middle_leaves_the_outcome_unknown(store: FaultyStore) -> None:
+    """If this fails, a save that cannot read its commit back claims one or the other."""
+    store.fail("put", after=True, times=10)
+    store.fail("read", times=10)
+    with pytest.raises(CommitUnknownError):
+        commit(store)
+
+
+def test_a_look_that_fails_leaves_the_outcome_unknown(store: FaultyStore) -> None:
+    """If this fails, success is reported though another save's commit may count."""
+    store.fail("list", error=lambda: permanent("list"))
+    with pytest.raises(CommitUnknownError):
+        commit(store)
+
+
+def test_a_higher_number_counts(store: FaultyStore) -> None:
+    """If this fails, a slow save succeeds under a number that an overwrite has freed, and nobody will ever see it."""
+    put_commit(store, 1, "theirs")
+    with pytest.raises(OvertakenError, match=r"manifest\.1\.json while this one put manifest\.json") as caught:
+        commit(store)
+    # Both: the checkpoint exists, and this save's data must stay.
+    assert isinstance(caught.value, CheckpointExistsError)
+    assert isinstance(caught.value, CommitUnknownError)
+    assert what_counts(store) == (1, "theirs")
+
+
+def test_without_the_condition_the_last_one_counts(store: FaultyStore) -> None:
+    """If this fails, commit="unconditional" still needs what the store cannot do."""
+    put_commit(store, 0, "theirs")
+    commit(store, conditional=False)
+    assert what_counts(store) == (0, "ours")
+
+
+def test_what_was_replaced_is_removed_lowest_first(store: FaultyStore) -> None:
+    """If this fails, an interrupted clean-up makes an older checkpoint count again, or bytes are never freed."""
+    for number, attempt in enumerate(["a", "b", "c"]):
+        put_commit(store, number, attempt)
+    put(store, "data/unrelated/0-0.safetensors", b"another save, under way")
+    assert remove_superseded(store, manifest_for("c"), number=2, retrier=retrier()) == 4
+    deleted = [call.key for call in store.calls if call.operation == "delete"]
+    assert deleted == ["manifest.json", "manifest.1.json", data_key_of("a"), data_key_of("b")]
+    left = {info.key for info in store.inner.list()}
+    assert left == {"manifest.2.json", data_key_of("c"), "data/unrelated/0-0.safetensors"}
+
+
+def test_shared_data_is_kept(store: FaultyStore) -> None:
+    """If this fails, a save that reuses objects of the one before loses them in its clean-up."""
+    put_commit(store, 0, "a")
+    put(store, manifest_key(1), encode(manifest_for("a")))
+    remove_superseded(store, manifest_for("a"), number=1, retrier=retrier())
+    assert {info.key for info in store.inner.list()} == {"manifest.1.json", data_key_of("a")}
+
+
+def test_a_broken_older_manifest_does_not_stop_the_clean_up(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, one damaged manifest makes every later overwrite fail, or stays for ever."""
+    put(store, "manifest.json", b"{}")
+    put_commit(store, 1, "b")
+    put_commit(store, 2, "c")
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        remove_superseded(store, manifest_for("c"), number=2, retrier=retrier())
+    assert {info.key for info in store.inner.list()} == {"manifest.2.json", data_key_of("c")}
+    assert "cannot tell which data belongs to" in caplog.text
+
+
+@pytest.mark.parametrize("operation", ["list", "read", "delete"])
+def test_a_clean_up_that_fails_is_logged_and_no_more(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture, operation: str
+) -> None:
+    """If this fails, a save that is committed is reported as failed."""
+    put_commit(store, 0, "a")
+    put_commit(store, 1, "b")
+    store.fail(operation, error=lambda: permanent(operation))
+    with caplog.at_level(logging.WARNING, "cloudckpt"):
+        assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier()) == 0
+    assert "gc will" in caplog.text
+    assert what_counts(store) == (1, "b")
+
+
+@pytest.mark.parametrize("numbers", [[], [0], [0, 2]])
+def test_a_clean_up_that_comes_too_late_does_nothing(store: FaultyStore, numbers: list[int]) -> None:
+    """If this fails, a slow overwriter removes what was saved after its own checkpoint was overwritten or deleted."""
+    for number in numbers:
+        put_commit(store, number, f"later{number}")
+    assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier()) == 0
+    assert manifest_numbers(store.inner) == numbers
+
+
+def test_the_highest_number_counts(store: FaultyStore) -> None:
+    """If this fails, a load finds a checkpoint that was replaced."""
+    for number, attempt in [(0, "a"), (9, "b"), (10, "c"), (2, "d")]:
+        put_commit(store, number, attempt)
+    for foreign in ["manifest.01.json", "manifest.-1.json", "manifest.json.tmp", "manifest.11.json.bak", "manifestx"]:
+        put(store, foreign, b"{}")
+    put(store, "manifest.99.json/x", b"{}")
+    assert manifest_numbers(store) == [0, 2, 9, 10]
+    assert what_counts(store) == (10, "c")
+
+
+@pytest.mark.parametrize("number", [0, 1, 9, 10, 123456789])
+def test_keys_and_numbers_belong_together(number: int) -> None:
+    """If this fails, a commit is put where no reader looks."""
+    assert manifest_number(manifest_key(number)) == number
+
+
+@pytest.mark.parametrize(
+    "key", ["", "manifest", "manifest.0.json", "manifest.1.JSON", "manifest.1", "amanifest.json", "manifest.json\n"]
+)
+def test_other_keys_are_no_manifests(key: str) -> None:
+    """If this fails, a stray file is taken for a commit."""
+    assert manifest_number(key) is None
+
+
+def test_nothing_there_is_told_from_something_unfinished(store: FaultyStore) -> None:
+    """If this fails, a user whose save was killed looks for a typing error in the URI, or the other way round."""
+    with pytest.raises(CheckpointNotFoundError, match="nothing lies there"):
+        resolve(store, retrier())
+    put(store, "data/a/0-0.safetensors", b"x")
+    with pytest.raises(CheckpointNotFoundError, match="unfinished or failed save"):
+        resolve(store, retrier())
+
+
+def test_a_manifest_that_vanishes_is_looked_for_once_more(store: FaultyStore) -> None:
+    """If this fails, a load beside an overwrite fails though a checkpoint was there all the time."""
+    put_commit(store, 0, "a")
+
+    def overwrite() -> None:
+        put_commit(store, 1, "b")
+        store.inner.delete(["manifest.json"])
+
+    store.once_before("read", "manifest.json", overwrite)
+    assert resolve(store, retrier()) == Resolved(number=1, manifest=manifest_for("b"))
+
+
+def test_a_manifest_that_vanishes_twice_is_an_error(store: FaultyStore) -> None:
+    """If this fails, a load beside endless overwrites never ends."""
+    put_commit(store, 0, "a")
+
+    def overwrite(number: int) -> None:
+        put_commit(store, number + 1, "b")
+        store.inner.delete([manifest_key(number)])
+
+    store.once_before("read", "manifest.json", lambda: overwrite(0))
+    store.once_before("read", "manifest.1.json", lambda: overwrite(1))
+    with pytest.raises(CheckpointChangedError, match="again and again"):
+        resolve(store, retrier())
+
+
+def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
+    """If this fails, a load silently takes an older checkpoint than the one that was asked for."""
+    put_commit(store, 0, "a")
+    put(store, "manifest.1.json", encode(manifest_for("b"))[:-5])
+    with pytest.raises(InvalidManifestError, match=r"manifest\.1\.json is truncated"):
+        resolve(store, retrier())
+
+
+def test_what_fails_in_passing_is_tried_again(store: FaultyStore) -> None:
+    """If this fails, one lost packet makes a checkpoint look absent."""
+    put_commit(store, 0, "a")
+    store.fail("list")
+    store.fail("read")
+    assert resolve(store, retrier()).manifest.attempt == "a"
+    store.fail("list", times=10)
+    with pytest.raises(StoreError):
+        resolve(store, retrier())
+
+
+def test_torchs_checkpoints_are_told_by_their_metadata(store: FaultyStore) -> None:
+    """If this fails, torch's own checkpoints are not found, or others are taken for them."""
+    put(store, ".metadata.tmp", b"x")
+    assert not holds_torch_checkpoint(store)
+    put(store, ".metadata", b"x")
+    assert holds_torch_checkpoint(store)
+
+
+def test_attempts_are_fresh_and_sort_by_time() -> None:
+    """If this fails, two saves write one key, or gc cannot tell old attempts from new ones."""
+    attempts = [new_attempt_id() for _ in range(1000)]
+    assert len(set(attempts)) == len(attempts)
+    times = [attempt.partition("-")[0] for attempt in attempts]
+    assert times == sorted(times)
+    assert data_key(attempts[0], 12, 3) == f"data/{attempts[0]}/12-3.safetensors"
+    assert is_safe_key(data_key(attempts[0], 12, 3))

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
 import io
 import os
@@ -22,6 +24,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from cloudckpt.errors import (
     AccessDeniedError,
+    BucketNotFoundError,
     CredentialsError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -32,7 +35,7 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
-from cloudckpt.stores import fsspec_store
+from cloudckpt.stores import _fsspec_writing
 from cloudckpt.stores._fsspec_backends import Create, Instances, Source, backend_of
 from cloudckpt.stores._fsspec_errors import CLASS_TABLE, STATUS_TABLE, translate
 from cloudckpt.stores.fsspec_store import FsspecStore, _modified_at
@@ -195,7 +198,7 @@ class TestFailuresInTheMiddle:
             return file
 
         monkeypatch.setattr(LocalFileSystem, "_open", open_)
-        monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 10)
+        monkeypatch.setattr(_fsspec_writing, "_CHUNK_BYTES", 10)
         with pytest.raises(StoreError, match="No space left"):
             put(store, "data/a", b"x" * 100)
         gc.collect()
@@ -328,11 +331,11 @@ class TestInstances:
 
         monkeypatch.setattr(BucketFileSystem, "_ls", caching)
         monkeypatch.setattr(BucketFileSystem, "invalidate_cache", lambda self, path=None: cached.clear())
-        twin = pickle.loads(pickle.dumps(bucket))
         put(bucket, "a", b"body")
         assert keys(bucket) == ["a"]
-        put(twin, "b", b"body")
-        cached["anything"] = []
+        filesystem = bucket._instances.get()
+        root = filesystem._strip_protocol(bucket.uri)
+        filesystem.objects[f"{root}/b"] = (b"body", datetime.now(tz=timezone.utc))
         assert keys(bucket) == ["a", "b"]
         assert bucket._instances.get().dircache.use_listings_cache is False
 
@@ -434,18 +437,38 @@ def test_an_object_of_unknown_age_is_young():
     assert datetime.now(tz=timezone.utc) - _modified_at({"modified": "yesterday"}) < timedelta(minutes=1)
 
 
-def test_creating_in_memory_is_safe_between_stores():
+def test_creating_in_memory_is_safe_between_stores(monkeypatch):
     """Two stores at one place share fsspec's memory, so they must share the lock as well."""
     root = f"memory://{uuid.uuid4().hex}"
-    stores = [FsspecStore("memory", root) for _ in range(8)]
-    for round_ in range(20):
-        results = at_once([lambda s=s, key=f"k{round_}": put(s, key, b"x", if_absent=True) for s in stores])
-        assert results.count(None) == 1
+    stores = [FsspecStore("memory", root) for _ in range(2)]
+    both_have_looked = threading.Barrier(2)
+    real = MemoryFileSystem.exists
+
+    def exists(self, path, **kwargs):
+        found = real(self, path, **kwargs)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_have_looked.wait(0.5)  # only ever reached by both where nothing keeps them apart
+        return found
+
+    monkeypatch.setattr(MemoryFileSystem, "exists", exists)
+    results = at_once([functools.partial(put, store, "a", b"x", if_absent=True) for store in stores])
+    assert results.count(None) == 1
+
+
+def test_a_missing_bucket_is_said_in_words(bucket, monkeypatch):
+    """Writing does not look for an object, so “not found” can only mean what should hold it."""
+
+    def open_(self, path, mode="rb", **kwargs):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(BucketFileSystem, "_open", open_)
+    with pytest.raises(BucketNotFoundError, match="create it, or correct its name"):
+        put(bucket, "a", b"body")
 
 
 def test_large_objects_are_streamed(bucket, monkeypatch):
     """A shard of gigabytes must not be joined into one copy on its way."""
-    monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(_fsspec_writing, "_CHUNK_BYTES", 1000)
     sizes: list[int] = []
     real = _Upload.write
 

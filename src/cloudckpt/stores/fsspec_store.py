@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from cloudckpt._uri import Location
 from cloudckpt.errors import (
+    BucketNotFoundError,
     ObjectExistsError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -18,14 +19,14 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.options import MIB
-from cloudckpt.stores._body import batches, check_crc32c, check_key, crc32c_of, num_bytes
+from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, num_bytes
 from cloudckpt.stores._fsspec_backends import Create, Filesystem, Instances, Source, backend_of
 from cloudckpt.stores._fsspec_errors import translated
+from cloudckpt.stores._fsspec_writing import make_parents, stream
 from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
 
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
-_CHUNK_BYTES = 16 * MIB
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _MEMORY_LOCK = threading.RLock()
 
@@ -77,16 +78,16 @@ class FsspecStore(Store):
         return self._uri
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
-        with self._call("put", key) as (filesystem, path):
+        with self._needs_root("put", key), self._call("put", key) as (filesystem, path):
             check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of(views))
             if not self._backend.pipes_whole:
-                _make_parents(filesystem, path)
+                make_parents(filesystem, path)
             if if_absent:
                 self._create(filesystem, key, path, b"".join(views))
             elif self._backend.pipes_whole and (self._backend.locked or num_bytes(views) <= _WHOLE_BYTES):
                 filesystem.pipe_file(path, b"".join(views))
             else:
-                _stream(filesystem, path, views)
+                stream(filesystem, path, views)
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
         wanted_bytes = num_bytes(views)
@@ -164,7 +165,7 @@ class FsspecStore(Store):
         with self._call("copy", source_key) as (filesystem, path):
             self._file_info(filesystem, source_key, path)
             if not self._backend.pipes_whole:
-                _make_parents(filesystem, self._path(target_key))
+                make_parents(filesystem, self._path(target_key))
             filesystem.cp_file(path, self._path(target_key))
 
     def create_multipart(self, key: str) -> str:
@@ -201,6 +202,18 @@ class FsspecStore(Store):
             )
 
     @contextlib.contextmanager
+    def _needs_root(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except ObjectNotFoundError as error:  # whatever a write does not find lies above the key
+            raise BucketNotFoundError(
+                f"{operation} {self.url(key)}: the bucket or folder it lies in does not exist, or is not "
+                f"shown to these credentials: create it, or correct its name.",
+                key=self.url(key),
+                operation=operation,
+            ) from error
+
+    @contextlib.contextmanager
     def _call(self, operation: str, key: str, *, is_key: bool = True) -> Iterator[tuple[Filesystem, str]]:
         if is_key:
             check_key(self, key, operation)
@@ -227,44 +240,6 @@ class FsspecStore(Store):
             key=self.url(key),
             operation=operation,
         )
-
-
-def _stream(filesystem: Filesystem, path: str, views: Views) -> None:
-    """Write through a file object that publishes nothing by itself, then commit it; on any failure, discard it."""
-    existed = filesystem.exists(path)
-    # Without autocommit, close() does not complete the upload, neither below nor in the garbage collector; it does for
-    # file systems that ignore the setting, hence what _discard does besides.
-    file = filesystem.open(path, "wb", autocommit=False)
-    # fsspec keeps every such file for its transaction to commit, although none is under way.
-    with contextlib.suppress(ValueError):
-        filesystem.transaction.files.remove(file)
-    try:
-        for batch in batches(views, max_bytes=_CHUNK_BYTES, max_views=1):
-            file.write(batch[0])
-        file.close()
-        if commit := getattr(file, "commit", None):
-            commit()
-    except BaseException:
-        _discard(filesystem, file, None if existed else path)
-        raise
-
-
-def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:
-    # Whatever fails here must not hide the error that led here; what is left is what gc is for.
-    with contextlib.suppress(Exception):
-        file.discard()
-    # A buffered file whose destructor finds it open sends its last block, and some complete the object with it.
-    with contextlib.suppress(Exception):
-        file.closed = True
-    if fresh_path is not None:
-        with contextlib.suppress(Exception):
-            filesystem.rm_file(fresh_path)
-
-
-def _make_parents(filesystem: Filesystem, path: str) -> None:
-    # Asynchronous file systems are object stores, where "making directories" would at most make a bucket.
-    if not filesystem.async_impl:
-        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
 def _size(info: Mapping[str, Any]) -> int:

@@ -29,7 +29,8 @@ class WriteTransforms:
         stream, descriptors = _StorageWriterTransforms(self._extensions).transform_save_stream(item, target)
         stream.write(content)
         stream.close()
-        return target.getbuffer(), tuple(descriptors)
+        # torch lists them in the order in which they were applied, and undoes them in that same order.
+        return target.getbuffer(), tuple(reversed(descriptors))
 
 
 class ReadTransforms:

@@ -179,6 +179,9 @@ def save_with_cached_plans(root: str) -> None:
 def test_cached_plans_do_not_carry_one_save_into_the_next(place: Place, num_ranks: int) -> None:
     """If this fails, a cached plan sends bytes to an old save's keys, or reads bfloat16 as float32."""
     run_ranks(save_with_cached_plans, place.root, world_size=num_ranks)
+    objects = [key.partition("/data/")[2] for key in place.data_keys()]
+    assert len(objects) == 5 * num_ranks
+    assert len(set(objects)) == len(objects)  # no two saves ever share a key, or an overwrite could touch the old
 
 
 class Rot13(StreamTransformExtension):

@@ -106,15 +106,11 @@ class Store(abc.ABC):
         """Begin a multipart upload and return its id. Nothing lies at `key` until it is completed."""
 
     @abc.abstractmethod
-    def upload_part(
-        self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int
-    ) -> UploadedPart:
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         """Upload one part. May be called again for the same part; the last call counts."""
 
     @abc.abstractmethod
-    def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[UploadedPart]
-    ) -> None:
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Make the object of `parts`, in the order of their numbers, visible at `key`, durably."""
 
     @abc.abstractmethod

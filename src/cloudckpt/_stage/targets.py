@@ -13,7 +13,7 @@ from cloudckpt._manifest.receipts import ItemLocation
 from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._plan.boxes import Box, boxes_of, intersection_of, runs_of, strides_of
 from cloudckpt._plan.reads import Want
-from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
+from cloudckpt._stage.tensors import as_carrier, bytes_view, holds_its_values, is_viewable
 
 
 class Target(Protocol):
@@ -93,7 +93,7 @@ class TensorTarget:
         first = (begin - self._location.begin) // self._itemsize_bytes
         elements = source.view(self._dtype)
         target = self._target
-        if target.dtype == self._dtype:
+        if target.dtype == self._dtype and holds_its_values(target):
             elements, target = as_carrier(elements), as_carrier(target)
         strides = strides_of(self._location.lengths)
         for box in boxes_of(first, first + elements.numel(), self._location.lengths):

@@ -45,10 +45,17 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable, without a copy. It keeps the memory alive."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # Not reshape(-1): a dimension of length 1 may have any stride, and then keeps it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
 
 
 def is_viewable(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes can be used where they lie."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and holds_its_values(tensor)
+
+
+def holds_its_values(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory holds its values, and not their conjugates or negatives."""
+    return not (tensor.is_conj() or tensor.is_neg())

@@ -1,0 +1,116 @@
+"""Tensors as the bytes of an object, part by part, against numpy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.stage.samples import DTYPES, bytes_for, tensor_of, views
+
+from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.body import PieceBody, piece_of
+from cloudckpt._stage.tensors import bytes_view, is_viewable
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+TILE_BYTES = 64
+
+
+class NoArena(Arena):
+    """Lends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(budget_bytes=0, pinned=False)
+
+    def lend(self, num_bytes: int) -> object:  # type: ignore[override]
+        raise AssertionError(f"{num_bytes} bytes were copied")
+
+
+def opened(body: PieceBody, begin: int, end: int) -> bytes:
+    with body.open(begin, end) as parts:
+        return b"".join(parts)
+
+
+@settings(max_examples=300)
+@given(st.data(), st.lists(views(), max_size=4))
+def test_any_tensors_any_part(data: st.DataObject, tensors: list[tuple[torch.Tensor, bytes]]) -> None:
+    """If this fails, what is uploaded of some type or memory layout is not what the tensor holds."""
+    tensors.sort(key=lambda pair: -pair[0].element_size())  # as objects are laid out
+    header = bytes(range(TILE_BYTES))
+    pieces, expected = [piece_of(memoryview(header), begin=0)], bytearray(header)
+    for tensor, content in tensors:
+        pieces.append(piece_of(tensor, begin=len(expected)))
+        expected += content
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20, pinned=False))
+    assert body.size_bytes == len(expected)
+    assert opened(body, 0, len(expected)) == expected
+    tiles = st.integers(0, -(-len(expected) // TILE_BYTES))
+    for _ in range(3):
+        low, high = sorted((data.draw(tiles) * TILE_BYTES, data.draw(tiles) * TILE_BYTES))
+        high = min(high, len(expected))
+        assert opened(body, low, high) == expected[low:high]
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 20))
+def test_the_bytes_of_every_type(dtype: torch.dtype, numel: int) -> None:
+    """If this fails, some type cannot be saved, or is saved as other bits."""
+    content = bytes_for(numel * dtype.itemsize, dtype)
+    tensor = tensor_of(content, dtype, (numel,))
+    view = bytes_view(tensor)
+    assert bytes(view) == content
+    assert not view.readonly
+
+
+def test_contiguous_memory_is_not_copied() -> None:
+    """If this fails, a save of CPU tensors needs their memory twice (G7)."""
+    tensor = torch.arange(1000, dtype=torch.float32)
+    part = tensor[100:900]
+    body = PieceBody([piece_of(part, begin=0)], NoArena())
+    with body.open(0, part.numel() * 4) as parts:
+        tensor[100] = 7.5
+        assert bytes(parts[0][:4]) == tensor[100:101].numpy().tobytes()
+
+
+def test_only_the_open_part_of_a_strided_tensor_is_copied() -> None:
+    """If this fails, one large transposed tensor takes its whole size in staging memory."""
+    tensor = torch.arange(100_000, dtype=torch.int64).view(100, 1000).t()
+    arena = Arena(budget_bytes=4096, pinned=False)
+    body = PieceBody([piece_of(tensor, begin=0)], arena)
+    joined = b"".join(opened(body, begin, begin + 4096) for begin in range(0, 798_720, 4096))
+    assert joined == tensor.contiguous().numpy().tobytes()[:798_720]
+    assert arena._held_bytes <= 4096
+
+
+def test_pieces_without_bytes_are_passed_over() -> None:
+    """If this fails, empty shards break the object they share with others."""
+    empty = torch.empty(0, 5)
+    body = PieceBody(
+        [
+            piece_of(memoryview(b"head"), begin=0),
+            piece_of(empty, begin=4),
+            piece_of(empty.t(), begin=4),
+            piece_of(memoryview(b"tail"), begin=4),
+            piece_of(empty, begin=8),
+        ],
+        NoArena(),
+    )
+    assert opened(body, 0, 8) == b"headtail"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_single_elements_may_have_any_stride(dtype: torch.dtype) -> None:
+    """If this fails, a slice that happens to hold one element cannot be saved."""
+    content = bytes_for(6 * dtype.itemsize, dtype)
+    tensor = tensor_of(content, dtype, (6,))[3::4]
+    assert tensor.shape == (1,)
+    assert tensor.stride() == (4,)
+    assert bytes(bytes_view(tensor)) == content[3 * dtype.itemsize : 4 * dtype.itemsize]
+
+
+def test_lazy_views_are_not_taken_for_their_memory() -> None:
+    """If this fails, conjugated or negated tensors are read or written with the wrong sign."""
+    values = torch.complex(torch.ones(3), torch.ones(3))
+    assert not is_viewable(values.conj())
+    assert not is_viewable(torch._neg_view(torch.ones(3)))
+    assert is_viewable(values)

@@ -1,0 +1,235 @@
+"""From read requests to filled tensors, against numpy's indexing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.stage.samples import DTYPES, array_of, bytes_for
+from tests.stage.test_body import NoArena
+
+from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._manifest.torch_dtypes import dtype_name
+from cloudckpt._plan.boxes import Box
+from cloudckpt._plan.reads import plan_requests
+from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.scatter import opened
+from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._stage.tensors import bytes_view
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+TILE_BYTES = 64
+
+
+def location(begin: int, lengths: tuple[int, ...], dtype: torch.dtype) -> ItemLocation:
+    return ItemLocation(
+        object_index=0,
+        begin=begin,
+        end=begin + math.prod(lengths) * dtype.itemsize,
+        dtype=dtype_name(dtype),
+        lengths=lengths,
+        transforms=(),
+    )
+
+
+def fill(
+    stored: bytes, targets: Sequence[Target], *, arena: Arena, request_bytes: int = 256, max_gap_bytes: int = 0
+) -> int:
+    """Carry out the reads of `targets` from an object that holds `stored`; how many bytes were read."""
+    wants = [want for index, target in enumerate(targets) for want in target.wants(index, max_gap_bytes=max_gap_bytes)]
+    requests = plan_requests(
+        wants,
+        object_sizes_bytes={0: len(stored)},
+        tile_bytes=TILE_BYTES,
+        request_bytes=request_bytes,
+        max_gap_bytes=max_gap_bytes,
+    )
+    for request in requests:
+        with opened(request, targets, arena) as views:
+            position = request.begin
+            for view in views:
+                view[:] = stored[position : position + len(view)]
+                position += len(view)
+            assert position == request.end
+    return sum(request.end - request.begin for request in requests)
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """A tensor to fill, in one kind of memory; what it must not touch is next to it."""
+    if kind == "contiguous":
+        return torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8).view(dtype).view(shape)
+    wider = tuple(2 * extent + 1 for extent in shape)
+    memory = torch.zeros(math.prod(wider) * dtype.itemsize, dtype=torch.uint8).view(dtype)
+    if kind == "transposed":
+        strided = memory.view(tuple(reversed(wider))).permute(tuple(reversed(range(len(shape)))))
+    else:
+        strided = memory.view(wider)
+    for dim, extent in enumerate(shape):
+        strided = strided.narrow(dim, 1, extent) if kind == "narrowed" else strided.narrow(dim, 0, extent)
+    return strided
+
+
+@st.composite
+def reads(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, str]]]:
+    """A chunk's shape and type, and the blocks of it that are read, into which kinds of memory."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(1, 7), max_size=3).map(tuple))
+    blocks = []
+    for _ in range(draw(st.integers(1, 4))):
+        lengths = tuple(draw(st.integers(0 if draw(st.booleans()) else 1, extent)) for extent in shape)
+        offsets = tuple(draw(st.integers(0, extent - n)) for extent, n in zip(shape, lengths, strict=True))
+        blocks.append((Box(offsets, lengths), draw(st.sampled_from(["contiguous", "transposed", "narrowed"]))))
+    return shape, dtype, blocks
+
+
+@settings(max_examples=300)
+@given(
+    case=reads(),
+    before_bytes=st.integers(0, 9).map(lambda count: count * 16),
+    request_bytes=st.sampled_from([64, 128, 1024]),
+    max_gap_bytes=st.sampled_from([0, 8, 64, 1000]),
+)
+def test_every_block_gets_exactly_its_bytes(
+    case: tuple[tuple[int, ...], torch.dtype, list[tuple[Box, str]]],
+    before_bytes: int,
+    request_bytes: int,
+    max_gap_bytes: int,
+) -> None:
+    """If this fails, resharding puts wrong values into tensors (G4), for some type, shape, layout or overlap."""
+    shape, dtype, blocks = case
+    content = bytes_for(math.prod(shape) * dtype.itemsize, dtype)
+    stored = b"\xaa" * before_bytes + content + b"\xbb" * 40
+    tensors = [blank(box.lengths, dtype, kind) for box, kind in blocks]
+    targets = [
+        TensorTarget(location(before_bytes, shape, dtype), box, tensor)
+        for (box, _), tensor in zip(blocks, tensors, strict=True)
+    ]
+    fill(
+        stored,
+        targets,
+        arena=Arena(budget_bytes=1 << 20, pinned=False),
+        request_bytes=request_bytes,
+        max_gap_bytes=max_gap_bytes,
+    )
+    array = array_of(content, dtype, shape)
+    for (box, _), tensor, target in zip(blocks, tensors, targets, strict=True):
+        expected = array[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))].tobytes()
+        assert target.num_bytes == len(expected)
+        plain = torch.empty_strided(
+            tensor.shape, torch.empty(tensor.shape).stride(), dtype=torch.uint8 if dtype.itemsize == 1 else dtype
+        )
+        plain.copy_(tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor)
+        assert bytes(bytes_view(plain)) == expected
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["contiguous", "transposed"])
+def test_types_are_converted_as_torch_does(saved: torch.dtype, wanted: torch.dtype, kind: str) -> None:
+    """If this fails, loading a float32 checkpoint into a bfloat16 model gives garbage."""
+    chunk = torch.arange(60, dtype=torch.float32).div(7).view(5, 12).to(saved)
+    stored = bytes(16) + bytes(bytes_view(chunk))
+    tensor = blank((3, 5), wanted, kind)
+    target = TensorTarget(location(16, (5, 12), saved), Box((1, 4), (3, 5)), tensor)
+    fill(stored + bytes(64), [target], arena=Arena(budget_bytes=1 << 20, pinned=False), request_bytes=64)
+    assert torch.equal(tensor, chunk[1:4, 4:9].to(wanted))
+
+
+def test_values_go_into_lazy_views_as_values() -> None:
+    """If this fails, a conjugated or negated target ends up with the wrong sign."""
+    chunk = torch.complex(torch.arange(8.0), torch.ones(8))
+    stored = bytes(bytes_view(chunk))
+    conjugated = torch.zeros(8, dtype=torch.complex64).conj()
+    target = TensorTarget(location(0, (8,), torch.complex64), Box((0,), (8,)), conjugated)
+    fill(stored, [target], arena=Arena(budget_bytes=1 << 20, pinned=False))
+    assert torch.equal(conjugated, chunk)
+    negated = torch._neg_view(torch.zeros(16))
+    target = TensorTarget(location(0, (16,), torch.float32), Box((0,), (16,)), negated)
+    fill(stored, [target], arena=Arena(budget_bytes=1 << 20, pinned=False))
+    assert torch.equal(negated, torch.view_as_real(chunk).reshape(-1))
+
+
+def test_contiguous_targets_are_read_in_place() -> None:
+    """If this fails, a load copies everything once more than it need."""
+    chunk = torch.arange(64, dtype=torch.float32).view(8, 8)
+    rows, all_of_it = torch.zeros(4, 8), torch.zeros(8, 8)
+    fill(
+        bytes(bytes_view(chunk)),
+        [TensorTarget(location(0, (8, 8), torch.float32), Box((4, 0), (4, 8)), rows)],
+        arena=NoArena(),
+    )
+    assert torch.equal(rows, chunk[4:])
+    fill(
+        bytes(bytes_view(chunk)),
+        [TensorTarget(location(0, (8, 8), torch.float32), Box((0, 0), (8, 8)), all_of_it)],
+        arena=NoArena(),
+    )
+    assert torch.equal(all_of_it, chunk)
+
+
+def test_two_that_want_the_same_read_it_once() -> None:
+    """If this fails, a tensor that is asked for twice is fetched twice, or one of the two stays empty."""
+    chunk = torch.arange(64, dtype=torch.float32)
+    one, other = torch.zeros(64), torch.zeros(32)
+    num_bytes_read = fill(
+        bytes(bytes_view(chunk)),
+        [
+            TensorTarget(location(0, (64,), torch.float32), Box((0,), (64,)), one),
+            TensorTarget(location(0, (64,), torch.float32), Box((16,), (32,)), other),
+        ],
+        arena=Arena(budget_bytes=1 << 20, pinned=False),
+    )
+    assert num_bytes_read == 256
+    assert torch.equal(one, chunk)
+    assert torch.equal(other, chunk[16:48])
+
+
+def test_a_column_reads_its_runs_and_not_the_whole() -> None:
+    """If this fails, every rank of a column-sharded model reads all columns (G8)."""
+    chunk = torch.arange(8 * 1024, dtype=torch.float32).view(8, 1024)
+    column = torch.zeros(8, 64)
+    target = TensorTarget(location(0, (8, 1024), torch.float32), Box((0, 512), (8, 64)), column)
+    num_bytes_read = fill(bytes(bytes_view(chunk)), [target], arena=NoArena())
+    assert torch.equal(column, chunk[:, 512:576])
+    assert num_bytes_read == column.numel() * 4
+
+
+@given(st.integers(0, 200), st.integers(0, 100), st.booleans())
+def test_bytes_arrive_whole(size_bytes: int, before_bytes: int, twice: bool) -> None:  # noqa: FBT001
+    """If this fails, Python objects are cut or shifted."""
+    content = bytes_for(size_bytes, torch.uint8)
+    at = ItemLocation(
+        object_index=0, begin=before_bytes, end=before_bytes + size_bytes, dtype=None, lengths=(), transforms=()
+    )
+    targets = [BytesTarget(at) for _ in range(1 + twice)]
+    fill(
+        bytes(before_bytes) + content + bytes(9),
+        targets,
+        arena=Arena(budget_bytes=1 << 20, pinned=False),
+        request_bytes=64,
+    )
+    assert [bytes(target.content) for target in targets] == [content] * len(targets)
+    assert targets[0].num_bytes == size_bytes
+
+
+def test_what_fails_leaves_the_targets_alone() -> None:
+    """If this fails, bytes that were never verified are copied into tensors."""
+    tensor = torch.zeros(16, dtype=torch.float64)
+    target = TensorTarget(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
+    (want,) = target.wants(0, max_gap_bytes=0)
+    (request,) = plan_requests([want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0)
+    arena = Arena(budget_bytes=1 << 20, pinned=False)
+
+    def read() -> None:
+        with opened(request, [target], arena) as views:
+            views[0][:] = b"\x01" * 64
+            raise OSError("cut")
+
+    with pytest.raises(OSError, match="cut"):
+        read()
+    assert not tensor.any()

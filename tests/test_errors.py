@@ -1,0 +1,176 @@
+"""Errors, and that they arrive on other ranks as they left."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import pickle
+import re
+import traceback
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cloudckpt import errors
+from cloudckpt._commit.publish import OvertakenError
+from cloudckpt._failures import causes_of, failure_of
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CloudckptError,
+    CommitUnknownError,
+    InterruptedReadError,
+    StoreError,
+    portable,
+)
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+
+def made(kind: type[CloudckptError], message: str = "what failed, on what, and what to do") -> CloudckptError:
+    """An error of this class, with all that it wants to know."""
+    values: dict[str, Any] = {
+        "key": "s3://bucket/key",
+        "operation": "put",
+        "received_bytes": 17,
+        "uri": "s3://bucket/run",
+    }
+    wanted = inspect.signature(kind.__init__).parameters
+    return kind(message, **{name: value for name, value in values.items() if name in wanted})
+
+
+@pytest.mark.parametrize("kind", [*CLASSES, OvertakenError], ids=lambda kind: kind.__name__)
+def test_every_error_survives_pickling(kind: type[CloudckptError]) -> None:
+    """If this fails, an error on one rank leaves the others hanging, or loses what it says."""
+    error = made(kind)
+    error.__cause__ = ValueError("the SDK's own")
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        copy = pickle.loads(pickle.dumps(error, protocol))
+        assert type(copy) is kind
+        assert str(copy) == str(error)
+        assert copy.args == error.args
+        assert {k: v for k, v in vars(copy).items() if not k.startswith("__")} == vars(error)
+
+
+def test_the_drawing_shows_the_real_tree() -> None:
+    """If this fails, the hierarchy at the top of errors.py is not the one that handlers meet."""
+    assert errors.__doc__ is not None
+    drawn: dict[str, str] = {}
+    parents: list[str] = []
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"    ([│ ├└─]*)(\w+Error)\b( \((\w+)\))?", line)
+        if match is None:
+            continue
+        depth = len(match[1]) // 4
+        parents[depth:] = [match[2]]
+        drawn[match[2]] = parents[depth - 1] if depth else "Exception"
+        if match[4]:
+            assert issubclass(getattr(errors, match[2]), getattr(builtins, match[4]))
+    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in CLASSES}
+
+
+def test_the_list_is_sorted_and_complete() -> None:
+    """If this fails, some error cannot be imported from where the documentation says."""
+    defined = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert list(errors.__all__) == sorted(defined)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_error_says_what_it_means(kind: type[CloudckptError]) -> None:
+    """If this fails, a user has to read the source to know what a class stands for."""
+    assert kind.__doc__
+    assert kind.__doc__ != CloudckptError.__doc__ or kind is CloudckptError
+
+
+def test_store_errors_name_key_and_operation() -> None:
+    """If this fails, handlers have to search messages."""
+    error = made(InterruptedReadError)
+    assert isinstance(error, InterruptedReadError)
+    assert (error.key, error.operation, error.received_bytes) == ("s3://bucket/key", "put", 17)
+
+
+class _Unpicklable(Exception):  # noqa: N818
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{code} {reason}")
+
+
+def test_what_does_not_travel_is_replaced_by_its_text() -> None:
+    """If this fails, an SDK's error on one rank hangs all the others (and they never learn why)."""
+    ours, builtin = made(AccessDeniedError), ValueError("x")
+    assert portable(ours) is ours
+    assert portable(builtin) is builtin
+    replaced = portable(_Unpicklable(403, reason="Forbidden"))
+    assert type(replaced) is CloudckptError
+    assert str(replaced) == "_Unpicklable: 403 Forbidden"
+
+
+def failed_with(**causes: BaseException) -> CheckpointException:
+    """What torch raises when these ranks fail ('rank_3' is rank 3)."""
+    trace = traceback.extract_stack()
+    return CheckpointException("write", {int(name[5:]): (cause, trace) for name, cause in causes.items()})
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
+    """If this fails, `except CheckpointExistsError` around a save does not catch what it names."""
+    cause = made(kind)
+    failure = failure_of(failed_with(rank_0=cause, rank_2=made(kind)), what="saving s3://bucket/run")
+    assert isinstance(failure, CheckpointException)
+    assert isinstance(failure, kind)
+    assert failure.failures[0][0] is cause
+    assert vars(cause).items() <= vars(failure).items()
+    for copy in (pickle.loads(pickle.dumps(failure)), failure):
+        assert type(copy).__name__ == kind.__name__
+        assert isinstance(copy, (kind, CheckpointException))
+        assert sorted(copy.failures) == [0, 2]
+        assert str(copy) == str(failure)
+        assert "saving s3://bucket/run failed at step 'write' on 2 ranks (0, 2):" in str(copy)
+        assert f"[rank 0] {kind.__name__}: what failed" in str(copy)
+
+
+def test_different_causes_have_only_the_base_in_common() -> None:
+    """If this fails, a handler for one rank's failure swallows another's."""
+    failure = failure_of(
+        failed_with(rank_0=made(AccessDeniedError), rank_1=made(CheckpointNotFoundError)), what="saving x"
+    )
+    assert isinstance(failure, CloudckptError)
+    assert not isinstance(failure, (StoreError, CheckpointError))
+    assert {type(cause) for cause in causes_of(failure)} == {AccessDeniedError, CheckpointNotFoundError}
+
+
+def test_causes_of_others_come_with_their_traceback() -> None:
+    """If this fails, a bug in a planner cannot be found from what the user sees."""
+    failure = failure_of(failed_with(rank_1=ZeroDivisionError("division by zero")), what="loading x")
+    assert "[rank 1] ZeroDivisionError: division by zero" in str(failure)
+    assert "in failed_with" in str(failure)
+    ours = failure_of(failed_with(rank_1=made(CheckpointNotFoundError)), what="loading x")
+    assert "in failed_with" not in str(ours)
+
+
+def test_failures_of_many_ranks_stay_readable() -> None:
+    """If this fails, a job of thousands of ranks drowns its error in a list of numbers."""
+    causes = {f"rank_{rank}": made(CheckpointExistsError) for rank in range(100)}
+    headline = str(failure_of(failed_with(**causes), what="saving x")).splitlines()[0]
+    assert headline == f"saving x failed at step 'write' on 100 ranks ({', '.join(map(str, range(16)))}, …):"
+
+
+def test_what_this_rank_saw_replaces_what_torch_made_of_it() -> None:
+    """If this fails, a missing checkpoint looks like a failed assertion."""
+    seen = made(CheckpointNotFoundError)
+    torchs = failed_with(rank_0=AssertionError("metadata is None"), rank_1=AssertionError("metadata is None"))
+    failure = failure_of(torchs, what="loading x", local_cause=seen, local_rank=1)
+    assert isinstance(failure, CheckpointNotFoundError)
+    assert failure.failures[1][0] is seen
+    assert isinstance(failure.failures[0][0], AssertionError)
+
+
+def test_an_overtaken_save_is_both() -> None:
+    """If this fails, it is not recognised as lost, or its data is removed while its manifest lies there."""
+    failure = failure_of(failed_with(rank_0=made(OvertakenError)), what="saving x")
+    assert isinstance(failure, CheckpointExistsError)
+    assert isinstance(pickle.loads(pickle.dumps(failure)), CommitUnknownError)

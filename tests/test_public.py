@@ -1,0 +1,63 @@
+"""The public names: one sorted list, and all of it there."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import cloudckpt
+from cloudckpt import errors
+
+
+def test_the_list_is_sorted_unique_and_real() -> None:
+    """If this fails, `from cloudckpt import *` breaks, or a public name is not where the documentation says."""
+    assert list(cloudckpt.__all__) == sorted(set(cloudckpt.__all__))
+    assert all(hasattr(cloudckpt, name) for name in cloudckpt.__all__)
+
+
+def test_every_error_is_public_at_the_top() -> None:
+    """If this fails, a user has to know in which module an error is defined."""
+    for name in errors.__all__:
+        assert name in cloudckpt.__all__
+        assert getattr(cloudckpt, name) is getattr(errors, name)
+
+
+@pytest.mark.parametrize("name", [name for name in cloudckpt.__all__ if name not in ("__version__", "errors")])
+def test_everything_public_is_documented(name: str) -> None:
+    """If this fails, `help(cloudckpt.…)` says nothing about some part of it."""
+    value = getattr(cloudckpt, name)
+    assert inspect.getdoc(value)
+    assert value.__module__.startswith("cloudckpt")
+    if inspect.isclass(value):
+        for attribute, member in vars(value).items():
+            if not attribute.startswith("_") and inspect.isfunction(member):
+                assert inspect.getdoc(member), f"{name}.{attribute}"
+
+
+@pytest.mark.parametrize("name", ["save", "async_save", "load"])
+def test_our_calls_take_every_keyword_of_torchs(name: str) -> None:
+    """If this fails, moving from torch's call to ours needs more than another name."""
+    ours = inspect.signature(getattr(cloudckpt, name)).parameters
+    torchs = inspect.signature(getattr(dcp, name)).parameters
+    assert set(torchs) <= set(ours)
+    for parameter in set(torchs) - {"state_dict"}:
+        assert ours[parameter].default == torchs[parameter].default, parameter
+
+
+def test_what_is_imported_is_little() -> None:
+    """If this fails, every script that imports cloudckpt waits for clients that it does not use."""
+    script = """
+import sys, cloudckpt
+print([name for name in ("boto3", "botocore", "s3fs", "gcsfs", "google.cloud.storage", "moto") if name in sys.modules])
+"""
+    answer = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_the_version_is_one() -> None:
+    """If this fails, checkpoints record another version than the one that is installed."""
+    assert cloudckpt.__version__.count(".") >= 2

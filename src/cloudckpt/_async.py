@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class AsyncSave:
         *,
         on_success: Callable[[Metadata], SavedMetadata],
         on_failure: Callable[[CheckpointException], CheckpointException],
+        stager: AsyncStager | None,
     ) -> None:
         self.staged: Future[None] = Future()
         """Done when the state dict has been copied: from here on the model may change."""
@@ -40,6 +41,7 @@ class AsyncSave:
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
         self._on_success = on_success
         self._on_failure = on_failure
+        self._stager = stager  # closed at the end, because nobody else knows of it
         if isinstance(response, AsyncSaveResponse):
             response.staging_completion.add_done_callback(self._staging_ended)
             upload: Future[Any] = response.upload_completion
@@ -78,6 +80,8 @@ class AsyncSave:
             self.staged.set_exception(error)
 
     def _upload_ended(self, upload: Future[Any]) -> None:
+        if self._stager is not None:
+            self._stager.close()
         try:
             try:
                 result = self._on_success(upload.result())
@@ -111,13 +115,21 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
         raise AssertionError(
             "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
         )
-    group = _groups.get(source)
-    if group is not None:
-        with contextlib.suppress(KeyError, ValueError):  # destroyed since, with the default group
-            dist.get_process_group_ranks(group)
-            return group
-    _groups.clear()
+    for known, group in list(_groups.items()):
+        if not (_exists(known) and _exists(group)):
+            del _groups[known]
+    if source in _groups:
+        return _groups[source]
     _groups[source] = dist.new_group(
         dist.get_process_group_ranks(source), backend="gloo", use_local_synchronization=source is not default
     )
     return _groups[source]
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed, as all are with the default one."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True

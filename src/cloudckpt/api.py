@@ -19,6 +19,7 @@ from cloudckpt._async import AsyncSave, background_group, wait_for_previous
 from cloudckpt._failures import causes_of, failure_of
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
+from cloudckpt._stage.snapshot import SnapshotStager
 from cloudckpt.errors import CheckpointChangedError, CommitUnknownError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
@@ -91,20 +92,29 @@ def async_save(
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     wait_for_previous()
     group = process_group if no_dist or in_process else background_group(process_group)
-    response = state_dict_saver.async_save(
-        state_dict,
-        storage_writer=writer,
-        planner=planner,
-        process_group=group,
-        async_checkpointer_type=async_checkpointer_type,
-        async_stager=async_stager,
-        no_dist=no_dist,
-        use_collectives=use_collectives,
-    )
+    own_stager = None
+    if async_stager is None and not isinstance(writer, AsyncStager):
+        async_stager = own_stager = SnapshotStager()
+    try:
+        response = state_dict_saver.async_save(
+            state_dict,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    except BaseException:
+        if own_stager is not None:
+            own_stager.close()
+        raise
     return AsyncSave(
         response,
         on_success=lambda metadata: _with_report(metadata, writer),
         on_failure=lambda error: _failed_save(error, writer),
+        stager=own_stager,
     )
 
 

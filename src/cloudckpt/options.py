@@ -41,8 +41,8 @@ class Options:
     """Most memory that a save uses for copies of what cannot be sent from where it lies (GPU, strided tensors)."""
     read_bytes: int = 256 * MIB
     """Most memory that a load uses besides the tensors themselves."""
-    request_bytes: int = 16 * MIB
-    """Largest ranged read; longer runs are split into parallel ones."""
+    request_bytes: int = 32 * MIB
+    """Largest ranged read; longer runs are split into parallel ones, and a small load into smaller ones."""
     max_gap_bytes: int = 1 * MIB
     """Two wanted ranges that lie no further apart are read as one."""
     verify: bool = True

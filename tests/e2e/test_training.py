@@ -22,9 +22,6 @@ import cloudckpt
 Mode = Literal["sync", "async", "async-cached"]
 Engine = Literal["eager", "compiled"]
 NUM_STEPS = 2
-async_fsdp1 = pytest.mark.xfail(
-    strict=True, reason="async_save stages with torch's DefaultStager, which cannot copy a ShardedTensor"
-)
 CPU_STAGING = StagingOptions(
     use_pinned_memory=False,
     use_shared_memory=False,
@@ -72,7 +69,7 @@ def num_ranks_for(parallelism: Parallelism) -> int:
 @pytest.mark.parametrize(
     ("parallelism", "mode"),
     [
-        pytest.param(parallelism, mode, marks=async_fsdp1 if (parallelism, mode) == ("fsdp1", "async") else [])
+        pytest.param(parallelism, mode)
         for parallelism in PARALLELISMS
         for mode in ("sync", "async", "async-cached")
         # torch's own stager, which the cached mode uses, cannot copy a ShardedTensor
@@ -90,7 +87,7 @@ def test_resumed_training_equals_uninterrupted_training(
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "parallelism",
-    [pytest.param(each, marks=async_fsdp1 if each == "fsdp1" else []) for each in PARALLELISMS],
+    PARALLELISMS,
 )
 def test_resumed_training_equals_uninterrupted_training_under_compile(
     local: LocalPlace, parallelism: Parallelism
@@ -106,7 +103,7 @@ def test_resumed_training_equals_uninterrupted_training_under_compile(
     [
         ("none", "async"),
         ("ddp", "sync"),
-        pytest.param("fsdp1", "async", marks=async_fsdp1),
+        pytest.param("fsdp1", "async"),
         ("fsdp2", "async"),
         ("fsdp2", "sync"),
         ("hsdp", "sync"),

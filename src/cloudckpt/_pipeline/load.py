@@ -35,9 +35,12 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     ObjectNotFoundError,
 )
+from cloudckpt.options import MIB
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
 _MAX_NAMES = 5
+_MIN_REQUESTS_PER_CONNECTION = 4
+_SMALL_REQUEST_BYTES = 8 * MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +93,7 @@ class LoadJob:
             wants,
             object_sizes_bytes={index: stored.size for index, stored in enumerate(self._manifest.objects)},
             tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
-            request_bytes=options.request_bytes,
+            request_bytes=self._request_bytes(sum(want.end - want.begin for want in wants)),
             max_gap_bytes=options.max_gap_bytes,
         )
         self._execute(requests, consumers, planner)
@@ -98,6 +101,12 @@ class LoadJob:
             num_bytes_wanted=sum(consumer.target.num_bytes for consumer in consumers),
             num_bytes_read=sum(request.end - request.begin for request in requests),
         )
+
+    def _request_bytes(self, num_bytes: int) -> int:
+        """Large reads cost the client least, but a load should have some for every connection."""
+        options = self._context.options
+        share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * options.connections)
+        return min(max(share_bytes, _SMALL_REQUEST_BYTES), options.request_bytes)
 
     def _consumer_of(self, item: ReadItem, planner: LoadPlanner) -> Consumer:
         fqn, uri = item.storage_index.fqn, self._context.uri

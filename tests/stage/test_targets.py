@@ -154,6 +154,21 @@ def test_values_go_into_lazy_views_as_values() -> None:
     assert torch.equal(negated, torch.view_as_real(chunk).reshape(-1))
 
 
+def test_elements_are_aligned_in_the_buffer_too() -> None:
+    """If this fails, objects in which small elements lie before large ones, as other writers may make, do not load."""
+    stored = bytes_for(64, torch.uint8)
+    strided_bytes, direct_bytes = torch.zeros(10, dtype=torch.uint8)[::2], torch.zeros(11, dtype=torch.uint8)
+    strided_wide = torch.zeros(12, dtype=torch.int64)[::2]
+    targets = [
+        TensorTarget(location(0, (5,), torch.uint8), Box((0,), (5,)), strided_bytes),
+        TensorTarget(location(5, (11,), torch.uint8), Box((0,), (11,)), direct_bytes),
+        TensorTarget(location(16, (6,), torch.int64), Box((0,), (6,)), strided_wide),
+    ]
+    fill(stored, targets, arena=Arena(budget_bytes=1 << 20, pinned=False))
+    filled = [strided_bytes, direct_bytes, strided_wide]
+    assert b"".join(bytes(bytes_view(tensor.contiguous())) for tensor in filled) == stored
+
+
 def test_contiguous_targets_are_read_in_place() -> None:
     """If this fails, a load copies everything once more than it need."""
     chunk = torch.arange(64, dtype=torch.float32).view(8, 8)

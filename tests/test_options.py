@@ -75,7 +75,6 @@ def test_what_works_is_accepted(values: dict[str, Any]) -> None:
         assert getattr(options, name) == value
 
 
-@pytest.mark.xfail(strict=True, reason="Options takes tiles above the format's 1 GiB; only the commit refuses them")
 def test_tiles_that_no_reader_accepts_are_refused() -> None:
     """If this fails, a whole save runs before it turns out that it cannot be committed."""
     with pytest.raises(InvalidOptionError, match="tile_bytes"):

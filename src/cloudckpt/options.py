@@ -65,8 +65,8 @@ class Options:
                 ("object_bytes", self.object_bytes >= 1, "positive"),
                 (
                     "tile_bytes",
-                    self.tile_bytes >= 4 * KIB and self.tile_bytes % 64 == 0,
-                    "a multiple of 64, of at least 4096",
+                    4 * KIB <= self.tile_bytes <= GIB and self.tile_bytes % 64 == 0,
+                    "a multiple of 64, from 4096 to 1 GiB",
                 ),
                 ("staging_bytes", self.staging_bytes >= self.part_bytes, "at least part_bytes"),
                 ("request_bytes", self.request_bytes >= self.tile_bytes, "at least tile_bytes"),

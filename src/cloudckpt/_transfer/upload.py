@@ -19,7 +19,7 @@ from cloudckpt._plan.packing import parts_of
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.workers import Workers
-from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Part, Store, UploadedPart, Views
 
 _log = logging.getLogger("cloudckpt")
@@ -101,7 +101,7 @@ class UploadSession:
             parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
             upload_id = None
         else:
-            parts = parts_of(body.size_bytes, part_bytes=self._part_bytes, tile_bytes=self._tile_bytes, limits=limits)
+            parts = self._parts_of(key, body.size_bytes)
             upload_id = self._retrier.call(lambda: self._store.create_multipart(key))
         target = _Object(key=key, body=body, parts=parts, upload_id=upload_id)
         with self._lock:
@@ -113,6 +113,14 @@ class UploadSession:
                 self._slots.release()
                 raise self._failure
             self._workers.submit(functools.partial(self._run, target, part))
+
+    def _parts_of(self, key: str, size_bytes: int) -> list[Part]:
+        limits = self._store.limits
+        try:
+            return parts_of(size_bytes, part_bytes=self._part_bytes, tile_bytes=self._tile_bytes, limits=limits)
+        except ValueError as error:
+            url = self._store.url(key)
+            raise UnsupportedOperationError(f"cannot upload {url}: {error}", key=url, operation="put") from error
 
     def finish(self) -> list[ObjectReceipt]:
         """Wait for every object submitted, and return their receipts in the order of submission."""

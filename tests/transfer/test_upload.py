@@ -23,6 +23,7 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
     TransientStoreError,
+    UnsupportedOperationError,
 )
 from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Store, Views
 from cloudckpt.stores.memory import MemoryStore
@@ -286,7 +287,7 @@ def test_no_more_is_prepared_than_the_queue_holds(store: FaultyStore) -> None:
 
 def test_an_object_that_is_too_large_is_refused_before_a_byte_moves(store: FaultyStore) -> None:
     """If this fails, the store refuses it only after everything was sent."""
-    with pytest.raises(ValueError, match="does not fit into 100 parts"):
+    with pytest.raises(UnsupportedOperationError, match="does not fit into 100 parts"):
         upload(store, {"data/a": Bytes(bytes(100 * 1000 + 1))})
     assert store.calls == []
 

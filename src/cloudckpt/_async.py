@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +22,23 @@ if TYPE_CHECKING:
     from cloudckpt._saved import SavedMetadata
     from cloudckpt.report import SaveReport
 
+_T = TypeVar("_T")
+_log = logging.getLogger("cloudckpt")
+
 _lock = threading.Lock()
 _running: AsyncSave | None = None
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def _forget_after_fork() -> None:
+    """A child has none of its parent's threads, so none of its saves will ever end there."""
+    global _lock, _running  # noqa: PLW0603  # as above
+    _lock = threading.Lock()
+    _running = None
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class AsyncSave:
@@ -55,11 +72,11 @@ class AsyncSave:
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
-        return self.committed.result(timeout)
+        return _waited(self.committed.result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the failure, or None."""
-        return self.committed.exception(timeout)
+        return _waited(self.committed.exception, timeout)
 
     def done(self) -> bool:
         """Whether it has ended, in either way."""
@@ -80,17 +97,26 @@ class AsyncSave:
             self.staged.set_exception(error)
 
     def _upload_ended(self, upload: Future[Any]) -> None:
-        if self._stager is not None:
-            self._stager.close()
         try:
+            if self._stager is not None:
+                self._stager.close()
             try:
                 result = self._on_success(upload.result())
             except CheckpointException as error:
-                self.committed.set_exception(self._on_failure(error))
+                failure = self._on_failure(error)
+                _log.warning("a background save failed: %s", failure)  # also where nobody asks the handle
+                self.committed.set_exception(failure)
             else:
                 self.committed.set_result(result)
         except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
             self.committed.set_exception(error)
+
+
+def _waited(ask: Callable[[float | None], _T], timeout: float | None) -> _T:
+    try:
+        return ask(timeout)
+    except FutureTimeoutError as error:  # a class of its own before Python 3.11
+        raise TimeoutError(f"the save has not ended within {timeout} s; it goes on") from error
 
 
 def wait_for_previous() -> None:

@@ -22,12 +22,12 @@ from cloudckpt.writer import ObjectStoreWriter
 _restore: list[Callable[[], None]] = []
 
 
-def enable(*, options: Options | None = None) -> None:
+def enable(*, options: Options | None = None, overwrite: bool = False) -> None:
     """From here on torch's own calls understand the URIs: ``dcp.save(state_dict, checkpoint_id="s3://…")``.
 
-    Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's for saving, and
-    load with cloudckpt where it wrote what lies there. A ``storage_writer`` or ``storage_reader`` that is passed is
-    used as ever. `options` holds for all of these calls; calling again replaces it. `disable` undoes it all.
+    Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, but for those at
+    which a checkpoint of cloudckpt lies. A ``storage_writer`` or ``storage_reader`` that is passed is used as ever.
+    `options` and `overwrite` hold for all of these calls; calling again replaces them. `disable` undoes it all.
     """
     disable()
     chosen = options or Options()
@@ -35,9 +35,10 @@ def enable(*, options: Options | None = None) -> None:
 
     @functools.wraps(original)
     def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
-        if storage is None and _is_ours(checkpoint_id, reader=reader, options=chosen):
-            kind = ObjectStoreReader if reader else ObjectStoreWriter
-            return kind(checkpoint_id, options=chosen)
+        if storage is None and _is_ours(checkpoint_id, options=chosen):
+            if reader:
+                return ObjectStoreReader(checkpoint_id, options=chosen)
+            return ObjectStoreWriter(checkpoint_id, options=chosen, overwrite=overwrite)
         return original(storage, checkpoint_id, reader)
 
     for module in (storage_utils, state_dict_saver, state_dict_loader):
@@ -49,8 +50,8 @@ def enable(*, options: Options | None = None) -> None:
     @functools.wraps(execute)
     def execute_save(*args: Any, **kwargs: Any) -> Any:
         location = kwargs.get("checkpoint_id")
-        if kwargs.get("storage_writer") is None and _is_ours(location, reader=False, options=chosen):
-            kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen)  # type: ignore[arg-type]  # _is_ours saw to it
+        if kwargs.get("storage_writer") is None and _is_ours(location, options=chosen):
+            kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen, overwrite=overwrite)  # type: ignore[arg-type]  # _is_ours saw to it
         return execute(*args, **kwargs)
 
     _replace(_ProcessBasedAsyncCheckpointExecutor, "execute_save", execute_save)
@@ -68,12 +69,13 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     setattr(owner, name, replacement)
 
 
-def _is_ours(checkpoint_id: Any, *, reader: bool, options: Options) -> bool:
+def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
     if not isinstance(checkpoint_id, (str, os.PathLike)):
         return False
     if is_remote_uri(checkpoint_id) or "://" in str(checkpoint_id) or mangled_uri_scheme(checkpoint_id):
         return True  # also what cannot work: our error says why
-    return reader and is_valid_location(checkpoint_id) and _holds_manifest(checkpoint_id, options)
+    # A path at which cloudckpt saved is its, for saving too: torch's checkpoint beside it would not be found.
+    return is_valid_location(checkpoint_id) and _holds_manifest(checkpoint_id, options)
 
 
 def _holds_manifest(path: str | os.PathLike[str], options: Options) -> bool:

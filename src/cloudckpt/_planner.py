@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from cloudckpt.errors import StateDictMismatchError
 
 _MAX_SHOWN = 10
+_MAX_COMPARED = 5000
 
 
 class ExplainingLoadPlanner(DefaultLoadPlanner):
@@ -26,28 +27,41 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         try:
             return super().create_local_plan()
         except (RuntimeError, ValueError) as error:
-            problems = list(self._problems())
-            if not problems:
+            missing, reshaped = self._mismatches()
+            if not missing and not reshaped:
                 raise
-            more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+            # Looking for near names takes long, so only for those that are shown.
+            problems = [*reshaped, *(self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])][:_MAX_SHOWN]
+            num_more = len(missing) + len(reshaped) - len(problems)
+            more = f"; and {num_more} more" if num_more else ""
             raise StateDictMismatchError(
-                f"the state dict does not fit the checkpoint at {self._uri}: "
-                f"{'; '.join(problems[:_MAX_SHOWN])}{more}. Ask only for what was saved, or pass "
-                "planner=DefaultLoadPlanner(allow_partial_load=True) to leave out what is missing",
+                f"the state dict does not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for "
+                "what was saved, or pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave out what is "
+                "missing",
                 uri=self._uri,
             ) from error
 
-    def _problems(self) -> Iterator[str]:
-        assert self.metadata is not None  # noqa: S101  # set up before it plans
-        saved = self.metadata.state_dict_metadata
+    def _mismatches(self) -> tuple[list[str], list[str]]:
+        """The FQNs that the checkpoint lacks, and a sentence for each that it has in another shape."""
+        missing: list[str] = []
+        reshaped: list[str] = []
         for fqn, value in self.state_dict.items():
-            entry = saved.get(fqn)
+            entry = self._saved.get(fqn)
             if entry is None:
-                close = difflib.get_close_matches(fqn, list(saved), n=1)
-                yield f"{fqn!r} is not in it" + (f" (but {close[0]!r} is)" if close else "")
+                missing.append(fqn)
             elif (
                 isinstance(entry, TensorStorageMetadata)
                 and isinstance(value, torch.Tensor)
                 and entry.size != value.size()
             ):
-                yield f"{fqn!r} was saved with shape {tuple(entry.size)}, not {tuple(value.size())}"
+                reshaped.append(f"{fqn!r} was saved with shape {tuple(entry.size)}, not {tuple(value.size())}")
+        return missing, reshaped
+
+    def _missing_text(self, fqn: str) -> str:
+        close = difflib.get_close_matches(fqn, list(self._saved)[:_MAX_COMPARED], n=1)
+        return f"{fqn!r} is not in it" + (f" (but {close[0]!r} is)" if close else "")
+
+    @property
+    def _saved(self) -> Mapping[str, object]:
+        assert self.metadata is not None  # noqa: S101  # set up before it plans
+        return self.metadata.state_dict_metadata

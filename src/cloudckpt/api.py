@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import traceback
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from cloudckpt._failures import causes_of, failure_of
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
-from cloudckpt.errors import CheckpointChangedError, CommitUnknownError, InvalidURIError
+from cloudckpt.errors import CheckpointChangedError, CommitUnknownError, InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import LoadReport
@@ -51,6 +52,8 @@ def save(
     by rank; it is also an instance of the causes' class where they have one in common, such as
     `CheckpointExistsError`. Raises `InvalidURIError` before anything else.
     """
+    if storage_writer is not None:
+        wait_for_previous()  # it may be one of the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     try:
         metadata = state_dict_saver.save(
@@ -62,7 +65,16 @@ def save(
             use_collectives=use_collectives,
         )
     except CheckpointException as error:
-        raise _failed_save(error, writer) from None
+        failure = _failed_save(error, writer)
+        _raise_own_interrupt(error, _rank_in(process_group, no_dist=no_dist))
+        raise failure from None
+    except Exception as error:
+        if use_collectives or no_dist or not dist.is_initialized():
+            raise
+        # Without collectives each rank fails alone, and torch lets the others wait for it.
+        dist.barrier(group=process_group)
+        failures: Any = {dist.get_rank(process_group): (error, traceback.extract_tb(error.__traceback__))}
+        raise _failed_save(CheckpointException("write", failures), writer) from None
     return _with_report(metadata, writer)
 
 
@@ -88,9 +100,10 @@ def async_save(
 
     Raises torch's ``AssertionError`` where the process group has no CPU backend.
     """
+    # Before anything else: the save in flight may be one of the same writer.
+    wait_for_previous()
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
-    wait_for_previous()
     group = process_group if no_dist or in_process else background_group(process_group)
     own_stager = None
     if async_stager is None and not isinstance(writer, AsyncStager):
@@ -141,36 +154,54 @@ def load(
     is undefined. Returns this rank's report (None for a reader that makes none).
     """
     reader = storage_reader
+    if reader is not None and (allow_pickle or options is not None):
+        raise InvalidOptionError("allow_pickle and options belong to the reader: pass them to it, not beside it")
     if reader is None:
         reader = ObjectStoreReader(_location(uri, checkpoint_id), options=options, allow_pickle=allow_pickle)
     elif uri is not None or checkpoint_id is not None:
         reader.reset(_location(uri, checkpoint_id))
-    rank = 0 if no_dist or not dist.is_initialized() else dist.get_rank(process_group)
+    rank = _rank_in(process_group, no_dist=no_dist)
     if isinstance(reader, ObjectStoreReader):
         reader.report_failures_in_set_up(rank=rank)
     where = str(getattr(reader, "checkpoint_id", "the checkpoint"))
-    for is_last in (False, True):
-        try:
-            state_dict_loader.load(
-                state_dict,
-                storage_reader=reader,
-                planner=planner if planner is not None else ExplainingLoadPlanner(where),
-                process_group=process_group,
-                no_dist=no_dist,
-            )
-            break
-        except CheckpointException as error:
-            # All ranks get the same failures, so all of them try again, or none does.
-            if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
-                reader.reset()
-                continue
-            raise failure_of(
-                error,
-                what=f"loading {where}",
-                local_cause=reader.failure if isinstance(reader, ObjectStoreReader) else None,
-                local_rank=rank,
-            ) from None
+    try:
+        for is_last in (False, True):
+            try:
+                state_dict_loader.load(
+                    state_dict,
+                    storage_reader=reader,
+                    planner=planner if planner is not None else ExplainingLoadPlanner(where),
+                    process_group=process_group,
+                    no_dist=no_dist,
+                )
+                break
+            except CheckpointException as error:
+                # All ranks get the same failures, so all of them try again, or none does.
+                if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
+                    reader.reset()
+                    continue
+                _raise_own_interrupt(error, rank)
+                raise failure_of(
+                    error,
+                    what=f"loading {where}",
+                    local_cause=reader.failure if isinstance(reader, ObjectStoreReader) else None,
+                    local_rank=rank,
+                ) from None
+    finally:
+        if isinstance(reader, ObjectStoreReader):
+            reader.report_failures_in_set_up(rank=None)
     return reader.report if isinstance(reader, ObjectStoreReader) else None
+
+
+def _rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
+    return 0 if no_dist or not dist.is_available() or not dist.is_initialized() else dist.get_rank(process_group)
+
+
+def _raise_own_interrupt(error: CheckpointException, rank: int) -> None:
+    """A Ctrl-C or an exit on this rank stays one; only for the other ranks is it a failure."""
+    cause, _ = error.failures.get(rank, (None, None))
+    if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+        raise cause
 
 
 def _location(
@@ -194,6 +225,8 @@ def _writer(
     overwrite: bool,
     options: Options | None,
 ) -> StorageWriter:
+    if storage_writer is not None and (overwrite or options is not None):
+        raise InvalidOptionError("overwrite and options belong to the writer: pass them to it, not beside it")
     if storage_writer is None:
         return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite)
     if uri is not None or checkpoint_id is not None:

@@ -9,6 +9,7 @@ from datetime import datetime
 
 from cloudckpt._commit.resolve import MANIFEST_PREFIX, manifest_number
 from cloudckpt._transfer.retry import Retrier
+from cloudckpt._transfer.workers import each_done
 from cloudckpt._uri import parse_location
 from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
@@ -31,18 +32,28 @@ class CheckpointInfo:
 def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = None) -> list[CheckpointInfo]:
     """The committed checkpoints directly under `root`, oldest first.
 
-    What is unfinished, failed or foreign is not in the list. Commits within the resolution of the store's clock are
-    ordered by name, numbers by value. Only listings are made; no manifest is opened. Raises `StoreError` subclasses.
+    What is unfinished, failed or foreign is not in the list. The order is that in which the store got the manifests:
+    a copy of checkpoints made by other tools has the order of the copying. Commits within the resolution of the
+    store's clock are ordered by name, numbers by value. Only listings are made; no manifest is opened. Raises
+    `StoreError` subclasses.
     """
     options = options or Options()
     location = parse_location(root)
     store = open_store(location.uri, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    found: list[CheckpointInfo] = []
-    for name in retrier.call(lambda: list(store.list_directories())):
-        committed_at = retrier.call(lambda name=name: _committed_at(store, name))  # type: ignore[misc]  # mypy cannot see the default
-        if committed_at is not None:
-            found.append(CheckpointInfo(uri=location.child(name).uri, name=name, committed_at=committed_at))
+    names = retrier.call(lambda: list(store.list_directories()))
+    committed_at: dict[str, datetime | None] = {}
+
+    def look(name: str) -> None:
+        committed_at[name] = retrier.call(lambda: _committed_at(store, name))
+
+    for _ in each_done(names, look, num_threads=options.connections, name="cloudckpt-list", on_failure=retrier.stop):
+        pass
+    found = [
+        CheckpointInfo(uri=location.child(name).uri, name=name, committed_at=moment)
+        for name in names
+        if (moment := committed_at[name]) is not None
+    ]
     return sorted(found, key=lambda info: (info.committed_at, _natural(info.name)))
 
 

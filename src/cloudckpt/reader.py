@@ -97,8 +97,8 @@ class ObjectStoreReader(StorageReader):
         """Whether `checkpoint_id` can be read from, by its form alone."""
         return is_valid_location(checkpoint_id)
 
-    def report_failures_in_set_up(self, *, rank: int) -> None:
-        """For `cloudckpt.load`: let `read_metadata` succeed, and `set_up_storage_reader` raise its error.
+    def report_failures_in_set_up(self, *, rank: int | None) -> None:
+        """For `cloudckpt.load`: let `read_metadata` succeed, and `set_up_storage_reader` raise its error; None ends it.
 
         torch turns what `read_metadata` raises into a log entry and an ``AssertionError`` with its text.
         """
@@ -113,6 +113,7 @@ class ObjectStoreReader(StorageReader):
         rank = kwargs.get("rank")
         try:
             if rank is None:
+                self.failure, self._started_s = None, time.monotonic()
                 return self._read_metadata(rank=None)
             if self.failure is not None and not isinstance(self.failure, CheckpointNotFoundError):
                 raise self.failure  # asking again would only take as long again

@@ -74,7 +74,11 @@ class ObjectStoreWriter(StorageWriter):
         return is_valid_location(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """What torch keeps with the metadata."""
+        """What torch keeps with the metadata. It asks for this first, so here the last save is over."""
+        self._job = None
+        return self._storage_meta()
+
+    def _storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001  # torch's signature; it looks for the name "kwargs"
@@ -85,6 +89,8 @@ class ObjectStoreWriter(StorageWriter):
         location = self._location.child(f"rank-{rank}") if is_alone else self._location
         context = Context(location, self._options, rank=rank)
         self._job = SaveJob(context, save_id=self._save_id, transforms=self._transforms)
+        if is_alone:
+            self._job.check_beside(Context(self._location, self._options, rank=rank))
         if is_coordinator or is_alone:
             self._job.check(overwrite=self._overwrite)
         context.emit("save.set_up")
@@ -116,17 +122,18 @@ class ObjectStoreWriter(StorageWriter):
         write what was planned; either way what all ranks wrote is removed. Raises `CommitUnknownError`, and removes
         nothing, if the outcome cannot be found out.
         """
-        self._begun().commit(metadata, results)
-        metadata.version = DCP_VERSION
-        # torch sends this to all ranks, so it is kept small.
-        metadata.storage_data = {
+        # torch sends this to all ranks, so it is kept small. Made before the commit: afterwards nothing may fail.
+        storage_data = {
             result.index: StoredRange(
                 key=result.storage_data.stored_in.key, begin=result.storage_data.begin, end=result.storage_data.end
             )
             for of_rank in results
             for result in of_rank
         }
-        metadata.storage_meta = self.storage_meta()
+        self._begun().commit(metadata, results)
+        metadata.version = DCP_VERSION
+        metadata.storage_data = storage_data
+        metadata.storage_meta = self._storage_meta()
 
     def discard(self) -> None:
         """Remove what this rank wrote in its last save.

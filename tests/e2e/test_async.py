@@ -18,7 +18,7 @@ import cloudckpt
 
 NUM_STEPS = 9
 FAULTY_STEPS = (1, 4, 7)
-WAIT_S = 30
+WAIT_S = 120  # another process has to import torch, on a machine that may be busy
 
 
 class InjectedError(Exception):

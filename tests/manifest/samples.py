@@ -88,7 +88,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 object_index=index, begin=begin, end=end, transforms=draw(st.lists(names, max_size=2))
             )
     fqns = [*tensors, *values]
-    path = st.lists(names | st.integers(0, 9), min_size=1, max_size=3)
+    path = st.lists(names | st.integers(0, max(len(tensors) + len(values) - 1, 0)), min_size=1, max_size=3)
     return Manifest(
         format="cloudckpt",
         version=(1, draw(st.integers(0, 3))),

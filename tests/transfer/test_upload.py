@@ -68,6 +68,7 @@ def session_of(store: Store, *, connections: int = 3, retries: int = 3) -> Uploa
     return UploadSession(
         store,
         Retrier(retries=retries, timeout_s=100),
+        cleaner=Retrier(retries=retries, timeout_s=100),
         connections=connections,
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
@@ -299,6 +300,7 @@ def test_events_count_every_part_and_object_once(store: FaultyStore) -> None:
     session = UploadSession(
         store,
         Retrier(retries=3, timeout_s=100),
+        cleaner=Retrier(retries=3, timeout_s=100),
         connections=1,
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,

@@ -11,16 +11,30 @@ from cloudckpt._manifest.codec import encode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
     CheckpointError,
     CheckpointExistsError,
+    ChecksumRefusedError,
     CommitUnknownError,
+    CredentialsError,
     ObjectExistsError,
     StoreError,
-    TransientStoreError,
+    UnsupportedOperationError,
 )
 from cloudckpt.stores.base import Store
 
 _log = logging.getLogger("cloudckpt")
+
+# Errors that say the object was not written. Any other may have come after it was.
+_REFUSALS = (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ChecksumRefusedError,
+    CredentialsError,
+    ObjectExistsError,
+    UnsupportedOperationError,
+)
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
@@ -48,22 +62,22 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
         nonlocal may_have_arrived
         try:
             store.put(key, views, crc32c=checksum, if_absent=conditional)
-        except TransientStoreError:
+        except _REFUSALS:
+            raise
+        except StoreError:
             may_have_arrived = True
             raise
 
     try:
         retrier.call(put)
-    except ObjectExistsError:
-        # An earlier try of this very put may have arrived, with only its answer lost.
-        if _attempt_at(store, number, retrier) != manifest.attempt:
-            raise _lost(store, key) from None
     except StoreError as error:
-        # A refusal says nothing of the tries before it: credentials can expire between two of them.
-        if not may_have_arrived:
+        # Something at the key may be what an earlier try of this very put left, with only its answer lost. And a
+        # refusal says nothing of the tries before it: credentials can expire between two of them.
+        is_taken = isinstance(error, ObjectExistsError)
+        if not (is_taken or may_have_arrived):
             raise
         if _attempt_at(store, number, retrier) != manifest.attempt:
-            raise _unknown(store, key, error) from error
+            raise (_lost(store, key) if is_taken else _unknown(store, key, error)) from error
     # The number was free, but perhaps only because a later overwrite removed the manifest that had it. In that case
     # the later one is there already: it was put before the removal.
     try:

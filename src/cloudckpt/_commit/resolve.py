@@ -76,6 +76,12 @@ def holds_torch_checkpoint(store: Store) -> bool:
     return any(info.key == TORCH_METADATA_KEY for info in store.list(TORCH_METADATA_KEY))
 
 
+def holds_rank_checkpoints(store: Store) -> bool:
+    """Whether ranks have saved there on their own, each under ``rank-<r>/``."""
+    names = (info.key.rpartition("/") for info in store.list("rank-"))
+    return any("/" not in folder and manifest_number(name) is not None for folder, _, name in names)
+
+
 def _not_found(store: Store, retrier: Retrier) -> CheckpointNotFoundError:
     has_data = retrier.call(lambda: next(iter(store.list("data/")), None)) is not None
     hint = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -209,6 +210,7 @@ def _stored_tensor(
 def _json_values(user_metadata: Mapping[str, Any], uri: str) -> dict[str, Any]:
     """What a reader will get of the user's metadata."""
     try:
+        json.dumps(msgspec.to_builtins(user_metadata), allow_nan=False)  # msgspec would make null of NaN
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(user_metadata), type=dict[str, Any])
     except (TypeError, ValueError, RecursionError, OverflowError) as error:
         raise UnsupportedValueError(

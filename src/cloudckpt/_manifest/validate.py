@@ -43,6 +43,13 @@ def problems_of(manifest: Manifest) -> list[str]:
         unknown = manifest.nesting.keys() - manifest.tensors.keys() - manifest.values.keys()
         problems.extend(f"nesting names {fqn!r}, which is not stored" for fqn in sorted(unknown))
         problems.extend(f"nesting of {fqn!r} is empty" for fqn, path in manifest.nesting.items() if not path)
+        # Each place of a list holds at least one entry; a loader makes lists as long as these numbers say.
+        num_entries = len(manifest.nesting)
+        problems.extend(
+            f"nesting of {fqn!r} has an index outside [0, {num_entries})"
+            for fqn, path in manifest.nesting.items()
+            if any(isinstance(step, int) and not 0 <= step < num_entries for step in path)
+        )
     return problems
 
 

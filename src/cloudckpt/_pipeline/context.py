@@ -17,12 +17,16 @@ class Context:
         self.location = location
         self.options = options
         self.rank = rank
-        self.retrier = Retrier(
-            retries=options.retries,
-            timeout_s=options.timeout_s,
+        self.retrier = self.new_retrier()
+        self._store: Store | None = None
+
+    def new_retrier(self) -> Retrier:
+        """For calls that are to be made whatever became of the others."""
+        return Retrier(
+            retries=self.options.retries,
+            timeout_s=self.options.timeout_s,
             on_retry=lambda error: self.emit("retry", key=error.key),
         )
-        self._store: Store | None = None
 
     @property
     def uri(self) -> str:

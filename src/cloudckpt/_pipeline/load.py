@@ -23,7 +23,8 @@ from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, plan_requests
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
-from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget, keep_apart
+from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._stage.values import harmless_copy
 from cloudckpt._transfer.download import fetch, fetch_verified
@@ -84,11 +85,13 @@ class LoadJob:
         """Fetch all that the plan asks for, and finish each item as its last byte arrives."""
         options = self._context.options
         consumers = [self._consumer_of(item, planner) for item in plan.items]
+        synchronize(consumer.tensor for consumer in consumers)
         wants = [
             want
             for index, consumer in enumerate(consumers)
             for want in consumer.target.wants(index, max_gap_bytes=options.max_gap_bytes)
         ]
+        keep_apart([consumer.target for consumer in consumers if isinstance(consumer.target, TensorTarget)])
         requests = plan_requests(
             wants,
             object_sizes_bytes={index: stored.size for index, stored in enumerate(self._manifest.objects)},
@@ -132,9 +135,15 @@ class LoadJob:
                 self._finish(consumer, planner)
         targets = [consumer.target for consumer in consumers]
         arena = Arena(budget_bytes=options.read_bytes, pinned=cuda_in_use())
+        in_inference_mode = torch.is_inference_mode_enabled()  # which is a matter of each thread
+
+        def fetch_request(request: Request) -> None:
+            with torch.inference_mode(in_inference_mode):
+                self._fetch(request, consumers, targets, arena)
+
         done = each_done(
             requests,
-            lambda request: self._fetch(request, consumers, targets, arena),
+            fetch_request,
             num_threads=options.connections,
             name="cloudckpt-read",
             on_failure=self._context.retrier.stop,
@@ -197,6 +206,7 @@ class LoadJob:
         item, location, target = consumer.item, consumer.location, consumer.target
         if isinstance(target, BytesTarget):
             content: bytes | bytearray = target.content
+            target.release()
             if location.transforms:
                 content = self._transforms.undo(item, location.transforms, content)
             if consumer.tensor is None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._commit.attempt import data_key, new_attempt_id
 from cloudckpt._commit.publish import publish, remove_superseded
-from cloudckpt._commit.resolve import manifest_key, manifest_numbers
+from cloudckpt._commit.resolve import (
+    holds_rank_checkpoints,
+    holds_torch_checkpoint,
+    manifest_key,
+    manifest_number,
+    manifest_numbers,
+    read_manifest,
+)
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
 from cloudckpt._manifest.torch_metadata import manifest_of
@@ -24,10 +31,12 @@ from cloudckpt._plan.packing import pack
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.body import PieceBody, piece_of
 from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
+from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._transfer.upload import UploadSession
 from cloudckpt.errors import (
     CheckpointExistsError,
+    CloudckptError,
     CommitUnknownError,
     NoConditionalCommitError,
     StoreError,
@@ -75,13 +84,32 @@ class SaveJob:
                 uri=uri,
             )
         numbers = context.retrier.call(lambda: manifest_numbers(context.store))
-        if numbers and not overwrite:
+        others = (holds_torch_checkpoint, holds_rank_checkpoints)
+        if not overwrite and (
+            numbers or any(context.retrier.call(functools.partial(holds, context.store)) for holds in others)
+        ):
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {uri} and overwrite is False: nothing was written. Choose another URI, "
                 "or pass overwrite=True to replace it atomically",
                 uri=uri,
             )
         self._number = numbers[-1] + 1 if numbers else 0
+        if manifest_number(manifest_key(self._number)) is None:
+            key = context.store.url(manifest_key(numbers[-1]))
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {uri}, and no number comes after {key}, which no cloudckpt wrote. "
+                "Remove that object, or choose another URI",
+                uri=uri,
+            )
+
+    def check_beside(self, shared: Context) -> None:
+        """For a rank that saves alone: a checkpoint of all ranks at the same URI would hide its own."""
+        if shared.retrier.call(lambda: manifest_numbers(shared.store)):
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {shared.uri}, saved by all ranks together: a rank's own beside it would "
+                "not be found. Choose another URI",
+                uri=shared.uri,
+            )
 
     def handed_out(self, ticket: object) -> object:
         """On the coordinator: a rank's ticket, with the attempt that all ranks write under."""
@@ -99,9 +127,11 @@ class SaveJob:
         object_bytes = context.options.object_bytes
         if self._transforms:
             object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
+        if not context.store.capabilities.multipart:
+            # An object is then one part: it is staged whole, and only several of them go out side by side.
+            share_bytes = context.options.staging_bytes // context.options.connections
+            object_bytes = min(object_bytes, max(context.options.part_bytes, share_bytes))
         groups = pack([estimated_bytes(item) for item in plan.items], object_bytes=object_bytes)
-        if cuda_in_use():
-            torch.cuda.synchronize()  # what training still has in flight is part of the tensors' values
         results, objects = self._upload([[plan.items[i] for i in group] for group in groups], planner)
         self._written_keys = [receipt.key for receipt in objects]
         self.report = SaveReport(
@@ -149,22 +179,37 @@ class SaveJob:
                 num_retries=context.retrier.num_retries,
                 commit_s=time.monotonic() - begun_s,
             )
-            _log.info("saved %s", self.report)
 
     def discard(self) -> None:
-        """Remove what this rank wrote. Only for a save that is known to have failed."""
-        self._remove(self._written_keys)
-        self._written_keys = []
+        """Remove what this rank wrote, for a save that is said to have failed: unless a commit refers to it."""
+        keys, self._written_keys = self._written_keys, []
+        if keys and not self._may_be_committed(keys):
+            self._remove(keys)
+
+    def _may_be_committed(self, keys: Iterable[str]) -> bool:
+        # torch also reports a failure where something went wrong only after the commit.
+        context = self._context
+        retrier = context.new_retrier()
+        try:
+            for number in retrier.call(lambda: manifest_numbers(context.store)):
+                manifest = read_manifest(context.store, number, retrier)
+                if manifest is not None and not {stored.key for stored in manifest.objects}.isdisjoint(keys):
+                    return True
+        except CloudckptError as error:
+            _log.warning("kept what a failed save left at %s, because it cannot be judged: %s", context.uri, error)
+            return True
+        return False
 
     def _upload(
         self, groups: Iterable[Sequence[WriteItem]], planner: SavePlanner
     ) -> tuple[list[WriteResult], list[ObjectReceipt]]:
         context, options = self._context, self._context.options
         arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
-        laid_out: list[list[tuple[StagedItem, int]]] = []
+        placed: list[list[_Placed]] = []
         with UploadSession(
             context.store,
             context.retrier,
+            cleaner=context.new_retrier(),
             connections=options.connections,
             part_bytes=options.part_bytes,
             tile_bytes=options.tile_bytes,
@@ -176,16 +221,19 @@ class SaveJob:
                 items = list(staged(write_items, planner, self._transforms, uri=context.uri))
                 items = [items[i] for i in storage_order([item.entry for item in items])]
                 layout = lay_out([item.entry for item in items])
-                placed = list(zip(items, layout.begins, strict=True))
+                synchronize([item.content for item in items])
                 pieces = [piece_of(memoryview(layout.header), begin=0)]
-                pieces += [piece_of(item.content, begin=begin) for item, begin in placed]
-                laid_out.append(placed)
+                pieces += [
+                    piece_of(item.content, begin=begin) for item, begin in zip(items, layout.begins, strict=True)
+                ]
+                placed.append([_placed(item, begin) for item, begin in zip(items, layout.begins, strict=True)])
+                del items  # the body holds what it still needs, and only until it is sent
                 session.submit(data_key(self._attempt, context.rank, number), PieceBody(pieces, arena))
             objects = session.finish()
         results = [
-            _result_of(item, begin, stored_in)
-            for placed, stored_in in zip(laid_out, objects, strict=True)
-            for item, begin in placed
+            item.result(stored_in)
+            for items_of_object, stored_in in zip(placed, objects, strict=True)
+            for item in items_of_object
         ]
         return results, objects
 
@@ -231,19 +279,42 @@ class SaveJob:
     def _remove(self, keys: Iterable[str]) -> None:
         doomed = sorted(keys)
         if doomed:
+            store = self._context.store
             try:
-                self._context.store.delete(doomed)
+                self._context.new_retrier().call(lambda: store.delete(doomed))
             except StoreError as error:
                 _log.warning("could not remove what a failed save left, gc will: %s", error)
 
 
-def _result_of(item: StagedItem, begin: int, stored_in: ObjectReceipt) -> WriteResult:
-    receipt = ItemReceipt(
-        stored_in=stored_in,
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """What remains of an item once its object is laid out."""
+
+    index: MetadataIndex
+    begin: int
+    num_bytes: int
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+
+    def result(self, stored_in: ObjectReceipt) -> WriteResult:
+        receipt = ItemReceipt(
+            stored_in=stored_in,
+            begin=self.begin,
+            end=self.begin + self.num_bytes,
+            dtype=self.dtype,
+            lengths=self.lengths,
+            transforms=self.transforms,
+        )
+        return WriteResult(index=self.index, size_in_bytes=self.num_bytes, storage_data=receipt)
+
+
+def _placed(item: StagedItem, begin: int) -> _Placed:
+    return _Placed(
+        index=item.index,
         begin=begin,
-        end=begin + item.entry.num_bytes,
+        num_bytes=item.entry.num_bytes,
         dtype=item.dtype,
         lengths=item.lengths,
         transforms=item.transforms,
     )
-    return WriteResult(index=item.index, size_in_bytes=item.entry.num_bytes, storage_data=receipt)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -37,7 +39,20 @@ class BytesTarget:
     def __init__(self, location: ItemLocation) -> None:
         self._location = location
         self.num_bytes = location.end - location.begin
-        self.content = bytearray(self.num_bytes)
+        self._lock = threading.Lock()
+        self._content: bytearray | None = None
+
+    @property
+    def content(self) -> bytearray:
+        """The bytes; memory for them is taken when the first arrive."""
+        with self._lock:
+            if self._content is None:
+                self._content = bytearray(self.num_bytes)
+            return self._content
+
+    def release(self) -> None:
+        """Let go of the bytes, which have been used."""
+        self._content = None
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:  # noqa: ARG002  # one range has no gaps
         at = self._location
@@ -82,6 +97,17 @@ class TensorTarget:
             self._run_bytes = runs[0][1] - runs[0][0] if runs else 0
         return [Want(consumer=consumer, object_index=at.object_index, begin=begin, end=end) for begin, end in runs]
 
+    @property
+    def direct_range(self) -> tuple[int, int] | None:
+        """The addresses that are filled directly; None where nothing is."""
+        if self._memory is None or not self._memory.nbytes:
+            return None
+        return self._target.data_ptr(), self._target.data_ptr() + self._memory.nbytes
+
+    def copy_instead(self) -> None:
+        """Do not fill the tensor's memory directly."""
+        self._memory = None
+
     def direct_view(self, begin: int, end: int) -> memoryview | None:
         if self._memory is None:
             return None
@@ -106,3 +132,20 @@ class TensorTarget:
             for dim, (offset, origin, length) in enumerate(pairs):
                 block = block.narrow(dim, offset - origin, length)
             block.copy_(elements.as_strided(common.lengths, strides, elements.storage_offset() + start))
+
+
+def keep_apart(targets: Iterable[TensorTarget]) -> None:
+    """Where tensors share memory, as tied weights do, fill none of them directly.
+
+    Two reads into one piece of memory would find each other's bytes when they check their own.
+    """
+    direct = sorted((target.direct_range, index, target) for index, target in enumerate(targets) if target.direct_range)
+    reached, holder = 0, None
+    for address_range, _, target in direct:
+        assert address_range is not None  # noqa: S101  # filtered above
+        begin, end = address_range
+        if begin < reached and holder is not None:
+            holder.copy_instead()
+            target.copy_instead()
+        if end > reached:
+            reached, holder = end, target

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.torch_dtypes import dtype_name
@@ -23,12 +25,15 @@ def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
     tensor = tensor.detach()
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if tensor.is_meta:
         what = "a meta tensor, which has no data: materialise it first (to_empty(), or load its weights)"
     elif tensor.layout is not torch.strided or tensor.is_nested:
         what = f"of layout {tensor.layout}: convert it to a dense tensor (to_dense())"
     elif tensor.is_quantized:
         what = f"quantized ({tensor.dtype}): save its int_repr(), scale and zero point instead"
+    elif is_wrapper:
+        what = f"a {type(tensor).__name__}, which wraps other tensors: save those, or convert it to a plain tensor"
     elif dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
         what = f"of dtype {tensor.dtype}, which the format does not have"
     else:
@@ -49,6 +54,15 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)
+
+
+def synchronize(contents: Iterable[object]) -> None:
+    """Wait for what the caller's streams still have to do on the CUDA devices of these tensors.
+
+    Other threads copy from and to them on streams of their own. Devices that hold none of them are left alone.
+    """
+    for device in {item.device for item in contents if isinstance(item, torch.Tensor) and item.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def is_viewable(tensor: torch.Tensor) -> bool:

@@ -20,8 +20,9 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
     Raises `UnsafePickleError` where that is refused, `CorruptCheckpointError` where the bytes are no such object.
     """
     try:
-        with torch.serialization.safe_globals(list(_HARMLESS)):
-            return torch.load(io.BytesIO(stored), weights_only=True)
+        # For good: taking it off the list again would also take it off for others who had put it there.
+        torch.serialization.add_safe_globals(list(_HARMLESS))
+        return torch.load(io.BytesIO(stored), weights_only=True)
     except pickle.UnpicklingError:
         raise UnsafePickleError(
             f"{fqn!r} of {uri} was not loaded: unpickling it could run any code (it uses {_unsafe_names(stored)}). If "

@@ -57,6 +57,7 @@ class UploadSession:
         store: Store,
         retrier: Retrier,
         *,
+        cleaner: Retrier,
         connections: int,
         part_bytes: int,
         tile_bytes: int,
@@ -65,6 +66,7 @@ class UploadSession:
     ) -> None:
         self._store = store
         self._retrier = retrier
+        self._cleaner = cleaner
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
         self._on_part = on_part
@@ -198,9 +200,9 @@ class UploadSession:
         for target in self._open.values():
             if target.upload_id is not None:
                 with _logged("abort", self._store.url(target.key)):
-                    self._store.abort_multipart(target.key, target.upload_id)
+                    self._cleaner.call(functools.partial(self._store.abort_multipart, target.key, target.upload_id))
         with _logged("remove", self._store.uri):
-            self._store.delete(self._started_keys)
+            self._cleaner.call(lambda: self._store.delete(self._started_keys))
 
 
 @contextlib.contextmanager

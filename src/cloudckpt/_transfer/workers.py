@@ -45,8 +45,13 @@ class Workers:
         if len(self._threads) < self._num_threads:
             # Not a daemon: the interpreter waits for it.
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=False)
-            self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system's limit; those that there are do the work
+                if not self._threads:
+                    raise
+            else:
+                self._threads.append(thread)
 
     def join(self) -> None:
         """Wait until all tasks have run. Nothing can be submitted afterwards."""

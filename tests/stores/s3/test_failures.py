@@ -328,7 +328,7 @@ def test_tls_to_a_plain_port_is_told(scripted: Any) -> None:
             "access_key_id": "a",
             "secret_access_key": "b",
         },
-        timeout_s=5,
+        timeout_s=60,
         connections=1,
     )
 

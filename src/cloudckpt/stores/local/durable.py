@@ -96,9 +96,9 @@ def publish(temp: str, path: str, *, root: str, if_absent: bool) -> None:
         os.fsync(file)
     if if_absent:
         _link(temp, path)
-        discard(temp)
     else:
         os.replace(temp, path)
+    with contextlib.suppress(OSError):  # the object is there; what is left of the temporary one is only garbage
         discard(temp)
     # From the object upwards: a directory's entry is what makes everything below it reachable after a crash.
     directory = os.path.dirname(path)

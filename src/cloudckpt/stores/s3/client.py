@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MOST_CLIENTS = 16
 _SPARE_CONNECTIONS = 4
 _LONGEST_CONNECT_S = 20.0
+_TRIES_WITHIN_TIMEOUT = 3
 
 APIS: Mapping[str, str] = {
     "AbortMultipartUpload": "abort_multipart_upload",
@@ -182,7 +183,8 @@ def _boto3_client(key: ClientKey) -> Any:
             retries={"total_max_attempts": 1, "mode": "standard"},
             # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
             connect_timeout=config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
-            read_timeout=config.read_timeout_s or key.timeout_s,
+            # Short of the whole patience, so that one dead connection leaves time for another try.
+            read_timeout=config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
             max_pool_connections=key.connections + _SPARE_CONNECTIONS,
             tcp_keepalive=True,
             user_agent_extra=f"cloudckpt/{__version__}",

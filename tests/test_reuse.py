@@ -1,0 +1,153 @@
+"""What must survive a writer that is used again, an interrupt, and checkpoints of other kinds at one place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.in_memory import Memory
+
+import cloudckpt
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((2000,), value) for i in range(4)}
+
+
+def _loaded(uri: str) -> float:
+    target = _state(0)
+    cloudckpt.load(target, uri)
+    values = {float(tensor.unique()) for tensor in target.values()}
+    assert len(values) == 1, "two saves were mixed"
+    return values.pop()
+
+
+def test_a_later_failure_of_the_same_writer_leaves_what_it_committed(memory: Memory) -> None:
+    """If this fails, a broken state dict at step 2 removes the data of the checkpoint of step 1."""
+    writer = cloudckpt.ObjectStoreWriter(memory.uri(), overwrite=True)
+    cloudckpt.save(_state(1), storage_writer=writer)
+    with pytest.raises(cloudckpt.errors.CloudckptError):
+        cloudckpt.save({"a": {"b": 1}, "a.b": 2}, storage_writer=writer)
+    assert _loaded(memory.uri()) == 1
+
+
+def test_discard_keeps_what_a_commit_refers_to(memory: Memory) -> None:
+    """torch also reports a failure where something broke only after the commit; the data is the checkpoint's then."""
+
+    class Careless(cloudckpt.ObjectStoreWriter):
+        def finish(self, metadata, results):  # type: ignore[no-untyped-def]
+            self.kept = list(self._job._written_keys)  # type: ignore[union-attr]
+            super().finish(metadata, results)
+            self._job._written_keys = self.kept  # type: ignore[union-attr]  # as on a rank that did not commit itself
+            raise OSError("after the commit")
+
+    with pytest.raises(BaseException, match="after the commit"):
+        cloudckpt.save(_state(1), storage_writer=Careless(memory.uri()))
+    assert _loaded(memory.uri()) == 1
+
+
+def test_background_saves_of_one_writer_keep_to_their_uris(tmp_path: Path) -> None:
+    """A writer that is pointed to its next URI while it still saves puts one state where another belongs."""
+    writer = cloudckpt.ObjectStoreWriter(tmp_path / "unused")
+    handles = [
+        cloudckpt.async_save(_state(step), str(tmp_path / f"step-{step}"), storage_writer=writer) for step in (1, 2, 3)
+    ]
+    for handle in handles:
+        handle.result(60)
+    assert [_loaded(str(tmp_path / f"step-{step}")) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_ctrl_c_stays_an_interrupt(tmp_path: Path) -> None:
+    """If it became an ordinary error, a training loop that goes on after a failed save would swallow it."""
+
+    def interrupt(event: cloudckpt.Event) -> None:
+        if event.name == "save.committing":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        cloudckpt.save(_state(1), tmp_path / "c", options=cloudckpt.Options(on_event=interrupt))
+
+
+@pytest.mark.parametrize("which", ["torch's", "a rank's own"])
+def test_checkpoints_of_other_kinds_are_not_hidden_unasked(tmp_path: Path, which: str) -> None:
+    """A save beside one would make later loads return something else than before."""
+    if which == "torch's":
+        dcp.save(_state(1), checkpoint_id=str(tmp_path / "c"))
+    else:
+        cloudckpt.save(_state(1), tmp_path / "c" / "rank-0")
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="Checkpoint already exists"):
+        cloudckpt.save(_state(2), tmp_path / "c")
+
+
+def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -> None:
+    """What torch saved there would never be loaded again, since loads find the manifest."""
+    path = str(tmp_path / "c")
+    cloudckpt.save(_state(1), path)
+    try:
+        cloudckpt.enable()
+        with pytest.raises(BaseException, match="Checkpoint already exists"):
+            dcp.save(_state(2), checkpoint_id=path)
+        cloudckpt.enable(overwrite=True)
+        dcp.save(_state(2), checkpoint_id=path)
+    finally:
+        cloudckpt.disable()
+    assert _loaded(path) == 2
+
+
+def test_tied_targets_load(memory: Memory) -> None:
+    """Two reads into one memory would each find the other's bytes, and call the checkpoint damaged."""
+    cloudckpt.save({"emb": torch.ones(5000), "head": torch.ones(5000)}, memory.uri())
+    tied = torch.zeros(5000)
+    cloudckpt.load({"emb": tied, "head": tied}, memory.uri())
+    assert torch.equal(tied, torch.ones(5000))
+
+
+def test_a_converting_load_works_in_inference_mode(memory: Memory) -> None:
+    """Inference mode belongs to a thread, and reads run in others."""
+    cloudckpt.save(_state(3), memory.uri())
+    with torch.inference_mode():
+        target = {name: torch.zeros(2000, dtype=torch.bfloat16) for name in _state(0)}
+        cloudckpt.load(target, memory.uri())
+        assert all(bool((tensor == 3).all()) for tensor in target.values())
+
+
+def test_a_mismatch_of_every_key_is_told_at_once(memory: Memory) -> None:
+    """A forgotten 'module.' is the commonest mistake; looking for near names of all keys would take hours."""
+    state = {f"layers.{i}.attention.weight": torch.zeros(1) for i in range(3000)}
+    cloudckpt.save(state, memory.uri())
+    with pytest.raises(cloudckpt.StateDictMismatchError, match="and 2990 more"):
+        cloudckpt.load({f"module.{name}": tensor for name, tensor in state.items()}, memory.uri())
+
+
+def test_options_beside_a_writer_or_reader_are_refused(memory: Memory) -> None:
+    """They would be ignored, and with overwrite=True the error would advise what was just done."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match="pass them to it"):
+        cloudckpt.save(_state(1), storage_writer=cloudckpt.ObjectStoreWriter(memory.uri()), overwrite=True)
+    with pytest.raises(cloudckpt.InvalidOptionError, match="pass them to it"):
+        cloudckpt.load(_state(1), storage_reader=cloudckpt.ObjectStoreReader(memory.uri()), allow_pickle=True)
+
+
+def test_metadata_that_json_cannot_hold_is_refused(memory: Memory) -> None:
+    """NaN would come back as null."""
+    with pytest.raises(cloudckpt.UnsupportedValueError, match="not JSON"):
+        cloudckpt.save(_state(1), memory.uri(), options=cloudckpt.Options(metadata={"loss": float("nan")}))
+
+
+def test_a_fork_while_a_save_runs_can_save_itself(tmp_path: Path) -> None:
+    """The child has none of the parent's threads, and would wait for its save for ever."""
+    cloudckpt.async_save(_state(1), tmp_path / "parent")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(60)
+            cloudckpt.async_save(_state(2), tmp_path / "child").result(50)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert _loaded(str(tmp_path / "child")) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory
 
 import cloudckpt
+from cloudckpt.stores.local import durable
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:
@@ -151,3 +154,18 @@ def test_a_fork_while_a_save_runs_can_save_itself(tmp_path: Path) -> None:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     assert _loaded(str(tmp_path / "child")) == 2
+
+
+def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for a refusal, it would remove the data of a checkpoint that everybody can see."""
+    real = durable.fsync_directory
+
+    def broken(directory: str) -> None:
+        if (tmp_path / "c" / "manifest.json").exists():
+            raise OSError(errno.EIO, "input/output error")
+        real(directory)
+
+    monkeypatch.setattr(durable, "fsync_directory", broken)
+    with contextlib.suppress(cloudckpt.errors.CloudckptError):
+        cloudckpt.save(_state(1), tmp_path / "c")
+    assert _loaded(str(tmp_path / "c")) == 1

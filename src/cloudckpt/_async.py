@@ -72,11 +72,11 @@ class AsyncSave:
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
-        return _waited(self.committed.result, timeout)
+        return _waited(self.committed, self.committed.result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the failure, or None."""
-        return _waited(self.committed.exception, timeout)
+        return _waited(self.committed, self.committed.exception, timeout)
 
     def done(self) -> bool:
         """Whether it has ended, in either way."""
@@ -112,10 +112,12 @@ class AsyncSave:
             self.committed.set_exception(error)
 
 
-def _waited(ask: Callable[[float | None], _T], timeout: float | None) -> _T:
+def _waited(future: Future[Any], ask: Callable[[float | None], _T], timeout: float | None) -> _T:
     try:
         return ask(timeout)
     except FutureTimeoutError as error:  # a class of its own before Python 3.11
+        if future.done():
+            raise  # the save's own failure
         raise TimeoutError(f"the save has not ended within {timeout} s; it goes on") from error
 
 

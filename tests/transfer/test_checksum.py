@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.oracles import slow_crc32c
 
-from cloudckpt._transfer.checksum import combined, crc32c_of, tile_crc32cs, total_bytes
+from cloudckpt._transfer.checksum import combined, tile_crc32cs
+from cloudckpt.stores._body import crc32c_of, num_bytes
 
 RFC_3720_VECTORS = [
     (bytes(32), 0x8A9136AA),
@@ -39,7 +40,7 @@ def test_tiles_are_cut_across_views(views: list[memoryview], tile_bytes: int) ->
     assert tile_crc32cs(views, tile_bytes) == expected
     assert combined(expected, tile_bytes=tile_bytes, size_bytes=len(data)) == slow_crc32c(data)
     assert crc32c_of(views) == slow_crc32c(data)
-    assert total_bytes(views) == len(data)
+    assert num_bytes(views) == len(data)
 
 
 def test_nothing_has_the_checksum_zero() -> None:

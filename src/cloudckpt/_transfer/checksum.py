@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from awscrt import checksums
@@ -10,14 +10,6 @@ from awscrt import checksums
 from cloudckpt.stores.base import Views
 
 _crc32c: Any = checksums.crc32c  # takes any buffer, though it says bytes
-
-
-def crc32c_of(views: Views) -> int:
-    """CRC32C of the views' bytes, one after the other."""
-    value = 0
-    for view in views:
-        value = _crc32c(view, value)
-    return value
 
 
 def tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
@@ -46,8 +38,3 @@ def combined(values: Sequence[int], *, tile_bytes: int, size_bytes: int) -> int:
         num_bytes = min(tile_bytes, size_bytes - index * tile_bytes)
         whole = checksums.combine_crc32c(whole, value, num_bytes) if index else value
     return whole
-
-
-def total_bytes(views: Iterable[memoryview]) -> int:
-    """How many bytes the views hold."""
-    return sum(len(view) for view in views)

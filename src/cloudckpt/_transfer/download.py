@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cloudckpt._transfer.checksum import tile_crc32cs, total_bytes
+from cloudckpt._transfer.checksum import tile_crc32cs
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import CorruptCheckpointError, InterruptedReadError, ShortObjectError
+from cloudckpt.stores._body import num_bytes
 from cloudckpt.stores.base import Store, Views
 
 
@@ -53,7 +54,7 @@ def fetch_verified(
         except ShortObjectError as error:
             raise CorruptCheckpointError(
                 f"{store.url(key)} is shorter than when it was saved, so "
-                f"{holding(begin, begin + total_bytes(views))} cannot be loaded: {error}",
+                f"{holding(begin, begin + num_bytes(views))} cannot be loaded: {error}",
                 uri=store.uri,
             ) from error
         actual = tile_crc32cs(views, tile_bytes)
@@ -62,7 +63,7 @@ def fetch_verified(
         if is_last:
             bad = next(i for i, value in enumerate(actual) if value != expected_crc32cs[i])
             low = begin + bad * tile_bytes
-            high = min(low + tile_bytes, begin + total_bytes(views))
+            high = min(low + tile_bytes, begin + num_bytes(views))
             raise CorruptCheckpointError(
                 f"{store.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual[bad]:08x}, but "
                 f"{expected_crc32cs[bad]:08x} was saved. They hold {holding(low, high)}. Load an older checkpoint",

@@ -2,12 +2,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2
+INTEGRATION_ARGS ?= -n 2
+SERVERS_VENV ?= .venv-servers
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test lint format types imports bench clean
+.PHONY: help demo test integration azure lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -22,6 +25,24 @@ demo: $(INSTALLED) ## Train, kill, resume, reshard: the main job, on an embedded
 
 test: $(INSTALLED) ## Run all tests, with coverage.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term:skip-covered --cov-fail-under=90
+
+$(SERVERS_INSTALLED): tests/integration/requirements.txt
+	$(PYTHON) -m venv $(SERVERS_VENV)
+	$(SERVERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
+integration: $(INSTALLED) $(SERVERS_INSTALLED) ## Run the tests on real servers, which it installs (Ceph's as root).
+	tests/integration/install.sh
+	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e --places rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e --places ministack $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e --places fake-gcs $(INTEGRATION_ARGS)
+
+azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
+	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
+	CLOUDCKPT_AZURITE=$(abspath .azurite)/node_modules/.bin/azurite-blob $(BIN)/python -m pytest tests/stores/azure_contract.py
 
 lint: $(INSTALLED) types imports ## Check style, types and the direction of imports.
 	$(BIN)/ruff check
@@ -41,4 +62,4 @@ bench: $(INSTALLED) ## Compare with the rivals. BENCH_ARGS="--help" says how.
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SERVERS_VENV) .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +20,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("cloudckpt")
+
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, which some of them are about.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Here, because pytest asks only the outermost conftest in time."""
+    parser.addoption(
+        "--places",
+        default="local,s3",
+        help="where the end-to-end tests save, by commas: local, s3 (moto, in process), or a server of the "
+        "integration tests: rgw, ministack, fake-gcs. What is tied to another place is not run. Default: %(default)s",
+    )
 
 
 @pytest.fixture

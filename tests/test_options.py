@@ -28,6 +28,18 @@ WRONG: list[tuple[str, Any]] = [
     ("read_bytes", 1 * MIB),
     ("max_gap_bytes", -1),
     ("commit", "maybe"),
+    ("timeout_s", "5"),
+    ("timeout_s", float("inf")),
+    ("timeout_s", float("nan")),
+    ("timeout_s", True),
+    ("connections", 2.5),
+    ("part_bytes", "32MiB"),
+    ("verify", "no"),
+    ("verify", None),
+    ("metadata", None),
+    ("metadata", {"loss": float("nan")}),
+    ("metadata", {"model": print}),
+    ("on_event", 3),
 ]
 
 
@@ -39,6 +51,13 @@ def test_what_cannot_work_is_refused_by_name_and_value(name: str, value: Any) ->
     assert f"{name} must be" in str(caught.value)
     assert f"not {value!r}" in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+def test_wrong_storage_options_are_not_repeated() -> None:
+    """If this fails, a secret passed in the wrong shape stands in the log."""
+    with pytest.raises(InvalidOptionError, match="storage_options must be a mapping, not a list") as caught:
+        Options(storage_options=["secret-value"])  # type: ignore[arg-type]
+    assert "secret-value" not in str(caught.value)
 
 
 def test_every_problem_is_named_at_once() -> None:

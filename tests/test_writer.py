@@ -176,8 +176,11 @@ def test_a_callback_that_fails_after_the_commit_does_not_undo_it(memory: Memory)
 
 def test_metadata_that_is_no_json_fails_the_save_cleanly(memory: Memory) -> None:
     """If this fails, the outcome of a save that cannot succeed is called unknown, and its data is left."""
+    metadata: dict[str, object] = {}
+    options = Options(metadata=metadata)
+    metadata["model"] = object()  # after Options have looked
     with pytest.raises(UnsupportedValueError, match=r"Options\(metadata=…\)"):
-        cloudckpt.save(state_of(), memory.uri(), options=Options(metadata={"model": object()}))
+        cloudckpt.save(state_of(), memory.uri(), options=options)
     assert memory.all_keys() == []
 
 

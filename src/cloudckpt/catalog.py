@@ -9,8 +9,9 @@ from datetime import datetime
 
 from cloudckpt._commit.resolve import MANIFEST_PREFIX, manifest_number
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt._transfer.workers import each_done
-from cloudckpt._uri import parse_location
+from cloudckpt._uri import Location, parse_location
+from cloudckpt._workers import each_done
+from cloudckpt.errors import InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
@@ -41,7 +42,7 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
     location = parse_location(root)
     store = open_store(location.uri, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    names = retrier.call(lambda: list(store.list_directories()))
+    names = [name for name in retrier.call(lambda: list(store.list_directories())) if _can_be_opened(location, name)]
     committed_at: dict[str, datetime | None] = {}
 
     def look(name: str) -> None:
@@ -55,6 +56,15 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
         if (moment := committed_at[name]) is not None
     ]
     return sorted(found, key=lambda info: (info.committed_at, _natural(info.name)))
+
+
+def _can_be_opened(location: Location, name: str) -> bool:
+    """Whether a checkpoint can have this name. A bucket can hold others, which some other tool has written."""
+    try:
+        parse_location(location.child(name).uri)
+    except InvalidURIError:
+        return False
+    return True
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import math
+import numbers
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
 
 from cloudckpt.errors import InvalidOptionError
 
@@ -55,30 +61,87 @@ class Options:
     """Called at each step, in the thread that made it. Must be quick, and picklable for async saves by process."""
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} must be {what}, not {getattr(self, name)!r}"
-            for name, good, what in (
-                ("timeout_s", self.timeout_s > 0, "positive"),
-                ("retries", self.retries >= 0, "at least 0"),
-                ("connections", self.connections >= 1, "at least 1"),
-                ("part_bytes", self.part_bytes >= self.tile_bytes, "at least tile_bytes"),
-                ("object_bytes", self.object_bytes >= 1, "positive"),
-                (
-                    "tile_bytes",
-                    4 * KIB <= self.tile_bytes <= GIB and self.tile_bytes % 64 == 0,
-                    "a multiple of 64, from 4096 to 1 GiB",
-                ),
-                ("staging_bytes", self.staging_bytes >= self.part_bytes, "at least part_bytes"),
-                ("request_bytes", self.request_bytes >= self.tile_bytes, "at least tile_bytes"),
-                ("read_bytes", self.read_bytes >= self.request_bytes, "at least request_bytes"),
-                ("max_gap_bytes", self.max_gap_bytes >= 0, "at least 0"),
-                (
-                    "commit",
-                    self.commit in ("conditional", "unconditional"),
-                    "'conditional' or 'unconditional'",
-                ),
-            )
-            if not good
-        ]
+        # A value of the wrong type cannot be compared with a bound, so types come first.
+        problems = _wrong(self, _TYPES)
+        if not problems:
+            problems = _wrong(self, _BOUNDS)
         if problems:
             raise InvalidOptionError("Options: " + "; ".join(problems))
+
+
+_Rule: TypeAlias = tuple[str, Callable[[Options], bool], str]
+"""An option's name, whether it is good, and what it must be."""
+
+
+def _of_type(name: str, kind: type[Any], what: str) -> _Rule:
+    def is_good(options: Options) -> bool:
+        value = getattr(options, name)
+        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+    return name, is_good, what
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(msgspec.to_builtins(value), allow_nan=False)  # msgspec would make null of NaN
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        return False
+    return True
+
+
+_TYPES: tuple[_Rule, ...] = (
+    _of_type("storage_options", Mapping, "a mapping"),
+    _of_type("timeout_s", numbers.Real, "a number of seconds"),
+    *(
+        _of_type(name, numbers.Integral, "a whole number")
+        for name in (
+            "retries",
+            "connections",
+            "part_bytes",
+            "object_bytes",
+            "tile_bytes",
+            "staging_bytes",
+            "read_bytes",
+            "request_bytes",
+            "max_gap_bytes",
+        )
+    ),
+    _of_type("verify", bool, "True or False"),
+    _of_type("metadata", Mapping, "a mapping"),
+    ("on_event", lambda options: options.on_event is None or callable(options.on_event), "callable or None"),
+)
+
+_BOUNDS: tuple[_Rule, ...] = (
+    ("timeout_s", lambda options: 0 < options.timeout_s < math.inf, "positive and finite"),
+    ("retries", lambda options: options.retries >= 0, "at least 0"),
+    ("connections", lambda options: options.connections >= 1, "at least 1"),
+    ("part_bytes", lambda options: options.part_bytes >= options.tile_bytes, "at least tile_bytes"),
+    ("object_bytes", lambda options: options.object_bytes >= 1, "positive"),
+    (
+        "tile_bytes",
+        lambda options: 4 * KIB <= options.tile_bytes <= GIB and options.tile_bytes % 64 == 0,
+        "a multiple of 64, from 4096 to 1 GiB",
+    ),
+    ("staging_bytes", lambda options: options.staging_bytes >= options.part_bytes, "at least part_bytes"),
+    ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
+    ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
+    ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
+    ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
+    (
+        "metadata",
+        lambda options: _is_json(options.metadata),
+        "what JSON can hold (no NaN, no objects)",
+    ),
+)
+
+
+def _wrong(options: Options, rules: Iterable[_Rule]) -> list[str]:
+    return [
+        f"{name} must be {what}, not {_shown(options, name)}" for name, is_good, what in rules if not is_good(options)
+    ]
+
+
+def _shown(options: Options, name: str) -> str:
+    value = getattr(options, name)
+    # Storage options can hold secrets, whatever they are.
+    return f"a {type(value).__name__}" if name == "storage_options" else reprlib.repr(value)

@@ -16,6 +16,8 @@ from tests.docs.tables import ROOT, TABLES, marked
 
 import cloudckpt
 from cloudckpt.stores._fsspec_backends import _BACKENDS, Create
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs.config import PARSERS as GCS_PARSERS
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
@@ -185,22 +187,38 @@ def test_every_s3_option_is_documented() -> None:
     assert set(re.findall(r"`(\w+)`", after)) == set(ALIASES)
 
 
+def test_every_gcs_option_is_documented() -> None:
+    """If this fails, a storage option can only be found by reading the code, or is documented and gone."""
+    assert re.findall(r"^\| `(\w+)`", marked(read("docs/stores.md"), "gcs"), re.MULTILINE) == sorted(GCS_PARSERS)
+
+
+def test_the_fsspec_table_is_true() -> None:
+    """If this fails, a protocol is trusted with more, or with less, than its users are told."""
+    section = read("docs/stores.md").partition("\n## fsspec\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    said = {name: row[1:3] for row in rows for name in re.findall(r"(\w+)(?:://|`)", row[0])}
+    assert {name for name, (creates, _) in said.items() if creates != "no"} == set(_BACKENDS)
+    assert all(said[name][1] == "yes" for name in _BACKENDS)
+    assert {name for name, backend in _BACKENDS.items() if backend.create is Create.LOCK} == {"memory"}
+    assert said["memory"][0] == "within one process"
+
+
 def test_the_stores_table_is_true(tmp_path: Path) -> None:
     """If this fails, a user relies on something that a store does not do."""
     rows = {
         cells[0]: cells[1:]
         for line in read("docs/stores.md").splitlines()
-        if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
+        if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 6
     }
-    stores = (S3Store, LocalStore(tmp_path), MemoryStore("capabilities"))
+    stores = (S3Store, GCSStore, LocalStore(tmp_path), MemoryStore("capabilities"))
     creates = rows["create-if-absent, and so no accidental overwrite"]
-    assert creates == ["yes", "where hard links work", "yes", "`gs` with gcsfs"]
+    honoured = "yes, where the endpoint honours it"
+    assert creates == [honoured, honoured, "where hard links work", "yes", "[some](#fsspec)"]
     assert all(store.capabilities.conditional_create for store in stores)
-    assert {name for name, backend in _BACKENDS.items() if backend.create is Create.MODE} == {"gs", "gcs"}
-    assert rows["parallel parts of one object"] == ["yes", "yes", "yes", "no"]
+    assert rows["parallel parts of one object"] == ["yes", "yes", "yes", "yes", "no"]
     assert all(store.capabilities.multipart for store in stores)
     assert all(store.capabilities.verifies_crc32c for store in stores)
-    assert rows["`storage_options`"][1:3] == ["none", "none"]
+    assert rows["`storage_options`"][2:4] == ["none", "none"]
     for uri in (tmp_path / "c", "memory://capabilities/c"):
         with pytest.raises(cloudckpt.InvalidOptionError):
             cloudckpt.latest(uri, options=cloudckpt.Options(storage_options={"region": "x"}))

@@ -1,21 +1,67 @@
-"""Fixtures of the end-to-end tests: a place on each kind of store."""
+"""Fixtures of the end-to-end tests: places on the stores that ``--places`` names.
+
+A test that asks for `place` runs on each of them, one that asks for `bucket` on each that is an object store. One that
+asks for `local` or `s3` is tied to that place, by what it does to it, and one that asks for none counts as local: they
+run where their place is among the chosen. So ``--places rgw`` runs what can run on a Ceph RADOS Gateway, there alone.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-from tests.e2e.places import LocalPlace, Place, S3Place
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+from tests.e2e.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 from tests.e2e.servers import FlakyS3, serve
+from tests.integration.servers import SERVERS
 
-from cloudckpt.testing.servers import S3Server, clean_environment
+from cloudckpt.testing.servers import S3Server, Server, clean_environment
 
+FIXTURES = {"local": "local", "s3": "s3"} | dict.fromkeys(SERVERS, "on_server")
+"""Of each place that can be chosen: a directory, moto in this process, or a server of the integration tests."""
+
+HERE = Path(__file__).parent
 _bucket_numbers = itertools.count()
+
+
+def _chosen(config: pytest.Config) -> list[str]:
+    names = [name.strip() for name in config.getoption("--places").split(",")]
+    unknown = sorted(set(names) - set(FIXTURES))
+    if unknown:
+        raise pytest.UsageError(f"--places: there is no {', '.join(unknown)}; there are {', '.join(FIXTURES)}")
+    return names
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each place in turn."""
+    names = _chosen(metafunc.config)
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", names, indirect=True)
+    if "bucket" in metafunc.fixturenames:
+        # Of none, pytest would make a skipped test; one on a place that is not chosen is left out below.
+        metafunc.parametrize("bucket", [name for name in names if name != "local"] or ["s3"], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is tied to a place that is not chosen."""
+    names = set(_chosen(config))
+    left_out = [item for item in items if item.path.is_relative_to(HERE) and not _places_of(item) <= names]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _places_of(item: pytest.Item) -> set[str]:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    asked = {parameters[name] for name in ("place", "bucket") if name in parameters}
+    tied = {name for name in ("local", "s3") if name in getattr(item, "fixturenames", ())}
+    return (asked | tied) or {"local"}
 
 
 @pytest.fixture(scope="session")
@@ -27,8 +73,25 @@ def s3_application() -> FlakyS3:
 @pytest.fixture(scope="session")
 def s3_server(s3_application: FlakyS3) -> Iterator[S3Server]:
     """An S3 server of this process's own."""
-    with serve(s3_application, pid=os.getpid()) as server:
+    with serve(s3_application) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[dict[str, Server]]:
+    """Those that have been started, by their names."""
+    with ExitStack() as stack:
+        yield _Started(stack)
+
+
+class _Started(dict[str, Server]):
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __missing__(self, name: str) -> Server:
+        server = self[name] = self._stack.enter_context(SERVERS[name]())
+        return server
 
 
 @pytest.fixture
@@ -41,20 +104,59 @@ def local(tmp_path: Path) -> LocalPlace:
 
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Place:
-    """An empty bucket, with the environment such that AWS clients find it and nothing else."""
-    environment = clean_environment() | s3_server.environment
+    """An empty bucket on moto, in this process."""
+    return _s3_place(s3_server, monkeypatch)
+
+
+@pytest.fixture
+def on_server(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], BucketPlace]]:
+    """Of a server's name, an empty bucket on it."""
+    with ExitStack() as stack:
+
+        def make(name: str) -> BucketPlace:
+            server = servers[name]
+            if server.scheme == "s3":
+                return _s3_place(server, monkeypatch)
+            bucket = _fresh_bucket(server, monkeypatch)
+            client = stack.enter_context(closing(storage.Client(credentials=AnonymousCredentials())))
+            return GCSPlace(client, bucket)
+
+        yield make
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    """Each chosen place in turn."""
+    return _place_named(request.param, request)
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> BucketPlace:
+    """Each chosen place in turn that is an object store."""
+    found = _place_named(request.param, request)
+    assert isinstance(found, BucketPlace)
+    return found
+
+
+def _place_named(name: str, request: pytest.FixtureRequest) -> Place:
+    found: Any = request.getfixturevalue(FIXTURES[name])
+    place: Place = found(name) if name in SERVERS else found
+    return place
+
+
+def _s3_place(server: Server, monkeypatch: pytest.MonkeyPatch) -> S3Place:
+    bucket = _fresh_bucket(server, monkeypatch)
+    client: Any = boto3.client("s3")
+    return S3Place(client, bucket)
+
+
+def _fresh_bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Its name; from here on the environment is such that clients find this server and nothing else."""
+    environment = clean_environment() | server.environment
     for name in os.environ.keys() - environment.keys():
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    client: Any = boto3.client("s3")
-    bucket = f"bucket-{next(_bucket_numbers)}"
-    client.create_bucket(Bucket=bucket)
-    return S3Place(client, bucket)
-
-
-@pytest.fixture(params=["local", "s3"])
-def place(request: pytest.FixtureRequest) -> Place:
-    """Each kind of store in turn."""
-    found: Place = request.getfixturevalue(request.param)
-    return found
+    bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
+    server.create_bucket(bucket)
+    return bucket

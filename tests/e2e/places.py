@@ -10,7 +10,6 @@ from typing import Any
 class Place(abc.ABC):
     """One empty place on one kind of store. Keys are relative to it."""
 
-    kind: str
     root: str
 
     def uri(self, name: str = "checkpoint") -> str:
@@ -53,8 +52,6 @@ class Place(abc.ABC):
 class LocalPlace(Place):
     """A directory."""
 
-    kind = "local"
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.root = str(directory)
@@ -78,16 +75,29 @@ class LocalPlace(Place):
         return 0  # an unfinished write would be a file, which keys() shows
 
 
-class S3Place(Place):
-    """A bucket of its own, under a prefix."""
+class BucketPlace(Place):
+    """A prefix of a bucket of its own, on an object store."""
 
-    kind = "s3"
+    scheme: str
 
     def __init__(self, client: Any, bucket: str, prefix: str = "run") -> None:
         self.client = client
         self.bucket = bucket
         self.prefix = prefix
-        self.root = f"s3://{bucket}/{prefix}"
+        self.root = f"{self.scheme}://{bucket}/{prefix}"
+
+    @abc.abstractmethod
+    def options_at(self, endpoint_url: str) -> dict[str, Any]:
+        """The storage options with which its URI leads to another address."""
+
+
+class S3Place(BucketPlace):
+    """On S3, or on what speaks its protocol, by way of boto3."""
+
+    scheme = "s3"
+
+    def options_at(self, endpoint_url: str) -> dict[str, Any]:
+        return {"endpoint_url": endpoint_url}
 
     def keys(self) -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=f"{self.prefix}/")
@@ -107,3 +117,32 @@ class S3Place(Place):
 
     def num_unfinished_uploads(self) -> int:
         return len(self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", []))
+
+
+class GCSPlace(BucketPlace):
+    """On GCS, by way of Google's client."""
+
+    scheme = "gs"
+
+    def options_at(self, endpoint_url: str) -> dict[str, Any]:
+        return {"endpoint_url": endpoint_url, "anonymous": True}
+
+    def keys(self) -> list[str]:
+        blobs = self.client.list_blobs(self.bucket, prefix=f"{self.prefix}/")
+        return sorted(blob.name.removeprefix(f"{self.prefix}/") for blob in blobs)
+
+    def read(self, key: str) -> bytes:
+        data: bytes = self._blob(key).download_as_bytes()
+        return data
+
+    def write(self, key: str, data: bytes) -> None:
+        self._blob(key).upload_from_string(data)
+
+    def remove(self, key: str) -> None:
+        self._blob(key).delete()
+
+    def num_unfinished_uploads(self) -> int:
+        return 0  # the parts of an unfinished upload would be objects, which keys() shows
+
+    def _blob(self, key: str) -> Any:
+        return self.client.bucket(self.bucket).blob(f"{self.prefix}/{key}")

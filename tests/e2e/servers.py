@@ -73,13 +73,13 @@ def _failure(start_response: Any, status: str, code: str) -> Iterable[bytes]:
 
 
 @contextlib.contextmanager
-def serve(application: FlakyS3, *, pid: int) -> Iterator[S3Server]:
+def serve(application: FlakyS3) -> Iterator[S3Server]:
     """The application on a free port of the loopback interface, in threads of this process."""
     server = make_server("127.0.0.1", 0, application, threaded=True)
     thread = threading.Thread(target=server.serve_forever, name="s3-server", daemon=True)
     thread.start()
     try:
-        yield S3Server(endpoint_url=f"http://127.0.0.1:{server.server_port}", pid=pid)
+        yield S3Server(endpoint_url=f"http://127.0.0.1:{server.server_port}")
     finally:
         server.shutdown()
         server.server_close()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
-from tests.e2e.places import Place, S3Place
+from tests.e2e.places import BucketPlace, Place, S3Place
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -84,10 +84,10 @@ def test_a_uri_that_names_nothing_is_refused(
 
 
 @by_call
-def test_a_bucket_that_is_not_there_is_named(s3: S3Place, call: Call) -> None:
+def test_a_bucket_that_is_not_there_is_named(bucket: BucketPlace, call: Call) -> None:
     """If this fails, a mistyped bucket looks like a missing checkpoint, or like success."""
     with pytest.raises(cloudckpt.BucketNotFoundError, match="no-such-bucket"):
-        call("s3://no-such-bucket/run")
+        call(f"{bucket.scheme}://no-such-bucket/run")
 
 
 @pytest.fixture
@@ -162,25 +162,25 @@ def silent_endpoint() -> Iterator[str]:
 
 
 @by_call
-def test_an_endpoint_that_does_not_answer_is_given_up(s3: S3Place, silent_endpoint: str, call: Call) -> None:
+def test_an_endpoint_that_does_not_answer_is_given_up(bucket: BucketPlace, silent_endpoint: str, call: Call) -> None:
     """If this fails, a dead store makes a job hang for ever, with its GPUs."""
-    options = cloudckpt.Options(timeout_s=1.0, storage_options={"endpoint_url": silent_endpoint})
+    options = cloudckpt.Options(timeout_s=1.0, storage_options=bucket.options_at(silent_endpoint))
     begun_s = time.monotonic()
     with pytest.raises(cloudckpt.StoreTimeoutError) as caught:
-        call(s3.uri(), options)
+        call(bucket.uri(), options)
     assert time.monotonic() - begun_s < 10
     assert isinstance(caught.value, TimeoutError)
 
 
 @by_call
-def test_an_endpoint_that_refuses_connections_is_named(s3: S3Place, call: Call) -> None:
+def test_an_endpoint_that_refuses_connections_is_named(bucket: BucketPlace, call: Call) -> None:
     """If this fails, a wrong port looks like a missing checkpoint."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-    options = cloudckpt.Options(timeout_s=2.0, retries=1, storage_options={"endpoint_url": endpoint})
+    options = cloudckpt.Options(timeout_s=2.0, retries=1, storage_options=bucket.options_at(endpoint))
     begun_s = time.monotonic()
     with pytest.raises(cloudckpt.TransientStoreError, match=re.escape(endpoint.removeprefix("http://"))):
-        call(s3.uri(), options)
+        call(bucket.uri(), options)
     assert time.monotonic() - begun_s < 15
 
 
@@ -231,22 +231,22 @@ def test_one_ranks_bad_request_stops_all(place: Place) -> None:
     run_ranks(load_with_one_rank_asking_too_much, place.uri(), world_size=2)
 
 
-def fail_on_ranks(uri: str, silent_endpoint: str) -> None:
-    options = cloudckpt.Options(timeout_s=1.0, storage_options={"endpoint_url": silent_endpoint})
+def fail_on_ranks(uri: str, storage_options: dict[str, Any], scheme: str) -> None:
+    options = cloudckpt.Options(timeout_s=1.0, storage_options=storage_options)
     with pytest.raises(CheckpointException) as caught:
         cloudckpt.save(values(), uri, options=options)
     assert isinstance(caught.value, cloudckpt.StoreTimeoutError)
     with pytest.raises(cloudckpt.BucketNotFoundError):
-        cloudckpt.load(values(), "s3://no-such-bucket/run")
+        cloudckpt.load(values(), f"{scheme}://no-such-bucket/run")
     with pytest.raises(cloudckpt.InvalidURIError):
         cloudckpt.save(values(), "abc://bucket/run")
 
 
 @pytest.mark.multirank
-def test_ranks_fail_together(s3: S3Place, silent_endpoint: str) -> None:
+def test_ranks_fail_together(bucket: BucketPlace, silent_endpoint: str) -> None:
     """If this fails, one rank hears of a bad store and the others hang in a collective."""
-    run_ranks(fail_on_ranks, s3.uri(), silent_endpoint, world_size=2)
-    assert s3.keys() == []
+    run_ranks(fail_on_ranks, bucket.uri(), bucket.options_at(silent_endpoint), bucket.scheme, world_size=2)
+    assert bucket.keys() == []
 
 
 def test_neither_or_both_locations_are_refused(place: Place) -> None:

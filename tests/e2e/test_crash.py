@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace, Place, S3Place
+from tests.e2e.places import BucketPlace, LocalPlace, Place
 
 import cloudckpt
 
@@ -98,11 +98,11 @@ def test_an_overwrite_that_dies_leaves_one_version_whole(local: LocalPlace, rank
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(1, "save.object_uploaded"), (0, "save.committing")])
-def test_a_save_to_a_bucket_that_dies_leaves_one_version_whole(s3: S3Place, rank: int, moment: Moment) -> None:
+def test_a_save_to_a_bucket_that_dies_leaves_one_version_whole(bucket: BucketPlace, rank: int, moment: Moment) -> None:
     """If this fails, what holds on files does not hold on an object store."""
-    check_kill_in_overwrite(s3, rank, moment)
+    check_kill_in_overwrite(bucket, rank, moment)
 
 
-def test_a_first_save_to_a_bucket_that_dies_after_its_commit_is_there(s3: S3Place) -> None:
+def test_a_first_save_to_a_bucket_that_dies_after_its_commit_is_there(bucket: BucketPlace) -> None:
     """If this fails, a commit counts only once the process that made it has ended well."""
-    check_kill_in_first_save(s3, 0, "save.committed")
+    check_kill_in_first_save(bucket, 0, "save.committed")

@@ -92,7 +92,7 @@ def save_with_torch_by_uri(uri: str) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_torch_understands_uris_once_enabled(place: Place, num_ranks: int) -> None:
     """If this fails, programs that call dcp.save and dcp.load must be changed to use an object store."""
-    uri = place.uri() if place.kind == "s3" else f"file://{place.uri()}"
+    uri = place.uri() if "://" in place.root else f"file://{place.uri()}"
     run_ranks(save_with_torch_by_uri, uri, world_size=num_ranks)
     assert len(place.manifest_keys()) == 1
 

@@ -14,7 +14,7 @@ from tests.e2e.models import (
     set_state,
     state_dict_of,
 )
-from tests.e2e.places import LocalPlace, S3Place
+from tests.e2e.places import BucketPlace, LocalPlace
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import cloudckpt
@@ -110,12 +110,12 @@ def test_resumed_training_equals_uninterrupted_training_under_compile(
         ("fsdp_tp", "async"),
     ],
 )
-def test_resumed_training_equals_uninterrupted_training_on_s3(
-    s3: S3Place, parallelism: Parallelism, mode: Mode
+def test_resumed_training_equals_uninterrupted_training_on_a_bucket(
+    bucket: BucketPlace, parallelism: Parallelism, mode: Mode
 ) -> None:
-    """If this fails, the S3 path loses or changes something that the local path keeps."""
+    """If this fails, the path to a bucket loses or changes something that the local path keeps."""
     num_ranks = num_ranks_for(parallelism)
-    run_ranks(save_and_train_on, s3.root, parallelism, mode, world_size=num_ranks)
+    run_ranks(save_and_train_on, bucket.root, parallelism, mode, world_size=num_ranks)
 
 
 @pytest.mark.multirank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -185,12 +186,14 @@ def test_the_whole_demo_in_short(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stdout
     for line in (
         "rank 1 was killed (SIGKILL) after part 2 of step-3/data/",
-        "step-3   not a checkpoint: no manifest, 1 unfinished upload",
+        "step-3   not a checkpoint: no manifest, ",
         "resumed from step-2, the newest checkpoint",
         "losses equal: yes  (4 steps",
         "logits equal: yes  (4 x 64 x 256, of: undisturbed, resumed, logits-1, logits-4)",
     ):
         assert line in process.stdout, process.stdout
+    # The other rank may have begun, finished or not even started its own object when its partner was killed.
+    assert re.search(r"no manifest, [12] unfinished uploads?, [01] finished object", process.stdout), process.stdout
     assert list(mine.rglob("*")) == [mine / "precious"]
 
 

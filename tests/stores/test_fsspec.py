@@ -258,38 +258,49 @@ class TestCapabilities:
         assert keys(bucket) == []
 
     def test_a_version_that_lacks_the_condition_loses_the_capability(self):
-        """Old releases of gcsfs ignore mode="create"; theirs would be an unconditional put."""
+        """An adlfs that ignores what it does not know would make it an unconditional put."""
 
         class Old(AsyncFileSystem):
-            protocol = ("gs", "gcs")
+            protocol = ("abfs", "az")
 
             async def _pipe_file(self, path, value, **kwargs):
                 """Takes and ignores anything."""
 
         class New(Old):
-            async def _pipe_file(self, path, value, mode="overwrite", **kwargs):
-                """Knows the mode."""
+            async def _pipe_file(self, path, value, overwrite=True, **kwargs):
+                """Knows the condition."""
 
         assert backend_of(Old).create is Create.NO
-        assert backend_of(New).create is Create.MODE
+        assert backend_of(New).create is Create.OVERWRITE
 
     def test_the_condition_is_passed_on(self, monkeypatch, bucket):
-        """Where the file system has the mode, the call must use it."""
+        """Where the file system has the condition, the call must use it, and in its own words."""
 
-        async def pipe(self, path, value, mode="overwrite", **kwargs):
+        async def as_adlfs(self, path, value, overwrite=True, **kwargs):
+            assert not kwargs  # adlfs before 2024.12 ignores a mode
             path = self._strip_protocol(path)
-            if mode == "create" and path in self.objects:
+            if not overwrite and path in self.objects:
                 raise FileExistsError(path)
             self.objects[path] = (bytes(value), datetime.now(tz=timezone.utc))
 
-        monkeypatch.setattr(BucketFileSystem, "_pipe_file", pipe)
-        monkeypatch.setattr(BucketFileSystem, "protocol", ("gs", "testbucket"))
+        monkeypatch.setattr(BucketFileSystem, "_pipe_file", as_adlfs)
+        monkeypatch.setattr(BucketFileSystem, "protocol", ("abfs", "testbucket"))
         store = FsspecStore(BucketFileSystem(bucket.uri.split("/")[2]), bucket.uri)
         assert store.capabilities.conditional_create
         put(store, "a", b"one", if_absent=True)
         with pytest.raises(ObjectExistsError):
             put(store, "a", b"two", if_absent=True)
         assert content(store, "a") == b"one"
+
+    def test_nothing_lies_below_an_object(self, bucket, monkeypatch):
+        """adlfs's find() gives a list where the folder is an object, whatever it was asked for."""
+
+        async def find(self, path, **kwargs):
+            return [path]
+
+        put(bucket, "a", b"body")
+        monkeypatch.setattr(BucketFileSystem, "_find", find)
+        assert keys(bucket, "a/") == []
 
 
 class TestInstances:
@@ -386,6 +397,13 @@ class TestErrors:
         derived = type("RefreshError", (base,), {"__module__": "google.auth.exceptions"})
         assert type(translate(derived("x"), key="k", operation="read", options={})) is CredentialsError
         assert all(issubclass(kind, StoreError) for kind in CLASS_TABLE.values())
+
+    def test_what_exists_already_is_told_from_what_passes(self):
+        """Azure answers 409 to both; a commit that was refused would be tried again until its time is up."""
+        exists = type("ResourceExistsError", (Exception,), {"__module__": "azure.core.exceptions", "status_code": 409})
+        assert type(translate(exists("x"), key="k", operation="put", options={})) is ObjectExistsError
+        other = type("HttpResponseError", (Exception,), {"__module__": "azure.core.exceptions", "status_code": 409})
+        assert type(translate(other("x"), key="k", operation="put", options={})) is TransientStoreError
 
     def test_throttling_is_told_from_failing(self):
         """Retrying faster after a 429 makes it worse."""

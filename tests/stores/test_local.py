@@ -1,16 +1,19 @@
 """Files as objects: what a file system adds to the contract."""
-# ruff: noqa: PTH102, PTH115, PTH116, PTH118, PTH120
+# ruff: noqa: PTH101, PTH102, PTH103, PTH115, PTH116, PTH118, PTH120
 # (the calls under test are those of os)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -40,6 +43,40 @@ from cloudckpt.testing._contract_tools import (
     upload_part,
 )
 
+_NOBODY = 65534
+
+
+@contextlib.contextmanager
+def _with_mode(root, mode):
+    """Meanwhile this process may do no more than `mode` says. Root may do anything, so it becomes somebody else."""
+    is_root = os.geteuid() == 0
+    before = stat.S_IMODE(os.stat(root).st_mode)
+    os.chmod(root, mode)
+    if is_root:
+        os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        os.chmod(root, before)
+
+
+class _DeniedStore(LocalStore):
+    """Each call is made without rights, and by nobody else meanwhile."""
+
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name.startswith("_") or name not in vars(LocalStore) or name in ("uri", "url", "capabilities", "limits"):
+            return found
+
+        def called(*args, **kwargs):
+            with _with_mode(self._root, 0):
+                result = found(*args, **kwargs)
+                return list(result) if isinstance(result, Iterator) else result
+
+        return called
+
 
 class TestContract(StoreContract):
     """Every clause, in a directory that does not exist yet."""
@@ -50,6 +87,10 @@ class TestContract(StoreContract):
     @pytest.fixture
     def store(self, tmp_path):
         return LocalStore(f"{tmp_path}/run/step-1")
+
+    def denied(self, store):
+        os.makedirs(store.uri, exist_ok=True)
+        return _DeniedStore(store.uri)
 
 
 class TestContractThroughALink(StoreContract):
@@ -280,7 +321,7 @@ class TestWithoutLinks:
     def test_the_capability_says_so(self, store, fails, number, tmp_path):
         """Otherwise all bytes would be written before the commit is refused."""
         fails("link", number)
-        assert not store.capabilities.conditional_create
+        assert not store.probe().conditional_create
         assert everything(tmp_path) == []
 
     def test_create_if_absent_is_refused_in_words(self, store, fails):
@@ -296,8 +337,8 @@ class TestWithoutLinks:
         probed: list[str] = []
         real = os.link
         monkeypatch.setattr(os, "link", lambda a, b, **kw: (probed.append(a), real(a, b, **kw)))
-        assert store.capabilities.conditional_create
-        assert store.capabilities.conditional_create
+        assert store.probe().conditional_create
+        assert store.probe().conditional_create
         (path,) = probed
         assert path.startswith(f"{tmp_path}/.cloudckpt-tmp.")
         assert everything(tmp_path) == []
@@ -532,3 +573,16 @@ def _raiser(number: int):
         raise OSError(number, os.strerror(number))
 
     return failing
+
+
+def test_what_may_be_listed_but_not_looked_at_is_no_empty_place():
+    """A directory without the right to search it shows names and no more: taken for empty, it would have no
+    checkpoint, and a save would begin over one.
+    """
+    with tempfile.TemporaryDirectory() as above:
+        os.chmod(above, 0o755)  # noqa: S103  # so that somebody else gets there
+        store = LocalStore(f"{above}/run")
+        put(store, "manifest.json", b"body")
+        with _with_mode(store.uri, 0o444), pytest.raises(AccessDeniedError):
+            keys(store, "manifest")
+        assert keys(store, "manifest") == ["manifest.json"]

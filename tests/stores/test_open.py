@@ -13,6 +13,7 @@ from cloudckpt._uri import parse_location
 from cloudckpt.errors import InvalidOptionError, InvalidURIError, MissingDependencyError
 from cloudckpt.stores import open_store
 from cloudckpt.stores.fsspec_store import FsspecStore
+from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
@@ -22,6 +23,8 @@ from cloudckpt.stores.s3 import S3Store
     ("location", "kind", "uri"),
     [
         ("s3://bucket/run/", S3Store, "s3://bucket/run"),
+        ("gs://bucket/run/", GCSStore, "gs://bucket/run"),
+        ("gcs://bucket/run", GCSStore, "gs://bucket/run"),
         ("memory://name/run", MemoryStore, "memory://name/run"),
         ("file:///data/run", LocalStore, "/data/run"),
         ("/data/run/", LocalStore, "/data/run"),
@@ -37,14 +40,14 @@ def test_each_scheme_has_its_store(location, kind, uri):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    """gs:// goes through gcsfs; the user learns which package to install, not which import failed."""
+    """az:// goes through adlfs; the user learns which package to install, not which import failed."""
 
     def missing(protocol):
-        raise ImportError("Please install gcsfs to access Google Storage")
+        raise ImportError("Please install adlfs to access Azure Blob Storage")
 
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(MissingDependencyError, match=r"gs:// needs a package that is not installed.*gcsfs"):
-        open_store("gs://bucket/run", Options())
+    with pytest.raises(MissingDependencyError, match=r"az:// needs a package that is not installed.*adlfs"):
+        open_store("az://container/run", Options())
 
 
 @pytest.mark.parametrize("location", ["/data/run", "memory://name/run"])
@@ -69,7 +72,12 @@ def test_a_bad_location_is_refused_before_anything_else():
 
 
 @pytest.mark.parametrize(
-    ("location", "absent"), [("/data/run", ["boto3", "botocore", "s3fs"]), ("memory://name/x", ["boto3", "botocore"])]
+    ("location", "absent"),
+    [
+        ("/data/run", ["boto3", "botocore", "s3fs", "google.cloud.storage"]),
+        ("memory://name/x", ["boto3", "botocore", "google.auth"]),
+        ("gs://bucket/run", ["boto3", "google.cloud.storage", "gcsfs"]),  # before its first call
+    ],
 )
 def test_no_client_is_imported_for_nothing(location, absent):
     """Importing boto3 alone takes longer than saving a small model to a path."""

@@ -28,7 +28,7 @@ from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._stage.values import harmless_copy
 from cloudckpt._transfer.download import fetch, fetch_verified
-from cloudckpt._transfer.workers import each_done
+from cloudckpt._workers import each_done
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,

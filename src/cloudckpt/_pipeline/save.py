@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt._commit.attempt import data_key, new_attempt_id
+from cloudckpt._commit.attempt import new_attempt_id
 from cloudckpt._commit.publish import publish, remove_superseded
 from cloudckpt._commit.resolve import (
     holds_rank_checkpoints,
@@ -23,17 +23,10 @@ from cloudckpt._commit.resolve import (
     read_manifest,
 )
 from cloudckpt._manifest.model import Manifest
-from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
 from cloudckpt._manifest.torch_metadata import manifest_of
 from cloudckpt._pipeline.context import Context
-from cloudckpt._plan.layout import lay_out, storage_order
-from cloudckpt._plan.packing import pack
-from cloudckpt._stage.arena import Arena, cuda_in_use
-from cloudckpt._stage.body import PieceBody, piece_of
-from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
-from cloudckpt._stage.tensors import synchronize
+from cloudckpt._pipeline.write import write_items
 from cloudckpt._stage.transforms import WriteTransforms
-from cloudckpt._transfer.upload import UploadSession
 from cloudckpt.errors import (
     CheckpointExistsError,
     CloudckptError,
@@ -41,13 +34,9 @@ from cloudckpt.errors import (
     NoConditionalCommitError,
     StoreError,
 )
-from cloudckpt.options import MIB
 from cloudckpt.report import SaveReport
 
 _log = logging.getLogger("cloudckpt")
-
-# Transformed tensors have to be held until their object's layout is known.
-_MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +66,6 @@ class SaveJob:
     def check(self, *, overwrite: bool) -> None:
         """On whoever will commit: find the number of the commit, before any byte moves."""
         context, uri = self._context, self._context.uri
-        if context.options.commit == "conditional" and not context.store.capabilities.conditional_create:
-            raise NoConditionalCommitError(
-                f"{uri}: this store cannot create an object only if it is absent, so it cannot keep two saves from "
-                "overwriting each other. Use another store, or accept that with Options(commit='unconditional')",
-                uri=uri,
-            )
         numbers = context.retrier.call(lambda: manifest_numbers(context.store))
         others = (holds_torch_checkpoint, holds_rank_checkpoints)
         if not overwrite and (
@@ -100,6 +83,23 @@ class SaveJob:
                 f"Checkpoint already exists at {uri}, and no number comes after {key}, which no cloudckpt wrote. "
                 "Remove that object, or choose another URI",
                 uri=uri,
+            )
+        self._check_condition()
+
+    def _check_condition(self) -> None:
+        """That the store can create-if-absent, unless the caller does without."""
+        context = self._context
+        if context.options.commit == "unconditional":
+            return
+        # Asked once per process, and mostly for nothing, so the report does not count it.
+        found = context.new_retrier().call(context.store.probe)
+        if not found.conditional_create:
+            saw = found.observed or "this store cannot create an object only if it is absent"
+            raise NoConditionalCommitError(
+                f"{context.uri}: {saw}. So nothing would keep two saves from overwriting each other, and nothing was "
+                "written. Use another store, or a newer version of this one's server; or accept that with "
+                "Options(commit='unconditional')",
+                uri=context.uri,
             )
 
     def check_beside(self, shared: Context) -> None:
@@ -124,15 +124,7 @@ class SaveJob:
         if isinstance(ticket, Ticket) and ticket.nonce == self.ticket.nonce and ticket.attempt is not None:
             self._attempt = ticket.attempt
         context = self._context
-        object_bytes = context.options.object_bytes
-        if self._transforms:
-            object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
-        if not context.store.capabilities.multipart:
-            # An object is then one part: it is staged whole, and only several of them go out side by side.
-            share_bytes = context.options.staging_bytes // context.options.connections
-            object_bytes = min(object_bytes, max(context.options.part_bytes, share_bytes))
-        groups = pack([estimated_bytes(item) for item in plan.items], object_bytes=object_bytes)
-        results, objects = self._upload([[plan.items[i] for i in group] for group in groups], planner)
+        results, objects = write_items(context, plan.items, planner, attempt=self._attempt, transforms=self._transforms)
         self._written_keys = [receipt.key for receipt in objects]
         self.report = SaveReport(
             uri=context.uri,
@@ -200,43 +192,6 @@ class SaveJob:
             return True
         return False
 
-    def _upload(
-        self, groups: Iterable[Sequence[WriteItem]], planner: SavePlanner
-    ) -> tuple[list[WriteResult], list[ObjectReceipt]]:
-        context, options = self._context, self._context.options
-        arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
-        placed: list[list[_Placed]] = []
-        with UploadSession(
-            context.store,
-            context.retrier,
-            cleaner=context.new_retrier(),
-            connections=options.connections,
-            part_bytes=options.part_bytes,
-            tile_bytes=options.tile_bytes,
-            on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
-            on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
-        ) as session:
-            # Object by object, so that what a planner makes while resolving is not all held at once.
-            for number, write_items in enumerate(groups):
-                items = list(staged(write_items, planner, self._transforms, uri=context.uri))
-                items = [items[i] for i in storage_order([item.entry for item in items])]
-                layout = lay_out([item.entry for item in items])
-                synchronize([item.content for item in items])
-                pieces = [piece_of(memoryview(layout.header), begin=0)]
-                pieces += [
-                    piece_of(item.content, begin=begin) for item, begin in zip(items, layout.begins, strict=True)
-                ]
-                placed.append([_placed(item, begin) for item, begin in zip(items, layout.begins, strict=True)])
-                del items  # the body holds what it still needs, and only until it is sent
-                session.submit(data_key(self._attempt, context.rank, number), PieceBody(pieces, arena))
-            objects = session.finish()
-        results = [
-            item.result(stored_in)
-            for items_of_object, stored_in in zip(placed, objects, strict=True)
-            for item in items_of_object
-        ]
-        return results, objects
-
     def _publish(self, manifest: Manifest, keys: Iterable[str]) -> None:
         context = self._context
         try:
@@ -284,37 +239,3 @@ class SaveJob:
                 self._context.new_retrier().call(lambda: store.delete(doomed))
             except StoreError as error:
                 _log.warning("could not remove what a failed save left, gc will: %s", error)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """What remains of an item once its object is laid out."""
-
-    index: MetadataIndex
-    begin: int
-    num_bytes: int
-    dtype: str | None
-    lengths: tuple[int, ...]
-    transforms: tuple[str, ...]
-
-    def result(self, stored_in: ObjectReceipt) -> WriteResult:
-        receipt = ItemReceipt(
-            stored_in=stored_in,
-            begin=self.begin,
-            end=self.begin + self.num_bytes,
-            dtype=self.dtype,
-            lengths=self.lengths,
-            transforms=self.transforms,
-        )
-        return WriteResult(index=self.index, size_in_bytes=self.num_bytes, storage_data=receipt)
-
-
-def _placed(item: StagedItem, begin: int) -> _Placed:
-    return _Placed(
-        index=item.index,
-        begin=begin,
-        num_bytes=item.entry.num_bytes,
-        dtype=item.dtype,
-        lengths=item.lengths,
-        transforms=item.transforms,
-    )

@@ -18,7 +18,7 @@ from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt._transfer.workers import Workers
+from cloudckpt._workers import Workers
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Part, Store, UploadedPart, Views
 

@@ -26,7 +26,7 @@ class Create(enum.Enum):
 
     NO = "it does not"
     LOCK = "look and write under a lock of this process, beyond which the file system does not reach"
-    MODE = "pipe_file(mode='create'), which sends the condition with the request"
+    OVERWRITE = "pipe_file(overwrite=False), which sends the condition with the request"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,9 @@ class Backend:
 
 _BACKENDS = {
     "memory": Backend(create=Create.LOCK, pipes_whole=True, locked=True),
-    # One request with ifGenerationMatch=0 (gcsfs.core.simple_upload); above 50 MiB, a resumable upload that begins so.
-    "gs": Backend(create=Create.MODE, pipes_whole=True),
-    "gcs": Backend(create=Create.MODE, pipes_whole=True),
-    # Put Blob is one request too; that adlfs sends the condition with it has not been shown here.
-    "abfs": Backend(pipes_whole=True),
-    "az": Backend(pipes_whole=True),
+    # Put Blob with If-None-Match: *; above 64 MiB, blocks that Put Block List makes an object of, with that condition.
+    "abfs": Backend(create=Create.OVERWRITE, pipes_whole=True),
+    "az": Backend(create=Create.OVERWRITE, pipes_whole=True),
 }
 
 
@@ -55,15 +52,15 @@ def backend_of(kind: type[Filesystem]) -> Backend:
     """The table's entry for a class of file systems, less what its installed version lacks."""
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
     found = next((_BACKENDS[protocol] for protocol in protocols if protocol in _BACKENDS), Backend())
-    if found.create is Create.MODE and not _takes_mode(kind):
+    if found.create is Create.OVERWRITE and not _takes(kind, "overwrite"):
         return Backend(pipes_whole=found.pipes_whole, locked=found.locked)
     return found
 
 
-def _takes_mode(kind: type[Filesystem]) -> bool:
+def _takes(kind: type[Filesystem], parameter: str) -> bool:
     # The coroutine is what a class of ours writes itself; the method of that name is made from it.
     method = getattr(kind, "_pipe_file", None) or kind.pipe_file
-    return "mode" in inspect.signature(method).parameters
+    return parameter in inspect.signature(method).parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""From the errors of fsspec's file systems to ours. fsspec fixes none, so there are three tables.
+"""From the errors of fsspec's file systems to ours. fsspec fixes none, so there are tables.
 
-An error is looked up by its HTTP status, where it carries one; else by its class or a class it inherits from; else,
-for an `OSError`, by its number.
+An error is looked up by its HTTP status, where it carries one (but for the few classes that say more than it does);
+else by its class or a class it inherits from; else, for an `OSError`, by its number.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ STATUS_TABLE: dict[int, type[StoreError]] = {
 }
 
 # By name, so that looking an error up imports nothing.
+BEFORE_STATUS_TABLE: dict[str, type[StoreError]] = {
+    "azure.core.exceptions.ResourceExistsError": ObjectExistsError,  # 409, as much else that passes by itself
+}
 CLASS_TABLE: dict[str, type[StoreError]] = {
     "aiohttp.client_exceptions.ClientConnectionError": TransientStoreError,
     "aiohttp.client_exceptions.ClientPayloadError": TransientStoreError,
@@ -97,15 +100,18 @@ def translated(key: str, operation: str, options: Mapping[str, Any]) -> Iterator
 
 
 def _kind(error: Exception) -> type[StoreError]:
+    names = [f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__]
+    for name in names:
+        if name in BEFORE_STATUS_TABLE:
+            return BEFORE_STATUS_TABLE[name]
     for attribute in ("status", "status_code", "code"):
         status = getattr(error, attribute, None)
         # gcsfs keeps it as text at times
         if isinstance(status, (int, str)) and str(status).isdigit() and int(status) in STATUS_TABLE:
             return STATUS_TABLE[int(status)]
-    for base in type(error).__mro__:
-        known = CLASS_TABLE.get(f"{base.__module__}.{base.__qualname__}")
-        if known:
-            return known
+    for name in names:
+        if name in CLASS_TABLE:
+            return CLASS_TABLE[name]
     if isinstance(error, OSError) and error.errno in ERRNO_TABLE:
         return ERRNO_TABLE[error.errno][0]
     return StoreError

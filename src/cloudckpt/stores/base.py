@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 Views = Sequence[memoryview]
@@ -19,7 +19,7 @@ Views = Sequence[memoryview]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store really does; a capability is declared only where a test shows it."""
+    """What a store does; a capability is declared only where a test shows it."""
 
     conditional_create: bool
     """``put(if_absent=True)`` is atomic: of two callers exactly one succeeds."""
@@ -27,6 +27,8 @@ class Capabilities:
     """Multipart uploads exist; until one is completed, nothing lies at its key."""
     verifies_crc32c: bool
     """The store refuses bytes that do not match the CRC32C sent with them."""
+    observed: str = field(default="", compare=False)
+    """What a probe saw that denies `conditional_create`, as a sentence for messages; empty where nothing was tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,18 @@ class Store(abc.ABC):
     """One place that holds objects. See the module's text for what holds for every method."""
 
     capabilities: Capabilities
+    """What it does if it is what it says it is. Known without asking; `probe` asks."""
     limits: Limits
+
+    def probe(self) -> Capabilities:
+        """What the store that answers really does.
+
+        Where that is not known beforehand (an S3 endpoint that is not Amazon's, a file system without hard links), it
+        is tried out on small objects of the call's own, which are removed again; the answer is kept for the life of
+        the process. Needs the permission to write, so only whoever is about to write asks. Raises `StoreError` where
+        the store could not be asked.
+        """
+        return self.capabilities
 
     @property
     @abc.abstractmethod

@@ -37,8 +37,8 @@ class FsspecStore(Store):
     - Objects are written whole, by one stream; there are no multipart uploads.
     - A write that fails is discarded where the file system can, and what it left is removed where it cannot; nothing
       that was half-written is ever completed, not by the garbage collector either.
-    - Create-if-absent works for ``gs`` (gcsfs) and, within one process, for fsspec's ``memory``. Other protocols
-      declare none.
+    - Create-if-absent works for ``az`` and ``abfs`` (adlfs) and, within one process, for fsspec's own
+      ``memory``. Other protocols declare none.
     - Waiting is bounded by the file system's own timeouts alone; they are among its `storage_options`.
     """
 
@@ -133,6 +133,8 @@ class FsspecStore(Store):
                 found = filesystem.find(f"{self._root}/{folder}" if folder else self._root or "/", detail=True)
             except FileNotFoundError:
                 return
+        if not isinstance(found, Mapping):  # adlfs's answer where the folder is an object, below which nothing lies
+            return
         for path, info in found.items():
             key = str(path)[len(self._root) + 1 :]
             if str(path).startswith(f"{self._root}/") and key.startswith(prefix) and info.get("type") != "directory":
@@ -185,8 +187,8 @@ class FsspecStore(Store):
         return iter(())
 
     def _create(self, filesystem: Filesystem, key: str, path: str, body: bytes) -> None:
-        if self._backend.create is Create.MODE:
-            filesystem.pipe_file(path, body, mode="create")
+        if self._backend.create is Create.OVERWRITE:
+            filesystem.pipe_file(path, body, overwrite=False)
         elif self._backend.create is Create.LOCK:
             if filesystem.exists(path):
                 raise ObjectExistsError(

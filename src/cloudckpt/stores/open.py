@@ -32,6 +32,16 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
             timeout_s=options.timeout_s,
             connections=options.connections,
         )
+    if location.scheme == "gs":
+        from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
+
+        return GCSStore(
+            location.authority,
+            location.path,
+            storage_options=options.storage_options,
+            timeout_s=options.timeout_s,
+            connections=options.connections,
+        )
     if location.scheme == "file":
         from cloudckpt.stores.local import LocalStore  # noqa: PLC0415
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -12,6 +13,22 @@ from cloudckpt.stores.base import Part, Store, UploadedPart
 
 WAIT_S = 120.0
 """The longest that a clause waits for anything."""
+
+DOES_NOT_APPLY = "does not apply"
+"""The name under which a clause notes, in its test's ``user_properties``, why it asked nothing of the store."""
+
+ODD_KEYS = (
+    "with space/a b",
+    "plus+and&amp/c+d=e",
+    "percent%41/100%",
+    "hash#and?mark",
+    "quote'\"/back\\slash",
+    "ünïcode/日本語/🙂",
+    "e\u0301 decomposed",
+    "star*[x]{y}/~tilde!$^",
+    "..dots/...x/.hidden",
+    "colon:and@at,semi;pipe|<tag>",
+)
 
 T = TypeVar("T")
 
@@ -87,3 +104,28 @@ def at_once(tasks: Sequence[Callable[[], T]]) -> list[T | Exception]:
 
     with ThreadPoolExecutor(len(tasks)) as pool:
         return [future.result(WAIT_S) for future in [pool.submit(run, task) for task in tasks]]
+
+
+def finished_within(most_s: float, tasks: Sequence[Callable[[], object]]) -> list[object]:
+    """Run all tasks in threads of their own; the results, the errors, or "not finished", in order.
+
+    Whatever is not finished after `most_s` goes on; its caller has to end what it waits for.
+    """
+    outcomes: list[object] = ["not finished"] * len(tasks)
+
+    def run(index: int, task: Callable[[], object]) -> None:
+        try:
+            outcomes[index] = task()
+        except Exception as error:  # noqa: BLE001  # it is the result
+            outcomes[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(index, task), name="contract", daemon=True)
+        for index, task in enumerate(tasks)
+    ]
+    deadline = time.monotonic() + most_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(outcomes)

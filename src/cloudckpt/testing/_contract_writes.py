@@ -5,12 +5,9 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import pickle
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing.synchronize import Barrier
 
 import pytest
 
@@ -19,31 +16,24 @@ from cloudckpt.errors import (
     ObjectExistsError,
     ObjectNotFoundError,
     StoreError,
-    UnsupportedOperationError,
+    TransientStoreError,
 )
 from cloudckpt.stores.base import Store
-from cloudckpt.testing._contract_tools import WAIT_S, at_once, content, crc, keys, put
-
-ODD_KEYS = (
-    "with space/a b",
-    "plus+and&amp/c+d=e",
-    "percent%41/100%",
-    "hash#and?mark",
-    "quote'\"/back\\slash",
-    "ünïcode/日本語/🙂",
-    "e\u0301 decomposed",
-    "star*[x]{y}/~tilde!$^",
-    "..dots/...x/.hidden",
-    "colon:and@at,semi;pipe|<tag>",
+from cloudckpt.testing._contract_base import Clauses
+from cloudckpt.testing._contract_processes import race_in_processes
+from cloudckpt.testing._contract_tools import (
+    ODD_KEYS,
+    WAIT_S,
+    at_once,
+    content,
+    crc,
+    keys,
+    put,
 )
-LONG_KEY = "/".join(["segment-" + "n" * 192] * 3)
 
 
-class WriteClauses:
+class WriteClauses(Clauses):
     """Part of `cloudckpt.testing.StoreContract`."""
-
-    shared_between_processes = False
-    num_racing_rounds = 5
 
     def test_what_was_put_can_be_read_at_once(self, store: Store) -> None:
         """Without read-after-write a rank cannot check its objects, nor a coordinator its manifest."""
@@ -56,6 +46,16 @@ class WriteClauses:
         put(store, "a", b"a long first body")
         put(store, "a", b"short")
         assert content(store, "a") == b"short"
+
+    def test_an_overwritten_object_is_one_object(self, store: Store) -> None:
+        """A store that keeps versions must show the last, once, and no older one when it is removed."""
+        for size in (3, 1, 2):
+            put(store, "a", b"x" * size)
+            assert [(info.key, info.size_bytes) for info in store.list()] == [("a", size)]
+        store.delete(["a"])
+        assert keys(store) == []
+        with pytest.raises(ObjectNotFoundError):
+            content(store, "a")
 
     def test_a_body_of_many_views_is_put_in_their_order(self, store: Store) -> None:
         """Tensors are sent from where they lie; empty ones and slices of larger ones are among them."""
@@ -87,7 +87,7 @@ class WriteClauses:
         buffer[:] = b"after!"
         assert content(store, "kept") == b"before"
 
-    @pytest.mark.parametrize("key", [*ODD_KEYS, LONG_KEY])
+    @pytest.mark.parametrize("key", ODD_KEYS)
     def test_odd_keys_work_everywhere(self, store: Store, key: str) -> None:
         """A key that is escaped in one call and not in another makes objects that cannot be found or removed."""
         put(store, key, b"body")
@@ -109,7 +109,7 @@ class WriteClauses:
     def test_the_wrong_checksum_is_refused(self, store: Store) -> None:
         """Bytes that changed between checksum and store would be saved as if they were right."""
         put(store, "old", b"old")
-        if not store.capabilities.verifies_crc32c:
+        if self.lacks_checksums(store):
             return
         for key in ("old", "new"):
             with pytest.raises(ChecksumRefusedError):
@@ -119,7 +119,7 @@ class WriteClauses:
 
     def test_create_if_absent_refuses_what_exists(self, store: Store) -> None:
         """The commit is such a call: without it one job overwrites another's checkpoint."""
-        if self._lacks_create(store):
+        if self.lacks_create(store):
             return
         put(store, "manifest", b"theirs", if_absent=True)
         with pytest.raises(ObjectExistsError) as caught:
@@ -129,7 +129,7 @@ class WriteClauses:
 
     def test_create_if_absent_after_a_delete_succeeds(self, store: Store) -> None:
         """A checkpoint that was removed leaves its name free."""
-        if self._lacks_create(store):
+        if self.lacks_create(store):
             return
         put(store, "manifest", b"one", if_absent=True)
         store.delete(["manifest"])
@@ -138,7 +138,7 @@ class WriteClauses:
 
     def test_a_lost_answer_can_be_found_out(self, store: Store) -> None:
         """If the answer to a commit is lost, a second try is refused, and reading back tells whose bytes lie there."""
-        if self._lacks_create(store):
+        if self.lacks_create(store):
             return
         put(store, "manifest", b"ours", if_absent=True)
         with pytest.raises(ObjectExistsError):
@@ -147,31 +147,34 @@ class WriteClauses:
 
     def test_of_many_threads_exactly_one_creates(self, store: Store) -> None:
         """Two that both believe they committed is the worst that can happen."""
-        if self._lacks_create(store):
+        if self.lacks_create(store):
             return
         for round_ in range(self.num_racing_rounds):
             key = f"race/{round_}"
             bodies = [f"writer {writer}".encode() * 100 for writer in range(8)]
             results = at_once([functools.partial(put, store, key, body, if_absent=True) for body in bodies])
             winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
-            assert len(winners) == 1
-            assert all(result is None or isinstance(result, ObjectExistsError) for result in results), results
-            assert content(store, key) == winners[0]
+            # Over a network an answer can be lost or refused, and the winner not know that it won.
+            unknown = [b for b, result in zip(bodies, results, strict=True) if isinstance(result, TransientStoreError)]
+            expected = (type(None), ObjectExistsError, TransientStoreError)
+            assert all(isinstance(result, expected) for result in results), results
+            assert len(winners) == 1 or (not winners and unknown), results
+            assert content(store, key) in (winners or unknown)
 
     def test_of_two_processes_exactly_one_creates(self, store: Store) -> None:
         """Ranks and jobs are processes: a lock in one of them is no condition."""
-        if self._lacks_create(store):
+        if self.lacks_create(store) or self.is_private(store):
             return
-        if not self.shared_between_processes:
-            return
-        context = multiprocessing.get_context("spawn")
-        barrier = context.Barrier(2)
-        with ProcessPoolExecutor(2, mp_context=context, initializer=_keep_barrier, initargs=(barrier,)) as pool:
-            futures = [pool.submit(_create_many, pickle.dumps(store), name) for name in ("one", "two")]
-            won = [future.result(WAIT_S) for future in futures]
-        assert sorted(won[0] + won[1]) == sorted(_racing_keys())
-        for name, winner_keys in zip(("one", "two"), won, strict=True):
-            assert {content(store, key) for key in winner_keys} <= {name.encode()}
+        racing = [f"race/{number}" for number in range(6 * self.num_racing_rounds)]
+        bodies = (b"one", b"two")
+        first, second = (functools.partial(_create, body=body) for body in bodies)
+        outcomes = race_in_processes(store, first, second, racing)
+        for key, outcome in zip(racing, outcomes, strict=True):
+            assert sum(error is None for error in outcome) == 1, (key, outcome)
+            # S3 may refuse a create as "conflicting", and asks for another try.
+            losers = [error for error in outcome if error is not None]
+            assert all(isinstance(error, ObjectExistsError | TransientStoreError) for error in losers), (key, outcome)
+            assert content(store, key) == bodies[outcome.index(None)]
 
     def test_a_pickled_store_sees_the_same_objects(self, store: Store) -> None:
         """Writers are pickled to the process that saves in the background."""
@@ -200,8 +203,10 @@ class WriteClauses:
 
     def test_deletes_keep_their_order(self, store: Store) -> None:
         """A checkpoint's manifest goes first: whoever sees the manifest must be able to read the data."""
-        put(store, "manifest", b"body")
-        put(store, "data/0", b"body")
+        # Those between give whoever looks the time to see another order.
+        doomed = ["manifest", *(f"between/{number:02}/x" for number in range(14)), "data/0"]
+        for key in doomed:
+            put(store, key, b"body")
         done = threading.Event()
         seen: list[str] = []
 
@@ -213,7 +218,7 @@ class WriteClauses:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            store.delete(_one_by_one(["manifest", "data/0"]))
+            store.delete(_one_by_one(doomed))
         finally:
             done.set()
             watcher.join(WAIT_S)
@@ -236,15 +241,9 @@ class WriteClauses:
             store.copy("missing", "target")
         assert keys(store) == []
 
-    @staticmethod
-    def _lacks_create(store: Store) -> bool:
-        """A store that cannot must refuse the call, whatever lies there: writing anyway would break the commit."""
-        if store.capabilities.conditional_create:
-            return False
-        with pytest.raises(UnsupportedOperationError):
-            put(store, "a", b"body", if_absent=True)
-        assert keys(store) == []
-        return True
+
+def _create(store: Store, key: str, body: bytes) -> None:
+    put(store, key, body, if_absent=True)
 
 
 def _exists(store: Store, key: str) -> bool:
@@ -257,31 +256,3 @@ def _exists(store: Store, key: str) -> bool:
 
 def _one_by_one(items: list[str]) -> Iterator[str]:
     yield from items
-
-
-def _racing_keys() -> list[str]:
-    return [f"race/{number}" for number in range(30)]
-
-
-_barrier: Barrier | None = None
-
-
-def _keep_barrier(barrier: Barrier) -> None:
-    global _barrier  # noqa: PLW0603  # a barrier reaches a pool's processes only so
-    _barrier = barrier
-
-
-def _create_many(pickled_store: bytes, name: str) -> list[str]:
-    """The keys that this process created, of those that both try to."""
-    store: Store = pickle.loads(pickled_store)  # noqa: S301  # our own bytes
-    won = []
-    if _barrier is None:
-        raise RuntimeError("the pool's initializer did not run")
-    for key in _racing_keys():
-        _barrier.wait(WAIT_S)
-        try:
-            put(store, key, name.encode(), if_absent=True)
-        except ObjectExistsError:
-            continue
-        won.append(key)
-    return won

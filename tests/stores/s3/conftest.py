@@ -10,17 +10,19 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from io import BufferedReader
-from urllib.parse import parse_qs, unquote, urlsplit
+from typing import Any
 
+import boto3
 import pytest
 from botocore.loaders import create_loader
+from moto.server import DomainDispatcherApplication, create_backend_app
+from tests.stores.scripted import SOCKET_TIMEOUT_S, Answer, Recorded, ScriptedServer, hang_up, reply
+from werkzeug.serving import make_server
 
+from cloudckpt.stores import _probe
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3 import client as clients
 from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
-
-_SOCKET_TIMEOUT_S = 30.0
 
 
 @pytest.fixture(scope="session")
@@ -46,10 +48,16 @@ def _no_ambient_aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_EC2_METADATA_DISABLED"):
         monkeypatch.setenv(name, clean[name])
+    _forget_clients()  # of tests elsewhere
     yield
+    _forget_clients()
+
+
+def _forget_clients() -> None:
     for client in clients._clients.values():
         client.boto3_client.close()
     clients._clients.clear()
+    _probe._found.clear()  # the next test's server may get this one's port
 
 
 @pytest.fixture
@@ -65,42 +73,46 @@ def store(s3_server: S3Server, bucket: str) -> S3Store:
     return S3Store(bucket, "runs/one", storage_options=options, timeout_s=30, connections=4)
 
 
-@dataclass
-class Recorded:
-    """One request, as it came over the wire."""
-
-    method: str
-    path: str
-    query: dict[str, str]
-    headers: dict[str, str]
-    """Names in lower case."""
-    body: bytes
+Middleware = Callable[[Any, Any, dict[str, Any]], Any]
+"""From moto's application, ``start_response`` and the request's environment to an answer."""
 
 
-Answer = Callable[[socket.socket, Recorded], None]
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """moto behind something that changes what it is asked."""
 
-
-@dataclass
-class ScriptedServer:
-    """Answers the n-th request by the n-th of `answers`, and all further ones by the last."""
-
-    answers: tuple[Answer, ...]
-    reads_bodies: bool = True
-    keeps_bodies: bool = True
-    requests: list[Recorded] = field(default_factory=list)
-    num_connections: int = 0
-    closing: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._lock = threading.Lock()
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+    endpoint_url: str
+    client: Any
 
     @property
-    def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+    def storage_options(self) -> dict[str, Any]:
+        credentials = {"access_key_id": "a", "secret_access_key": "b"}
+        return {"endpoint_url": self.endpoint_url, "region": "us-east-1", **credentials}
+
+
+@pytest.fixture
+def gateway_of() -> Iterator[Callable[[Middleware], Gateway]]:
+    with contextlib.ExitStack() as stack:
+
+        def serve(middleware: Middleware) -> Gateway:
+            moto = DomainDispatcherApplication(create_backend_app)
+            server = make_server("127.0.0.1", 0, lambda environ, start: middleware(moto, start, environ), threaded=True)
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            stack.callback(server.server_close)
+            stack.callback(thread.join, SOCKET_TIMEOUT_S)
+            stack.callback(server.shutdown)
+            url = f"http://127.0.0.1:{server.server_port}"
+            credentials = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+            client = boto3.client("s3", endpoint_url=url, **credentials)
+            stack.callback(client.close)
+            return Gateway(endpoint_url=url, client=client)
+
+        yield serve
+
+
+class S3ScriptedServer(ScriptedServer):
+    """A scripted server, and stores that lie there."""
 
     def store(self, *, timeout_s: float = 20.0, prefix: str = "", **storage_options: object) -> S3Store:
         credentials = {"access_key_id": "AKID", "secret_access_key": "SECRETKEY", "region": "eu-west-1"}
@@ -109,85 +121,9 @@ class ScriptedServer:
         options = {"endpoint_url": self.endpoint_url, **credentials, **storage_options}
         return S3Store("bucket", prefix, storage_options=options, timeout_s=timeout_s, connections=2)
 
-    def close(self) -> None:
-        self.closing.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(_SOCKET_TIMEOUT_S)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            with self._lock:
-                self.num_connections += 1
-                self._open.append(connection)
-                self._threads.append(thread)
-            thread.start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(_SOCKET_TIMEOUT_S)
-        with connection, connection.makefile("rb") as reader, contextlib.suppress(OSError):
-            while not self.closing.is_set() and (request := self._read(reader)) is not None:
-                with self._lock:
-                    self.requests.append(request)
-                    answer = self.answers[min(len(self.requests), len(self.answers)) - 1]
-                answer(connection, request)
-
-    def _read(self, reader: BufferedReader) -> Recorded | None:
-        first = reader.readline().decode("latin-1").split()
-        if len(first) != 3:
-            return None
-        headers = {}
-        while line := reader.readline().decode("latin-1").strip():
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        size_bytes = int(headers.get("content-length", 0)) if self.reads_bodies else 0
-        body, buffer = bytearray(), bytearray(min(size_bytes, 1 << 20))
-        while size_bytes:
-            count = reader.readinto(memoryview(buffer)[: min(size_bytes, len(buffer))])
-            if not count:
-                return None
-            size_bytes -= count
-            body += buffer[:count] if self.keeps_bodies else b""
-        method, target, _ = first
-        parts = urlsplit(target)
-        query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        return Recorded(method, unquote(parts.path), query, headers, bytes(body))
-
-
-def reply(
-    status: int = 200, body: bytes | str = b"", headers: dict[str, str] | None = None, *, length: int | None = None
-) -> Answer:
-    """An answer; with `length`, one that promises another length than it has, and then ends the connection."""
-    content = body.encode() if isinstance(body, str) else body
-
-    def answer(connection: socket.socket, request: Recorded) -> None:
-        fields = {"Content-Length": str(len(content) if length is None else length), **(headers or {})}
-        head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        connection.sendall(head.encode() + b"\r\n" + (b"" if request.method == "HEAD" else content))
-        if length is not None:
-            connection.shutdown(socket.SHUT_RDWR)
-
-    return answer
-
 
 def error_reply(status: int, code: str, message: str = "Because.") -> Answer:
     return reply(status, f"<Error><Code>{code}</Code><Message>{message}</Message></Error>")
-
-
-def hang_up(connection: socket.socket, _: Recorded) -> None:
-    """End the connection without an answer."""
-    connection.shutdown(socket.SHUT_RDWR)
 
 
 _CREATED = "<InitiateMultipartUploadResult><UploadId>UP</UploadId></InitiateMultipartUploadResult>"
@@ -241,14 +177,14 @@ def _range_of(request: Recorded, size_bytes: int) -> Answer:
 class Scripting:
     """What tests of failures are written in."""
 
-    servers: list[ScriptedServer] = field(default_factory=list)
+    servers: list[S3ScriptedServer] = field(default_factory=list)
     reply = staticmethod(reply)
     error = staticmethod(error_reply)
     hang_up = staticmethod(hang_up)
     any_s3 = staticmethod(any_s3)
 
-    def serve(self, *answers: Answer, reads_bodies: bool = True, keeps_bodies: bool = True) -> ScriptedServer:
-        server = ScriptedServer(answers, reads_bodies=reads_bodies, keeps_bodies=keeps_bodies)
+    def serve(self, *answers: Answer, reads_bodies: bool = True, keeps_bodies: bool = True) -> S3ScriptedServer:
+        server = S3ScriptedServer(answers, reads_bodies=reads_bodies, keeps_bodies=keeps_bodies)
         self.servers.append(server)
         return server
 

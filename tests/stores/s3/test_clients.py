@@ -128,7 +128,7 @@ def test_a_forked_process_makes_its_own_client(scripted: Any) -> None:
     store = server.store()
     store.read("k", max_bytes=10)
     reading, writing = os.pipe()
-    with clients._lock:  # as if another thread were making a client: the child must not wait for it
+    with clients._clients._lock:  # as if another thread were making a client: the child must not wait for it
         pid = os.fork()
         if pid == 0:
             try:
@@ -307,3 +307,22 @@ def test_transfers_copy_nothing(scripted: Any) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 * MIB
+
+
+def test_a_client_is_made_of_the_environment_that_it_is_filed_under(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store opened in a test's environment, and first used after it, would lead later tests to the real service."""
+    here, there = scripted.serve(scripted.any_s3()), scripted.serve(scripted.any_s3())
+
+    def opened() -> S3Store:
+        options = {"access_key_id": "a", "secret_access_key": "b", "region": "eu-west-1"}
+        return S3Store("bucket", "", storage_options=options, timeout_s=20, connections=2)
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", here.endpoint_url)
+    early = opened()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", there.endpoint_url)
+    early.head("k")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", here.endpoint_url)
+    opened().head("k")
+    assert (len(here.requests), len(there.requests)) == (1, 1)

@@ -232,17 +232,19 @@ def test_listings_go_on_over_pages(scripted: Any) -> None:
 
 def test_listings_of_uploads_go_on_over_pages(scripted: Any) -> None:
     """gc would leave all unfinished uploads behind the first 1,000."""
-    upload = "<Upload><Key>p/{0}</Key><UploadId>{0}</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
+    upload = "<Upload><Key>p/x/{0}</Key><UploadId>{0}</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
     done = "<IsTruncated>false</IsTruncated>"
-    more = "<IsTruncated>true</IsTruncated><NextKeyMarker>p/a</NextKeyMarker><NextUploadIdMarker>a</NextUploadIdMarker>"
+    more = (
+        "<IsTruncated>true</IsTruncated><NextKeyMarker>p/x/a</NextKeyMarker><NextUploadIdMarker>a</NextUploadIdMarker>"
+    )
     server = scripted.serve(
         scripted.reply(200, f"<ListMultipartUploadsResult>{more}{upload.format('a')}</ListMultipartUploadsResult>"),
         scripted.reply(200, f"<ListMultipartUploadsResult>{done}{upload.format('b')}</ListMultipartUploadsResult>"),
     )
     found = list(server.store(prefix="p").list_uploads("x/"))
-    assert [(upload.key, upload.upload_id) for upload in found] == [("a", "a"), ("b", "b")]
+    assert [(upload.key, upload.upload_id) for upload in found] == [("x/a", "a"), ("x/b", "b")]
     assert server.requests[0].query["prefix"] == "p/x/"
-    assert server.requests[1].query["key-marker"] == "p/a"
+    assert server.requests[1].query["key-marker"] == "p/x/a"
     assert server.requests[1].query["upload-id-marker"] == "a"
 
 
@@ -267,11 +269,10 @@ def test_one_key_that_a_batch_could_not_delete_is_an_error(scripted: Any) -> Non
         server.store(prefix="p").delete([f"k{n}" for n in range(20)])
 
 
-def test_a_store_without_batches_deletes_singly(scripted: Any) -> None:
-    """Some compatible stores have no DeleteObjects: nothing could be removed there."""
-    server = scripted.serve(
-        scripted.error(501, "NotImplemented"), scripted.reply(204), scripted.error(404, "NoSuchKey")
-    )
+@pytest.mark.parametrize("refusal", [(501, "NotImplemented"), (400, "InvalidRequest"), (400, "InvalidArgument")])
+def test_a_store_without_batches_deletes_singly(scripted: Any, refusal: tuple[int, str]) -> None:
+    """Some stores have no DeleteObjects, or not with our checksum: nothing could be removed there."""
+    server = scripted.serve(scripted.error(*refusal), scripted.reply(204), scripted.error(404, "NoSuchKey"))
     server.store().delete([f"k{n}" for n in range(20)])
     assert [request.method for request in server.requests] == ["POST"] + ["DELETE"] * 20
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from datetime import datetime, timezone
@@ -28,6 +29,7 @@ from cloudckpt.stores.local.errors import translated
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
 
 
@@ -43,6 +45,7 @@ class LocalStore(Store):
     - The file system's own timeouts hold; a hard-mounted NFS whose server is gone blocks for ever.
     """
 
+    capabilities = _CAPABILITIES
     limits = _LIMITS
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -51,9 +54,13 @@ class LocalStore(Store):
     def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
         return LocalStore, (self._root,)
 
+    def probe(self) -> Capabilities:
+        """Create-if-absent is a hard link, which not every file system has."""
+        return self._probed
+
     @functools.cached_property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]  # found out only when asked for
-        return Capabilities(conditional_create=durable.links_work(self._root), multipart=True, verifies_crc32c=True)
+    def _probed(self) -> Capabilities:
+        return dataclasses.replace(self.capabilities, conditional_create=durable.links_work(self._root))
 
     @property
     def uri(self) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -88,8 +89,12 @@ def _object_status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
         if entry.is_symlink() and not is_within(os.path.realpath(entry.path), os.path.realpath(root)):
             return None
         status = entry.stat()
-    except OSError:  # removed meanwhile, or a link to nowhere
+    except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a link to nowhere
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return None
+        raise  # whoever may not look must not be told that nothing is there
     return status if stat.S_ISREG(status.st_mode) else None
 
 

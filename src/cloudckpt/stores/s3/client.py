@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import ipaddress
 import os
 import re
-import threading
 import warnings
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.stores._client_cache import ClientCache, Environment
+from cloudckpt.stores._storage_options import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,6 +25,9 @@ _MOST_CLIENTS = 16
 _SPARE_CONNECTIONS = 4
 _LONGEST_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
+# As in s3.eu-west-1, s3-fips.us-gov-west-1, s3-us-west-2, s3-accelerate, s3express-use1-az4.us-east-1. S3 on Outposts
+# is another matter.
+_S3_LABEL = re.compile(r"s3(?!-outposts)(?:express)?(?:-[a-z0-9-]+)?")
 
 APIS: Mapping[str, str] = {
     "AbortMultipartUpload": "abort_multipart_upload",
@@ -86,23 +89,10 @@ def require_boto3() -> None:
         raise MissingDependencyError("s3:// needs boto3, which is not installed: pip install 'cloudckpt[s3]'")
 
 
-_clients: OrderedDict[tuple[ClientKey, tuple[tuple[str, str], ...]], S3Client] = OrderedDict()
 _warned_endpoints: set[str] = set()
-_lock = threading.Lock()
 
 
-def _after_fork() -> None:
-    # A client of the parent would share its sockets; its lock may be held by a thread that no longer exists.
-    global _lock  # noqa: PLW0603
-    _lock = threading.Lock()
-    _clients.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def ambient() -> tuple[tuple[str, str], ...]:
+def ambient() -> Environment:
     """The part of the environment from which boto3 takes its configuration."""
     prefixes = ("AWS_", "BOTO_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
     return tuple(
@@ -112,17 +102,27 @@ def ambient() -> tuple[tuple[str, str], ...]:
     )
 
 
-def client_for(key: ClientKey, environment: tuple[tuple[str, str], ...]) -> S3Client:
-    """The process's client for `key`, made if there is none yet (about 0.1 s)."""
-    with _lock:
-        client = _clients.get((key, environment))
-        if client is None:
-            client = _clients[key, environment] = _make_client(key)
-            if len(_clients) > _MOST_CLIENTS:
-                _clients.popitem(last=False)
-        else:
-            _clients.move_to_end((key, environment))
-        return client
+def is_amazons(endpoint_url: str) -> bool:
+    """Whether the endpoint is Amazon S3's own, in any of its partitions: dual-stack, FIPS and VPC ones too.
+
+    Other servers have names under Amazon's domains as well: behind its load balancers, on its machines.
+    """
+    host = (urlsplit(endpoint_url).hostname or "").rstrip(".")
+    suffix = next((suffix for suffix in _amazons_suffixes() if host.endswith(f".{suffix}")), None)
+    if suffix is None:
+        return False
+    labels = host.removesuffix(f".{suffix}").split(".")
+    return "elb" not in labels and any(_S3_LABEL.fullmatch(label) for label in labels)
+
+
+@functools.cache
+def _amazons_suffixes() -> frozenset[str]:
+    # From botocore's own data, which knows partitions that did not exist when this was written.
+    from botocore.loaders import create_loader  # noqa: PLC0415 (an extra, and slow to import)
+
+    partitions = create_loader().load_data("partitions")["partitions"]
+    names = ("dnsSuffix", "dualStackDnsSuffix")
+    return frozenset(str(partition["outputs"][name]) for partition in partitions for name in names)
 
 
 def _make_client(key: ClientKey) -> S3Client:
@@ -139,18 +139,15 @@ def _make_client(key: ClientKey) -> S3Client:
         ) from None
 
 
-def endpoint_of(key: ClientKey, environment: tuple[tuple[str, str], ...]) -> str:
+_clients: ClientCache[ClientKey, S3Client] = ClientCache(_make_client, ambient=ambient, most=_MOST_CLIENTS)
+client_for = _clients.client_for
+forget = _clients.forget
+
+
+def endpoint_of(key: ClientKey, environment: Environment) -> str:
     """Where requests for `key` go, for messages."""
-    with _lock:
-        client = _clients.get((key, environment))
+    client = _clients.known(key, environment)
     return client.endpoint_url if client is not None else key.config.endpoint_url or "S3"
-
-
-def forget(client: S3Client) -> None:
-    """Make a new client next time: the credentials of this one are of no use any more."""
-    with _lock:
-        for key in [key for key, known in _clients.items() if known is client]:
-            del _clients[key]
 
 
 def _boto3_client(key: ClientKey) -> Any:
@@ -175,7 +172,8 @@ def _boto3_client(key: ClientKey) -> Any:
         endpoint_url=config.endpoint_url,
         verify=config.verify,
         config=Config(
-            signature_version=botocore.UNSIGNED if config.anonymous else "s3v4",
+            # Otherwise left to boto3: naming one would sign requests to directory buckets without their session.
+            signature_version=botocore.UNSIGNED if config.anonymous else None,
             s3=s3_settings,
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
@@ -213,7 +211,7 @@ def _check_endpoint(endpoint_url: str) -> None:
             "The S3 endpoint's URL holds credentials, which would show up in messages. Move them from there "
             "(AWS_ENDPOINT_URL_S3, ~/.aws/config) into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
-    if parts.scheme != "http" or _is_loopback(parts.hostname or "") or endpoint_url in _warned_endpoints:
+    if parts.scheme != "http" or is_loopback(parts.hostname or "") or endpoint_url in _warned_endpoints:
         return
     _warned_endpoints.add(endpoint_url)
     warnings.warn(
@@ -222,12 +220,3 @@ def _check_endpoint(endpoint_url: str) -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.stores._storage_options import choice, endpoint, flag, parse, seconds, text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from cloudckpt.stores._storage_options import Parser
 
 _CUSTOMER_KEY_BYTES = 32
 _MAX_TAGS = 10  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-tagging.html
@@ -85,36 +84,10 @@ def parse_storage_options(storage_options: Mapping[str, Any]) -> S3Config:
 
     Raises `InvalidOptionError` with every problem at once. Values of secrets are never part of it.
     """
-    problems: list[str] = []
-    values: dict[str, Any] = {}
-    for given, value in storage_options.items():
-        name = ALIASES.get(given, given)
-        parse = _PARSERS.get(name)
-        if parse is None:
-            problems.append(_unknown(str(given)))
-            continue
-        if value is None:
-            continue
-        try:
-            parsed = parse(value)
-        except (TypeError, ValueError) as error:
-            problems.append(f"{given} {error}")
-            continue
-        for field_name, field_value in parsed.items():
-            if values.setdefault(field_name, field_value) != field_value:
-                problems.append(f"{given} contradicts another option for the same thing")
-    problems += _contradictions(values)
-    if problems:
-        raise InvalidOptionError("storage_options for S3: " + "; ".join(problems))
+    values = parse(storage_options, _PARSERS, aliases=ALIASES, contradictions=_contradictions, store="S3")
     if "kms_key_id" in values:
         values.setdefault("sse", "aws:kms")
     return S3Config(**values)
-
-
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name, [*_PARSERS, *ALIASES], n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"{name!r} is not known{hint}; known are {', '.join(sorted(_PARSERS))}"
 
 
 def _contradictions(values: Mapping[str, Any]) -> list[str]:
@@ -132,62 +105,8 @@ def _contradictions(values: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _text(name: str) -> Callable[[Any], dict[str, Any]]:
-    def parse(value: Any) -> dict[str, Any]:
-        if not isinstance(value, str) or not value:
-            raise ValueError("must be a non-empty string")
-        # A line break would make the HTTP library print the whole header, signature and token included.
-        if any(character.isspace() or not character.isprintable() for character in value):
-            raise ValueError("holds white space or control characters (its value is not shown)")
-        return {name: value}
-
-    return parse
-
-
-def _seconds(name: str) -> Callable[[Any], dict[str, Any]]:
-    def parse(value: Any) -> dict[str, Any]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"must be a positive number of seconds, not {value!r}")
-        return {name: float(value)}
-
-    return parse
-
-
-def _flag(name: str) -> Callable[[Any], dict[str, Any]]:
-    def parse(value: Any) -> dict[str, Any]:
-        if not isinstance(value, bool):
-            raise TypeError(f"must be True or False, not {value!r}")
-        return {name: value}
-
-    return parse
-
-
-def _choice(name: str, choices: tuple[str, ...]) -> Callable[[Any], dict[str, Any]]:
-    def parse(value: Any) -> dict[str, Any]:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
-        return {name: value}
-
-    return parse
-
-
-def _endpoint(value: Any) -> dict[str, Any]:
-    if not isinstance(value, str):
-        raise TypeError("must be a string")
-    parts = urlsplit(value)
-    if parts.username is not None or parts.password is not None:
-        raise ValueError("must not hold credentials; pass access_key_id and secret_access_key")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"must look like https://host or http://host:port, not {value!r}")
-    try:
-        _ = parts.port
-    except ValueError:
-        raise ValueError(f"has a port that is no port: {value!r}") from None
-    return {"endpoint_url": value}
-
-
 def _path_style(value: Any) -> dict[str, Any]:
-    return {"addressing_style": "path" if _flag("path_style")(value)["path_style"] else "virtual"}
+    return {"addressing_style": "path" if flag("path_style")(value)["path_style"] else "virtual"}
 
 
 def _verify(value: Any) -> dict[str, Any]:
@@ -230,24 +149,24 @@ def _request_payer(value: Any) -> dict[str, Any]:
     return {"request_payer": "requester"} if value else {}
 
 
-_PARSERS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
-    "access_key_id": _text("access_key_id"),
-    "addressing_style": _choice("addressing_style", _ADDRESSING_STYLES),
-    "anonymous": _flag("anonymous"),
+_PARSERS: Mapping[str, Parser] = {
+    "access_key_id": text("access_key_id"),
+    "addressing_style": choice("addressing_style", _ADDRESSING_STYLES),
+    "anonymous": flag("anonymous"),
     "ca_bundle": _ca_bundle,
-    "connect_timeout_s": _seconds("connect_timeout_s"),
-    "endpoint_url": _endpoint,
-    "kms_key_id": _text("kms_key_id"),
+    "connect_timeout_s": seconds("connect_timeout_s"),
+    "endpoint_url": endpoint("access_key_id and secret_access_key"),
+    "kms_key_id": text("kms_key_id"),
     "path_style": _path_style,
     "profile": lambda value: {"profile": str(value)},
-    "read_timeout_s": _seconds("read_timeout_s"),
-    "region": _text("region"),
+    "read_timeout_s": seconds("read_timeout_s"),
+    "region": text("region"),
     "request_payer": _request_payer,
-    "secret_access_key": _text("secret_access_key"),
-    "session_token": _text("session_token"),
-    "sse": _choice("sse", _SSE_MODES),
+    "secret_access_key": text("secret_access_key"),
+    "session_token": text("session_token"),
+    "sse": choice("sse", _SSE_MODES),
     "sse_customer_key": _customer_key,
-    "storage_class": _text("storage_class"),
+    "storage_class": text("storage_class"),
     "tags": _tags,
     "verify": _verify,
 }

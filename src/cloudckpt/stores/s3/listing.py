@@ -4,36 +4,83 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cloudckpt.stores._http_listing import check_goes_on, check_names
+from cloudckpt.stores.s3.express import is_directory_bucket
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cloudckpt.stores.s3.session import S3Session
 
 
-def object_pages(session: S3Session, operation: str, **members: Any) -> Iterator[dict[str, Any]]:
-    """The answers to ListObjectsV2, up to the last."""
-    markers: dict[str, Any] = {}
+def list_objects(session: S3Session, operation: str, *, prefix: str) -> Iterator[dict[str, Any]]:
+    """Every object whose key starts with `prefix`, as ListObjectsV2 describes it."""
+    directory = prefix[: prefix.rfind("/") + 1]
+    if directory == prefix or not is_directory_bucket(session.bucket):
+        for page in _object_pages(session, operation, Prefix=prefix):
+            yield from page.get("Contents", [])
+        return
+    # Directory buckets list whole directories alone. Of those in this one, only what matches is entered: a checkpoint's
+    # manifests lie beside a directory with all its data.
+    matching = []
+    for page in _object_pages(session, operation, Prefix=directory, Delimiter="/"):
+        yield from (item for item in page.get("Contents", []) if item["Key"].startswith(prefix))
+        matching += [item["Prefix"] for item in page.get("CommonPrefixes", []) if item["Prefix"].startswith(prefix)]
+    for found in matching:
+        yield from list_objects(session, operation, prefix=found)
+
+
+def list_prefixes(session: S3Session, operation: str, *, prefix: str) -> Iterator[str]:
+    """The directories directly under `prefix`, which ends in ``/`` or is empty.
+
+    In directory buckets those too in which there is nothing but an unfinished upload.
+    """
+    for page in _object_pages(session, operation, Prefix=prefix, Delimiter="/"):
+        for item in page.get("CommonPrefixes", []):
+            yield item["Prefix"]
+
+
+def list_unfinished(session: S3Session, operation: str, *, prefix: str) -> Iterator[dict[str, Any]]:
+    """Every unfinished upload whose key starts with `prefix`, as ListMultipartUploads describes it."""
+    in_directories = is_directory_bucket(session.bucket)
+    asked = prefix[: prefix.rfind("/") + 1] if in_directories else prefix
+    # A directory bucket's KeyMarker is enough by itself: it is no key.
+    markers = ("KeyMarker",) if in_directories else ("KeyMarker", "UploadIdMarker")
+    for page in _upload_pages(session, operation, prefix=asked, markers=markers):
+        yield from (item for item in page.get("Uploads", []) if item["Key"].startswith(prefix))
+
+
+def _object_pages(session: S3Session, operation: str, **members: Any) -> Iterator[dict[str, Any]]:
+    token: dict[str, Any] = {}
     while True:
-        page = session.call(operation, "ListObjectsV2", None, **members, **markers)
+        page = session.call(operation, "ListObjectsV2", None, **members, **token)
         # Any other XML than a listing is parsed as one that is empty: nothing would seem to be there.
         is_truncated = session.required(page, "IsTruncated", operation, "ListObjectsV2", members["Prefix"])
+        names = [item.get("Key") for item in page.get("Contents", [])]
+        names += [item.get("Prefix") for item in page.get("CommonPrefixes", [])]
+        check_names(session, operation, prefix=members["Prefix"], names=names)
         yield page
         if not is_truncated:
             return
-        token = session.required(page, "NextContinuationToken", operation, "ListObjectsV2", members["Prefix"])
-        markers = {"ContinuationToken": token}
+        next_token = session.required(page, "NextContinuationToken", operation, "ListObjectsV2", members["Prefix"])
+        last_token = token.get("ContinuationToken")
+        check_goes_on(session, operation, prefix=members["Prefix"], token=next_token, last_token=last_token)
+        token = {"ContinuationToken": next_token}
 
 
-def upload_pages(session: S3Session, operation: str, *, prefix: str) -> Iterator[dict[str, Any]]:
-    """The answers to ListMultipartUploads, up to the last."""
-    markers: dict[str, Any] = {}
+def _upload_pages(
+    session: S3Session, operation: str, *, prefix: str, markers: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    last: dict[str, Any] = {}
     while True:
-        page = session.call(operation, "ListMultipartUploads", None, Prefix=prefix, **markers)
+        page = session.call(operation, "ListMultipartUploads", None, Prefix=prefix, **last)
         is_truncated = session.required(page, "IsTruncated", operation, "ListMultipartUploads", prefix)
         yield page
         if not is_truncated:
             return
-        markers = {
+        following = {
             marker: session.required(page, f"Next{marker}", operation, "ListMultipartUploads", prefix)
-            for marker in ("KeyMarker", "UploadIdMarker")
+            for marker in markers
         }
+        check_goes_on(session, operation, prefix=prefix, token=following, last_token=last)
+        last = following

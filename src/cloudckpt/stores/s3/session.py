@@ -6,6 +6,7 @@ from typing import Any
 
 from cloudckpt.errors import CredentialsError, StoreError
 from cloudckpt.stores.s3 import client as clients
+from cloudckpt.stores.s3.express import PERMISSION, is_directory_bucket
 from cloudckpt.stores.s3.translate import PERMISSIONS, Request, translate, translate_code
 
 
@@ -22,6 +23,19 @@ class S3Session:
 
     def __setstate__(self, state: tuple[str, clients.ClientKey]) -> None:
         self.__init__(*state)  # type: ignore[misc]
+
+    def endpoint_url(self, operation: str) -> str:
+        """Where requests go, asked on behalf of the store's `operation`.
+
+        Raises `StoreError` where the AWS configuration cannot be used.
+        """
+        try:
+            return clients.client_for(self._key, self._environment).endpoint_url
+        except Exception as error:
+            translated = self.translate(error, operation, "PutObject", "")
+            if translated is None:
+                raise
+            raise translated from None
 
     def url(self, key: str) -> str:
         """The full address of `key`, a key of the bucket."""
@@ -85,7 +99,7 @@ class S3Session:
     def _permission(self, api: str) -> str:
         """What must be granted for `api` with these options."""
         config = self._key.config
-        needed = [PERMISSIONS[api]]
+        needed = [PERMISSION if is_directory_bucket(self.bucket) else PERMISSIONS[api]]
         if config.tagging and api in ("CopyObject", "CreateMultipartUpload", "PutObject"):
             needed.append("s3:PutObjectTagging")
         if config.kms_key_id:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from cloudckpt.errors import ShortObjectError, StoreError, TransientStoreError
 from cloudckpt.options import GIB, MIB
+from cloudckpt.stores import _probe as probing
 from cloudckpt.stores._body import check_key, in_order
+from cloudckpt.stores._http_body import ViewsBody
 from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
-from cloudckpt.stores.s3.body import ViewsBody
-from cloudckpt.stores.s3.client import ClientKey, require_boto3
+from cloudckpt.stores.s3.client import ClientKey, is_amazons, require_boto3
 from cloudckpt.stores.s3.config import parse_storage_options
 from cloudckpt.stores.s3.copying import abort_upload, copy_object
 from cloudckpt.stores.s3.deleting import delete_objects
-from cloudckpt.stores.s3.listing import object_pages, upload_pages
+from cloudckpt.stores.s3.express import check_options, is_directory_bucket
+from cloudckpt.stores.s3.listing import list_objects, list_prefixes, list_unfinished
 from cloudckpt.stores.s3.reading import read_object, read_range
 from cloudckpt.stores.s3.session import S3Session
 
@@ -51,6 +53,8 @@ class S3Store(Store):
     ) -> None:
         require_boto3()
         config = parse_storage_options(storage_options)
+        if is_directory_bucket(bucket):
+            check_options(bucket, config)
         self._session = S3Session(bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections))
         prefix = prefix.strip("/")
         self._root = f"{prefix}/" if prefix else ""
@@ -63,8 +67,18 @@ class S3Store(Store):
         """The root, without a trailing slash and without credentials."""
         return f"s3://{self._session.bucket}/{self._root}".rstrip("/")
 
+    def probe(self) -> Capabilities:
+        """As declared where the endpoint is Amazon's own; any other is tried out, once per process and bucket."""
+        endpoint = self._session.endpoint_url("probe")
+        if is_amazons(endpoint):
+            return self.capabilities
+        return probing.probe(self, endpoint=endpoint, bucket=self._session.bucket, condition="If-None-Match: *")
+
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
         """PutObject, with ``If-None-Match: *`` where `if_absent`."""
+        if if_absent:
+            endpoint = self._session.endpoint_url("put")
+            probing.refuse_where_ignored(self, key, endpoint=endpoint, bucket=self._session.bucket)
         body = ViewsBody(views)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         self._call(
@@ -149,20 +163,18 @@ class S3Store(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """ListObjectsV2, page by page."""
-        for page in object_pages(self._session, "list", Prefix=self._root + prefix):
-            for item in page.get("Contents", []):
-                if item["Key"] != self._root:  # some tools mark directories by empty objects
-                    yield ObjectInfo(
-                        key=item["Key"][len(self._root) :],
-                        size_bytes=item["Size"],
-                        modified_at=item["LastModified"],
-                    )
+        for item in list_objects(self._session, "list", prefix=self._root + prefix):
+            if item["Key"] != self._root:  # some tools mark directories by empty objects
+                yield ObjectInfo(
+                    key=item["Key"][len(self._root) :],
+                    size_bytes=item["Size"],
+                    modified_at=item["LastModified"],
+                )
 
     def list_directories(self) -> Iterator[str]:
         """ListObjectsV2 with a delimiter, page by page."""
-        for page in object_pages(self._session, "list_directories", Prefix=self._root, Delimiter="/"):
-            for item in page.get("CommonPrefixes", []):
-                yield item["Prefix"][len(self._root) :].rstrip("/")
+        for found in list_prefixes(self._session, "list_directories", prefix=self._root):
+            yield found[len(self._root) :].rstrip("/")
 
     def delete(self, keys: Iterable[str]) -> None:
         """DeleteObject for each key, in order; DeleteObjects for long rows of siblings, in any order."""
@@ -170,13 +182,12 @@ class S3Store(Store):
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         """ListMultipartUploads, page by page."""
-        for page in upload_pages(self._session, "list_uploads", prefix=self._root + prefix):
-            for item in page.get("Uploads", []):
-                yield UploadInfo(
-                    key=item["Key"][len(self._root) :],
-                    upload_id=item["UploadId"],
-                    started_at=item["Initiated"],
-                )
+        for item in list_unfinished(self._session, "list_uploads", prefix=self._root + prefix):
+            yield UploadInfo(
+                key=item["Key"][len(self._root) :],
+                upload_id=item["UploadId"],
+                started_at=item["Initiated"],
+            )
 
     def copy(self, source_key: str, target_key: str) -> None:
         """CopyObject; above 5 GiB, UploadPartCopy."""

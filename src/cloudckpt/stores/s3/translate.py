@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import http.client
-import os
 import socket
 import ssl
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cloudckpt.errors import AccessDeniedError, StoreError
+from cloudckpt.stores._http_errors import causes, message, network_reason
 from cloudckpt.stores.s3 import errors as table
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_MOST_CHARACTERS = 400
-_FEWEST_SECRET_CHARACTERS = 6  # shorter ones are dummies, and part of any word
 _SERVER_ERROR = 500
 
 PERMISSIONS: dict[str, str] = {
@@ -92,7 +87,7 @@ def _answer(response: dict[str, Any]) -> tuple[str, int, str]:
 def _rule_for_exception(error: Exception) -> table.Rule | None:
     rule = _rule_for_module(error)
     if rule in (table.UNREACHED, table.CLOSED, table.TLS):
-        chain = list(_causes(error))
+        chain = list(causes(error))
         if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
             return table.CERTIFICATE
         # A body that cannot be sent in time surfaces as a closed connection.
@@ -119,31 +114,12 @@ def _rule_for_module(error: Exception) -> table.Rule | None:
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    pending: list[Any] = [error]
-    while pending:
-        cause = pending.pop()
-        if not isinstance(cause, BaseException) or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        kwargs = getattr(cause, "kwargs", None)
-        inner = kwargs.get("error") if isinstance(kwargs, dict) else None
-        pending += [cause.__context__, cause.__cause__, getattr(cause, "reason", None), inner, *cause.args]
-
-
 def _reason(error: Exception) -> str:
     """Why, in safe words: the texts of HTTP errors can hold headers, and with them tokens."""
+    words = network_reason(error)
+    if words is not None:
+        return words
     name = type(error).__name__
-    for cause in _causes(error):
-        if isinstance(cause, socket.gaierror):
-            return f"{name}: the host's name cannot be resolved"
-        if isinstance(cause, ssl.SSLError):
-            words = getattr(cause, "verify_message", None) or getattr(cause, "reason", None)
-            return f"{name}: {words or 'TLS failed'}"
-        if isinstance(cause, OSError) and cause.errno:
-            return f"{name}: {os.strerror(cause.errno)}"
     if _rule_for_module(error) in (
         table.CLOSED,
         table.UNREACHED,
@@ -157,12 +133,6 @@ def _reason(error: Exception) -> str:
 
 def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
     cls, advice = rule
-    for secret in request.secrets:
-        if len(secret) >= _FEWEST_SECRET_CHARACTERS:
-            reason = reason.replace(secret, "***")
-    reason = " ".join(reason.split())
-    if len(reason) > _MOST_CHARACTERS:
-        reason = f"{reason[:_MOST_CHARACTERS]}…"
     advice = advice.format(
         bucket=request.bucket,
         endpoint=request.endpoint,
@@ -170,9 +140,5 @@ def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
     )
     if cls is AccessDeniedError and request.api in ("GetObject", "HeadObject"):
         advice += " Without s3:ListBucket on the bucket, S3 also answers so for a key at which nothing lies."
-    reason = reason.rstrip(". ")
-    return cls(
-        f"{request.url}: {request.api} failed: {reason}. {advice}",
-        key=request.url,
-        operation=request.operation,
-    )
+    words = message(url=request.url, api=request.api, reason=reason, advice=advice, secrets=request.secrets)
+    return cls(words, key=request.url, operation=request.operation)

@@ -21,7 +21,7 @@ _SLOW_S = 1.0
 
 
 class ViewsBody:
-    """What boto3 takes for a file opened for reading; no byte of a large view is ever copied.
+    """What HTTP libraries take for a file opened for reading; no byte of a large view is ever copied.
 
     ``read(n)`` takes `n` for a mere hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of
     calls of a part. It hands out slices of the views instead, and joins neighbouring small views, since a

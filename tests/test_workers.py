@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from cloudckpt._transfer.workers import Workers, each_done
+from cloudckpt._workers import Workers, each_done
 
 _TIMEOUT_S = 60
 

@@ -1,0 +1,113 @@
+"""One rank's write items, from the plan to objects on the store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from cloudckpt._commit.attempt import data_key
+from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
+from cloudckpt._pipeline.context import Context
+from cloudckpt._plan.layout import lay_out, storage_order
+from cloudckpt._plan.packing import pack
+from cloudckpt._stage.arena import Arena, cuda_in_use
+from cloudckpt._stage.body import PieceBody, piece_of
+from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
+from cloudckpt._stage.tensors import synchronize
+from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._transfer.upload import UploadSession
+from cloudckpt.options import MIB
+
+# Transformed tensors have to be held until their object's layout is known.
+_MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
+
+
+def write_items(
+    context: Context, items: Sequence[WriteItem], planner: SavePlanner, *, attempt: str, transforms: WriteTransforms
+) -> tuple[list[WriteResult], list[ObjectReceipt]]:
+    """Upload `items`, all or none, to fresh keys under `attempt`: a result for each, and the objects' receipts."""
+    options = context.options
+    arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
+    placed: list[list[_Placed]] = []
+    with UploadSession(
+        context.store,
+        context.retrier,
+        cleaner=context.new_retrier(),
+        connections=options.connections,
+        part_bytes=options.part_bytes,
+        tile_bytes=options.tile_bytes,
+        on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+        on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
+    ) as session:
+        # Object by object, so that what a planner makes while resolving is not all held at once.
+        for number, group in enumerate(_groups(context, items, transforms)):
+            in_object = list(staged(group, planner, transforms, uri=context.uri))
+            in_object = [in_object[i] for i in storage_order([item.entry for item in in_object])]
+            layout = lay_out([item.entry for item in in_object])
+            synchronize([item.content for item in in_object])
+            pieces = [piece_of(memoryview(layout.header), begin=0)]
+            pieces += [
+                piece_of(item.content, begin=begin) for item, begin in zip(in_object, layout.begins, strict=True)
+            ]
+            placed.append([_placed(item, begin) for item, begin in zip(in_object, layout.begins, strict=True)])
+            del in_object  # the body holds what it still needs, and only until it is sent
+            session.submit(data_key(attempt, context.rank, number), PieceBody(pieces, arena))
+        objects = session.finish()
+    results = [
+        item.result(stored_in)
+        for items_of_object, stored_in in zip(placed, objects, strict=True)
+        for item in items_of_object
+    ]
+    return results, objects
+
+
+def _groups(context: Context, items: Sequence[WriteItem], transforms: WriteTransforms) -> Iterator[list[WriteItem]]:
+    """The items of each object."""
+    options = context.options
+    object_bytes = options.object_bytes
+    if transforms:
+        object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
+    if not context.store.capabilities.multipart:
+        # An object is then one part: it is staged whole, and only several of them go out side by side.
+        share_bytes = options.staging_bytes // options.connections
+        object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
+    for group in pack([estimated_bytes(item) for item in items], object_bytes=object_bytes):
+        yield [items[i] for i in group]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """What remains of an item once its object is laid out."""
+
+    index: MetadataIndex
+    begin: int
+    num_bytes: int
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+
+    def result(self, stored_in: ObjectReceipt) -> WriteResult:
+        receipt = ItemReceipt(
+            stored_in=stored_in,
+            begin=self.begin,
+            end=self.begin + self.num_bytes,
+            dtype=self.dtype,
+            lengths=self.lengths,
+            transforms=self.transforms,
+        )
+        return WriteResult(index=self.index, size_in_bytes=self.num_bytes, storage_data=receipt)
+
+
+def _placed(item: StagedItem, begin: int) -> _Placed:
+    return _Placed(
+        index=item.index,
+        begin=begin,
+        num_bytes=item.entry.num_bytes,
+        dtype=item.dtype,
+        lengths=item.lengths,
+        transforms=item.transforms,
+    )

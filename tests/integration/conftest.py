@@ -1,0 +1,96 @@
+"""Fixtures of the integration tests: real servers, each started when a test first asks for it.
+
+A server that cannot be started fails the tests that need it, with the reason. Each worker of xdist has servers of its
+own: they start in about a second, and tests kill them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.integration.servers import SERVERS
+
+from cloudckpt.testing.servers import Server, clean_environment
+
+_bucket_numbers = itertools.count()
+
+
+class Servers:
+    """The servers of this process."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._started: dict[str, Server] = {}
+
+    def up(self, name: str) -> Server:
+        """The server of that name (see `SERVERS`), which answers; a test before may have killed it."""
+        if name not in self._started:
+            self._started[name] = self._stack.enter_context(SERVERS[name]())
+        server = self._started[name]
+        if not server.is_running:
+            server.restart()
+        return server
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    """Every server by its name, for tests that take several."""
+    with contextlib.ExitStack() as stack:
+        yield Servers(stack)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], str]:
+    """Makes clients find that server and nothing else; the URI of a fresh bucket on it."""
+
+    def use_server(server: Server) -> str:
+        wanted = clean_environment() | server.environment
+        for name in os.environ.keys() - wanted.keys():
+            monkeypatch.delenv(name)
+        for name, value in wanted.items():
+            monkeypatch.setenv(name, value)
+        bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
+        server.create_bucket(bucket)
+        return f"{server.scheme}://{bucket}"
+
+    return use_server
+
+
+@pytest.fixture
+def moto(servers: Servers) -> Server:
+    """moto's S3: no judge of races or checksums, and it forgets all when it is killed."""
+    return servers.up("moto")
+
+
+@pytest.fixture
+def rgw(servers: Servers) -> Server:
+    """Ceph's RADOS Gateway; what is killed is the gateway, and the data stay."""
+    return servers.up("rgw")
+
+
+@pytest.fixture
+def ministack(servers: Servers) -> Server:
+    """MiniStack's S3; its data stay when it is killed, but for unfinished uploads."""
+    return servers.up("ministack")
+
+
+@pytest.fixture
+def rclone(servers: Servers) -> Server:
+    """rclone's S3, which ignores ``If-None-Match``."""
+    return servers.up("rclone")
+
+
+@pytest.fixture
+def fake_gcs(servers: Servers) -> Server:
+    """fake-gcs-server; its data stay when it is killed."""
+    return servers.up("fake-gcs")
+
+
+@pytest.fixture
+def gcp_emulator(servers: Servers) -> Server:
+    """gcp-storage-emulator, which refuses wrong checksums, ignores preconditions, and forgets all when killed."""
+    return servers.up("gcp-emulator")

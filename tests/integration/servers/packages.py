@@ -1,0 +1,33 @@
+"""Where the servers' programs are, and what to install where they are not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def from_debian(program: str, package: str) -> str:
+    """The path of `program`, which Debian's `package` brings."""
+    # Some of them lie where only root looks.
+    found = shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+    if found is None:
+        raise FileNotFoundError(
+            f"{program} is not installed: 'make integration' installs it on Debian and Ubuntu when run by root; "
+            f"elsewhere: apt-get install --no-install-recommends {package}"
+        )
+    return found
+
+
+def from_servers_environment(program: str) -> Path:
+    """The path of `program` in the virtual environment that the servers from PyPI have to themselves."""
+    environment = Path(os.environ.get("CLOUDCKPT_SERVERS_VENV", REPOSITORY / ".venv-servers")).absolute()
+    path = environment / "bin" / program
+    if not os.access(path, os.X_OK):
+        raise FileNotFoundError(
+            f"there is no {path}: run 'make integration', which makes that environment from "
+            f"tests/integration/requirements.txt, or let CLOUDCKPT_SERVERS_VENV say where it is"
+        )
+    return path

@@ -1,0 +1,66 @@
+"""A store that only pretends to create if absent is found out before a save relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.e2e.models import assert_same
+from tests.integration.conftest import Servers
+
+import cloudckpt
+from cloudckpt.stores import open_store
+from cloudckpt.testing.servers import Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+Use = Callable[[Server], str]
+
+
+def values() -> dict[str, object]:
+    return {"weight": torch.arange(3_000_000.0), "step": 7}
+
+
+def zeros() -> dict[str, object]:
+    return {"weight": torch.zeros(3_000_000), "step": 0}
+
+
+def everything(uri: str) -> list[str]:
+    """All keys, whoever wrote them. Not unfinished uploads: to be asked for them is more than rclone understands."""
+    return [info.key for info in open_store(uri, cloudckpt.Options()).list()]
+
+
+@pytest.mark.parametrize("name", ["rclone", "gcp-emulator"])
+def test_a_server_that_ignores_the_condition_is_refused(servers: Servers, use: Use, name: str) -> None:
+    """If this fails, two jobs that save to one URI on such a server both believe that they have."""
+    server = servers.up(name)
+    bucket = use(server)
+    with pytest.raises(cloudckpt.NoConditionalCommitError) as caught:
+        cloudckpt.save(values(), f"{bucket}/run/step-1")
+    assert server.endpoint_url in str(caught.value)
+    assert "commit='unconditional'" in str(caught.value)
+    assert everything(bucket) == []
+
+
+def test_a_server_that_ignores_the_condition_can_be_accepted(rclone: Server, use: Use) -> None:
+    """If this fails, users of such a server cannot save at all, though they accept the risk."""
+    bucket = use(rclone)
+    options = cloudckpt.Options(commit="unconditional", part_bytes=5 << 20)
+    for _ in range(2):
+        cloudckpt.save(values(), f"{bucket}/run/step-1", overwrite=True, options=options)
+    state = zeros()
+    cloudckpt.load(state, f"{bucket}/run/step-1")
+    assert_same(state, values())
+    assert cloudckpt.latest(f"{bucket}/run") is not None
+    assert len(everything(bucket)) == 2  # one manifest, one object
+
+
+@pytest.mark.parametrize("name", ["moto", "rgw", "ministack", "fake-gcs"])
+def test_a_server_that_keeps_the_condition_passes(servers: Servers, use: Use, name: str) -> None:
+    """If this fails, saves to a good store are refused, or the probe leaves something behind."""
+    bucket = use(servers.up(name))
+    store = open_store(f"{bucket}/run", cloudckpt.Options())
+    assert store.probe().conditional_create
+    # fake-gcs-server takes anything, but its answer says what it took.
+    assert store.probe().verifies_crc32c == (name in {"ministack", "fake-gcs"})
+    assert everything(bucket) == []

@@ -1,0 +1,109 @@
+"""``az://`` through adlfs, on Azurite, Azure's own emulator: what the table of fsspec's backends says of it.
+
+Not among the tests that every change runs, since it needs Node: ``make azure`` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt.stores.fsspec_store import FsspecStore
+from cloudckpt.testing import StoreContract
+from cloudckpt.testing._contract_tools import ODD_KEYS, at_once, content, keys, put
+from cloudckpt.testing.servers import Program, answers, clean_environment, reserved_port, running
+
+# Of aiohttp, about adlfs's way of sending: the event loop is adlfs's own, and nothing else waits for it.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+
+MIB = 1 << 20
+ACCOUNT = "devstoreaccount1"
+# Azurite's own, the same everywhere: https://learn.microsoft.com/azure/storage/common/storage-connect-azurite
+ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@pytest.fixture(scope="session")
+def connection_string() -> Iterator[str]:
+    """How to reach a fresh, empty Azurite. Without one this fails: it is run only by whoever asked for it."""
+    path = os.environ.get("CLOUDCKPT_AZURITE", "")
+    if not os.access(path, os.X_OK):
+        raise FileNotFoundError(f"CLOUDCKPT_AZURITE={path!r} is no azurite-blob. The text of {__file__} says how")
+    with reserved_port() as port:
+        endpoint_url = f"http://127.0.0.1:{port}/{ACCOUNT}"
+        program = Program(
+            name="Azurite",
+            command=[
+                *(Path(path).absolute(), "--blobHost", "127.0.0.1", "--blobPort", str(port)),
+                *("--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry", "--silent"),
+            ],
+            environment=clean_environment(),
+            is_ready=lambda timeout_s: answers(endpoint_url, timeout_s=timeout_s),
+        )
+        with running(program, start_timeout_s=60.0):
+            yield (
+                f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};"
+                f"BlobEndpoint={endpoint_url};"
+            )
+
+
+@pytest.fixture
+def container(connection_string: str) -> str:
+    name = uuid.uuid4().hex
+    fsspec.filesystem("az", connection_string=connection_string, skip_instance_cache=True).mkdir(name)
+    return name
+
+
+class TestContractOnAzure(StoreContract):
+    """Every clause, races between threads and processes among them."""
+
+    shared_between_processes = True
+    num_paging_keys = 300
+
+    @pytest.fixture
+    def store(self, connection_string: str, container: str) -> FsspecStore:
+        return FsspecStore("az", f"az://{container}/run", storage_options={"connection_string": connection_string})
+
+    @pytest.mark.parametrize("key", ODD_KEYS)
+    def test_odd_keys_work_everywhere(self, store: FsspecStore, key: str) -> None:
+        r"""Azure takes ``\`` for ``/``, so such a key comes back as another; all others do not."""
+        put(store, key, b"body")
+        assert content(store, key) == b"body"
+        assert keys(store) == [key.replace("\\", "/")]
+
+    def test_create_if_absent_is_declared(self, store: FsspecStore) -> None:
+        """The clauses about it pass without it, too."""
+        assert store.capabilities.conditional_create
+
+
+def test_large_objects_are_created_if_absent(connection_string: str, container: str) -> None:
+    """Above 64 MiB a blob is made of blocks, by a request of its own: a large manifest could lose its race."""
+    store = FsspecStore("az", f"az://{container}/run", storage_options={"connection_string": connection_string})
+    bodies = [bytes([writer]) * (65 * MIB) for writer in range(3)]
+    results = at_once([functools.partial(put, store, "large", body, if_absent=True) for body in bodies])
+    winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
+    assert len(winners) == 1
+    assert content(store, "large") == winners[0]
+
+
+@pytest.mark.parametrize("protocol", ["az", "abfs"])
+def test_a_checkpoint_is_saved_once(connection_string: str, container: str, protocol: str) -> None:
+    """G2 on Azure: a second save to the same URI must leave the first as it is."""
+    options = cloudckpt.Options(storage_options={"connection_string": connection_string})
+    uri = f"{protocol}://{container}/run/step-1"
+    cloudckpt.save({"weight": torch.ones(1000)}, uri, options=options)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.save({"weight": torch.zeros(1000)}, uri, options=options)
+    loaded = {"weight": torch.zeros(1000)}
+    cloudckpt.load(loaded, uri, options=options)
+    assert torch.equal(loaded["weight"], torch.ones(1000))
+    found = cloudckpt.latest(f"{protocol}://{container}/run", options=options)
+    assert found is not None
+    assert found.uri == uri

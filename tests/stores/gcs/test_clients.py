@@ -1,0 +1,270 @@
+"""Clients: made late, shared, thrown away with what made them; and the ordinary Google configuration."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import tracemalloc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from awscrt.checksums import crc32c
+from google.auth.credentials import AnonymousCredentials
+
+from cloudckpt import errors
+from cloudckpt.stores.base import Part
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs import client as clients
+from cloudckpt.stores.gcs.store import _ended
+
+if TYPE_CHECKING:
+    from cloudckpt.testing.servers import GCSServer
+
+MIB = 1 << 20
+X = [memoryview(b"x")]
+CRC = crc32c(b"x")
+
+
+def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any) -> GCSStore:
+    return GCSStore(bucket, "p", storage_options=options, timeout_s=timeout_s, connections=2)
+
+
+def client_of(store: GCSStore) -> clients.GCSClient:
+    return clients.client_for(store._session._key, store._session._environment)
+
+
+def test_no_client_is_made_before_the_first_request() -> None:
+    """Opening a store would look for credentials, for seconds, before anything is asked."""
+    open_store(credentials_file="/no/such/file")
+    assert len(clients._clients) == 0
+
+
+def test_stores_of_one_configuration_share_a_client(scripted: Any) -> None:
+    """Each save would open its connections anew."""
+    server = scripted.serve(scripted.any_gcs())
+    for _ in range(3):
+        server.store().head("k")
+    server.store(prefix="other").head("k")
+    assert len(clients._clients) == 1
+    assert server.num_connections == 1
+    server.store(storage_class="NEARLINE").head("k")
+    server.store(timeout_s=7).head("k")
+    assert len(clients._clients) == 3
+
+
+def test_threads_that_start_together_make_one_client(scripted: Any) -> None:
+    """Each would look for credentials, and open connections of its own."""
+    server = scripted.serve(scripted.any_gcs())
+    store, barrier = server.store(), threading.Barrier(8, timeout=30)
+
+    def ask() -> int:
+        barrier.wait()
+        return store.head("k").size_bytes
+
+    with ThreadPoolExecutor(8) as pool:
+        sizes = [future.result(30) for future in [pool.submit(ask) for _ in range(8)]]
+    assert sizes == [10] * 8
+    assert len(clients._clients) == 1
+
+
+def test_only_so_many_clients_are_kept(scripted: Any) -> None:
+    """A process that opens stores of ever new configurations would collect sockets without end."""
+    server = scripted.serve(scripted.any_gcs())
+    first = server.store()
+    kept = client_of(first)
+    for number in range(clients._MOST_CLIENTS):
+        client_of(server.store(timeout_s=100 + number))
+    assert len(clients._clients) == clients._MOST_CLIENTS
+    assert client_of(first) is not kept
+
+
+def test_a_pickled_store_works_elsewhere(gcs_server: GCSServer, store: GCSStore) -> None:
+    """An async save in a process of its own pickles its writer, and the store with it."""
+    store.put("k", X, crc32c=CRC)
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy.uri == store.uri
+    assert copy.read("k", max_bytes=10) == b"x"
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply_async(store.read, ("k",), {"max_bytes": 10}).get(60) == b"x"
+    assert gcs_server.endpoint_url not in repr(copy)
+
+
+class Unpicklable(AnonymousCredentials):
+    """As those of most identity providers' plug-ins are, by a lock or a socket in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_credentials_that_cannot_be_pickled_are_told_before_they_fail(scripted: Any) -> None:
+    """ "cannot pickle '_thread.lock' object", from the depths of a background save, would help nobody."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store(credentials=Unpicklable())
+    assert store.head("k").size_bytes == 10
+    with pytest.raises(errors.InvalidOptionError, match=r"credentials of the type Unpicklable.*credentials_file"):
+        pickle.dumps(store)
+    assert pickle.loads(pickle.dumps(server.store(credentials=AnonymousCredentials()))).head("k").size_bytes == 10
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_makes_its_own_client(scripted: Any) -> None:
+    """Parent and child would read each other's answers off one socket."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store()
+    store.read("k", max_bytes=10)
+    reading, writing = os.pipe()
+    with (
+        clients._clients._lock,
+        _ended._lock,
+    ):  # as if other threads were at work in there: the child must not wait for them
+        pid = os.fork()
+        if pid == 0:
+            try:
+                num_inherited = len(clients._clients)
+                store.abort_multipart("k", store.create_multipart("k"))
+                os.write(writing, b"%d %d" % (num_inherited, len(store.read("k", max_bytes=10))))
+            finally:
+                os._exit(0)
+    os.close(writing)
+    try:
+        ready, _, _ = select.select([reading], [], [], 60)
+        assert ready, "the child hangs"
+        assert os.read(reading, 100) == b"0 10"
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    store.read("k", max_bytes=10)
+    assert server.num_connections == 2
+
+
+# Where requests go.
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_the_emulators_variable_is_enough(gcs_server: GCSServer, bucket: str, monkeypatch: Any, scheme: str) -> None:
+    """Every other tool is led to an emulator so; some write the scheme, and some do not."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", scheme + gcs_server.endpoint_url.removeprefix("http://"))
+    store = open_store(bucket)
+    store.put("k", X, crc32c=CRC)
+    assert store.read("k", max_bytes=1) == b"x"
+
+
+def test_another_environment_means_another_client(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store opened after the environment changed would go on with the old one."""
+    first, second = scripted.serve(scripted.any_gcs()), scripted.serve(scripted.any_gcs())
+    for server in (first, second):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint_url)
+        open_store().head("k")
+        assert len(server.requests) == 1
+
+
+def test_options_win_over_the_environment(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An explicit option that loses to a variable cannot be explained to anyone."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    server = scripted.serve(scripted.any_gcs())
+    credentials = scripted.tokens()
+    server.store(credentials=credentials).put("k", X, crc32c=CRC)
+    assert server.requests[0].headers["authorization"] == "Bearer TOKEN-1-HUSH"
+
+
+def test_without_any_of_it_requests_go_to_google() -> None:
+    """The endpoint is part of every message about a failed connection."""
+    store = open_store(anonymous=True)
+    assert client_of(store).endpoint_url == "https://storage.googleapis.com"
+    assert clients.endpoint_of(store._session._key, {}) == "https://storage.googleapis.com"
+
+
+@pytest.mark.parametrize("value", ["http://user:hush@127.0.0.1:1", "ftp://127.0.0.1:1", "http://"])
+def test_an_emulators_address_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """The HTTP library's own error would pass for a bug, and quote a password that was meant for the store."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", value)
+    with pytest.raises(errors.InvalidOptionError, match="STORAGE_EMULATOR_HOST") as caught:
+        open_store().read("k", max_bytes=1)
+    assert "hush" not in str(caught.value)
+
+
+def test_plain_http_to_another_machine_is_warned_about_once() -> None:
+    """Weights would cross the network in the clear without anyone having decided so."""
+    clients._warned_endpoints.clear()
+    with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
+        client_of(open_store(endpoint_url="http://store.example", anonymous=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client_of(open_store(endpoint_url="http://store.example", anonymous=True, timeout_s=3))
+        client_of(open_store(endpoint_url="https://store.example", anonymous=True))
+        for loopback in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"):
+            client_of(open_store(endpoint_url=loopback, anonymous=True))
+
+
+def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ModuleNotFoundError would not say which of cloudckpt's extras to install."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(errors.MissingDependencyError, match=r"pip install 'cloudckpt\[gcs\]'"):
+        open_store()
+
+
+def test_importing_the_store_does_not_import_the_client() -> None:
+    """Users of local paths would need google-cloud-storage, or wait a second for it."""
+    source = "import sys, cloudckpt.stores.gcs; assert not {'google.cloud.storage', 'requests'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=120)
+
+
+def test_transfers_copy_nothing(scripted: Any) -> None:
+    """G7: a save of CPU tensors copies none of them; a copy of every part in flight would be 256 MiB."""
+    num_bytes = 64 * MIB
+    source, target = bytearray(num_bytes), bytearray(num_bytes)
+    value = crc32c(source)
+
+    def send(connection: Any, _request: Any) -> None:
+        fields = f"Content-Length: {num_bytes}\r\nContent-Range: bytes 0-{num_bytes - 1}/{num_bytes}\r\n\r\n"
+        connection.sendall(b"HTTP/1.1 206 X\r\n" + fields.encode())
+        connection.sendall(source)
+
+    described = {"generation": "7", "size": str(num_bytes), "crc32c": scripted.encoded(value)}
+    taken = scripted.json({"kind": "storage#object", **described})
+    server = scripted.serve(taken, taken, send, taken, taken, send, keeps_bodies=False)
+    store, part = server.store(), Part(number=1, offset_bytes=0, size_bytes=num_bytes)
+    upload_id = store.create_multipart("k")
+
+    def transfer() -> None:
+        store.put("k", [memoryview(source)], crc32c=value)
+        store.upload_part("k", upload_id, part, [memoryview(source)], crc32c=value)
+        store.read_into("k", 0, [memoryview(target)])
+
+    transfer()  # the client, its connection and its imports
+    tracemalloc.start()
+    try:
+        transfer()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * MIB
+
+
+def test_a_client_is_made_of_the_environment_that_it_is_filed_under(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store opened in a test's environment, and first used after it, would lead later tests to the real service."""
+    here, there = scripted.serve(scripted.any_gcs()), scripted.serve(scripted.any_gcs())
+
+    def opened() -> GCSStore:
+        return GCSStore("bucket", "", storage_options={"anonymous": True}, timeout_s=20, connections=2)
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", here.endpoint_url)
+    early = opened()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", there.endpoint_url)
+    early.head("k")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", here.endpoint_url)
+    opened().head("k")
+    assert (len(here.requests), len(there.requests)) == (1, 1)

@@ -1,0 +1,285 @@
+"""Credentials: where they come from, when they are renewed, and that nobody gets to see them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import google.auth.exceptions
+import pytest
+from awscrt.checksums import crc32c
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from cloudckpt import errors
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs import client as clients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+X = [memoryview(b"x")]
+CRC = crc32c(b"x")
+
+
+def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any) -> GCSStore:
+    return GCSStore(bucket, "p", storage_options=options, timeout_s=timeout_s, connections=2)
+
+
+def client_of(store: GCSStore) -> clients.GCSClient:
+    return clients.client_for(store._session._key, store._session._environment)
+
+
+def test_anonymous_requests_carry_no_credentials(
+    scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Public buckets would need credentials; or a line of ~/.netrc would be sent to whoever the endpoint is."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password HUSH\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store()
+    store.put("k", X, crc32c=CRC)
+    store.read_into("k", 0, [memoryview(bytearray(1))])
+    store.head("k")
+    assert not any("authorization" in request.headers for request in server.requests)
+
+
+@pytest.mark.parametrize("operation", ["put", "head", "read", "list"])
+def test_a_refused_token_is_renewed_once_and_the_whole_request_sent_again(scripted: Any, operation: str) -> None:
+    """Tokens are revoked before their time; google.auth sends the same body again, which is at its end by then."""
+    gcs = scripted.any_gcs()
+
+    def expire_first(connection: Any, request: Any) -> None:
+        refused = request.headers["authorization"] == "Bearer TOKEN-1-HUSH"
+        (scripted.error(401, "authError") if refused else gcs)(connection, request)
+
+    server = scripted.serve(expire_first)
+    credentials = scripted.tokens()
+    store = server.store(credentials=credentials)
+    body = [memoryview(b"the whole "), memoryview(b"body")]
+    calls = {
+        "put": lambda: store.put("k", body, crc32c=crc32c(b"the whole body")),
+        "head": lambda: store.head("k"),
+        "read": lambda: store.read("k", max_bytes=10),
+        "list": lambda: list(store.list()),
+    }
+    calls[operation]()
+    assert [request.headers["authorization"][-6:] for request in server.requests] == ["1-HUSH", "2-HUSH"]
+    if operation == "put":
+        assert [scripted.inserted(request)[1] for request in server.requests] == [b"the whole body"] * 2
+    calls[operation]()
+    assert credentials.num_renewals == 2
+
+
+def test_threads_whose_token_is_refused_together_renew_it_once(scripted: Any) -> None:
+    """Eight threads at once would renew it eight times, and each renewal make the one before it invalid."""
+    gcs, barrier = scripted.any_gcs(), threading.Barrier(8, timeout=30)
+
+    def expire_first(connection: Any, request: Any) -> None:
+        if request.headers["authorization"] == "Bearer TOKEN-1-HUSH":
+            barrier.wait()
+            scripted.error(401, "authError")(connection, request)
+        else:
+            gcs(connection, request)
+
+    credentials = scripted.tokens()
+    store = scripted.serve(expire_first).store(credentials=credentials)
+    client_of(store).credentials.refresh(None)
+    with ThreadPoolExecutor(8) as pool:
+        assert [future.result(30).size_bytes for future in [pool.submit(store.head, "k") for _ in range(8)]] == [10] * 8
+    assert credentials.num_renewals == 2
+
+
+@pytest.mark.parametrize("renewable", [True, False])
+def test_credentials_that_are_refused_for_good_are_one_error(scripted: Any, *, renewable: bool) -> None:
+    """They would be renewed and refused without end."""
+    server = scripted.serve(scripted.error(401, "authError"))
+    store = server.store(credentials=scripted.tokens(renewable=renewable))
+    with pytest.raises(errors.CredentialsError, match="application-default login"):
+        store.head("k")
+    assert len(server.requests) == (2 if renewable else 1)
+    assert len(clients._clients) == 0  # looked up anew next time
+
+
+def test_a_renewal_that_fails_is_an_error_of_the_credentials(scripted: Any) -> None:
+    """google.auth's own exception would not survive the way to other ranks."""
+
+    class Revoked(scripted.tokens):  # type: ignore[misc]
+        def refresh(self, request: Any) -> None:
+            if self.token:
+                raise google.auth.exceptions.RefreshError("invalid_grant: revoked", {"HUSH": 1})
+            super().refresh(request)
+
+    server = scripted.serve(scripted.error(401, "authError"))
+    with pytest.raises(errors.CredentialsError, match="invalid_grant: revoked") as caught:
+        server.store(credentials=Revoked()).head("k")
+    assert "HUSH" not in str(caught.value)
+
+
+def test_a_renewal_waits_no_longer_than_any_other_request(scripted: Any) -> None:
+    """Google's own patience with a service that renews tokens is two minutes, and all threads wait for the renewal."""
+    given: list[Any] = []
+
+    class Noting(scripted.tokens):  # type: ignore[misc]
+        def refresh(self, request: Any) -> None:
+            given.append(getattr(request, "keywords", {}).get("timeout"))
+            super().refresh(request)
+
+    server = scripted.serve(scripted.error(401, "authError"))
+    with pytest.raises(errors.CredentialsError):
+        server.store(credentials=Noting(), timeout_s=6).head("k")
+    assert given == [(6, 2), (6, 2)]  # google.auth's renewal before the first request, and ours
+
+
+def test_anonymous_requests_that_are_refused_are_not_sent_again(scripted: Any) -> None:
+    """There is nothing to renew, and google.auth would say so in an exception of its own."""
+    server = scripted.serve(scripted.error(401, "required"))
+    with pytest.raises(errors.CredentialsError):
+        server.store().head("k")
+    assert len(server.requests) == 1
+
+
+def test_secrets_reach_neither_messages_nor_logs(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A training log is shared with many people."""
+    server = scripted.serve(scripted.error(403, "forbidden", "you sent Bearer TOKEN-1-HUSH"))
+    store = server.store(credentials=scripted.tokens())
+    with caplog.at_level("DEBUG"), pytest.raises(errors.AccessDeniedError) as caught:
+        store.put("k", X, crc32c=CRC)
+    shown = f"{caught.value} {caught.value!r} {vars(caught.value)} {caplog.text} {store!r}"
+    assert "HUSH" not in shown
+    assert "***" in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def service_account(token_uri: str) -> dict[str, str]:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ).decode()
+    return {
+        "type": "service_account",
+        "project_id": "p",
+        "private_key_id": "id",
+        "private_key": pem,
+        "client_email": "trainer@p.iam.gserviceaccount.com",
+        "token_uri": token_uri,
+    }
+
+
+def user(token_uri: str) -> dict[str, str]:
+    return {
+        "type": "authorized_user",
+        "client_id": "c",
+        "client_secret": "HUSH-SECRET",
+        "refresh_token": "HUSH-REFRESH",
+        "token_uri": token_uri,
+    }
+
+
+@pytest.mark.parametrize("way", ["option", "GOOGLE_APPLICATION_CREDENTIALS", "gcloud"])
+@pytest.mark.parametrize("kind", [user, service_account])
+def test_the_ways_to_credentials(
+    scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, kind: Callable[[str], dict[str, str]]
+) -> None:
+    """Users would have to do for cloudckpt what they have done for every other tool. And what is used is sent."""
+    gcs = scripted.any_gcs()
+
+    def answer(connection: Any, request: Any) -> None:
+        token = scripted.json({"access_token": "FRESH", "expires_in": 3600, "token_type": "Bearer"})
+        (token if request.path == "/token" else gcs)(connection, request)
+
+    server = scripted.serve(answer)
+    file = tmp_path / "application_default_credentials.json"
+    file.write_text(json.dumps(kind(f"{server.endpoint_url}/token")))
+    # The place of gcloud's own file names no address: it is always Google's.
+    monkeypatch.setattr("google.oauth2.credentials._GOOGLE_OAUTH2_TOKEN_ENDPOINT", f"{server.endpoint_url}/token")
+    options = {"credentials_file": str(file)} if way == "option" else {}
+    if way == "gcloud":
+        monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    elif way != "option":
+        monkeypatch.setenv(way, str(file))
+    store = open_store(endpoint_url=server.endpoint_url, **options)
+    store.put("k", X, crc32c=CRC)
+    assert server.requests[-1].headers["authorization"] == "Bearer FRESH"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        ("not JSON", "is not JSON"),
+        ("[]", "of type None"),
+        ('{"type": "external_account"}', "GOOGLE_APPLICATION_CREDENTIALS"),
+        ('{"type": "authorized_user"}', "no usable authorized_user"),
+        ('{"type": "service_account", "private_key": "HUSH"}', "no usable service_account"),
+    ],
+)
+def test_a_credentials_file_that_is_none_is_told(tmp_path: Path, content: str | None, words: str) -> None:
+    """The file's name is what the user can correct; its content must not be shown."""
+    file = tmp_path / "key.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(errors.CredentialsError, match=words) as caught:
+        open_store(credentials_file=str(file)).head("k")
+    assert str(file) in str(caught.value)
+    assert "HUSH" not in str(caught.value)
+
+
+@pytest.mark.parametrize("metadata", ["refuses", "hangs"])
+def test_no_credentials_is_one_clear_error_in_time(
+    scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metadata: str
+) -> None:
+    """Outside Google's cloud its metadata address answers nobody: a job would wait, and then hear of an IP address."""
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(30))
+    address = server.endpoint_url.removeprefix("http://") if metadata == "hangs" else "127.0.0.1:1"
+    monkeypatch.setattr("google.auth.compute_engine._metadata._GCE_METADATA_HOST", address)
+    monkeypatch.setattr("google.auth.compute_engine._metadata._get_metadata_ip_root", lambda _mtls: f"http://{address}")
+    monkeypatch.setattr("google.auth.compute_engine._metadata.detect_gce_residency_linux", lambda: False)
+    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _s: None)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    start = time.monotonic()
+    with pytest.raises(errors.CredentialsError, match=r"gs://bucket/p/k: .*application-default login.*anonymous=True"):
+        open_store(endpoint_url="https://127.0.0.1:1", timeout_s=0.5).head("k")
+    assert time.monotonic() - start < 10
+
+
+def test_the_metadata_servers_credentials_are_used(
+    scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Google's own machines nothing has to be set up."""
+    gcs = scripted.any_gcs()
+
+    def answer(connection: Any, request: Any) -> None:
+        flavor = {"Metadata-Flavor": "Google", "Content-Type": "application/json"}
+        if request.path.endswith("/token"):
+            text = json.dumps({"access_token": "MACHINE", "expires_in": 3600, "token_type": "Bearer"})
+            scripted.reply(200, text, flavor)(connection, request)
+        elif request.path.endswith("/service-accounts/default/"):
+            text = json.dumps({"email": "m@p", "scopes": ["s"], "aliases": []})
+            scripted.reply(200, text, flavor)(connection, request)
+        elif "/computeMetadata/" in request.path:
+            scripted.reply(200, "p", {**flavor, "Content-Type": "text/plain"})(connection, request)
+        elif request.path == "/":
+            scripted.reply(200, "", flavor)(connection, request)
+        else:
+            gcs(connection, request)
+
+    server = scripted.serve(answer)
+    address = server.endpoint_url.removeprefix("http://")
+    monkeypatch.setattr("google.auth.compute_engine._metadata._GCE_METADATA_HOST", address)
+    monkeypatch.setattr("google.auth.compute_engine._metadata._get_metadata_ip_root", lambda _mtls: f"http://{address}")
+    monkeypatch.setattr(
+        "google.auth.compute_engine._metadata._get_metadata_root", lambda _mtls: f"http://{address}/computeMetadata/v1/"
+    )
+    monkeypatch.setattr(
+        "google.auth.compute_engine.credentials.Credentials.universe_domain", property(lambda _self: "googleapis.com")
+    )
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    open_store(endpoint_url=server.endpoint_url).put("k", X, crc32c=CRC)
+    assert server.requests[-1].headers["authorization"] == "Bearer MACHINE"

@@ -1,0 +1,314 @@
+"""What goes wrong on the way: each failure ends in time, in one typed error, and leaves clean connections."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from awscrt.checksums import crc32c
+
+from cloudckpt import errors
+from cloudckpt.stores.base import Part, UploadedPart
+from cloudckpt.stores.gcs import GCSStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MIB = 1 << 20
+X = [memoryview(b"x")]
+CRC = crc32c(b"x")
+PART = Part(number=1, offset_bytes=0, size_bytes=1)
+UPLOAD = "00000000000000aa"
+DONE = UploadedPart(part=PART, token="0123abcd-7", crc32c=CRC)  # noqa: S106 (a try, and a generation)
+
+
+def complete(store: GCSStore) -> None:
+    store.complete_multipart("k", store.create_multipart("k"), [DONE])
+
+
+def abort(store: GCSStore) -> None:
+    store.abort_multipart("k", store.create_multipart("k"))
+
+
+CALLS: dict[str, Callable[[GCSStore], object]] = {
+    "put": lambda store: store.put("k", X, crc32c=CRC),
+    "upload_part": lambda store: store.upload_part("k", store.create_multipart("k"), PART, X, crc32c=CRC),
+    "complete_multipart": complete,
+    "abort_multipart": abort,
+    "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(4))]),
+    "read": lambda store: store.read("k", max_bytes=10),
+    "list": lambda store: list(store.list()),
+    "list_directories": lambda store: list(store.list_directories()),
+    "list_uploads": lambda store: list(store.list_uploads()),
+    "delete": lambda store: store.delete(["k"]),
+    "head": lambda store: store.head("k"),
+    "copy": lambda store: store.copy("k", "k2"),
+}
+LISTINGS = ("list", "list_directories", "list_uploads", "abort_multipart")
+
+
+def refuse(call: Callable[[], object], expected: type[errors.StoreError]) -> errors.StoreError:
+    with pytest.raises(expected) as caught:
+        call()
+    assert type(caught.value) is expected
+    return caught.value
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+@pytest.mark.parametrize(
+    ("status", "reason", "expected"),
+    [
+        (429, "rateLimitExceeded", errors.ThrottledError),
+        (503, "backendError", errors.TransientStoreError),
+        (403, "forbidden", errors.AccessDeniedError),
+    ],
+)
+def test_each_call_is_made_once(
+    scripted: Any, operation: str, status: int, reason: str, expected: type[errors.StoreError]
+) -> None:
+    """Retries of the library's own would multiply ours, and hide throttling from the code that slows down."""
+    server = scripted.serve(scripted.error(status, reason))
+    error = refuse(lambda: CALLS[operation](server.store()), expected)
+    assert len(server.requests) == 1
+    assert error.operation == operation
+    assert error.key.startswith("gs://bucket")
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_an_endpoint_that_never_answers_is_given_up_in_time(scripted: Any, operation: str) -> None:
+    """A save would hang for ever on a dead store."""
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(30))
+    start = time.monotonic()
+    error = refuse(lambda: CALLS[operation](server.store(timeout_s=0.3)), errors.StoreTimeoutError)
+    assert time.monotonic() - start < 10
+    assert "timeout_s" in str(error)
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_an_endpoint_that_is_not_there_is_told(operation: str) -> None:
+    """The first mistake of anyone who sets up a server is its address."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "anonymous": True}
+    store = GCSStore("bucket", "", storage_options=options, timeout_s=5, connections=1)
+    error = refuse(lambda: CALLS[operation](store), errors.TransientStoreError)
+    assert f"http://127.0.0.1:{port}" in str(error)
+    assert "Connection refused" in str(error)
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_a_server_that_hangs_up_is_tried_again_by_others(scripted: Any, operation: str) -> None:
+    """A load balancer that drops a connection would end the save."""
+    server = scripted.serve(scripted.hang_up)
+    error = refuse(lambda: CALLS[operation](server.store()), errors.TransientStoreError)
+    assert "closed the connection" in str(error)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("operation", sorted(CALLS))
+def test_a_missing_bucket_is_told_from_a_missing_key(scripted: Any, operation: str) -> None:
+    """GCS says 404 to both: a misspelt bucket would look like a missing checkpoint."""
+    server = scripted.serve(scripted.error(404, "notFound"))
+    if operation == "delete":
+        CALLS[operation](server.store())  # there is nothing, as asked for
+        return
+    error = refuse(lambda: CALLS[operation](server.store()), errors.BucketNotFoundError)
+    assert "'bucket'" in str(error)
+    assert len(server.requests) == (1 if operation in LISTINGS else 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("read_into", errors.ObjectNotFoundError),
+        ("read", errors.ObjectNotFoundError),
+        ("head", errors.ObjectNotFoundError),
+        ("copy", errors.ObjectNotFoundError),
+        ("complete_multipart", errors.ObjectNotFoundError),
+        ("put", errors.StoreError),
+    ],
+)
+@pytest.mark.parametrize("may_list", [True, False])
+def test_a_missing_key_in_a_bucket_that_is_there(
+    scripted: Any, operation: str, expected: type[errors.StoreError], *, may_list: bool
+) -> None:
+    """ "Create the bucket" would be wrong advice, and where listing is denied, a missing key must stay one."""
+    listing = scripted.json({"kind": "storage#objects"}) if may_list else scripted.error(403, "forbidden")
+
+    def answer(connection: Any, request: Any) -> None:
+        found = listing if request.path.endswith("/b/bucket/o") and request.method == "GET" else missing
+        found(connection, request)
+
+    missing = scripted.error(404, "notFound")
+    refuse(lambda: CALLS[operation](scripted.serve(answer).store()), expected)
+
+
+def test_a_body_that_stalls_is_given_up_in_time_and_says_how_far_it_got(scripted: Any) -> None:
+    """A load would hang for ever, or start the range anew instead of going on where it stopped."""
+
+    def stall(connection: socket.socket, _: object) -> None:
+        connection.sendall(
+            b"HTTP/1.1 206 X\r\nContent-Length: 3145728\r\nContent-Range: bytes 0-3145727/3145728\r\n\r\n"
+        )
+        connection.sendall(b"a" * (MIB + 5))
+        server.closing.wait(30)
+
+    server = scripted.serve(stall)
+    target = bytearray(3 * MIB)
+    with pytest.raises(errors.InterruptedReadError) as caught:
+        server.store(timeout_s=0.5).read_into("k", 0, [memoryview(target)])
+    assert MIB <= caught.value.received_bytes <= MIB + 5
+    assert target[: caught.value.received_bytes] == b"a" * caught.value.received_bytes
+
+
+def test_a_body_that_stalls_before_its_first_byte_is_a_timeout(scripted: Any) -> None:
+    """It would be taken for a broken answer, though the remedy is timeout_s."""
+
+    def stall(connection: socket.socket, _: object) -> None:
+        connection.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 4\r\nContent-Range: bytes 0-3/4\r\n\r\n")
+        server.closing.wait(30)
+
+    server = scripted.serve(stall)
+    refuse(lambda: CALLS["read_into"](server.store(timeout_s=0.3)), errors.StoreTimeoutError)
+
+
+@pytest.mark.parametrize("sent", [0, 1, 6, 9])
+def test_a_body_that_breaks_off_says_how_far_it_got(scripted: Any, sent: int) -> None:
+    """The read could not go on at the byte reached; worse, a short body could pass for a whole one."""
+    headers = {"Content-Range": "bytes 5-14/100"}
+    server = scripted.serve(scripted.reply(206, b"abcdefghij"[:sent], headers, length=10))
+    target = bytearray(10)
+    views = [memoryview(target)[:6], memoryview(target)[6:]]
+    with pytest.raises(errors.InterruptedReadError) as caught:
+        server.store().read_into("k", 5, views)
+    assert caught.value.received_bytes == sent
+    assert target[:sent] == b"abcdefghij"[:sent]
+
+
+def test_a_whole_read_that_breaks_off_is_no_object(scripted: Any) -> None:
+    """Half a manifest could be taken for the manifest."""
+    server = scripted.serve(scripted.reply(200, b"half", length=8))
+    refuse(lambda: server.store().read("k", max_bytes=10), errors.InterruptedReadError)
+
+
+@pytest.mark.parametrize(
+    ("status", "content_range", "body", "expected"),
+    [
+        (206, "bytes 10-13/14", b"abcd", errors.ShortObjectError),  # the object ends before the range does
+        (206, "bytes 0-3/100", b"abcd", errors.UnsupportedOperationError),  # another range
+        (206, "bytes 10-19/100", b"abcd", errors.UnsupportedOperationError),  # another length
+        (206, "items 1-2/3", b"0123456789", errors.UnsupportedOperationError),
+        (200, None, b"0123456789", errors.ShortObjectError),  # the whole object, and it is too short
+        (200, None, b"x" * 100, errors.UnsupportedOperationError),  # the whole object
+        (416, None, b"", errors.ShortObjectError),
+        (302, None, b"", errors.StoreError),  # to a page to log in at
+    ],
+)
+def test_only_the_range_that_was_asked_for_is_taken(
+    scripted: Any, status: int, content_range: str | None, body: bytes, expected: type[errors.StoreError]
+) -> None:
+    """A proxy or store that ignores ranges would fill tensors with bytes from elsewhere in the object."""
+    headers = {"Location": "/elsewhere"} if content_range is None else {"Content-Range": content_range}
+    server = scripted.serve(scripted.reply(status, body, headers))
+    target = bytearray(10)
+    refuse(lambda: server.store().read_into("k", 10, [memoryview(target)]), expected)
+    assert target == bytes(10)
+
+
+def test_connections_are_used_again(scripted: Any) -> None:
+    """A handshake for each of a million ranges would cost more than the ranges."""
+    server = scripted.serve(scripted.any_gcs(size_bytes=4))
+    store = server.store()
+    for operation in ("read_into", "read", "put", "head", "upload_part", "list", "delete", "copy"):
+        CALLS[operation](store)
+    for reason in ("notFound", "forbidden"):
+        server.answers = (scripted.error(403, reason),)
+        refuse(lambda: CALLS["read_into"](store), errors.AccessDeniedError)
+    assert server.num_connections == 1
+
+
+def test_a_connection_with_a_rest_of_an_answer_is_not_used_again(scripted: Any) -> None:
+    """The rest of one body would be read as the beginning of the next answer."""
+    server = scripted.serve(
+        scripted.reply(206, b"x" * 100, {"Content-Range": "bytes 0-99/100"}), scripted.any_gcs(size_bytes=4)
+    )
+    store = server.store()
+    refuse(lambda: CALLS["read_into"](store), errors.UnsupportedOperationError)
+    CALLS["read_into"](store)
+    assert server.num_connections == 2
+
+
+def test_an_error_of_any_size_is_read_in_bounds(scripted: Any) -> None:
+    """A proxy's endless page would fill the memory of a job that only wanted to try again."""
+    server = scripted.serve(scripted.reply(502, b"<html>" + b"x" * 8 * MIB), scripted.any_gcs(size_bytes=4))
+    store = server.store()
+    error = refuse(lambda: CALLS["put"](store), errors.TransientStoreError)
+    assert len(str(error)) < 1000
+    CALLS["read_into"](store)
+
+
+def test_an_upload_that_the_store_does_not_take_is_given_up_in_time(scripted: Any) -> None:
+    """A peer that stops reading would hold the save for ever."""
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(30), reads_bodies=False)
+    start = time.monotonic()
+    body = [memoryview(bytes(64 * MIB))]
+    store = server.store(timeout_s=0.5)
+    refuse(lambda: store.put("k", body, crc32c=0), errors.StoreTimeoutError)
+    assert time.monotonic() - start < 10
+
+
+def test_an_early_refusal_of_a_large_body_is_heard(scripted: Any) -> None:
+    """A store that refuses before it has read the body would look like a broken network, and be asked again."""
+
+    def refuse_early(connection: socket.socket, request: Any) -> None:
+        scripted.error(403, "forbidden")(connection, request)
+        while connection.recv(MIB):
+            pass
+
+    server = scripted.serve(refuse_early, reads_bodies=False)
+    body = [memoryview(bytes(8 * MIB))]
+    error = refuse(lambda: server.store().put("k", body, crc32c=0), errors.AccessDeniedError)
+    assert "storage.objects.create" in str(error)
+
+
+def test_create_if_absent_tells_its_refusals_apart(scripted: Any) -> None:
+    """A conflict in passing would be taken for a lost race, or a lost race be tried again."""
+    server = scripted.serve(
+        scripted.error(412, "conditionNotMet"),
+        scripted.error(429, "rateLimitExceeded"),
+        scripted.error(412, "orgPolicyConstraintFailed"),
+    )
+    store = server.store()
+    refuse(lambda: store.put("k", X, crc32c=CRC, if_absent=True), errors.ObjectExistsError)
+    refuse(lambda: store.put("k", X, crc32c=CRC, if_absent=True), errors.ThrottledError)
+    refuse(lambda: store.put("k", X, crc32c=CRC, if_absent=True), errors.AccessDeniedError)
+
+
+@pytest.mark.parametrize(
+    "answer", ["<html><p>Welcome</p></html>", "{}", '{"kind": "books#volumes"}', '{"generation": "x"}', "[]"]
+)
+def test_an_answer_that_is_not_gcss_is_not_taken_for_one(scripted: Any, answer: str) -> None:
+    """A web page at the wrong port would read as "no checkpoints": training would start from scratch."""
+    server = scripted.serve(scripted.reply(200, answer))
+    for operation in ("list", "list_directories", "list_uploads", "put", "upload_part", "complete_multipart", "head"):
+        error = refuse(lambda operation=operation: CALLS[operation](server.store()), errors.StoreError)
+        assert "endpoint_url" in str(error)
+
+
+def test_a_larger_object_than_expected_is_not_read(scripted: Any) -> None:
+    """A manifest of 100 GB, put there by someone else, would fill the memory."""
+    server = scripted.serve(scripted.any_gcs(size_bytes=1000))
+    assert len(server.store().read("k", max_bytes=1000)) == 1000
+    error = refuse(lambda: server.store().read("k", max_bytes=999), errors.StoreError)
+    assert "1,000 bytes" in str(error)
+
+
+def test_names_that_do_not_resolve_are_told() -> None:
+    """A misspelt host would be reported in the words of the socket library."""
+    options = {"endpoint_url": "https://no-such-host.invalid", "anonymous": True}
+    store = GCSStore("bucket", "", storage_options=options, timeout_s=5, connections=1)
+    error = refuse(lambda: store.head("k"), errors.TransientStoreError)
+    assert re.search(r"no-such-host\.invalid", str(error))

@@ -1,0 +1,349 @@
+"""What really goes over the wire: every option on every request it belongs to, and nothing that costs time."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from awscrt.checksums import crc32c
+
+from cloudckpt import errors
+from cloudckpt.stores.base import Part, UploadedPart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cloudckpt.stores.gcs import GCSStore
+
+BODY = b"0123456789"
+PART = Part(number=1, offset_bytes=0, size_bytes=10)
+VIEWS = [memoryview(BODY)[:4], memoryview(BODY)[4:]]
+CRC = crc32c(BODY)
+UPLOAD = "0123456789abcdef"
+TRY = "0123abcd"
+KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
+
+
+def one_part(store: GCSStore) -> None:
+    upload_id = store.create_multipart("k")
+    done = store.upload_part("k", upload_id, PART, VIEWS, crc32c=CRC)
+    store.complete_multipart("k", upload_id, [done])
+
+
+CALLS: dict[str, tuple[Callable[[GCSStore], object], list[str]]] = {
+    "put": (lambda store: store.put("k", VIEWS, crc32c=CRC), ["POST"]),
+    "multipart": (one_part, ["POST", "POST", "GET", "DELETE"]),
+    "abort": (lambda store: store.abort_multipart("k", UPLOAD), ["GET"]),
+    "read_into": (lambda store: store.read_into("k", 0, [memoryview(bytearray(10))]), ["GET"]),
+    "read": (lambda store: store.read("k", max_bytes=10), ["GET"]),
+    "head": (lambda store: store.head("k"), ["GET"]),
+    "list": (lambda store: list(store.list()), ["GET"]),
+    "list_directories": (lambda store: list(store.list_directories()), ["GET"]),
+    "list_uploads": (lambda store: list(store.list_uploads()), ["GET"]),
+    "delete": (lambda store: store.delete(["k"]), ["DELETE"]),
+    "copy": (lambda store: store.copy("k", "k2"), ["POST"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_each_call_makes_the_requests_it_needs_and_no_other(scripted: Any, name: str) -> None:
+    """The library asks for the bucket on its own, which costs a permission and, where denied, retries for minutes."""
+    call, methods = CALLS[name]
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store()
+    call(store)
+    call(store)
+    assert sorted(request.method for request in server.requests) == sorted(methods * 2)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_the_user_project_is_on_every_request(scripted: Any, name: str) -> None:
+    """A bucket whose requester pays refuses whatever lacks it."""
+    server = scripted.serve(scripted.any_gcs())
+    CALLS[name][0](server.store(user_project="payer"))
+    assert [request.query.get("userProject") for request in server.requests] == ["payer"] * len(server.requests)
+
+
+def test_the_kms_key_is_on_whatever_writes(scripted: Any) -> None:
+    """Objects, or their parts, would be written under another key than the policy wants."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store(kms_key_name=KEY)
+    CALLS["put"][0](store)
+    one_part(store)
+    store.copy("k", "k2")
+    put, part, compose, *_, copy = server.requests
+    assert put.query["kmsKeyName"] == part.query["kmsKeyName"] == KEY
+    assert json.loads(compose.body)["destination"]["kmsKeyName"] == KEY
+    assert copy.query["destinationKmsKeyName"] == KEY
+
+
+def test_the_storage_class_is_the_objects_and_never_a_parts(scripted: Any) -> None:
+    """Parts in a cold class would be charged for a month each, and compose wants all sources to be of one class."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store(storage_class="NEARLINE")
+    CALLS["put"][0](store)
+    one_part(store)
+    store.copy("k", "k2")
+    put, part, compose, *_, copy = server.requests
+    assert scripted.inserted(put)[0]["storageClass"] == "NEARLINE"
+    assert scripted.inserted(part)[0]["storageClass"] == "STANDARD"
+    assert json.loads(compose.body)["destination"]["storageClass"] == "NEARLINE"
+    assert json.loads(copy.body)["storageClass"] == "NEARLINE"
+
+
+def test_without_options_the_bucket_decides(scripted: Any) -> None:
+    """A class or key of our own choice would override the bucket's defaults."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store()
+    CALLS["put"][0](store)
+    one_part(store)
+    put, _, compose, *_ = server.requests
+    assert "storageClass" not in scripted.inserted(put)[0]
+    assert set(put.query) == {"uploadType", "fields"}
+    assert set(json.loads(compose.body)["destination"]) == {"contentType"}
+
+
+def test_bodies_go_out_whole_and_with_their_checksum(scripted: Any) -> None:
+    """Without the CRC32C among the metadata GCS checks nothing; a chunked body would need its own framing."""
+    server = scripted.serve(scripted.any_gcs())
+    server.store(prefix="a b").put("c+d/e%f", VIEWS, crc32c=CRC)
+    (request,) = server.requests
+    assert (request.method, request.path) == ("POST", "/upload/storage/v1/b/bucket/o")
+    assert request.query["uploadType"] == "multipart"
+    metadata, content = scripted.inserted(request)
+    assert content == BODY
+    assert metadata == {
+        "name": "a b/c+d/e%f",
+        "crc32c": scripted.encoded(CRC),
+        "contentType": "application/octet-stream",
+    }
+    assert request.headers["content-length"] == str(len(request.body))
+    assert "transfer-encoding" not in request.headers
+    assert request.headers["user-agent"].startswith("cloudckpt/")
+
+
+def test_the_checksum_is_that_of_the_specification(scripted: Any) -> None:
+    """Byte order or encoding gone wrong: GCS would refuse every part. Check value: RFC 3720, B.4 (32 zeros)."""
+    server = scripted.serve(scripted.any_gcs())
+    server.store().put("k", [memoryview(bytes(32))], crc32c=0x8A9136AA)
+    assert scripted.inserted(server.requests[0])[0]["crc32c"] == "ipE2qg=="
+
+
+def test_an_empty_object_can_be_put(scripted: Any) -> None:
+    """An empty state dict's object would hang or be refused for want of a length."""
+    server = scripted.serve(scripted.any_gcs())
+    server.store().put("k", [], crc32c=0)
+    assert scripted.inserted(server.requests[0]) == (
+        {"name": "k", "crc32c": "AAAAAA==", "contentType": "application/octet-stream"},
+        b"",
+    )
+
+
+def test_a_body_may_hold_anything(scripted: Any) -> None:
+    """A boundary that the bytes themselves hold would end the object early."""
+    server = scripted.serve(scripted.any_gcs())
+    body = b"\r\n--" + bytes(range(256)) * 40 + b"--\r\n"
+    server.store().put("k", [memoryview(body)], crc32c=crc32c(body))
+    server.store().put("k", [memoryview(body)], crc32c=crc32c(body))
+    first, second = server.requests
+    assert scripted.inserted(first)[1] == body
+    assert first.headers["content-type"] != second.headers["content-type"]
+
+
+def test_create_if_absent_is_a_condition_of_the_store(scripted: Any) -> None:
+    """Two writers could both commit; and a plain put must not carry the condition."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store()
+    store.put("k", VIEWS, crc32c=CRC, if_absent=True)
+    store.put("k", VIEWS, crc32c=CRC)
+    assert server.requests[0].query["ifGenerationMatch"] == "0"
+    assert "ifGenerationMatch" not in server.requests[1].query
+
+
+def test_ranges_are_asked_for_as_they_lie(scripted: Any) -> None:
+    """A service or proxy that decompresses on the way would send other bytes than the range has."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store(prefix="p")
+    store.read_into("a b/%", 2, [memoryview(bytearray(3)), memoryview(bytearray(4))])
+    (request,) = server.requests
+    assert request.path == "/download/storage/v1/b/bucket/o/p/a b/%"
+    assert request.query == {"alt": "media"}
+    assert request.headers["range"] == "bytes=2-8"
+    assert request.headers["accept-encoding"] == "identity"
+
+
+def test_a_read_of_nothing_makes_no_request(scripted: Any) -> None:
+    """GCS has no range of length zero: it would answer with the whole object or an error."""
+    server = scripted.serve(scripted.any_gcs())
+    server.store().read_into("k", 5, [])
+    server.store().read_into("k", 5, [memoryview(bytearray())])
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(("num_parts", "num_composes"), [(1, 1), (32, 1), (33, 3), (1024, 33), (1025, 36)])
+def test_parts_are_composed_in_a_tree(scripted: Any, num_parts: int, num_composes: int) -> None:
+    """GCS takes 32 sources a call: the 33rd part would be refused, or lost. And exactly the generations that were
+    acknowledged are composed: a part that a zombie sends late must not get into the object.
+    """
+    gcs = scripted.any_gcs()
+    server = scripted.serve(gcs)
+    store, parts, value = server.store(), [], 0
+    upload_id = store.create_multipart("k")
+    for number in range(1, num_parts + 1):
+        name, body = f"k.~{upload_id}-0-{number:05}-{TRY}.~part", b"%05d" % number
+        answer = gcs.put(name, 5, crc32c(body))
+        part = Part(number=number, offset_bytes=5 * (number - 1), size_bytes=5)
+        parts.append(UploadedPart(part=part, token=f"{TRY}-{answer['generation']}", crc32c=crc32c(body)))
+        value = crc32c(body, value)
+    store.complete_multipart("k", upload_id, parts)
+    composes = [request for request in server.requests if request.path.endswith("/compose")]
+    assert len(composes) == num_composes
+    assert gcs.objects == {"k": (gcs.generation, 5 * num_parts, value)}
+    sources = [source for compose in composes for source in json.loads(compose.body)["sourceObjects"]]
+    assert {source["name"]: source["generation"] for source in sources if "-0-" in source["name"]} == {
+        f"k.~{upload_id}-0-{part.part.number:05}-{TRY}.~part": int(part.token.removeprefix(f"{TRY}-")) for part in parts
+    }
+    assert all("generation" in source for source in sources)
+    assert composes[-1].path == "/storage/v1/b/bucket/o/k/compose"
+
+
+def test_what_is_composed_on_the_way_is_a_temporary_object_too(scripted: Any) -> None:
+    """It would be listed, or be left behind, or be charged for a month."""
+    server = scripted.serve(gcs := scripted.any_gcs())
+    store = server.store(storage_class="COLDLINE")
+    upload_id = store.create_multipart("k")
+    places = [Part(number=number, offset_bytes=number - 1, size_bytes=1) for number in range(1, 34)]
+    view = memoryview(b"x")
+    parts = [store.upload_part("k", upload_id, place, [view], crc32c=crc32c(b"x")) for place in places]
+    store.complete_multipart("k", upload_id, parts)
+    first, second, last = (request for request in server.requests if request.path.endswith("/compose"))
+    for number, request in enumerate((first, second), start=1):
+        assert re.fullmatch(
+            rf"/storage/v1/b/bucket/o/k\.~{upload_id}-1-0000{number}-[0-9a-f]{{8}}\.~part/compose", request.path
+        )
+    classes = [json.loads(request.body)["destination"]["storageClass"] for request in (first, second, last)]
+    assert classes == ["STANDARD", "STANDARD", "COLDLINE"]
+    assert set(gcs.objects) == {"k"}
+
+
+def test_deletes_keep_their_order_but_for_long_rows_of_siblings(scripted: Any) -> None:
+    """Data could be gone while its manifest still stands."""
+    server = scripted.serve(scripted.any_gcs())
+    data = [f"data/a/{n}" for n in range(40)]
+    server.store().delete(iter(["manifest.json", "manifest.1.json", *data, "last"]))
+    paths = [request.path.removeprefix("/storage/v1/b/bucket/o/") for request in server.requests]
+    assert paths[:2] == ["manifest.json", "manifest.1.json"]
+    assert sorted(paths[2:-1]) == sorted(data)
+    assert paths[-1] == "last"
+
+
+def test_one_object_that_could_not_be_removed_is_an_error(scripted: Any) -> None:
+    """The bucket would fill up silently."""
+
+    def but_one(connection: Any, request: Any) -> None:
+        denied = request.path.endswith("/k3")
+        (scripted.error(403, "forbidden") if denied else scripted.error(404, "notFound"))(connection, request)
+
+    server = scripted.serve(but_one)
+    with pytest.raises(errors.AccessDeniedError, match=r"gs://bucket/p/k3: .*storage\.objects\.delete"):
+        server.store(prefix="p").delete([f"k{n}" for n in range(20)])
+
+
+def test_listings_go_on_over_pages(scripted: Any) -> None:
+    """Everything behind the first 1,000 keys would be invisible to gc and latest."""
+
+    def page(name: str, **more: str) -> Any:
+        item = {"name": f"p/{name}", "size": "1", "timeCreated": "2026-01-01T00:00:00.000Z"}
+        return scripted.json({"kind": "storage#objects", "items": [item], **more})
+
+    first, last = page("x1", nextPageToken="T=1"), page("x2+")
+    server = scripted.serve(first, last)
+    assert [found.key for found in server.store(prefix="p").list("x")] == ["x1", "x2+"]
+    assert server.requests[0].query["prefix"] == "p/x"
+    assert server.requests[1].query["pageToken"] == "T=1"
+
+
+def test_directories_are_looked_into(scripted: Any) -> None:
+    """An upload's parts alone would make a step appear that no listing shows an object of."""
+
+    def part(step: str) -> dict[str, str]:
+        return {"name": f"p/{step}/a.~{UPLOAD}-0-00001-{TRY}.~part"}
+
+    listings = {
+        "p/": {"prefixes": ["p/step-1/", "p/step-2/", "p/step-3/"]},
+        "p/step-1/": {"items": [{"name": "p/step-1/a"}]},
+        "p/step-2/": {"items": [part("step-2")]},
+        "p/step-3/": {"items": [part("step-3")], "nextPageToken": "more"},
+    }
+
+    def listed(connection: Any, request: Any) -> None:
+        found = listings[request.query["prefix"]]
+        if "pageToken" in request.query:
+            found = {"items": [{"name": "p/step-3/z"}]}
+        scripted.json({"kind": "storage#objects", **found})(connection, request)
+
+    server = scripted.serve(listed)
+    assert list(server.store(prefix="p").list_directories()) == ["step-1", "step-3"]
+    assert server.requests[0].query["delimiter"] == "/"
+
+
+def test_uploads_are_known_by_the_names_of_their_parts(scripted: Any) -> None:
+    """gc opens a store at the run's root, whose writer had one at the checkpoint; and the oldest part tells the age."""
+    gcs = scripted.any_gcs()
+    for name in (
+        f"p/s/a.~{UPLOAD}-1-00001-{TRY}.~part",
+        f"p/s/a.~{UPLOAD}-0-00002-{TRY}.~part",
+        "p/s/b.~nothing.~part",
+        "p/s/c",
+    ):
+        gcs.put(name, 1, 0)
+    server = scripted.serve(gcs)
+    for prefix, key in (("p", "s/a"), ("p/s", "a"), ("", "p/s/a")):
+        (found,) = server.store(prefix=prefix).list_uploads()
+        assert (found.key, found.upload_id) == (key, UPLOAD)
+        assert found.started_at.isoformat() == "2026-01-01T00:00:00+00:00"
+    assert list(server.store(prefix="p").list_uploads("s/b")) == []
+    assert list(server.store(prefix="p").list_uploads("s/a.~")) == []
+    assert [info.key for info in server.store(prefix="p").list("s/")] == ["s/b.~nothing.~part", "s/c"]
+
+
+def test_no_object_may_be_called_like_a_part(scripted: Any) -> None:
+    """It would be invisible, and swept with the upload that it seems to belong to."""
+    server = scripted.serve(scripted.any_gcs())
+    store, key = server.store(), f"k.~{UPLOAD}-0-00001-{TRY}.~part"
+    for call in (
+        lambda: store.put(key, VIEWS, crc32c=CRC),
+        lambda: store.head(key),
+        lambda: store.read(key, max_bytes=1),
+        lambda: store.delete([key]),
+        lambda: store.create_multipart(key),
+        lambda: store.copy("k", key),
+    ):
+        with pytest.raises(errors.StoreError, match="temporary objects"):
+            call()
+    assert server.requests == []
+
+
+def test_a_long_copy_goes_on_until_it_is_done(scripted: Any) -> None:
+    """GCS copies large objects in several calls: the first answer is no copy yet."""
+    more = {"totalBytesRewritten": "5", "objectSize": "10", "done": False, "rewriteToken": "T=1"}
+    server = scripted.serve(scripted.json(more), scripted.json({**more, "rewriteToken": "T=2"}), scripted.any_gcs())
+    server.store().copy("k", "k2")
+    assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=2"]
+    assert {request.path for request in server.requests} == {"/storage/v1/b/bucket/o/k/rewriteTo/b/bucket/o/k2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"user_project": "payer"}, r"storage\.objects\.create.*serviceusage\.services\.use on the project payer"),
+        ({"kms_key_name": KEY}, "service agent"),
+    ],
+)
+def test_a_denial_names_what_the_options_need_besides(scripted: Any, options: dict[str, Any], words: str) -> None:
+    """A trainer that may create objects but not bill the project would be told to grant what it has."""
+    server = scripted.serve(scripted.error(403, "forbidden"))
+    with pytest.raises(errors.AccessDeniedError, match=words):
+        server.store(**options).put("k", VIEWS, crc32c=CRC)

@@ -1,0 +1,250 @@
+"""What is found out about endpoints that are not Amazon's: every lie that a server has been seen to tell."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from awscrt.checksums import crc32c
+
+from cloudckpt import errors
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.stores import _probe as probing
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing._contract_tools import at_once, put
+
+if TYPE_CHECKING:
+    import socket
+
+WAIT_S = 60.0
+PREFIX = f"/bucket/run/{probing.KEY_PREFIX}"
+
+
+@dataclass
+class SmallS3:
+    """A bucket as it should be, but for what the fields say."""
+
+    scripted: Any
+    conditional: bool = True
+    overwrites_what_it_refuses: bool = False
+    condition_error: tuple[int, str] | None = None
+    """Answered to the header, whatever lies at the key."""
+    exists_error: tuple[int, str] = (412, "PreconditionFailed")
+    verifies: bool = True
+    denied: frozenset[str] = frozenset()
+    """Methods."""
+    objects: dict[str, bytes] = field(default_factory=dict)
+    lost_answer: int | None = None
+    """The request, counted from 0, that is carried out and not answered."""
+    num_requests: int = 0
+
+    def __call__(self, connection: socket.socket, request: Any) -> None:
+        answer = self.carry_out(request)
+        number, self.num_requests = self.num_requests, self.num_requests + 1
+        if number == self.lost_answer:
+            answer = self.scripted.hang_up
+        answer(connection, request)
+
+    def carry_out(self, request: Any) -> Callable[..., None]:
+        path, error = request.path, self.scripted.error
+        if request.method in self.denied:
+            return error(403, "AccessDenied")
+        if request.method == "DELETE":
+            self.objects.pop(path, None)
+            return self.scripted.reply(204)
+        if request.method == "GET":
+            return self.scripted.reply(200, self.objects[path]) if path in self.objects else error(404, "NoSuchKey")
+        refusal = self.refusal(request)
+        if refusal is None or (refusal == self.exists_error and self.overwrites_what_it_refuses):
+            self.objects[path] = request.body
+        return self.scripted.reply(200, b"", {"ETag": '"e"'}) if refusal is None else error(*refusal)
+
+    def refusal(self, request: Any) -> tuple[int, str] | None:
+        if request.headers.get("if-none-match") == "*":
+            if self.condition_error is not None:
+                return self.condition_error
+            if self.conditional and request.path in self.objects:
+                return self.exists_error
+        sent = request.headers["x-amz-checksum-crc32c"]
+        right = base64.b64encode(crc32c(request.body).to_bytes(4, "big")).decode()
+        return (400, "BadDigest") if self.verifies and sent != right else None
+
+
+def served(scripted: Any, **faults: Any) -> tuple[SmallS3, Any]:
+    bucket = SmallS3(scripted, **faults)
+    return bucket, scripted.serve(bucket)
+
+
+def retried(store: S3Store) -> Any:
+    """As a save asks."""
+    return Retrier(retries=3, timeout_s=WAIT_S).call(store.probe)
+
+
+@pytest.fixture(autouse=True)
+def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda _error, _num_failures: 0.0)
+
+
+def test_an_honest_store_is_asked_once(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A save would cost more requests than said, again and again; or leave its own objects in the bucket."""
+    bucket, server = served(scripted)
+    with caplog.at_level("INFO", logger="cloudckpt"):
+        found = server.store(prefix="run").probe()
+    assert (found.conditional_create, found.verifies_crc32c, found.observed) == (True, True, "")
+    assert [request.method for request in server.requests] == ["PUT", "PUT", "GET", "PUT", "DELETE"]
+    assert len({request.path for request in server.requests}) == 1
+    assert server.requests[0].path.startswith(PREFIX)
+    assert bucket.objects == {}
+    assert f"{server.endpoint_url} (bucket 'bucket'): create-if-absent (If-None-Match: *) works" in caplog.text
+    assert server.store(prefix="another").probe() == found
+    assert pickle.loads(pickle.dumps(server.store())).probe() == found
+    assert bucket.num_requests == 5
+
+
+def test_each_bucket_is_asked(scripted: Any) -> None:
+    """One bucket of a gateway may lie on another store than the next, behind the same address."""
+    bucket, server = served(scripted)
+    server.store().probe()
+    options = {"endpoint_url": server.endpoint_url, "access_key_id": "a", "secret_access_key": "b"}
+    S3Store("other", "", storage_options=options, timeout_s=20, connections=1).probe()
+    assert bucket.num_requests == 10
+
+
+def test_threads_ask_together_once(scripted: Any) -> None:
+    """Each thread of a process that saves several checkpoints at once would probe anew."""
+    bucket, server = served(scripted)
+    stores = [server.store(prefix=str(number)) for number in range(6)]
+    found = at_once([store.probe for store in stores])
+    assert all(one == found[0] for one in found)
+    assert bucket.num_requests == 5
+
+
+@pytest.mark.parametrize(
+    ("faults", "saw"),
+    [
+        ({"conditional": False}, "ignores the condition: a second create-if-absent at one key succeeded"),
+        ({"overwrites_what_it_refuses": True}, "overwrites it all the same"),
+        ({"condition_error": (501, "NotImplemented")}, r"refuses the condition: .*NotImplemented \(501\)"),
+        ({"condition_error": (400, "InvalidArgument")}, r"refuses the condition: .*InvalidArgument \(400\)"),
+        ({"exists_error": (400, "InvalidRequest")}, "does not say that an object exists already: .*InvalidRequest"),
+    ],
+    ids=["ignores", "overwrites", "501", "400", "no 412"],
+)
+def test_a_store_that_cannot_create_if_absent_is_found_out(scripted: Any, faults: dict[str, Any], saw: str) -> None:
+    """Two saves to one URI would both report success (G2)."""
+    bucket, server = served(scripted, **faults)
+    store = server.store(prefix="run")
+    found = store.probe()
+    assert not found.conditional_create
+    assert found.verifies_crc32c
+    assert re.search(saw, found.observed), found.observed
+    assert found.observed.startswith(f"{server.endpoint_url} (bucket 'bucket') ")
+    assert bucket.objects == {}
+    assert bucket.num_requests <= 6
+
+
+def test_an_object_that_is_gone_again_is_no_creation(scripted: Any) -> None:
+    """A store that loses or delays what it took cannot hold a commit."""
+    bucket = SmallS3(scripted)
+
+    def forgetful(connection: Any, request: Any) -> None:
+        if request.method == "GET":
+            bucket.objects.clear()
+        bucket(connection, request)
+
+    found = scripted.serve(forgetful).store().probe()
+    assert not found.conditional_create
+    assert "does not find it right afterwards" in found.observed
+
+
+def test_what_was_found_out_is_kept_to(scripted: Any) -> None:
+    """A put that is to be conditional would overwrite, although it is known that it will."""
+    bucket, server = served(scripted, conditional=False)
+    store = server.store(prefix="run")
+    store.probe()
+    num_requests = bucket.num_requests
+    with pytest.raises(errors.UnsupportedOperationError, match="ignores the condition"):
+        put(store, "manifest.json", b"{}", if_absent=True)
+    assert bucket.num_requests == num_requests
+    put(store, "manifest.json", b"{}")
+    assert list(bucket.objects) == ["/bucket/run/manifest.json"]
+
+
+def test_checksums_that_nobody_compares_are_found_out(scripted: Any) -> None:
+    """Bytes damaged on the way would be said to be refused by a store that takes them."""
+    bucket, server = served(scripted, verifies=False)
+    found = server.store().probe()
+    assert (found.conditional_create, found.verifies_crc32c) == (True, False)
+    assert bucket.objects == {}
+
+
+def test_a_refusal_of_every_put_is_not_blamed_on_the_condition(scripted: Any) -> None:
+    """A mistaken option would come out as advice to give up protection against overwriting."""
+    server = scripted.serve(scripted.error(400, "InvalidStorageClass", "No such class."))
+    with pytest.raises(errors.StoreError, match="InvalidStorageClass"):
+        server.store().probe()
+    assert [request.method for request in server.requests] == ["PUT", "PUT"]
+
+
+def test_a_missing_permission_is_named_and_nothing_else_is_said(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning about an object that was never written would hide what is wrong; a cached failure would last."""
+    bucket, server = served(scripted, denied=frozenset({"PUT"}))
+    with caplog.at_level("INFO", logger="cloudckpt"), pytest.raises(errors.AccessDeniedError, match="s3:PutObject"):
+        server.store().probe()
+    assert bucket.num_requests == 1
+    assert caplog.text == ""
+    bucket.denied = frozenset()
+    assert server.store().probe().conditional_create
+
+
+def test_credentials_that_may_only_put_go_by_the_answers(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A trainer in a bucket that it may only add to could not save; or what it leaves there would not be named."""
+    bucket, server = served(scripted, denied=frozenset({"GET", "DELETE"}))
+    with caplog.at_level("WARNING", logger="cloudckpt"):
+        found = server.store(prefix="run").probe()
+    assert (found.conditional_create, found.verifies_crc32c) == (True, True)
+    (left,) = bucket.objects
+    assert left.startswith(PREFIX)
+    (record,) = caplog.records
+    assert f"could not remove s3:/{left}" in record.getMessage()
+    assert "s3:DeleteObject" in record.getMessage()
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_lost_answer_is_not_taken_for_another(scripted: Any, lost: int) -> None:
+    """The object of a put whose answer was lost would be taken for a refusal, and the save be refused for good."""
+    bucket, server = served(scripted, lost_answer=lost)
+    found = retried(server.store(prefix="run"))
+    assert found.conditional_create
+    assert bucket.objects == {}
+    again = lost < 3  # the last put only informs, and the delete is repeated by itself
+    assert len({request.path for request in server.requests}) == (2 if again else 1)
+    assert bucket.num_requests == (lost + 1 + 1 + 5 if again else 6 if lost == 4 else 5)
+
+
+@pytest.mark.parametrize("conflict", [(409, "ConditionalRequestConflict"), (503, "SlowDown")])
+def test_a_passing_refusal_proves_nothing(scripted: Any, conflict: tuple[int, str]) -> None:
+    """A busy moment of the store would be taken for what it always does."""
+    bucket = SmallS3(scripted)
+    server = scripted.serve(scripted.error(*conflict), bucket)
+    with pytest.raises(errors.TransientStoreError):
+        server.store().probe()
+    assert server.requests[-1].method == "DELETE"
+    assert server.store().probe().conditional_create
+
+
+def test_a_name_that_seems_taken_is_not_believed_at_once(scripted: Any) -> None:
+    """A proxy that sends a put twice makes the second answer 412: the save would be refused for good."""
+    bucket = SmallS3(scripted)
+    server = scripted.serve(scripted.error(412, "PreconditionFailed"), bucket)
+    assert retried(server.store()).conditional_create
+    always = scripted.serve(scripted.error(412, "PreconditionFailed"))
+    with pytest.raises(errors.TransientStoreError, match=r"drawn at random.*unconditional"):
+        retried(always.store())

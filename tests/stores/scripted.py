@@ -1,0 +1,127 @@
+"""A server that answers as a test says, request by request, for what goes wrong on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from io import BufferedReader
+from urllib.parse import parse_qs, unquote, urlsplit
+
+SOCKET_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Recorded:
+    """One request, as it came over the wire."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes
+
+
+Answer = Callable[[socket.socket, Recorded], None]
+
+
+@dataclass
+class ScriptedServer:
+    """Answers the n-th request by the n-th of `answers`, and all further ones by the last."""
+
+    answers: tuple[Answer, ...]
+    reads_bodies: bool = True
+    keeps_bodies: bool = True
+    requests: list[Recorded] = field(default_factory=list)
+    num_connections: int = 0
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    @property
+    def endpoint_url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        self.closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(SOCKET_TIMEOUT_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+            with self._lock:
+                self.num_connections += 1
+                self._open.append(connection)
+                self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(SOCKET_TIMEOUT_S)
+        with connection, connection.makefile("rb") as reader, contextlib.suppress(OSError):
+            while not self.closing.is_set() and (request := self._read(reader)) is not None:
+                with self._lock:
+                    self.requests.append(request)
+                    answer = self.answers[min(len(self.requests), len(self.answers)) - 1]
+                answer(connection, request)
+
+    def _read(self, reader: BufferedReader) -> Recorded | None:
+        first = reader.readline().decode("latin-1").split()
+        if len(first) != 3:
+            return None
+        headers = {}
+        while line := reader.readline().decode("latin-1").strip():
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+        size_bytes = int(headers.get("content-length", 0)) if self.reads_bodies else 0
+        body, buffer = bytearray(), bytearray(min(size_bytes, 1 << 20))
+        while size_bytes:
+            count = reader.readinto(memoryview(buffer)[: min(size_bytes, len(buffer))])
+            if not count:
+                return None
+            size_bytes -= count
+            body += buffer[:count] if self.keeps_bodies else b""
+        method, target, _ = first
+        parts = urlsplit(target)
+        query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
+        return Recorded(method, unquote(parts.path), query, headers, bytes(body))
+
+
+def reply(
+    status: int = 200, body: bytes | str = b"", headers: dict[str, str] | None = None, *, length: int | None = None
+) -> Answer:
+    """An answer; with `length`, one that promises another length than it has, and then ends the connection."""
+    content = body.encode() if isinstance(body, str) else body
+
+    def answer(connection: socket.socket, request: Recorded) -> None:
+        fields = {"Content-Length": str(len(content) if length is None else length), **(headers or {})}
+        head = f"HTTP/1.1 {status} X\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        connection.sendall(head.encode() + b"\r\n" + (b"" if request.method == "HEAD" else content))
+        if length is not None:
+            connection.shutdown(socket.SHUT_RDWR)
+
+    return answer
+
+
+def hang_up(connection: socket.socket, _: Recorded) -> None:
+    """End the connection without an answer."""
+    connection.shutdown(socket.SHUT_RDWR)

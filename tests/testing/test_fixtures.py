@@ -1,0 +1,138 @@
+"""The fixtures for users' own tests, in a test run such as a user's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+WAIT_S = 120.0
+CONFTEST = 'pytest_plugins = ["cloudckpt.testing.fixtures"]\n'
+# torch says so at every save without a process group. Everything else is an error, an open socket included.
+OPTIONS = ("-W", "error", "-W", "ignore:torch.distributed is disabled:UserWarning", "-p", "no:cacheprovider")
+
+SAVING = """
+import pytest
+import torch
+import cloudckpt
+
+@pytest.fixture(params=["cloudckpt_s3_uri", "cloudckpt_gcs_uri"])
+def uri(request):
+    return request.getfixturevalue(request.param)
+
+@pytest.mark.parametrize("turn", range(2))
+def test_a_model_comes_back(uri, turn):
+    assert cloudckpt.list_checkpoints(uri) == []
+    state = {"weights": torch.arange(100.0) + turn, "step": turn}
+    cloudckpt.save(state, f"{uri}/step-1")
+    assert [info.name for info in cloudckpt.list_checkpoints(uri)] == ["step-1"]
+    loaded = {"weights": torch.zeros(100), "step": -1}
+    cloudckpt.load(loaded, f"{uri}/step-1")
+    assert torch.equal(loaded["weights"], state["weights"])
+    assert loaded["step"] == turn
+
+def test_both_stores_at_once(cloudckpt_s3_uri, cloudckpt_gcs_uri):
+    for uri in (cloudckpt_s3_uri, cloudckpt_gcs_uri):
+        cloudckpt.save({"weights": torch.ones(3)}, f"{uri}/step-1")
+"""
+
+ENVIRONMENT = """
+import os
+
+def test_nothing_of_the_users_own_is_seen(cloudckpt_s3_uri, cloudckpt_s3_server):
+    assert not {"AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS", "HTTPS_PROXY"} & os.environ.keys()
+    assert os.environ["AWS_ENDPOINT_URL_S3"] == cloudckpt_s3_server.endpoint_url
+
+def test_it_is_as_before(cloudckpt_s3_server):
+    assert os.environ["AWS_PROFILE"] == "prod"
+    assert "AWS_ENDPOINT_URL_S3" not in os.environ
+"""
+
+KILLING = """
+import boto3
+import pytest
+from google.cloud import storage
+
+def test_the_servers_are_killed(cloudckpt_s3_server, cloudckpt_gcs_server):
+    cloudckpt_s3_server.kill()
+    cloudckpt_gcs_server.kill()
+
+def test_they_are_up_for_the_next(cloudckpt_s3_uri, cloudckpt_gcs_uri):
+    bucket = cloudckpt_s3_uri.removeprefix("s3://")
+    assert bucket in {found["Name"] for found in boto3.client("s3").list_buckets()["Buckets"]}
+    client = storage.Client()
+    client.bucket(cloudckpt_gcs_uri.removeprefix("gs://")).blob("kept").upload_from_string(b"body")
+
+def test_data_of_gcs_outlive_a_kill(cloudckpt_gcs_uri, cloudckpt_gcs_server):
+    bucket = storage.Client().bucket(cloudckpt_gcs_uri.removeprefix("gs://"))
+    bucket.blob("kept").upload_from_string(b"body")
+    cloudckpt_gcs_server.restart()
+    assert bucket.blob("kept").download_as_bytes() == b"body"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _users_own(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> None:
+    """An environment that would lead elsewhere, and fail there."""
+    monkeypatch.setenv("AWS_PROFILE", "prod")
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    pytester.makeconftest(CONFTEST)
+
+
+def run(pytester: pytest.Pytester, source: str, *, passed: int) -> None:
+    pytester.makepyfile(source)
+    # A process of its own, as a user's is: with these settings, and nothing that this one has imported.
+    result = pytester.runpytest_subprocess(*OPTIONS, timeout=WAIT_S)
+    result.assert_outcomes(passed=passed)
+
+
+def test_a_user_saves_and_loads_offline(pytester: pytest.Pytester) -> None:
+    """A user's test would need a bucket that is paid for, or see what another test has saved."""
+    run(pytester, SAVING, passed=5)
+
+
+def test_the_users_environment_is_hidden_and_comes_back(pytester: pytest.Pytester) -> None:
+    """A user's credentials or proxy would send a test's checkpoints to a real store."""
+    run(pytester, ENVIRONMENT, passed=2)
+
+
+def test_a_killed_server_is_up_for_the_next_test(pytester: pytest.Pytester) -> None:
+    """One test that kills the server would fail all that come after it."""
+    run(pytester, KILLING, passed=3)
+
+
+def test_nothing_is_loaded_that_was_not_asked_for(pytester: pytest.Pytester) -> None:
+    """Whoever has cloudckpt installed would have its fixtures in every test run, and pay for their import."""
+    pytester.makeconftest("")
+    pytester.makepyfile("def test(cloudckpt_s3_uri): pass")
+    result = pytester.runpytest_subprocess(*OPTIONS, timeout=WAIT_S)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*fixture 'cloudckpt_s3_uri' not found*"])
+
+
+def test_every_fixture_is_documented(pytester: pytest.Pytester) -> None:
+    """`pytest --fixtures` is where a user looks for them."""
+    result = pytester.runpytest_subprocess("--fixtures", timeout=WAIT_S)
+    words = result.stdout.str()
+    for name in ("s3_server", "s3_uri", "gcs_server", "gcs_uri"):
+        assert f"cloudckpt_{name}" in words
+    assert "no docstring available" not in words
+
+
+def test_naming_the_module_starts_nothing(tmp_path: Path) -> None:
+    """A test run that uses no store would wait for servers, or fail where their packages are missing."""
+    source = (
+        "import sys\n"
+        "import cloudckpt.testing.fixtures\n"
+        "print(sorted({'moto', 'boto3', 'google.cloud.storage'} & sys.modules.keys()))\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert said.stdout.strip() == "[]"

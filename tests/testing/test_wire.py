@@ -1,0 +1,345 @@
+"""The wire: that it passes everything on, breaks exactly what it is told to, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+import pytest
+
+from cloudckpt.testing.wire import (
+    CutAnswer,
+    CutRequest,
+    LoseAnswer,
+    Reply,
+    Rule,
+    StallAnswer,
+    StallRequest,
+    Tell,
+    Wire,
+)
+
+_WAIT_S = 30.0
+_SHORT_S = 0.4
+BODY = bytes(range(256)) * 40
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = _WAIT_S
+    seen: ClassVar[list[tuple[str, str, str, bytes]]]
+
+    def _handle(self) -> None:
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            body = b""
+            while size := int(self.rfile.readline(), 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        else:
+            size = int(self.headers.get("Content-Length", 0))
+            body = self.rfile.read(size)
+            if len(body) < size:
+                self.close_connection = True
+                return
+        self.seen.append((self.command, self.path, self.headers["Host"], body))
+        if self.path == "/none":
+            self.send_response(204)
+            self.end_headers()
+        elif self.path == "/chunked":
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for start in range(0, len(BODY), 1000):
+                piece = BODY[start : start + 1000]
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self.wfile.write(b"0\r\n\r\n")
+        elif self.path == "/to-the-end":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(BODY)
+            self.close_connection = True
+        else:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(BODY)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(BODY)
+
+    do_GET = do_HEAD = do_PUT = do_DELETE = _handle  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    block_on_close = True
+    daemon_threads = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    handler = type("Handler", (_Handler,), {"seen": []})
+    with _Server(("127.0.0.1", 0), handler) as running:
+        running.seen = handler.seen
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield running
+        finally:
+            running.shutdown()
+            thread.join(_WAIT_S)
+
+
+@contextlib.contextmanager
+def connected(wire: Wire, *, timeout_s: float = _WAIT_S) -> Iterator[http.client.HTTPConnection]:
+    connection = http.client.HTTPConnection(urlsplit(wire.url).netloc, timeout=timeout_s)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def ask(
+    connection: http.client.HTTPConnection, method: str = "GET", path: str = "/a", body: object = None, **headers: str
+) -> tuple[int, bytes]:
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    with connection.getresponse() as answer:
+        return answer.status, answer.read()
+
+
+def test_everything_is_passed_on_untouched(server):
+    """A header or byte that changes on the way would break signatures, and the wire would be what is tested."""
+    with Wire(server.url) as wire, connected(wire) as connection:
+        assert ask(connection, "GET", "/a%20b?c=d%2Fe") == (200, BODY)
+        assert ask(connection, "HEAD") == (200, b"")
+        assert ask(connection, "PUT", "/put", BODY) == (200, BODY)
+        assert ask(connection, "PUT", "/pieces", iter([BODY, b"", BODY])) == (200, BODY)
+        assert ask(connection, "DELETE", "/none") == (204, b"")
+        assert ask(connection, "GET", "/chunked") == (200, BODY)
+        assert ask(connection, "GET", "/to-the-end") == (200, BODY)
+        assert ask(connection, "GET", "/after") == (200, BODY)
+        host = urlsplit(wire.url).netloc
+        bodies = [b"", b"", BODY, BODY + BODY, b"", b"", b"", b""]
+        paths = ["/a%20b?c=d%2Fe", "/a", "/put", "/pieces", "/none", "/chunked", "/to-the-end", "/after"]
+        methods = ["GET", "HEAD", "PUT", "PUT", "DELETE", "GET", "GET", "GET"]
+        assert server.seen == list(zip(methods, paths, [host] * 8, bodies, strict=True))
+        assert [(seen.method, seen.target) for seen in wire.requests] == list(zip(methods, paths, strict=True))
+        assert wire.num_acted == 0
+
+
+def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server):
+    """botocore sends ``Expect: 100-continue`` and waits; a wire that waits for the body first would hang."""
+    with Wire(server.url) as wire, socket.create_connection(urlsplit(wire.url).netloc.split(":"), _WAIT_S) as client:
+        client.sendall(b"PUT /a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
+        reader = client.makefile("rb")
+        with reader:
+            assert reader.readline().startswith(b"HTTP/1.1 100")
+            assert reader.readline() == b"\r\n"
+            client.sendall(b"abc")
+            assert reader.readline().startswith(b"HTTP/1.1 200")
+    assert server.seen[0][3] == b"abc"
+
+
+def test_rules_count_what_they_match(server):
+    """A fault that hits another request than the one meant would test something else, or nothing."""
+    refused = Reply(status=503, body=b"slow down", headers=(("Retry-After", "1"),))
+    rule = Rule(action=refused, method="PUT", path="^/data/", skip=1, times=2)
+    with Wire(server.url, rule) as wire, connected(wire) as connection:
+        asked = [
+            ("PUT", "/data/0", 200),
+            ("GET", "/data/1", 200),
+            ("PUT", "/other/data/1", 200),
+            ("PUT", "/data/2", 503),
+            ("PUT", "/data/3", 503),
+            ("PUT", "/data/4", 200),
+        ]
+        for method, path, status in asked:
+            assert ask(connection, method, path, b"x")[0] == status, path
+        assert [(seen.target, seen.action) for seen in wire.requests if seen.action] == [
+            ("/data/2", refused),
+            ("/data/3", refused),
+        ]
+        assert [path for _, path, _, _ in server.seen] == ["/data/0", "/data/1", "/other/data/1", "/data/4"]
+
+
+def test_of_several_rules_the_first_that_is_due_acts(server):
+    """Rules are written for a sequence of faults; each must know how many requests there were before."""
+    first, second = Reply(status=500), Reply(status=429)
+    rules = [Rule(action=first, skip=1), Rule(action=second, times=None)]
+    with Wire(server.url, *rules) as wire, connected(wire) as connection:
+        assert [ask(connection)[0] for _ in range(3)] == [429, 500, 429]
+        wire.clear()
+        assert ask(connection)[0] == 200
+        wire.add(Rule(action=first, header="If-None-Match"))
+        assert ask(connection)[0] == 200
+        assert ask(connection, If_None_Match="*")[0] == 500
+
+
+def test_the_answer_of_the_wire_itself(server):
+    """A refusal has a body and headers that clients go by; the store must not hear of the request."""
+    reply = Reply(status=429, body=b"{}", headers=(("Retry-After", "7"),))
+    with Wire(server.url, Rule(action=reply, times=None)) as wire, connected(wire) as connection:
+        connection.request("PUT", "/a", BODY)
+        with connection.getresponse() as answer:
+            assert (answer.status, answer.headers["Retry-After"], answer.read()) == (429, "7", b"{}")
+        assert ask(connection, "HEAD") == (429, b"")
+        assert ask(connection) == (429, b"{}")
+    assert server.seen == []
+
+
+def test_a_lost_answer_was_given(server):
+    """The point of it: the store has done what it was asked, and the client cannot know."""
+    with Wire(server.url, Rule(action=LoseAnswer())) as wire:
+        with connected(wire) as connection, pytest.raises(ConnectionResetError):
+            ask(connection, "PUT", "/a", BODY)
+        assert server.seen[0][3] == BODY
+        with connected(wire) as connection:
+            assert ask(connection)[0] == 200
+
+
+@pytest.mark.parametrize("after_bytes", [0, 1, 1000, len(BODY), 10 * len(BODY)])
+def test_a_cut_request_never_arrives_whole(server, after_bytes):
+    """Were the store to get all of it, it would be a lost answer and no broken upload."""
+    cut = Rule(action=CutRequest(after_bytes=after_bytes))
+    broken = (ConnectionResetError, BrokenPipeError)
+    with Wire(server.url, cut) as wire, connected(wire) as connection, pytest.raises(broken):
+        ask(connection, "PUT", "/a", BODY)
+    assert server.seen == []
+
+
+def test_a_cut_request_without_a_body_never_arrives(server):
+    """Its head alone would be the whole request."""
+    cut = Rule(action=CutRequest(after_bytes=9))
+    with Wire(server.url, cut) as wire, connected(wire) as connection, pytest.raises(ConnectionResetError):
+        ask(connection, "DELETE", "/a")
+    assert server.seen == []
+
+
+@pytest.mark.parametrize("path", ["/a", "/to-the-end"])
+@pytest.mark.parametrize("after_bytes", [0, 1, 1000, len(BODY) - 1, len(BODY), 10 * len(BODY)])
+def test_a_cut_answer_has_so_many_bytes(server, after_bytes, path):
+    """What has arrived counts: a client resumes there."""
+    with Wire(server.url, Rule(action=CutAnswer(after_bytes=after_bytes))) as wire, connected(wire) as connection:
+        connection.request("GET", path)
+        with connection.getresponse() as answer:
+            assert answer.status == 200
+            try:
+                received = answer.read()
+            except http.client.IncompleteRead as error:
+                received = error.partial
+    assert received == BODY[: min(after_bytes, len(BODY) - 1)]
+
+
+def test_an_answer_can_be_cut_by_a_reset(server):
+    """Some networks end a connection in good order, others do not; clients meet other errors then."""
+    cut = Rule(action=CutAnswer(after_bytes=10, reset=True))
+    broken = (ConnectionResetError, http.client.IncompleteRead)
+    with Wire(server.url, cut) as wire, connected(wire) as connection, pytest.raises(broken):
+        ask(connection)
+
+
+@pytest.mark.parametrize("action", [StallAnswer(), StallRequest(), StallAnswer(after_bytes=100)])
+def test_a_stall_lasts_until_the_wire_closes(server, action):
+    """A client that waits for ever must be found out, and the test must end all the same."""
+    with Wire(server.url, Rule(action=action)) as wire:
+        with connected(wire, timeout_s=_SHORT_S) as connection, pytest.raises(TimeoutError):
+            ask(connection, "PUT", "/a", BODY)
+        with connected(wire) as connection:
+            assert ask(connection)[0] == 200
+    assert len(server.seen) == (1 if isinstance(action, StallRequest) else 2)
+
+
+def test_a_client_cannot_send_what_nobody_takes(server):
+    """Uploads stall while they are sent, too: the client's own buffers are full then."""
+    stall = Rule(action=StallRequest(after_bytes=1000))
+    body = bytes(32 << 20)
+    with (
+        Wire(server.url, stall) as wire,
+        connected(wire, timeout_s=_SHORT_S) as connection,
+        pytest.raises(TimeoutError),
+    ):
+        ask(connection, "PUT", "/a", body)
+
+
+def test_told_before_the_request_is_passed_on(server):
+    """A server is killed at a certain request, not at about that time."""
+    told = []
+    tell = Tell(function=lambda seen: told.append((seen.target, len(server.seen))))
+    with Wire(server.url, Rule(action=tell, method="PUT")) as wire, connected(wire) as connection:
+        assert ask(connection)[0] == 200
+        assert ask(connection, "PUT", "/b", b"x")[0] == 200
+    assert told == [("/b", 1)]
+
+
+def test_nothing_listens_meanwhile(server):
+    """A server that is down refuses, and what was connected to it has ended; afterwards it is there again."""
+    with Wire(server.url) as wire, connected(wire) as connection:
+        assert ask(connection)[0] == 200
+        with wire.refusing():
+            with connected(wire) as other, pytest.raises(ConnectionRefusedError):
+                ask(other)
+            with pytest.raises((ConnectionError, http.client.BadStatusLine)):
+                ask(connection)
+        connection.close()
+        assert ask(connection)[0] == 200
+
+
+def test_nobody_answers_a_connect_meanwhile(server):
+    """Behind a firewall a connect meets silence: only a timeout ends it."""
+    with Wire(server.url) as wire:
+        with wire.deaf(), connected(wire, timeout_s=_SHORT_S) as connection, pytest.raises(TimeoutError):
+            connection.connect()
+        with connected(wire) as connection:
+            assert ask(connection)[0] == 200
+
+
+def test_a_store_that_is_gone_is_a_broken_connection(server):
+    """Whoever kills the store behind the wire must see what a client of the store would see: no hang, no answer."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    with Wire(url) as wire, connected(wire) as connection, pytest.raises(ConnectionError):
+        ask(connection)
+
+
+def test_nothing_is_left_behind(server):
+    """A thread or socket that outlives its wire disturbs the tests that follow."""
+    before = set(threading.enumerate())
+    rules = [Rule(action=StallAnswer()), Rule(action=StallRequest(after_bytes=5), skip=1)]
+    with contextlib.ExitStack() as stack:
+        wire = stack.enter_context(Wire(server.url, *rules))
+        for _ in range(3):
+            connection = stack.enter_context(connected(wire, timeout_s=_SHORT_S))
+            with contextlib.suppress(TimeoutError):
+                ask(connection, "PUT", "/a", BODY)
+        wire.close()
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("wire")]
+        assert not wire._open
+        with connected(wire) as connection, pytest.raises(ConnectionRefusedError):
+            ask(connection)
+
+
+def test_credentials_are_not_logged(server):
+    """The log of a test run is often public."""
+    with Wire(server.url) as wire, connected(wire) as connection:
+        secrets = dict.fromkeys(("Authorization", "X-Amz-Security-Token", "Cookie"), "SECRET")
+        ask(connection, X_Other="kept", **secrets)
+        assert "SECRET" not in repr(wire.requests)
+        assert wire.requests[0].header("X-Other") == "kept"
+
+
+@pytest.mark.parametrize("url", ["https://bucket.example", "127.0.0.1:80", "http://"])
+def test_only_plain_http_is_passed(url):
+    """TLS cannot be looked into, and a proxy that passes it blindly would break nothing that it is told to."""
+    with pytest.raises(ValueError, match="plain HTTP"):
+        Wire(url)

@@ -16,6 +16,7 @@ from cloudckpt.errors import InvalidOptionError
 
 if TYPE_CHECKING:
     from cloudckpt.report import Event
+    from cloudckpt.stores.base import Store
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -59,6 +60,8 @@ class Options:
     """The user's own JSON values, kept in the manifest."""
     on_event: Callable[[Event], None] | None = None
     """Called at each step, in the thread that made it. Must be quick, and picklable for async saves by process."""
+    wrap_store: Callable[[Store], Store] | None = None
+    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls."""
 
     def __post_init__(self) -> None:
         # A value of the wrong type cannot be compared with a bound, so types come first.
@@ -79,6 +82,14 @@ def _of_type(name: str, kind: type[Any], what: str) -> _Rule:
         return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
     return name, is_good, what
+
+
+def _callable_or_none(name: str) -> _Rule:
+    def is_good(options: Options) -> bool:
+        value = getattr(options, name)
+        return value is None or callable(value)
+
+    return name, is_good, "callable or None"
 
 
 def _is_json(value: object) -> bool:
@@ -108,7 +119,8 @@ _TYPES: tuple[_Rule, ...] = (
     ),
     _of_type("verify", bool, "True or False"),
     _of_type("metadata", Mapping, "a mapping"),
-    ("on_event", lambda options: options.on_event is None or callable(options.on_event), "callable or None"),
+    _callable_or_none("on_event"),
+    _callable_or_none("wrap_store"),
 )
 
 _BOUNDS: tuple[_Rule, ...] = (

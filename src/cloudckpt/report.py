@@ -8,10 +8,12 @@ from typing import Literal
 EventName = Literal[
     "save.set_up",
     "save.part_uploaded",
+    "save.completing",
     "save.object_uploaded",
     "save.written",
     "save.committing",
     "save.committed",
+    "save.removing",
     "save.cleaned_up",
     "load.planned",
     "load.range_read",

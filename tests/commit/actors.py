@@ -76,7 +76,7 @@ def saver(attempt: str, *, overwrite: bool = False) -> Actor:
             return f"{attempt} failed"
         store.milestones.append(f"{attempt} committed as {number}")
         if number:
-            remove_superseded(store, manifest, number=number, retrier=retrier)
+            remove_superseded(store, manifest, number=number, retrier=retrier, on_removing=lambda key: None)
         return f"{attempt} committed"
 
     return act

@@ -168,7 +168,7 @@ def test_what_was_replaced_is_removed_lowest_first(store: FaultyStore) -> None:
     for number, attempt in enumerate(["a", "b", "c"]):
         put_commit(store, number, attempt)
     put(store, "data/unrelated/0-0.safetensors", b"another save, under way")
-    assert remove_superseded(store, manifest_for("c"), number=2, retrier=retrier()) == 4
+    assert remove_superseded(store, manifest_for("c"), number=2, retrier=retrier(), on_removing=lambda key: None) == 4
     deleted = [call.key for call in store.calls if call.operation == "delete"]
     assert deleted == ["manifest.json", "manifest.1.json", data_key_of("a"), data_key_of("b")]
     left = {info.key for info in store.inner.list()}
@@ -179,7 +179,7 @@ def test_shared_data_is_kept(store: FaultyStore) -> None:
     """If this fails, a save that reuses objects of the one before loses them in its clean-up."""
     put_commit(store, 0, "a")
     put(store, manifest_key(1), encode(manifest_for("a")))
-    remove_superseded(store, manifest_for("a"), number=1, retrier=retrier())
+    remove_superseded(store, manifest_for("a"), number=1, retrier=retrier(), on_removing=lambda key: None)
     assert {info.key for info in store.inner.list()} == {"manifest.1.json", data_key_of("a")}
 
 
@@ -191,7 +191,7 @@ def test_a_broken_older_manifest_does_not_stop_the_clean_up(
     put_commit(store, 1, "b")
     put_commit(store, 2, "c")
     with caplog.at_level(logging.WARNING, "cloudckpt"):
-        remove_superseded(store, manifest_for("c"), number=2, retrier=retrier())
+        remove_superseded(store, manifest_for("c"), number=2, retrier=retrier(), on_removing=lambda key: None)
     assert {info.key for info in store.inner.list()} == {"manifest.2.json", data_key_of("c")}
     assert "cannot tell which data belongs to" in caplog.text
 
@@ -205,7 +205,9 @@ def test_a_clean_up_that_fails_is_logged_and_no_more(
     put_commit(store, 1, "b")
     store.fail(operation, error=lambda: permanent(operation))
     with caplog.at_level(logging.WARNING, "cloudckpt"):
-        assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier()) == 0
+        assert (
+            remove_superseded(store, manifest_for("b"), number=1, retrier=retrier(), on_removing=lambda key: None) == 0
+        )
     assert "gc will" in caplog.text
     assert what_counts(store) == (1, "b")
 
@@ -215,7 +217,7 @@ def test_a_clean_up_that_comes_too_late_does_nothing(store: FaultyStore, numbers
     """If this fails, a slow overwriter removes what was saved after its own checkpoint was overwritten or deleted."""
     for number in numbers:
         put_commit(store, number, f"later{number}")
-    assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier()) == 0
+    assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier(), on_removing=lambda key: None) == 0
     assert manifest_numbers(store.inner) == numbers
 
 

@@ -73,6 +73,7 @@ def session_of(store: Store, *, connections: int = 3, retries: int = 3) -> Uploa
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         on_part=lambda key, num_bytes: None,
+        on_completing=lambda key: None,
         on_object=lambda key, num_bytes: None,
     )
 
@@ -305,6 +306,7 @@ def test_events_count_every_part_and_object_once(store: FaultyStore) -> None:
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         on_part=lambda key, num_bytes: parts.append((key, num_bytes)),
+        on_completing=lambda key: None,
         on_object=lambda key, num_bytes: objects.append((key, num_bytes)),
     )
     store.fail("upload_part")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from awscrt.checksums import crc32c
 
@@ -25,6 +26,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Store
 
 _log = logging.getLogger("cloudckpt")
+
+_BATCH = 1000  # keys that one request of S3 can delete
 
 # Errors that say the object was not written. Any other may have come after it was.
 _REFUSALS = (
@@ -93,11 +96,14 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
         )
 
 
-def remove_superseded(store: Store, manifest: Manifest, *, number: int, retrier: Retrier) -> int:
+def remove_superseded(
+    store: Store, manifest: Manifest, *, number: int, retrier: Retrier, on_removing: Callable[[str], None]
+) -> int:
     """After the commit of `manifest` as `number`: remove the commits below it, lowest first, and then their data.
 
     The order matters: whatever is left at any moment, the highest number is the newest commit. What cannot be
-    removed is logged, invisible to readers, and left to gc. Returns how many objects were removed.
+    removed is logged, invisible to readers, and left to gc. `on_removing` is told the first key of each request before
+    it is made. Returns how many objects were removed.
     """
     kept = {stored.key for stored in manifest.objects}
     num_removed = 0
@@ -107,7 +113,11 @@ def remove_superseded(store: Store, manifest: Manifest, *, number: int, retrier:
             return 0  # overwritten or deleted since: what lies there now is not this save's to judge
         stale = numbers[:-1]
         keys = [key for n in stale for key in _data_keys(store, n, retrier) if key not in kept]
-        for batch in ([manifest_key(n) for n in stale], keys):
+        batches = [keys[i : i + _BATCH] for i in range(0, len(keys), _BATCH)]
+        for batch in ([manifest_key(n) for n in stale], *batches):
+            if not batch:
+                continue
+            on_removing(batch[0])
             retrier.call(lambda batch=batch: store.delete(batch))  # type: ignore[misc]  # mypy cannot see the default
             num_removed += len(batch)
     except StoreError as error:

@@ -216,7 +216,13 @@ class SaveJob:
         try:
             context.emit("save.committed", key=manifest_key(self._number))
             if self._number:
-                remove_superseded(context.store, manifest, number=self._number, retrier=context.retrier)
+                remove_superseded(
+                    context.store,
+                    manifest,
+                    number=self._number,
+                    retrier=context.retrier,
+                    on_removing=lambda key: context.emit("save.removing", key=key),
+                )
                 context.emit("save.cleaned_up")
         except Exception:  # noqa: BLE001  # it is logged, and must not undo a commit
             _log.exception("%s is committed, but tidying up after it failed", context.uri)

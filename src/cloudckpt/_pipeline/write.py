@@ -41,6 +41,7 @@ def write_items(
         part_bytes=options.part_bytes,
         tile_bytes=options.tile_bytes,
         on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+        on_completing=lambda key: context.emit("save.completing", key=key),
         on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
     ) as session:
         # Object by object, so that what a planner makes while resolving is not all held at once.

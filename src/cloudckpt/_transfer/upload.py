@@ -62,6 +62,7 @@ class UploadSession:
         part_bytes: int,
         tile_bytes: int,
         on_part: Callable[[str, int], None],
+        on_completing: Callable[[str], None],
         on_object: Callable[[str, int], None],
     ) -> None:
         self._store = store
@@ -70,6 +71,7 @@ class UploadSession:
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
         self._on_part = on_part
+        self._on_completing = on_completing
         self._on_object = on_object
         self._workers = Workers(connections, name="cloudckpt-upload")
         # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
@@ -165,6 +167,7 @@ class UploadSession:
         upload_id = target.upload_id
         if upload_id is not None:
             parts = [target.uploaded[part.number] for part in target.parts]
+            self._on_completing(target.key)
             self._retrier.call(lambda: self._complete_once(target.key, upload_id, parts, size_bytes))
             stored_bytes = self._retrier.call(lambda: self._store.head(target.key)).size_bytes
             if stored_bytes != size_bytes:

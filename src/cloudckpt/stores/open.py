@@ -20,7 +20,11 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
     Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have, and
     `MissingDependencyError` where its package is not installed.
     """
-    location = parse_location(uri)
+    store = _opened(parse_location(uri), options)
+    return store if options.wrap_store is None else options.wrap_store(store)
+
+
+def _opened(location: Location, options: Options) -> Store:
     # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
     if location.scheme == "s3":
         from cloudckpt.stores.s3 import S3Store  # noqa: PLC0415

@@ -7,6 +7,7 @@ import http.client
 import http.server
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import ClassVar
 from urllib.parse import urlsplit
@@ -16,12 +17,15 @@ import pytest
 from cloudckpt.testing.wire import (
     CutAnswer,
     CutRequest,
+    CutSomewhere,
+    Delay,
     LoseAnswer,
     Reply,
     Rule,
     StallAnswer,
     StallRequest,
     Tell,
+    Throttle,
     Wire,
 )
 
@@ -280,6 +284,119 @@ def test_told_before_the_request_is_passed_on(server):
         assert ask(connection)[0] == 200
         assert ask(connection, "PUT", "/b", b"x")[0] == 200
     assert told == [("/b", 1)]
+
+
+@pytest.mark.parametrize("path", ["/a", "/chunked"])
+def test_told_after_the_answer_and_before_the_client_has_any_of_it(server, path):
+    """A client is killed between a commit and its confirmation; one request earlier or later is another test."""
+    told: list[int] = []
+    received = threading.Event()
+
+    def tell(seen):
+        assert not received.wait(_SHORT_S)
+        told.append(len(server.seen))
+
+    rule = Rule(action=Tell(function=tell, moment="answer"), method="PUT")
+    with Wire(server.url, rule) as wire, connected(wire) as connection:
+        assert ask(connection)[0] == 200
+        connection.request("PUT", path, b"x")
+        with connection.getresponse() as answer:
+            received.set()
+            assert answer.read() == BODY
+    assert told == [2]
+
+
+def test_whoever_is_told_after_the_answer_may_end_the_client(server):
+    """The wire must outlive the client that a test kills there, and the store must have done what it was asked."""
+    with Wire(server.url) as wire:
+        with connected(wire) as connection:
+            wire.add(Rule(action=Tell(function=lambda _: connection.sock.shutdown(socket.SHUT_RDWR), moment="answer")))
+            with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+                ask(connection, "PUT", "/a", BODY)
+        assert server.seen[0][3] == BODY
+        with connected(wire) as connection:
+            assert ask(connection)[0] == 200
+
+
+@pytest.mark.parametrize("moment", ["request", "answer"])
+def test_a_delay_is_before_the_request_or_before_the_answer(server, moment):
+    """A slow network is not one that loses things; and what is late must be late at the moment that a test means."""
+    paused: list[tuple[float, int]] = []
+    rule = Rule(action=Delay(delay_s=7.5, moment=moment), method="PUT")
+    with (
+        Wire(server.url, rule, pause=lambda delay_s: paused.append((delay_s, len(server.seen)))) as wire,
+        connected(wire) as connection,
+    ):
+        assert ask(connection) == (200, BODY)
+        assert ask(connection, "PUT", "/a", b"x") == (200, BODY)
+    assert paused == [(7.5, 1 if moment == "request" else 2)]
+
+
+def test_a_delay_takes_real_time_and_ends_with_the_wire(server):
+    """A client's timeout must be met by a wait that is one; and a test must not wait for the rest of it."""
+    with Wire(server.url, Rule(action=Delay(delay_s=1e6))) as wire:
+        with connected(wire, timeout_s=_SHORT_S) as connection, pytest.raises(TimeoutError):
+            ask(connection)
+        wire.add(Rule(action=Delay(delay_s=_SHORT_S)))
+        with connected(wire) as connection:
+            started = time.monotonic()
+            assert ask(connection) == (200, BODY)
+            assert time.monotonic() - started >= _SHORT_S
+
+
+def test_a_throttled_direction_is_as_slow_as_told_and_the_other_is_not(server):
+    """A slow upload and a slow download meet different timeouts; both must bring every byte."""
+    body = BODY * 10
+    up, down = Throttle(request_bytes_per_s=1000.0), Throttle(answer_bytes_per_s=10.0)
+    paused: list[float] = []
+    rules = [Rule(action=up, method="PUT"), Rule(action=down, method="GET")]
+    with Wire(server.url, *rules, pause=paused.append) as wire, connected(wire) as connection:
+        assert ask(connection, "PUT", "/a", body) == (200, BODY)
+        assert sum(paused) == pytest.approx(len(body) / 1000.0)
+        paused.clear()
+        assert ask(connection) == (200, BODY)
+        assert sum(paused) == pytest.approx(len(BODY) / 10.0)
+    assert server.seen[0][3] == body
+
+
+def _cuts(server, seed, *, targets, probability=1.0):
+    rule = Rule(action=CutSomewhere(longest_answer_bytes=len(BODY)), times=None, probability=probability, seed=seed)
+    with Wire(server.url, rule) as wire:
+        for target in targets:
+            with contextlib.suppress(ConnectionError, http.client.HTTPException), connected(wire) as connection:
+                ask(connection, "PUT", target, BODY)
+        return {seen.target: seen.action for seen in wire.requests}
+
+
+def test_cuts_from_a_seed_are_the_same_in_any_order(server):
+    """A failure that cannot be had again by its seed cannot be mended."""
+    targets = [f"/{number}" for number in range(60)]
+    first = _cuts(server, 1, targets=targets, probability=0.5)
+    assert first == _cuts(server, 1, targets=targets[::-1], probability=0.5)
+    assert first != _cuts(server, 2, targets=targets, probability=0.5)
+    assert 15 < sum(action is not None for action in first.values()) < 45
+    kinds = {type(action) for action in first.values()}
+    assert kinds == {CutRequest, LoseAnswer, CutAnswer, type(None)}
+    # What was drawn is what was done: the store got every request but those that were cut.
+    arrived = [target for _, target, _, body in server.seen if body == BODY]
+    lost = [target for target, action in first.items() if isinstance(action, CutRequest)]
+    assert lost
+    assert not set(lost) & set(arrived[: len(targets) - len(lost)])
+
+
+def test_ids_that_are_drawn_anew_do_not_change_the_cuts(server):
+    """Two runs of one save never have the same attempt or upload ids; a seed would mean nothing."""
+    attempts = ["20260131T235959123Z-1f2e3d4c5b6a", "20270131T235959123Z-000000000000"]
+    drawn = [
+        list(
+            _cuts(
+                server, 5, targets=[f"/data/{attempt}/0-{n}?partNumber=1&uploadId={attempt[::-1]}" for n in range(9)]
+            ).values()
+        )
+        for attempt in attempts
+    ]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 1
 
 
 def test_nothing_listens_meanwhile(server):

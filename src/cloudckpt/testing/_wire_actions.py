@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from cloudckpt.testing._wire_http import Headers
+
+Moment: TypeAlias = Literal["request", "answer"]
+"""Before the store gets any of the request, or once it has answered, before the client gets any of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,56 +81,47 @@ class StallAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
-    """Calls `function` before the request is passed on, in the connection's own thread: to kill the server, say."""
+    """Calls `function` in the connection's own thread, and passes the exchange on when it has returned.
+
+    At the moment ``"request"``, before the store gets any of the request: to kill the server, say. At the moment
+    ``"answer"``, when the store has carried the request out and its answer has come whole, and before the client gets
+    any of it: to kill the client between a commit and its confirmation.
+    """
 
     function: Callable[[Seen], None]
-
-
-Action: TypeAlias = Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | Tell
+    moment: Moment = "request"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """Which requests something is done to, and what.
+class Delay:
+    """Holds the exchange back for so many seconds."""
 
-    A rule counts every request that it matches. Of those it lets the first `skip` pass, acts on the next `times`
-    (``None``: all of them), and lets the rest pass.
+    delay_s: float
+    moment: Moment = "request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throttle:
+    """Passes the bodies of the exchange on no faster than so many bytes in a second; ``None``: as fast as it can."""
+
+    request_bytes_per_s: float | None = None
+    answer_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutSomewhere:
+    """The connection breaks at a place that is drawn with the rule's seed: in the request, before the answer, or in it.
+
+    What was drawn is the `action` in the log: a `CutRequest`, `LoseAnswer` or `CutAnswer`.
     """
 
-    action: Action
-    method: str | None = None
-    """``None``: any."""
-    path: str = ""
-    """A regular expression, searched for in path and query as they are sent (percent-encoded)."""
-    header: str | None = None
-    """A header that the request must have, whatever its value."""
-    skip: int = 0
-    times: int | None = 1
-
-    def matches(self, request: Seen) -> bool:
-        """Whether the request counts."""
-        return (
-            self.method in (None, request.method)
-            and re.search(self.path, request.target) is not None
-            and (self.header is None or request.header(self.header) is not None)
-        )
-
-    def acts_on(self, num_before: int) -> bool:
-        """Whether something is done to a match before which `num_before` others came."""
-        return self.skip <= num_before and (self.times is None or num_before < self.skip + self.times)
+    longest_answer_bytes: int = 1 << 20
+    """An answer is cut within so many bytes."""
 
 
-@dataclass(slots=True, kw_only=True)
-class CountedRule:
-    rule: Rule
-    num_matched: int = 0
-
-    def is_due(self, request: Seen) -> bool:
-        """Whether the rule acts on `request`, which is counted."""
-        if not self.rule.matches(request):
-            return False
-        self.num_matched += 1
-        return self.rule.acts_on(self.num_matched - 1)
+Action: TypeAlias = (
+    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | Tell | Delay | Throttle | CutSomewhere
+)
 
 
 def _s3_error(status: int, code: str, message: str) -> Reply:

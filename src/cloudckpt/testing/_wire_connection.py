@@ -13,12 +13,15 @@ from typing import TypeAlias
 from cloudckpt.testing._wire_actions import (
     CutAnswer,
     CutRequest,
+    Delay,
     LoseAnswer,
+    Moment,
     Reply,
     Seen,
     StallAnswer,
     StallRequest,
     Tell,
+    Throttle,
 )
 from cloudckpt.testing._wire_http import EndedError, Head, Stream, all_but_the_last_byte
 
@@ -27,8 +30,11 @@ Decide: TypeAlias = Callable[[Head], Seen]
 Connect: TypeAlias = Callable[[], socket.socket]
 Stall: TypeAlias = Callable[[], object]
 """Returns once the wire is closed."""
+Pause: TypeAlias = Callable[[float], object]
+"""Returns after so many seconds."""
 
 _FINAL = 200
+_THROTTLED_BYTES = 16 * 1024  # what goes through at once where the rate is low
 
 
 def reset(connection: socket.socket) -> None:
@@ -41,11 +47,12 @@ def reset(connection: socket.socket) -> None:
 class Connection:
     """Passes one exchange after the other until either side ends, or a rule ends it."""
 
-    def __init__(self, client: socket.socket, *, connect: Connect, decide: Decide, stall: Stall) -> None:
+    def __init__(self, client: socket.socket, *, connect: Connect, decide: Decide, stall: Stall, pause: Pause) -> None:
         self._client = Stream(client)
         self._connect = connect
         self._decide = decide
         self._stall = stall
+        self._pause = pause
         self._store: Stream | None = None
 
     def run(self) -> None:
@@ -76,18 +83,41 @@ class Connection:
         body = self._client.request_body(head)
         if isinstance(action, Reply):
             return self._reply(action, head, body)
-        if isinstance(action, Tell):
-            action.function(seen)
+        self._act("request", seen)
+        if isinstance(action, Throttle):
+            body = self._slowly(body, action.request_bytes_per_s)
         if isinstance(action, CutRequest | StallRequest):
             return self._break_request(action, head, body)
         answer = self._pass_on(head, body)
         pieces = self._reach_store().answer_body(answer, method=head.method)
         if isinstance(action, LoseAnswer | CutAnswer | StallAnswer):
             return self._break_answer(action, answer, pieces)
+        if isinstance(action, Tell | Delay) and action.moment == "answer":
+            pieces = iter(list(pieces))  # a completion of S3's is carried out when its answer ends, not when it begins
+        self._act("answer", seen)
+        if isinstance(action, Throttle):
+            pieces = self._slowly(pieces, action.answer_bytes_per_s)
         self._client.socket.sendall(answer.raw)
         for piece in pieces:
             self._client.socket.sendall(piece)
         return answer.leaves_open(head)
+
+    def _act(self, moment: Moment, seen: Seen) -> None:
+        action = seen.action
+        if isinstance(action, Tell) and action.moment == moment:
+            action.function(seen)
+        if isinstance(action, Delay) and action.moment == moment:
+            self._pause(action.delay_s)
+
+    def _slowly(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:
+        if bytes_per_s is None:
+            yield from pieces
+            return
+        for piece in pieces:
+            for start in range(0, len(piece), _THROTTLED_BYTES):
+                part = piece[start : start + _THROTTLED_BYTES]
+                self._pause(len(part) / bytes_per_s)
+                yield part
 
     def _reply(self, action: Reply, head: Head, body: Iterator[bytes]) -> bool:
         if not head.expects_continue:

@@ -1,7 +1,8 @@
 """The network between a client and a store, with a will of its own: a proxy on loopback that breaks things by rule.
 
 It stands in front of a store's real endpoint and passes every byte through untouched, the Host header too, so that
-signatures stay valid. What it breaks, and when, is said by rules that count requests; nothing depends on time::
+signatures stay valid. What it breaks, and when, is said by rules that count requests or draw with a seed; nothing
+depends on time, but for what is to be slow::
 
     with Wire(server.endpoint_url, Rule(action=LoseAnswer(), method="PUT", path="manifest.json")) as wire:
         options = Options(storage_options={**server.storage_options, "endpoint_url": wire.url})
@@ -32,19 +33,21 @@ from cloudckpt.testing._wire_actions import (
     S3_INTERNAL_ERROR,
     S3_SLOW_DOWN,
     Action,
-    CountedRule,
     CutAnswer,
     CutRequest,
+    CutSomewhere,
+    Delay,
     LoseAnswer,
     Reply,
-    Rule,
     Seen,
     StallAnswer,
     StallRequest,
     Tell,
+    Throttle,
 )
 from cloudckpt.testing._wire_connection import Connection, reset
 from cloudckpt.testing._wire_http import Head
+from cloudckpt.testing._wire_rules import CountedRule, Rule
 
 __all__ = [
     "GCS_FORBIDDEN",
@@ -56,6 +59,8 @@ __all__ = [
     "Action",
     "CutAnswer",
     "CutRequest",
+    "CutSomewhere",
+    "Delay",
     "LoseAnswer",
     "Reply",
     "Rule",
@@ -63,6 +68,7 @@ __all__ = [
     "StallAnswer",
     "StallRequest",
     "Tell",
+    "Throttle",
     "Wire",
 ]
 
@@ -74,10 +80,11 @@ class Wire:
     """A proxy in front of the endpoint `target_url` (``http://host:port``), for as long as its context lasts.
 
     Of the rules that are due for a request the first acts; all that match count it. When the context ends, every
-    connection is closed and every thread has ended.
+    connection is closed and every thread has ended. Rules that slow an exchange down wait with `pause`, which gets
+    seconds; by default for real, but no longer than the wire is open.
     """
 
-    def __init__(self, target_url: str, *rules: Rule) -> None:
+    def __init__(self, target_url: str, *rules: Rule, pause: Callable[[float], object] | None = None) -> None:
         parts = urlsplit(target_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"The wire passes plain HTTP alone, and {target_url!r} is no http://host:port.")
@@ -88,6 +95,7 @@ class Wire:
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
         # It holds the port, so that nobody else gets it while nothing listens there.
         self._holder = _bound(port=0)
         self._port: int = self._holder.getsockname()[1]
@@ -206,6 +214,7 @@ class Wire:
                 connect=lambda: self._reach_store(kept),
                 decide=self._decide,
                 stall=self._closing.wait,
+                pause=self._pause,
             ).run()
         except ConnectionError:
             reset(client)
@@ -238,9 +247,8 @@ class Wire:
     def _decide(self, head: Head) -> Seen:
         request = Seen(method=head.method, target=head.target, headers=head.public_headers)
         with self._lock:
-            due = [counted.rule for counted in self._rules if counted.is_due(request)]
-            if due:
-                request = replace(request, action=due[0].action)
+            actions = [counted.action_on(request) for counted in self._rules]
+            request = replace(request, action=next((action for action in actions if action is not None), None))
             self._requests.append(request)
         return request
 

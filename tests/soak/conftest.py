@@ -1,0 +1,7 @@
+"""The servers of the integration tests, for longer."""
+
+from __future__ import annotations
+
+from tests.integration.conftest import rgw, servers, use
+
+__all__ = ["rgw", "servers", "use"]

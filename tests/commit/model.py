@@ -82,8 +82,8 @@ class Replayed(MemoryStore):
         return ObjectInfo(key=key, size_bytes=self._ask(Call("head", key)), modified_at=_EPOCH)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for key in self._ask(Call("list", prefix)):
-            yield ObjectInfo(key=key, size_bytes=0, modified_at=_EPOCH)
+        for key, size_bytes in self._ask(Call("list", prefix)):
+            yield ObjectInfo(key=key, size_bytes=size_bytes, modified_at=_EPOCH)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:  # each deletion is a step of its own, as on a store without batches
@@ -132,7 +132,8 @@ def applied(call: Call, world: World) -> tuple[Answer, World]:
     elif call.operation == "delete":
         objects.pop(call.key, None)
     elif call.operation == "list":
-        return Answer(tuple(key for key in objects if key.startswith(call.key))), world
+        found = tuple((key, len(body)) for key, body in objects.items() if key.startswith(call.key))
+        return Answer(found), world
     elif call.key not in objects:
         return Answer(error="missing"), world
     else:

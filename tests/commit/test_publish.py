@@ -187,7 +187,7 @@ def test_a_broken_older_manifest_does_not_stop_the_clean_up(
     store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If this fails, one damaged manifest makes every later overwrite fail, or stays for ever."""
-    put(store, "manifest.json", b"{}")
+    put(store, "manifest.json", b"{}" + b" " * 200)
     put_commit(store, 1, "b")
     put_commit(store, 2, "c")
     with caplog.at_level(logging.WARNING, "cloudckpt"):

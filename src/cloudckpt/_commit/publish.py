@@ -5,39 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from awscrt.checksums import crc32c
-
-from cloudckpt._commit.resolve import manifest_key, manifest_numbers, read_manifest
+from cloudckpt._commit.fence import Fence
+from cloudckpt._commit.put import PutOutcome, put_entry
+from cloudckpt._commit.resolve import Log, manifest_key, read_entry, read_log
 from cloudckpt._manifest.codec import encode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
-    CheckpointError,
-    CheckpointExistsError,
-    ChecksumRefusedError,
-    CommitUnknownError,
-    CredentialsError,
-    ObjectExistsError,
-    StoreError,
-    UnsupportedOperationError,
-)
+from cloudckpt.errors import CheckpointError, CheckpointExistsError, CommitUnknownError, StoreError
 from cloudckpt.stores.base import Store
 
 _log = logging.getLogger("cloudckpt")
 
 _BATCH = 1000  # keys that one request of S3 can delete
-
-# Errors that say the object was not written. Any other may have come after it was.
-_REFUSALS = (
-    AccessDeniedError,
-    BucketNotFoundError,
-    ChecksumRefusedError,
-    CredentialsError,
-    ObjectExistsError,
-    UnsupportedOperationError,
-)
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
@@ -55,51 +34,38 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
     the store refused, and `CommitUnknownError` if it cannot be known; only in this last case, of which
     `OvertakenError` is one, may the manifest be there or still appear, so that its data must stay.
     """
-    key = manifest_key(number)
-    document = encode(manifest)
-    views = [memoryview(document)]
-    checksum = crc32c(document)
-    may_have_arrived = False
-
-    def put() -> None:
-        nonlocal may_have_arrived
-        try:
-            store.put(key, views, crc32c=checksum, if_absent=conditional)
-        except _REFUSALS:
-            raise
-        except StoreError:
-            may_have_arrived = True
-            raise
-
+    outcome = put_entry(store, number, encode(manifest), conditional=conditional, retrier=retrier)
+    if outcome.error is not None:
+        _check_arrived(store, manifest, outcome, number=number, retrier=retrier)
+    # The number was free, but perhaps only because a later overwrite removed the entry that had it. In that case the
+    # later one is there already: it was put before the removal. What lies above may also be gc's fence, which keeps
+    # this commit.
     try:
-        retrier.call(put)
-    except StoreError as error:
-        # Something at the key may be what an earlier try of this very put left, with only its answer lost. And a
-        # refusal says nothing of the tries before it: credentials can expire between two of them.
-        is_taken = isinstance(error, ObjectExistsError)
-        if not (is_taken or may_have_arrived):
-            raise
-        if _attempt_at(store, number, retrier) != manifest.attempt:
-            raise (_lost(store, key) if is_taken else _unknown(store, key, error)) from error
-    # The number was free, but perhaps only because a later overwrite removed the manifest that had it. In that case
-    # the later one is there already: it was put before the removal.
-    try:
-        numbers = retrier.call(lambda: manifest_numbers(store))
-    except StoreError as error:
+        log = read_log(store, retrier)
+    except (StoreError, CheckpointError) as error:
+        raise _unknown(store, manifest_key(number), error) from error
+    if log.top > number and log.counting != number:
+        raise _overtaken(store, log, number)
+
+
+def _check_arrived(store: Store, manifest: Manifest, outcome: PutOutcome, *, number: int, retrier: Retrier) -> None:
+    """Something at the key may be what an earlier try of this very put left, with only its answer lost."""
+    key, error = manifest_key(number), outcome.error
+    assert error is not None  # noqa: S101  # the caller saw to it
+    if not (outcome.is_taken or outcome.may_have_arrived):
+        raise error
+    found = _entry_at(store, number, retrier)
+    if isinstance(found, Manifest) and found.attempt == manifest.attempt:
+        return
+    if not outcome.is_taken:
         raise _unknown(store, key, error) from error
-    if numbers and numbers[-1] > number:
-        raise OvertakenError(
-            f"Checkpoint already exists: another save committed {store.url(manifest_key(numbers[-1]))} while this one "
-            f"put {key}. It is untouched, and what this save wrote is left to gc. Choose another URI, or pass "
-            "overwrite=True to replace it",
-            uri=store.uri,
-        )
+    raise (_fenced(store, key) if isinstance(found, Fence) else _lost(store, key)) from error
 
 
 def remove_superseded(
     store: Store, manifest: Manifest, *, number: int, retrier: Retrier, on_removing: Callable[[str], None]
 ) -> int:
-    """After the commit of `manifest` as `number`: remove the commits below it, lowest first, and then their data.
+    """After the commit of `manifest` as `number`: remove the entries below it, lowest first, and then their data.
 
     The order matters: whatever is left at any moment, the highest number is the newest commit. What cannot be
     removed is logged, invisible to readers, and left to gc. `on_removing` is told the first key of each request before
@@ -108,47 +74,71 @@ def remove_superseded(
     kept = {stored.key for stored in manifest.objects}
     num_removed = 0
     try:
-        numbers = retrier.call(lambda: manifest_numbers(store))
-        if not numbers or numbers[-1] != number:
+        log = read_log(store, retrier)
+        if log.counting != number:
             return 0  # overwritten or deleted since: what lies there now is not this save's to judge
-        stale = numbers[:-1]
-        keys = [key for n in stale for key in _data_keys(store, n, retrier) if key not in kept]
+        stale = [entry for entry in log.entries if entry.number < number]
+        manifests = [entry.number for entry in stale if not entry.is_fence]
+        keys = [key for n in manifests for key in _data_keys(store, n, retrier) if key not in kept]
         batches = [keys[i : i + _BATCH] for i in range(0, len(keys), _BATCH)]
-        for batch in ([manifest_key(n) for n in stale], *batches):
+        for batch in ([manifest_key(entry.number) for entry in stale], *batches):
             if not batch:
                 continue
             on_removing(batch[0])
             retrier.call(lambda batch=batch: store.delete(batch))  # type: ignore[misc]  # mypy cannot see the default
             num_removed += len(batch)
-    except StoreError as error:
+    except (StoreError, CheckpointError) as error:
         _log.warning("could not remove what %s replaced, gc will: %s", store.url(manifest_key(number)), error)
     return num_removed
 
 
 def _data_keys(store: Store, number: int, retrier: Retrier) -> list[str]:
     try:
-        manifest = read_manifest(store, number, retrier)
+        found = read_entry(store, number, retrier)
     except CheckpointError as error:
         _log.warning("cannot tell which data belongs to %s, gc will: %s", store.url(manifest_key(number)), error)
         return []
-    return [stored.key for stored in manifest.objects] if manifest is not None else []
+    return [stored.key for stored in found.objects] if isinstance(found, Manifest) else []
 
 
-def _attempt_at(store: Store, number: int, retrier: Retrier) -> str | None:
-    """The attempt whose manifest has `number`; None where there is none that can be read."""
+def _entry_at(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
+    """The entry with that number; None where there is none that can be read."""
     try:
-        manifest = read_manifest(store, number, retrier)
+        return read_entry(store, number, retrier)
     except StoreError as error:
         raise _unknown(store, manifest_key(number), error) from error
     except CheckpointError:
         return None  # somebody else's, and broken
-    return manifest.attempt if manifest is not None else None
 
 
 def _lost(store: Store, key: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"Checkpoint already exists: another save committed {store.url(key)} first. It is untouched and nothing of "
         "this save is visible. Choose another URI, or pass overwrite=True to replace it",
+        uri=store.uri,
+    )
+
+
+def _fenced(store: Store, key: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"this save can no longer be committed: gc or a deletion came between, and has put {store.url(key)} where the "
+        "commit was to be. Nothing of this save is visible. Save again; if gc came between, give it an older_than "
+        "that is longer than a save takes",
+        uri=store.uri,
+    )
+
+
+def _overtaken(store: Store, log: Log, number: int) -> OvertakenError:
+    key, above = manifest_key(number), store.url(manifest_key(log.top))
+    if log.entries[-1].is_fence:
+        return OvertakenError(
+            f"this save can no longer be committed: gc or a deletion came between, and had put {above} when this save "
+            f"put {key}. What this save wrote is invisible, and left to gc. Save again",
+            uri=store.uri,
+        )
+    return OvertakenError(
+        f"Checkpoint already exists: another save committed {above} while this one put {key}. It is untouched, and "
+        "what this save wrote is left to gc. Choose another URI, or pass overwrite=True to replace it",
         uri=store.uri,
     )
 

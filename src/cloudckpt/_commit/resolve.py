@@ -1,20 +1,55 @@
-"""Finding the manifest that counts: the one with the highest number."""
+"""Finding the manifest that counts: what the entry with the highest number says."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 
+from cloudckpt._commit.fence import MAX_FENCE_BYTES, Fence, decode_fence, is_fence
 from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, ObjectNotFoundError
-from cloudckpt.stores.base import Store
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    InvalidManifestError,
+    ObjectNotFoundError,
+)
+from cloudckpt.stores.base import ObjectInfo, Store
 
 MANIFEST_PREFIX = "manifest"
 TORCH_METADATA_KEY = ".metadata"
 MAX_MANIFEST_BYTES = 2**31
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One entry of a checkpoint's log, as a listing shows it: a manifest or a fence."""
+
+    number: int
+    size_bytes: int
+    modified_at: datetime
+
+    @property
+    def is_fence(self) -> bool:
+        """By its size alone."""
+        return self.size_bytes <= MAX_FENCE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """The entries that there are, lowest number first, and what they amount to."""
+
+    entries: tuple[Entry, ...]
+    counting: int | None
+    """The number of the manifest that counts; None where there is no checkpoint. It may have vanished."""
+
+    @property
+    def top(self) -> int:
+        """The highest number there is; -1 where there is none."""
+        return self.entries[-1].number if self.entries else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,39 +71,86 @@ def manifest_number(key: str) -> int | None:
     return int(match.group(1) or 0) if match else None
 
 
+def entry_of(key: str, info: ObjectInfo) -> Entry | None:
+    """The entry at `key`, seen from the checkpoint; None for a key that is no entry's."""
+    number = manifest_number(key)
+    if number is None:
+        return None
+    return Entry(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
+
+
+def list_entries(store: Store) -> tuple[Entry, ...]:
+    """All entries there are, lowest first."""
+    found = (entry_of(info.key, info) for info in store.list(MANIFEST_PREFIX))
+    return tuple(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.number))
+
+
 def manifest_numbers(store: Store) -> list[int]:
-    """The numbers of all manifests there are, lowest first."""
-    numbers = (manifest_number(info.key) for info in store.list(MANIFEST_PREFIX))
-    return sorted(number for number in numbers if number is not None)
+    """The numbers of all entries there are, lowest first."""
+    return [entry.number for entry in list_entries(store)]
+
+
+def read_log(store: Store, retrier: Retrier) -> Log:
+    """What counts. Only a fence is opened for it, and raises what `decode_fence` raises.
+
+    A fence that vanishes between being listed and being read has been replaced, so the listing is made once more;
+    then it is a `CheckpointChangedError`.
+    """
+    for _ in range(2):
+        entries = retrier.call(lambda: list_entries(store))
+        if not entries or not entries[-1].is_fence:
+            return Log(entries=entries, counting=entries[-1].number if entries else None)
+        found = read_entry(store, entries[-1].number, retrier)
+        if found is not None:
+            keeps = found.keeps if isinstance(found, Fence) else entries[-1].number
+            return Log(entries=entries, counting=keeps)
+    raise _changing(store)
 
 
 def resolve(store: Store, retrier: Retrier) -> Resolved:
     """The manifest that counts.
 
-    Raises `CheckpointNotFoundError` where there is none, and what `decode` raises. A manifest that vanishes between
-    being listed and being read has been superseded or removed, so the listing is made once more.
+    Raises `CheckpointNotFoundError` where there is none, and what `decode` and `decode_fence` raise. A manifest that
+    vanishes between being listed and being read has been superseded or removed, so the listing is made once more.
     """
+    tops = set()
     for _ in range(2):
-        numbers = retrier.call(lambda: manifest_numbers(store))
-        if not numbers:
-            raise _not_found(store, retrier)
-        manifest = read_manifest(store, numbers[-1], retrier)
+        log = read_log(store, retrier)
+        if log.counting is None:
+            raise _not_found(store, retrier, was_fenced=bool(log.entries))
+        manifest = read_manifest(store, log.counting, retrier)
         if manifest is not None:
-            return Resolved(number=numbers[-1], manifest=manifest)
-    raise CheckpointChangedError(
-        f"{store.uri} is being overwritten again and again: its manifest vanished twice while it was read. Load again",
-        uri=store.uri,
-    )
+            return Resolved(number=log.counting, manifest=manifest)
+        tops.add(log.top)
+    if tops == {log.top} and log.top != log.counting:
+        # Nobody who goes by the rules removes what a fence keeps.
+        raise CheckpointNotFoundError(
+            f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
+            "cloudckpt's. Load an older checkpoint (cloudckpt.latest(root) finds the newest)",
+            uri=store.uri,
+        )
+    raise _changing(store)
 
 
-def read_manifest(store: Store, number: int, retrier: Retrier) -> Manifest | None:
-    """The manifest with that number, or None where there is none (any more). Raises what `decode` raises."""
+def read_entry(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
+    """The entry with that number, or None where there is none (any more). Raises what the decoders raise."""
     key = manifest_key(number)
     try:
         document = retrier.call(lambda: store.read(key, max_bytes=MAX_MANIFEST_BYTES))
     except ObjectNotFoundError:
         return None
+    if is_fence(document):
+        return decode_fence(document, number=number, uri=store.url(key))
     return decode(document, uri=store.url(key))
+
+
+def read_manifest(store: Store, number: int, retrier: Retrier) -> Manifest | None:
+    """The manifest with that number, or None where there is none (any more). Raises what `decode` raises."""
+    found = read_entry(store, number, retrier)
+    if isinstance(found, Fence):
+        url = store.url(manifest_key(number))
+        raise InvalidManifestError(f"{url} is a fence, where a manifest has to be: load another checkpoint", uri=url)
+    return found
 
 
 def holds_torch_checkpoint(store: Store) -> bool:
@@ -78,16 +160,33 @@ def holds_torch_checkpoint(store: Store) -> bool:
 
 def holds_rank_checkpoints(store: Store) -> bool:
     """Whether ranks have saved there on their own, each under ``rank-<r>/``."""
-    names = (info.key.rpartition("/") for info in store.list("rank-"))
-    return any("/" not in folder and manifest_number(name) is not None for folder, _, name in names)
-
-
-def _not_found(store: Store, retrier: Retrier) -> CheckpointNotFoundError:
-    has_data = retrier.call(lambda: next(iter(store.list("data/")), None)) is not None
-    hint = (
-        "what lies there is an unfinished or failed save. Load an older checkpoint (cloudckpt.latest(root) finds the "
-        "newest)"
-        if has_data
-        else "nothing lies there. Check the URI, or list what there is with cloudckpt.list_checkpoints(root)"
+    # By sizes alone: a rank's checkpoint that was deleted has left a fence.
+    return any(
+        "/" not in folder and (entry := entry_of(name, info)) is not None and not entry.is_fence
+        for info in store.list("rank-")
+        for folder, _, name in [info.key.rpartition("/")]
     )
+
+
+def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> CheckpointNotFoundError:
+    has_data = retrier.call(lambda: next(iter(store.list("data/")), None)) is not None
+    if has_data:
+        hint = (
+            "what lies there is an unfinished or failed save. Load an older checkpoint (cloudckpt.latest(root) finds "
+            "the newest)"
+        )
+    elif was_fenced:
+        hint = (
+            "it was deleted, or what was left of a failed save was. Load an older checkpoint (cloudckpt.latest(root) "
+            "finds the newest)"
+        )
+    else:
+        hint = "nothing lies there. Check the URI, or list what there is with cloudckpt.list_checkpoints(root)"
     return CheckpointNotFoundError(f"no checkpoint is committed at {store.uri}: {hint}", uri=store.uri)
+
+
+def _changing(store: Store) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"{store.uri} is being overwritten again and again: its manifest vanished twice while it was read. Load again",
+        uri=store.uri,
+    )

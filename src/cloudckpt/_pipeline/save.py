@@ -13,14 +13,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._commit.attempt import new_attempt_id
+from cloudckpt._commit.present import check_objects_present, check_still_next
 from cloudckpt._commit.publish import publish, remove_superseded
 from cloudckpt._commit.resolve import (
     holds_rank_checkpoints,
     holds_torch_checkpoint,
+    list_entries,
     manifest_key,
     manifest_number,
-    manifest_numbers,
-    read_manifest,
+    read_entry,
+    read_log,
 )
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import manifest_of
@@ -66,19 +68,23 @@ class SaveJob:
     def check(self, *, overwrite: bool) -> None:
         """On whoever will commit: find the number of the commit, before any byte moves."""
         context, uri = self._context, self._context.uri
-        numbers = context.retrier.call(lambda: manifest_numbers(context.store))
-        others = (holds_torch_checkpoint, holds_rank_checkpoints)
-        if not overwrite and (
-            numbers or any(context.retrier.call(functools.partial(holds, context.store)) for holds in others)
-        ):
-            raise CheckpointExistsError(
-                f"Checkpoint already exists at {uri} and overwrite is False: nothing was written. Choose another URI, "
-                "or pass overwrite=True to replace it atomically",
-                uri=uri,
-            )
-        self._number = numbers[-1] + 1 if numbers else 0
+        if overwrite:  # of whatever lies there, be it damaged
+            entries = context.retrier.call(lambda: list_entries(context.store))
+        else:
+            log = read_log(context.store, context.retrier)
+            entries = log.entries
+            others = (holds_torch_checkpoint, holds_rank_checkpoints)
+            if log.counting is not None or any(
+                context.retrier.call(functools.partial(holds, context.store)) for holds in others
+            ):
+                raise CheckpointExistsError(
+                    f"Checkpoint already exists at {uri} and overwrite is False: nothing was written. Choose another "
+                    "URI, or pass overwrite=True to replace it atomically",
+                    uri=uri,
+                )
+        self._number = entries[-1].number + 1 if entries else 0
         if manifest_number(manifest_key(self._number)) is None:
-            key = context.store.url(manifest_key(numbers[-1]))
+            key = context.store.url(manifest_key(entries[-1].number))
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {uri}, and no number comes after {key}, which no cloudckpt wrote. "
                 "Remove that object, or choose another URI",
@@ -104,7 +110,7 @@ class SaveJob:
 
     def check_beside(self, shared: Context) -> None:
         """For a rank that saves alone: a checkpoint of all ranks at the same URI would hide its own."""
-        if shared.retrier.call(lambda: manifest_numbers(shared.store)):
+        if read_log(shared.store, shared.retrier).counting is not None:
             raise CheckpointExistsError(
                 f"Checkpoint already exists at {shared.uri}, saved by all ranks together: a rank's own beside it would "
                 "not be found. Choose another URI",
@@ -157,7 +163,9 @@ class SaveJob:
                 tile_bytes=context.options.tile_bytes,
                 user_metadata=context.options.metadata,
             )
+            check_objects_present(context.store, manifest, context.retrier)
             context.emit("save.committing", key=manifest_key(self._number))
+            check_still_next(context.store, self._number, context.retrier)
         except Exception:
             self._remove(keys)
             raise
@@ -183,9 +191,9 @@ class SaveJob:
         context = self._context
         retrier = context.new_retrier()
         try:
-            for number in retrier.call(lambda: manifest_numbers(context.store)):
-                manifest = read_manifest(context.store, number, retrier)
-                if manifest is not None and not {stored.key for stored in manifest.objects}.isdisjoint(keys):
+            for entry in retrier.call(lambda: list_entries(context.store)):
+                found = None if entry.is_fence else read_entry(context.store, entry.number, retrier)
+                if isinstance(found, Manifest) and not {stored.key for stored in found.objects}.isdisjoint(keys):
                     return True
         except CloudckptError as error:
             _log.warning("kept what a failed save left at %s, because it cannot be judged: %s", context.uri, error)

@@ -1,0 +1,103 @@
+"""Adding an entry to a checkpoint's log, and what is known of it afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from awscrt.checksums import crc32c
+
+from cloudckpt._commit.fence import Fence, encode_fence, new_fence
+from cloudckpt._commit.resolve import manifest_key, read_entry
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CheckpointError,
+    ChecksumRefusedError,
+    CommitUnknownError,
+    CredentialsError,
+    ObjectExistsError,
+    StoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.stores.base import Store
+
+# Errors that say the object was not written. Any other may have come after it was.
+_REFUSALS = (
+    AccessDeniedError,
+    BucketNotFoundError,
+    ChecksumRefusedError,
+    CredentialsError,
+    ObjectExistsError,
+    UnsupportedOperationError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOutcome:
+    """How a put ended, over all its tries."""
+
+    error: StoreError | None
+    """Of the last try; None where it succeeded."""
+    may_have_arrived: bool
+    """Some try ended in a way that does not tell. A refusal says nothing of the tries before it."""
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether something lies at the key: perhaps what an earlier try left."""
+        return isinstance(self.error, ObjectExistsError)
+
+
+def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, retrier: Retrier) -> PutOutcome:
+    """Put `document` as the entry with that number; where `conditional`, only if there is none."""
+    key, views, checksum = manifest_key(number), [memoryview(document)], crc32c(document)
+    may_have_arrived = False
+
+    def put() -> None:
+        nonlocal may_have_arrived
+        try:
+            store.put(key, views, crc32c=checksum, if_absent=conditional)
+        except _REFUSALS:
+            raise
+        except StoreError:
+            may_have_arrived = True
+            raise
+
+    try:
+        retrier.call(put)
+    except StoreError as error:
+        return PutOutcome(error=error, may_have_arrived=may_have_arrived)
+    return PutOutcome(error=None, may_have_arrived=False)
+
+
+def lay_fence(store: Store, number: int, *, keeps: int | None, retrier: Retrier) -> bool:
+    """Whether this call has put a fence at `number`; False where another entry has it.
+
+    Raises a `StoreError` if the store refused, and `CommitUnknownError` if it cannot be known: the fence may be there,
+    or still appear.
+    """
+    fence = new_fence(keeps=keeps)
+    outcome = put_entry(store, number, encode_fence(fence), conditional=True, retrier=retrier)
+    if outcome.error is None:
+        return True
+    if not (outcome.is_taken or outcome.may_have_arrived):
+        raise outcome.error
+    try:
+        found = read_entry(store, number, retrier)
+    except StoreError as error:
+        raise _unknown(store, number, error) from error
+    except CheckpointError:
+        found = None
+    if isinstance(found, Fence) and found.id == fence.id:
+        return True
+    if not outcome.is_taken:
+        raise _unknown(store, number, outcome.error) from outcome.error
+    return False
+
+
+def _unknown(store: Store, number: int, error: StoreError) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"{store.url(manifest_key(number))} was sent, but whether it arrived could not be found out: {error}. No data "
+        "was removed. Try again when the store answers",
+        uri=store.uri,
+    )

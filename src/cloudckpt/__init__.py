@@ -44,7 +44,8 @@ from cloudckpt.errors import (
 )
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
-from cloudckpt.report import Event, LoadReport, SaveReport
+from cloudckpt.report import Event, LoadReport, SaveReport, SkippedCheckpoint, VerifyReport
+from cloudckpt.verification import verify
 from cloudckpt.writer import ObjectStoreWriter
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "SaveReport",
     "SavedMetadata",
     "ShortObjectError",
+    "SkippedCheckpoint",
     "StateDictMismatchError",
     "StoreError",
     "StoreTimeoutError",
@@ -87,6 +89,7 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedOperationError",
     "UnsupportedValueError",
+    "VerifyReport",
     "__version__",
     "async_save",
     "disable",
@@ -96,4 +99,5 @@ __all__ = [
     "list_checkpoints",
     "load",
     "save",
+    "verify",
 ]

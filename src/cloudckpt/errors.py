@@ -39,6 +39,7 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
@@ -198,7 +199,11 @@ class IncompleteSaveError(CheckpointError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes are not the bytes that were saved."""
+    """Stored bytes are not the bytes that were saved. ``problems`` has every one that was found, a sentence each."""
+
+    def __init__(self, message: str, *, uri: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message, uri=uri)
+        self.problems = tuple(problems) or (message,)
 
 
 class InvalidManifestError(CorruptCheckpointError):

@@ -60,6 +60,14 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedCheckpoint:
+    """A newer checkpoint that `load_latest` could not load, and so passed over."""
+
+    uri: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """What one rank did in one load."""
 
@@ -75,8 +83,32 @@ class LoadReport:
     plan_s: float
     """Manifest and planning."""
     read_s: float
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    """What `load_latest` passed over to get here, the newest first."""
 
     @property
     def bytes_per_s(self) -> float:
         """Throughput of the reading phase, in wanted bytes."""
         return self.num_bytes_wanted / self.read_s if self.read_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was found to be as it was saved."""
+
+    uri: str
+    attempts: tuple[str, ...]
+    """Of the save; of each rank's, where the ranks saved on their own, without collectives."""
+    num_objects: int
+    num_tensors: int
+    num_values: int
+    num_bytes: int
+    """Of all data objects, each of them read."""
+    num_requests: int
+    num_retries: int
+    verify_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Throughput."""
+        return self.num_bytes / self.verify_s if self.verify_s > 0 else 0.0

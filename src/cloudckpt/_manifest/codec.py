@@ -73,7 +73,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "; ".join(problems[:_MAX_SHOWN]) + more
-        raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri)
+        raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
     return manifest
 
 

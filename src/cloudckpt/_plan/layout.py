@@ -53,7 +53,7 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
     for entry in entries:
         relative_begins.append(position)
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
-        header[_unused(_name_of(entry), header)] = {
+        header[_unused(name_of(entry), header)] = {
             "dtype": tag or "U8",
             "shape": entry.shape if tag else (entry.num_bytes,),
             "data_offsets": (position, position + entry.num_bytes),
@@ -69,7 +69,8 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
     )
 
 
-def _name_of(entry: Entry) -> str:
+def name_of(entry: Entry) -> str:
+    """What the header calls it, unless that name is taken."""
     if entry.offsets is None:
         return entry.fqn
     ranges = (f"{o}:{o + n}" for o, n in zip(entry.offsets, entry.shape, strict=True))

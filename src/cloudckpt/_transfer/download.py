@@ -45,30 +45,82 @@ def fetch_verified(
 ) -> None:
     """Like `fetch`, for whole tiles, whose checksums must be `expected_crc32cs`.
 
-    `holding` names what a range of the object's bytes holds, for the error. A mismatch is read once more, since bytes
-    can also be damaged on their way; then it is a `CorruptCheckpointError`, as is an object that is too short.
+    `holding` names what a range of the object's bytes holds, for the error. Tiles that do not match are read once
+    more, since bytes can also be damaged on their way; then it is a `CorruptCheckpointError`, as is an object that is
+    too short.
     """
-    for is_last in (False, True):
-        try:
-            fetch(store, retrier, key=key, begin=begin, views=views)
-        except ShortObjectError as error:
-            raise CorruptCheckpointError(
-                f"{store.url(key)} is shorter than when it was saved, so "
-                f"{holding(begin, begin + num_bytes(views))} cannot be loaded: {error}",
-                uri=store.uri,
-            ) from error
-        actual = tile_crc32cs(views, tile_bytes)
-        if actual == list(expected_crc32cs):
-            return
-        if is_last:
-            bad = next(i for i, value in enumerate(actual) if value != expected_crc32cs[i])
-            low = begin + bad * tile_bytes
-            high = min(low + tile_bytes, begin + num_bytes(views))
-            raise CorruptCheckpointError(
-                f"{store.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual[bad]:08x}, but "
-                f"{expected_crc32cs[bad]:08x} was saved. They hold {holding(low, high)}. Load an older checkpoint",
-                uri=store.uri,
-            )
+    try:
+        bad = fetch_checked(
+            store,
+            retrier,
+            key=key,
+            begin=begin,
+            views=views,
+            tile_bytes=tile_bytes,
+            expected_crc32cs=expected_crc32cs,
+        )
+    except ShortObjectError as error:
+        raise CorruptCheckpointError(
+            f"{store.url(key)} is shorter than when it was saved, so "
+            f"{holding(begin, begin + num_bytes(views))} cannot be loaded: {error}",
+            uri=store.uri,
+        ) from error
+    if bad:
+        index, actual = next(iter(bad.items()))
+        low = begin + index * tile_bytes
+        high = min(low + tile_bytes, begin + num_bytes(views))
+        raise CorruptCheckpointError(
+            f"{store.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
+            f"{expected_crc32cs[index]:08x} was saved. They hold {holding(low, high)}. Load an older checkpoint",
+            uri=store.uri,
+        )
+
+
+def fetch_checked(
+    store: Store,
+    retrier: Retrier,
+    *,
+    key: str,
+    begin: int,
+    views: Views,
+    tile_bytes: int,
+    expected_crc32cs: Sequence[int],
+) -> dict[int, int]:
+    """Fetch whole tiles; the index and actual CRC32C of each that is not what is expected, read twice."""
+    fetch(store, retrier, key=key, begin=begin, views=views)
+    still_bad: dict[int, int] = {}
+    for first, last in _runs(_differing(tile_crc32cs(views, tile_bytes), expected_crc32cs)):
+        low, high = first * tile_bytes, last * tile_bytes
+        again = _first(_skip(views, low), high - low)
+        fetch(store, retrier, key=key, begin=begin + low, views=again)
+        actual = tile_crc32cs(again, tile_bytes)
+        still_bad |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}
+    return still_bad
+
+
+def _differing(actual: Sequence[int], expected: Sequence[int]) -> list[int]:
+    return [index for index, value in enumerate(actual) if value != expected[index]]
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Rising indices as half-open ranges."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def _first(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    found: list[memoryview] = []
+    for view in views:
+        if num_bytes <= 0:
+            break
+        found.append(view[:num_bytes])
+        num_bytes -= len(view)
+    return found
 
 
 def _skip(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

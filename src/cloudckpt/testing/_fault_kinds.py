@@ -1,0 +1,136 @@
+"""What can go wrong with a call to a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cloudckpt.testing.wrapping import Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerError:
+    """500: a `TransientStoreError`. With `carried_out`, the store has done what it was asked all the same."""
+
+    carried_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowDown:
+    """503 SlowDown: a `ThrottledError`, and nothing was done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """No answer in time: a `StoreTimeoutError`, at once. With `carried_out`, the request had arrived."""
+
+    carried_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenConnection:
+    """The connection is reset: before the request is carried out or, with `carried_out`, after, so that only the
+    answer is lost.
+    """
+
+    carried_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncatedBody:
+    """The answer to a read breaks off: the first bytes are filled in, then an `InterruptedReadError` says how many.
+
+    After `after_bytes`, at the latest before the last byte; ``None`` draws the place.
+    """
+
+    after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalledBody:
+    """As `TruncatedBody`, but first nothing moves for `stall_s`: for real, until `Faults.release` ends every stall.
+
+    Where nothing had come, it is a `StoreTimeoutError`.
+    """
+
+    stall_s: float
+    after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlippedBits:
+    """Bits are damaged on their way, at places that are drawn.
+
+    Of a read, in what is filled in. Of a write, in what reaches the store, with the checksum that the caller sent: a
+    store that looks at checksums refuses it. With ``noticed=False`` the checksum is that of the damaged bytes, as where
+    a store does not look, and they are stored.
+    """
+
+    num_bits: int = 1
+    noticed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied:
+    """403: an `AccessDeniedError`, and nothing was done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaggingList:
+    """A listing without the latest writes: of this process, through the same `Faults`.
+
+    It shows the state before the last `num_writes` of objects (put, completed, copied, deleted), and before all those
+    that came within the last `num_calls` of any kind.
+    """
+
+    num_writes: int = 0
+    num_calls: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Calls a function, in the caller's thread: to kill a process at this very call, say. Otherwise all goes on."""
+
+    before: Callable[[Call], object] | None = None
+    after: Callable[[Call], object] | None = None
+    """Once the store has carried the call out without an error."""
+
+
+Fault: TypeAlias = (
+    ServerError
+    | SlowDown
+    | TimedOut
+    | BrokenConnection
+    | TruncatedBody
+    | StalledBody
+    | FlippedBits
+    | Denied
+    | LaggingList
+    | Tell
+)
+
+READS = frozenset({"read", "read_into"})
+WRITES = frozenset({"put", "upload_part"})
+EVERYTHING = READS | WRITES | {
+    "abort_multipart",
+    "complete_multipart",
+    "copy",
+    "create_multipart",
+    "delete",
+    "head",
+    "list",
+    "list_directories",
+    "list_parts",
+    "list_uploads",
+    "probe",
+}  # fmt: skip
+
+
+def operations_of(fault: Fault) -> frozenset[str]:
+    """The calls that `fault` can happen to."""
+    if isinstance(fault, TruncatedBody | StalledBody):
+        return READS
+    if isinstance(fault, FlippedBits):
+        return READS | WRITES
+    return frozenset({"list"}) if isinstance(fault, LaggingList) else EVERYTHING

@@ -1,0 +1,205 @@
+"""Stores that fail by rule: give `Faults` to a save or a load, and see what becomes of it.
+
+What fails, and when, is said by rules that count calls or draw with a seed; nothing depends on time. The same seed
+gives the same faults whatever the threads do, and every error that was injected names it::
+
+    faults = Faults(
+        Rule(fault=BrokenConnection(carried_out=True), operations={"put"}, key=r"manifest"),
+        Rule(fault=SlowDown(), probability=0.05, times=None),
+        seed=7,
+    )
+    cloudckpt.save(state_dict, "s3://bucket/run", options=Options(wrap_store=faults))
+    print(faults.num_injected)
+
+The network itself is broken by `cloudckpt.testing.wire`, and what lies on the store by `cloudckpt.testing.damage`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter, deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from cloudckpt.stores.base import Store
+from cloudckpt.testing._draw import Draw, without_attempts
+from cloudckpt.testing._fault_kinds import (
+    EVERYTHING,
+    BrokenConnection,
+    Denied,
+    Fault,
+    FlippedBits,
+    LaggingList,
+    ServerError,
+    SlowDown,
+    StalledBody,
+    Tell,
+    TimedOut,
+    TruncatedBody,
+    operations_of,
+)
+from cloudckpt.testing._faulty_store import Due, FaultyStore, History
+from cloudckpt.testing.wrapping import Call, WrappedStore
+
+__all__ = [
+    "BrokenConnection",
+    "Call",
+    "Denied",
+    "Fault",
+    "Faults",
+    "FlippedBits",
+    "Injected",
+    "LaggingList",
+    "Rule",
+    "ServerError",
+    "SlowDown",
+    "StalledBody",
+    "Tell",
+    "TimedOut",
+    "TruncatedBody",
+    "WrappedStore",
+]
+
+_LONGEST_LOG = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Which calls something is done to, and what.
+
+    A rule counts every call that it matches. Of those it lets the first `skip` pass, acts on the next `times`
+    (``None``: all of them), and lets the rest pass. Counting is in the order in which the calls are made, which threads
+    can change; with `each_key`, each operation on each key is counted for itself, and they cannot.
+
+    With a `probability` below 1, it acts on that part of those alone. Which they are depends on the seed, the rule, the
+    operation, the key, and how often the two came before. Ids of attempts, which no two saves share, play no part.
+    """
+
+    fault: Fault
+    operations: Collection[str] | None = None
+    """Names of methods of `Store`; ``None``: all that the fault can happen to."""
+    key: str = ""
+    """A regular expression, searched for in the key."""
+    skip: int = 0
+    times: int | None = 1
+    each_key: bool = False
+    probability: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.operations is None:
+            return
+        if isinstance(self.operations, str):
+            raise TypeError(f"operations are a collection of names: {{{self.operations!r}}}, not {self.operations!r}")
+        unknown = sorted(set(self.operations) - EVERYTHING)
+        impossible = sorted(set(self.operations) - operations_of(self.fault) - set(unknown))
+        problems = [f"a store has no operations {unknown}"] if unknown else []
+        problems += [f"{type(self.fault).__name__} cannot happen to {impossible}"] if impossible else []
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def matches(self, call: Call) -> bool:
+        """Whether the call counts."""
+        can_happen = call.operation in operations_of(self.fault)
+        is_meant = self.operations is None or call.operation in self.operations
+        return can_happen and is_meant and re.search(self.key, call.key) is not None
+
+    def acts_on(self, num_before: int) -> bool:
+        """Whether something is done to a match before which `num_before` others came."""
+        return self.skip <= num_before and (self.times is None or num_before < self.skip + self.times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injected:
+    """Something that was done to a call."""
+
+    call: Call
+    fault: Fault
+    rule: int
+    """The place of the rule among those that were given, from 0."""
+    nth: int
+    """It was the `nth` call, from 1, of this operation on this key."""
+
+
+class Faults:
+    """For `Options.wrap_store`: every store that is opened gets these rules, and all count together.
+
+    Of the rules that are due for a call the first acts; all that match count it. A pickled copy, in a process of its
+    own, has the same rules and seed and counts from the beginning, as does a rank that is spawned. Safe to share
+    between threads.
+    """
+
+    def __init__(self, *rules: Rule, seed: int = 0) -> None:
+        self.rules = rules
+        self.seed = seed
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        self._num_alike: Counter[tuple[str, str]] = Counter()
+        self._num_matched: Counter[tuple[Any, ...]] = Counter()
+        self._num_injected: Counter[str] = Counter()
+        self._num_calls: Counter[str] = Counter()
+        self._log: deque[Injected] = deque(maxlen=_LONGEST_LOG)
+        self._lags = any(isinstance(rule.fault, LaggingList) for rule in rules)
+        self._histories: dict[str, History] = {}
+
+    def __call__(self, store: Store) -> FaultyStore:
+        """`store`, with these faults."""
+        with self._lock:
+            history = self._histories.setdefault(store.uri, History()) if self._lags else None
+        return FaultyStore(store, decide=self._decide, released=self._released, history=history)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self.rules, self.seed)
+
+    def __repr__(self) -> str:
+        return f"Faults({', '.join(map(repr, self.rules))}, seed={self.seed})"
+
+    @property
+    def injected(self) -> tuple[Injected, ...]:
+        """What was done so far, in order: the latest ten thousand."""
+        with self._lock:
+            return tuple(self._log)
+
+    @property
+    def num_injected(self) -> dict[str, int]:
+        """How often each kind of fault happened, by its name."""
+        with self._lock:
+            return dict(self._num_injected)
+
+    @property
+    def num_calls(self) -> dict[str, int]:
+        """How many calls came, by operation."""
+        with self._lock:
+            return dict(self._num_calls)
+
+    def release(self) -> None:
+        """End every stall, those to come as well: what stalls fails at once."""
+        self._released.set()
+
+    def _decide(self, call: Call) -> Due | None:
+        alike = (call.operation, without_attempts(call.key))
+        due: Due | None = None
+        with self._lock:
+            self._num_calls[call.operation] += 1
+            self._num_alike[alike] += 1
+            nth = self._num_alike[alike]
+            for index, rule in enumerate(self.rules):
+                if not rule.matches(call):
+                    continue
+                counted = (index, *alike) if rule.each_key else (index,)
+                self._num_matched[counted] += 1
+                if due is not None or not rule.acts_on(self._num_matched[counted] - 1):
+                    continue
+                draw = Draw(self.seed, index, *alike, nth)
+                if draw.fraction("acts") >= rule.probability:
+                    continue
+                why = f"by rule {index} with seed {self.seed}, at call {nth} of {call.operation} on this key"
+                due = Due(fault=rule.fault, draw=draw, why=why)
+                self._log.append(Injected(call=call, fault=rule.fault, rule=index, nth=nth))
+                self._num_injected[type(rule.fault).__name__] += 1
+        return due
+
+
+def _made_again(rules: tuple[Rule, ...], seed: int) -> Faults:
+    return Faults(*rules, seed=seed)

@@ -42,6 +42,7 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
     UnsupportedValueError,
 )
+from cloudckpt.newest import load_latest
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import Event, LoadReport, SaveReport, SkippedCheckpoint, VerifyReport
@@ -98,6 +99,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load",
+    "load_latest",
     "save",
     "verify",
 ]

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt.errors import CloudckptError
@@ -55,6 +56,18 @@ def failure_of(
 def causes_of(error: CheckpointException) -> list[BaseException]:
     """What each failing rank raised."""
     return [cause for cause, _ in error.failures.values()]
+
+
+def raise_own_interrupt(error: CheckpointException, rank: int) -> None:
+    """A Ctrl-C or an exit on this rank stays one; only for the other ranks is it a failure."""
+    cause, _ = error.failures.get(rank, (None, None))
+    if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+        raise cause
+
+
+def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
+    """The rank of this process in the group that saves or loads."""
+    return 0 if no_dist or not dist.is_available() or not dist.is_initialized() else dist.get_rank(process_group)
 
 
 def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:

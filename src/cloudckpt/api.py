@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt._async import AsyncSave, background_group, wait_for_previous
-from cloudckpt._failures import causes_of, failure_of
+from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
@@ -66,7 +66,7 @@ def save(
         )
     except CheckpointException as error:
         failure = _failed_save(error, writer)
-        _raise_own_interrupt(error, _rank_in(process_group, no_dist=no_dist))
+        raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
         raise failure from None
     except Exception as error:
         if use_collectives or no_dist or not dist.is_initialized():
@@ -160,7 +160,7 @@ def load(
         reader = ObjectStoreReader(_location(uri, checkpoint_id), options=options, allow_pickle=allow_pickle)
     elif uri is not None or checkpoint_id is not None:
         reader.reset(_location(uri, checkpoint_id))
-    rank = _rank_in(process_group, no_dist=no_dist)
+    rank = rank_in(process_group, no_dist=no_dist)
     if isinstance(reader, ObjectStoreReader):
         reader.report_failures_in_set_up(rank=rank)
     where = str(getattr(reader, "checkpoint_id", "the checkpoint"))
@@ -180,7 +180,7 @@ def load(
                 if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
                     reader.reset()
                     continue
-                _raise_own_interrupt(error, rank)
+                raise_own_interrupt(error, rank)
                 raise failure_of(
                     error,
                     what=f"loading {where}",
@@ -191,17 +191,6 @@ def load(
         if isinstance(reader, ObjectStoreReader):
             reader.report_failures_in_set_up(rank=None)
     return reader.report if isinstance(reader, ObjectStoreReader) else None
-
-
-def _rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
-    return 0 if no_dist or not dist.is_available() or not dist.is_initialized() else dist.get_rank(process_group)
-
-
-def _raise_own_interrupt(error: CheckpointException, rank: int) -> None:
-    """A Ctrl-C or an exit on this rank stays one; only for the other ranks is it a failure."""
-    cause, _ = error.failures.get(rank, (None, None))
-    if isinstance(cause, (KeyboardInterrupt, SystemExit)):
-        raise cause
 
 
 def _location(

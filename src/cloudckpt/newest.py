@@ -1,0 +1,149 @@
+"""Loading the newest checkpoint that can be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
+from cloudckpt.api import load
+from cloudckpt.catalog import list_checkpoints
+from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from cloudckpt.options import Options
+from cloudckpt.reader import ObjectStoreReader
+from cloudckpt.report import LoadReport, SkippedCheckpoint
+from cloudckpt.verification import verify
+
+_log = logging.getLogger("cloudckpt")
+_T = TypeVar("_T")
+
+_SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
+
+
+def load_latest(
+    state_dict: dict[str, Any],
+    root: str | os.PathLike[str],
+    *,
+    storage_reader: ObjectStoreReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    allow_pickle: bool = False,
+    verify_first: bool = False,
+    options: Options | None = None,
+) -> LoadReport:
+    """Load the newest checkpoint directly under `root` that is whole, as `load` does, and say what was passed over.
+
+    The coordinator lists the candidates (`list_checkpoints`), and all ranks go through the same ones, the newest first.
+    One that any rank finds damaged, or gone by then, is skipped by all ranks alike: with a warning in the log, and in
+    the report's ``skipped``. Nothing else is a reason to take an older one: a store that does not answer or denies, a
+    state dict that does not fit, a value that would need `allow_pickle`, or a newer format, is raised as `load` does.
+
+    A load checks only the bytes that it needs, and by then tensors have been filled; those of a checkpoint that is
+    skipped are all overwritten by the next. With `verify_first`, the coordinator verifies each candidate whole
+    (`verify`) before any tensor is touched, while the other ranks wait, within the process group's timeout. A planner
+    with ``allow_partial_load`` implies it: what an older checkpoint lacks would keep a damaged one's values.
+
+    With a `storage_reader`, `options` are only for listing and verifying. Raises torch's ``CheckpointException``, which
+    is a `CheckpointNotFoundError` where nothing is committed under `root`, and a `CorruptCheckpointError`, whose
+    ``problems`` give each checkpoint and its reason, where none can be loaded.
+    """
+    ranks = _Ranks(process_group, no_dist=no_dist, what=f"loading the newest checkpoint under {root}")
+    verify_first = verify_first or bool(getattr(planner, "allow_partial_load", False))
+    skipped: list[SkippedCheckpoint] = []
+    for uri in ranks.agreed("find", lambda: _candidates(root, options)):
+        why = ranks.agreed("verify", functools.partial(_damage_of, uri, options)) if verify_first else None
+        if why is None:
+            try:
+                report = load(
+                    state_dict,
+                    uri,
+                    storage_reader=storage_reader,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=no_dist,
+                    allow_pickle=allow_pickle,
+                    options=options if storage_reader is None else None,
+                )
+            except CheckpointException as error:
+                # All ranks get the same failures, and so come to the same conclusion.
+                causes = causes_of(error)
+                if not causes or not all(isinstance(cause, _SKIPPED) for cause in causes):
+                    raise
+                why = "; ".join(dict.fromkeys(map(str, causes)))
+            else:
+                assert report is not None  # noqa: S101  # our reader makes one
+                return _with_skipped(report, skipped, storage_reader)
+        skipped.append(SkippedCheckpoint(uri=uri, why=why))
+        _log.warning("passed over %s, and going on to an older checkpoint: %s", uri, why)
+    problems = [f"{one.uri}: {one.why}" for one in skipped]
+    raise ranks.failure(
+        CorruptCheckpointError(
+            f"none of the {len(skipped)} checkpoints under {root} can be loaded. {'; '.join(problems)}",
+            uri=str(root),
+            problems=problems,
+        )
+    )
+
+
+class _Ranks:
+    """What the ranks do together besides loading."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, what: str) -> None:
+        use_dist = not no_dist and dist.is_available() and dist.is_initialized()
+        self._wrapper = _DistWrapper(process_group, use_dist, 0)
+        self._rank = rank_in(process_group, no_dist=no_dist)
+        self._what = what
+
+    def agreed(self, step: str, find: Callable[[], _T]) -> _T:
+        """What the coordinator finds, or its failure, on every rank."""
+        try:
+            found: _T = self._wrapper.broadcast(step, find)
+        except CheckpointException as error:
+            raise_own_interrupt(error, self._rank)
+            raise failure_of(error, what=self._what) from None
+        return found
+
+    def failure(self, error: CorruptCheckpointError) -> CheckpointException:
+        """`error`, found by all ranks alike, as a load's failures come."""
+        failures: Any = {self._rank: (error, traceback.StackSummary())}
+        return failure_of(CheckpointException("find", failures), what=self._what)
+
+
+def _candidates(root: str | os.PathLike[str], options: Options | None) -> list[str]:
+    """The newest first."""
+    found = [info.uri for info in reversed(list_checkpoints(root, options=options))]
+    if not found:
+        raise CheckpointNotFoundError(
+            f"no checkpoint is committed directly under {root}. Check the URI; a first run has nothing to load, and "
+            "should say so by not asking (cloudckpt.latest(root) is None)",
+            uri=str(root),
+        )
+    return found
+
+
+def _damage_of(uri: str, options: Options | None) -> str | None:
+    try:
+        verify(uri, options=options)
+    except _SKIPPED as error:
+        return str(error)
+    return None
+
+
+def _with_skipped(
+    report: LoadReport, skipped: list[SkippedCheckpoint], storage_reader: ObjectStoreReader | None
+) -> LoadReport:
+    report = dataclasses.replace(report, skipped=tuple(skipped))
+    if storage_reader is not None:
+        storage_reader.report = report
+    return report

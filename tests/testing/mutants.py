@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from cloudckpt.errors import ObjectExistsError, ObjectNotFoundError, ShortObjectError, StoreError
 from cloudckpt.stores._body import crc32c_of, in_order, num_bytes
-from cloudckpt.stores.base import Part, UploadedPart
+from cloudckpt.stores.base import FoundPart, Part, UploadedPart
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 
@@ -297,6 +297,26 @@ class LocksInTheProcess(LocalStore):
         super().put(key, views, crc32c=crc32c)
 
 
+class ListsItsOwnParts(LocalStore):
+    """Files, and a list of what this process has sent."""
+
+    capabilities = replace(LocalStore.capabilities, listed_parts="same_upload")
+    _sent: dict[tuple[str, int], FoundPart] = {}  # noqa: RUF012  # one of each process is the point
+
+    def __reduce__(self):
+        return ListsItsOwnParts, (self._root,)
+
+    def upload_part(self, key, upload_id, part, views, *, crc32c):
+        done = super().upload_part(key, upload_id, part, views, crc32c=crc32c)
+        self._sent[upload_id, part.number] = FoundPart(
+            number=part.number, size_bytes=part.size_bytes, token=done.token, crc32c=crc32c, md5=None
+        )
+        return done
+
+    def list_parts(self, key, upload_id):
+        return iter([part for (of, _), part in self._sent.items() if of == upload_id])
+
+
 @caught_by("test_a_pickled_store_sees_the_same_objects")
 class LosesItsPrefix(Mutant):
     """Comes out of a pickle at another root."""
@@ -568,6 +588,88 @@ class UploadsWithoutAge(Mutant):
     def list_uploads(self, prefix=""):
         old = timedelta(days=5000)
         return (replace(info, started_at=info.started_at - old) for info in super().list_uploads(prefix))
+
+
+# Parts of unfinished uploads
+
+
+@caught_by("test_parts_are_listed_for_what_they_are")
+class ListsPartsOfAll(Mutant):
+    """All parts that were ever sent to the key."""
+
+    def list_parts(self, key, upload_id):
+        return (part for info in self.list_uploads(key) for part in super(Mutant, self).list_parts(key, info.upload_id))
+
+
+@caught_by("test_parts_are_listed_for_what_they_are", "test_more_than_a_page_of_parts")
+class ListsAnotherChecksum(Mutant):
+    """That of the part before."""
+
+    def list_parts(self, key, upload_id):
+        found = list(super().list_parts(key, upload_id))
+        return (replace(part, crc32c=found[index - 1].crc32c) for index, part in enumerate(found))
+
+
+@caught_by("test_a_part_that_was_sent_again_is_listed_as_it_is_now")
+class ListsTheFirstSending(Mutant):
+    """A listing that is not told of a second sending."""
+
+    def upload_part(self, key, upload_id, part, views, *, crc32c):
+        uploaded = super().upload_part(key, upload_id, part, views, crc32c=crc32c)
+        listed = self.__dict__.setdefault("_listed", {})
+        listed.setdefault((upload_id, part.number), list(super().list_parts(key, upload_id))[-1])
+        return uploaded
+
+    def list_parts(self, key, upload_id):
+        return iter([part for (of, _), part in self.__dict__.get("_listed", {}).items() if of == upload_id])
+
+
+@caught_by("test_listed_parts_complete_the_upload")
+class ListsNoTokens(Mutant):
+    """Tokens that complete nothing."""
+
+    def list_parts(self, key, upload_id):
+        return (replace(part, token=str(part.number)) for part in super().list_parts(key, upload_id))
+
+
+@caught_by("test_listed_parts_complete_another_upload_where_that_is_declared")
+class DeclaresTooMuch(Mutant):
+    """Parts are good for their own upload, and said to be good for any."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.capabilities = replace(self.capabilities, listed_parts="any_upload")
+
+
+@caught_by("test_a_part_that_was_replaced_is_not_completed_as_it_was")
+class CompletesWhatIsThere(Mutant):
+    """Looks at the numbers of the parts, not at the tokens."""
+
+    def complete_multipart(self, key, upload_id, parts):
+        held = {part.number: part.token for part in self.list_parts(key, upload_id)}
+        known = [replace(done, token=held.get(done.part.number, done.token)) for done in parts]
+        super().complete_multipart(key, upload_id, known)
+
+
+@caught_by("test_an_upload_that_is_over_lists_nothing")
+class ListsForEver(Mutant):
+    """A listing that outlives the upload."""
+
+    def list_parts(self, key, upload_id):
+        return iter(self.__dict__.get("_sent", {}).get(upload_id, []))
+
+    def upload_part(self, key, upload_id, part, views, *, crc32c):
+        uploaded = super().upload_part(key, upload_id, part, views, crc32c=crc32c)
+        self.__dict__.setdefault("_sent", {})[upload_id] = list(super().list_parts(key, upload_id))
+        return uploaded
+
+
+@caught_by("test_more_than_a_page_of_parts")
+class OnePageOfParts(Mutant):
+    """The first thousand, and no marker for the rest."""
+
+    def list_parts(self, key, upload_id):
+        return iter(list(super().list_parts(key, upload_id))[:1000])
 
 
 # Reading

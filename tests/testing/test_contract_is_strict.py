@@ -21,6 +21,7 @@ from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Wire
 
 SILENCE = "test_silence_ends_in_time"
 PROCESSES = "test_of_two_processes_exactly_one_creates"
+PARTS_OF_OTHERS = "test_parts_of_another_process_are_listed"
 BUCKET = "strict"
 
 
@@ -127,6 +128,11 @@ def test_a_condition_within_one_process_is_none(tmp_path):
     assert_caught(failures(_Files(), PROCESSES, lambda: next(stores)))
 
 
+def test_a_listing_within_one_process_is_none(tmp_path):
+    """Whoever goes on after a crash would find nothing, and send all of it again."""
+    assert_caught(failures(_Files(), PARTS_OF_OTHERS, lambda: mutants.ListsItsOwnParts(tmp_path)))
+
+
 @pytest.mark.parametrize(
     "mutant", [*wire_mutants.WIRE_MUTANTS, *wire_mutants.DENIED_MUTANTS], ids=lambda mutant: mutant.__name__
 )
@@ -162,7 +168,7 @@ def test_without_a_defect_no_clause_fails(storage_options, door):
 
 def test_every_clause_has_a_store_that_fails_it():
     """A clause that nothing can break says nothing."""
-    known = {SILENCE, PROCESSES}
+    known = {SILENCE, PROCESSES, PARTS_OF_OTHERS}
     for caught in (*mutants.CAUGHT_BY.values(), *wire_mutants.CAUGHT_BY.values()):
         known.update(caught)
     assert set(clauses()) == known

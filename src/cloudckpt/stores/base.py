@@ -13,6 +13,9 @@ import abc
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Literal
+
+from cloudckpt.errors import UnsupportedOperationError
 
 Views = Sequence[memoryview]
 
@@ -27,6 +30,8 @@ class Capabilities:
     """Multipart uploads exist; until one is completed, nothing lies at its key."""
     verifies_crc32c: bool
     """The store refuses bytes that do not match the CRC32C sent with them."""
+    listed_parts: Literal["none", "same_upload", "any_upload"] = "none"
+    """Whether `list_parts` says what an unfinished upload holds, and which uploads can be completed with it."""
     observed: str = field(default="", compare=False)
     """What a probe saw that denies `conditional_create`, as a sentence for messages; empty where nothing was tried."""
 
@@ -79,6 +84,19 @@ class UploadedPart:
     token: str
     """What the store wants to see again at completion (an ETag on S3)."""
     crc32c: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPart:
+    """A part that an unfinished upload holds, as the store describes it. Its checksum, if any, says what it is."""
+
+    number: int
+    size_bytes: int
+    token: str
+    """As in `UploadedPart`."""
+    crc32c: int | None
+    md5: str | None
+    """In hexadecimal. What stands here may be something else, and then matches no part."""
 
 
 class Store(abc.ABC):
@@ -160,6 +178,19 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         """Every unfinished multipart upload whose key starts with `prefix`."""
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        """Every part that the unfinished upload holds, whoever sent it; several of one number where all can be used.
+
+        `complete_multipart` accepts them: of this upload, or of any in this store, as `Capabilities.listed_parts` says.
+        Nothing is listed for an upload that was completed or aborted; a store may also raise `ObjectNotFoundError`.
+        """
+        raise UnsupportedOperationError(
+            f"{self.url(key)}: this store cannot say what the unfinished upload {upload_id!r} holds. "
+            "Upload the object anew.",
+            key=self.url(key),
+            operation="list_parts",
+        )
 
     @abc.abstractmethod
     def copy(self, source_key: str, target_key: str) -> None:

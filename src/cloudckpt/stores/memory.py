@@ -19,6 +19,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, in_order, num_bytes
 from cloudckpt.stores.base import (
     Capabilities,
+    FoundPart,
     Limits,
     ObjectInfo,
     Part,
@@ -72,7 +73,9 @@ class MemoryStore(Store):
         self._prefix = f"{prefix}/" if prefix else ""
         self._shared = _BUCKETS.setdefault(name, _Bucket(pid=os.getpid()))
         self.limits = limits
-        self.capabilities = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+        self.capabilities = Capabilities(
+            conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (os.getpid(), self._name, self._prefix.removesuffix("/"), self.limits)
@@ -195,6 +198,14 @@ class MemoryStore(Store):
             if upload.key.startswith(self._prefix + prefix):
                 key = upload.key[len(self._prefix) :]
                 yield UploadInfo(key=key, upload_id=upload_id, started_at=upload.started_at)
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        bucket = self._bucket("list_parts")
+        with bucket.lock:
+            parts = sorted(self._upload(bucket, "list_parts", key, upload_id).parts.items())
+        for number, body in parts:
+            crc32c = crc32c_of([memoryview(body)])
+            yield FoundPart(number=number, size_bytes=len(body), token=_token(body), crc32c=crc32c, md5=None)
 
     def copy(self, source_key: str, target_key: str) -> None:
         check_key(self, target_key, "copy")

@@ -48,6 +48,8 @@ def calls_of(store: Store) -> dict[str, Call]:
             "list_uploads": Call(key="", run=lambda far: list(far.list_uploads())),
             "abort_multipart": Call(key="run/gone", run=lambda far: far.abort_multipart("run/gone", gone_id)),
         }
+    if store.capabilities.listed_parts != "none":
+        found["list_parts"] = Call(key="run/upload", run=lambda far: list(far.list_parts("run/upload", upload_id)))
     return found
 
 

@@ -25,6 +25,7 @@ pytest.register_assert_rewrite(
     "cloudckpt.testing._contract_calls",
     "cloudckpt.testing._contract_denied",
     "cloudckpt.testing._contract_keys",
+    "cloudckpt.testing._contract_parts",
     "cloudckpt.testing._contract_races",
     "cloudckpt.testing._contract_reads",
     "cloudckpt.testing._contract_uploads",
@@ -36,6 +37,7 @@ pytest.register_assert_rewrite(
 from cloudckpt.stores.base import Store  # noqa: E402
 from cloudckpt.testing._contract_denied import DeniedClauses  # noqa: E402
 from cloudckpt.testing._contract_keys import KeyClauses  # noqa: E402
+from cloudckpt.testing._contract_parts import PartClauses  # noqa: E402
 from cloudckpt.testing._contract_races import RaceClauses  # noqa: E402
 from cloudckpt.testing._contract_reads import ReadClauses  # noqa: E402
 from cloudckpt.testing._contract_uploads import UploadClauses  # noqa: E402
@@ -47,7 +49,15 @@ __all__ = ["StoreContract"]
 
 
 class StoreContract(
-    WriteClauses, UploadClauses, ReadClauses, KeyClauses, ViewClauses, RaceClauses, DeniedClauses, WireClauses
+    WriteClauses,
+    UploadClauses,
+    PartClauses,
+    ReadClauses,
+    KeyClauses,
+    ViewClauses,
+    RaceClauses,
+    DeniedClauses,
+    WireClauses,
 ):
     """Inherit under a name that begins with ``Test``, and define the fixture `store`.
 

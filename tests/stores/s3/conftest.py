@@ -143,6 +143,7 @@ def any_s3(size_bytes: int = 10) -> Answer:
         ("GET", "uploads"): reply(
             200, "<ListMultipartUploadsResult><IsTruncated>false</IsTruncated></ListMultipartUploadsResult>"
         ),
+        ("GET", "uploadId"): reply(200, "<ListPartsResult><IsTruncated>false</IsTruncated></ListPartsResult>"),
         ("HEAD", ""): reply(200, b"", {**_MODIFIED, "Content-Length": str(size_bytes)}),
         ("DELETE", ""): reply(204),
     }

@@ -41,13 +41,14 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "ListObjectsV2": lambda store: list(store.list()),
     "ListObjectsV2 directories": lambda store: list(store.list_directories()),
     "ListMultipartUploads": lambda store: list(store.list_uploads()),
+    "ListParts": lambda store: list(store.list_parts("k", "UP")),
     "DeleteObject": lambda store: store.delete(["k"]),
     "DeleteObjects": lambda store: store.delete([f"k{n}" for n in range(20)]),
     "CopyObject": lambda store: store.copy("k", "k2"),
 }
 READS = {"GetObject", "GetObject whole", "HeadObject"}
 CREATES = {"PutObject", "CreateMultipartUpload", "CopyObject"}
-PARTS = {"UploadPart", "CompleteMultipartUpload"}
+PARTS = {"UploadPart", "CompleteMultipartUpload", "ListParts"}
 
 CUSTOMER = {
     "x-amz-server-side-encryption-customer-algorithm": "AES256",
@@ -246,6 +247,26 @@ def test_listings_of_uploads_go_on_over_pages(scripted: Any) -> None:
     assert server.requests[0].query["prefix"] == "p/x/"
     assert server.requests[1].query["key-marker"] == "p/x/a"
     assert server.requests[1].query["upload-id-marker"] == "a"
+
+
+def test_listings_of_parts_go_on_over_pages(scripted: Any) -> None:
+    """A save that is resumed would send again all parts behind the first 1,000; or take another checksum for theirs."""
+    part = "<Part><PartNumber>{0}</PartNumber><Size>5</Size><ETag>{1}</ETag>{2}</Part>"
+    first = part.format(1, f'"{"0f" * 16}"', f"<ChecksumCRC32C>{ENCODED_CRC}</ChecksumCRC32C>")
+    second = part.format(2, '"of something else"', "<ChecksumCRC32C>AAAAAA==-2</ChecksumCRC32C>")
+    more = "<IsTruncated>true</IsTruncated><NextPartNumberMarker>1</NextPartNumberMarker>"
+    done = "<IsTruncated>false</IsTruncated>"
+    server = scripted.serve(
+        scripted.reply(200, f"<ListPartsResult>{more}{first}</ListPartsResult>"),
+        scripted.reply(200, f"<ListPartsResult>{done}{second}</ListPartsResult>"),
+    )
+    found = list(server.store(prefix="p").list_parts("x", "UP"))
+    assert [(part.number, part.size_bytes, part.crc32c, part.md5) for part in found] == [
+        (1, 5, CRC, "0f" * 16),
+        (2, 5, None, None),
+    ]
+    assert [request.query.get("part-number-marker") for request in server.requests] == [None, "1"]
+    assert {request.query["uploadId"] for request in server.requests} == {"UP"}
 
 
 def test_deletes_keep_their_order_and_batch_only_rows_of_siblings(scripted: Any) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _OBJECTS = "kind,nextPageToken,items(name,size,timeCreated)"
 _NAMES = "kind,nextPageToken,items/name"
+_PARTS = "kind,nextPageToken,items(name,size,generation,crc32c)"
 _PREFIXES = "kind,nextPageToken,prefixes"
 _KIND = "storage#objects"
 _PAGE_OF_NAMES = 100
@@ -71,6 +72,16 @@ def uploads(session: GCSSession, operation: str, *, root: str, prefix: str) -> I
             started[found] = min(started.get(found, info.modified_at), info.modified_at)
     for upload, started_at in started.items():
         yield UploadInfo(key=upload.name[len(root) :], upload_id=upload.upload_id, started_at=started_at)
+
+
+def parts(session: GCSSession, operation: str, *, name: str, upload_id: str) -> Iterator[tuple[int, str, Any]]:
+    """Number, try and the library's object of every part of the upload to `name`."""
+    prefix = naming.prefix_of(name, upload_id)
+    for page in _pages(session, operation, prefix=prefix, fields=_PARTS):
+        for blob in page.blobs:
+            found = naming.parse_part(blob.name, prefix=prefix)
+            if found is not None:
+                yield *found, blob
 
 
 def directories(session: GCSSession, operation: str, *, root: str) -> Iterator[str]:

@@ -17,7 +17,8 @@ _UPLOAD_ID = re.compile(r"[0-9a-f]{16}")
 _SUFFIX = ".~part"
 """The same for all of them: by it a lifecycle rule of the bucket finds what killed processes left."""
 _TEMPORARY = re.compile(r"(.+)\.~([0-9a-f]{16})-[0-9]-[0-9]{5}-[0-9a-f]{8}" + re.escape(_SUFFIX), re.DOTALL)
-_TOKEN = re.compile(r"([0-9a-f]{8})-([0-9]+)")
+_PART = re.compile(r"0-([0-9]{5})-([0-9a-f]{8})" + re.escape(_SUFFIX))
+_TOKEN = re.compile(r"([0-9a-f]{8})-([0-9]+)(?:@([0-9a-f]{16})@(.+))?", re.DOTALL)
 _MOST_REMEMBERED = 10_000
 _LONGEST_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#naming
 
@@ -29,6 +30,16 @@ class Temporary:
     name: str
     """Of the object that is being uploaded."""
     upload_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """What finds a part again, beside its number."""
+
+    of_try: str
+    generation: int
+    upload: Temporary | None = None
+    """The upload that it is part of, if it is not the one that is to be completed."""
 
 
 def new_upload_id() -> str:
@@ -56,15 +67,25 @@ def part_name(name: str, upload_id: str, number: int, *, of_try: str, level: int
     return f"{prefix_of(name, upload_id)}{level}-{number:05d}-{of_try}{_SUFFIX}"
 
 
-def token_of(of_try: str, generation: int) -> str:
-    """What finds a part again, beside its number."""
-    return f"{of_try}-{generation}"
+def parse_part(name: str, *, prefix: str) -> tuple[int, str] | None:
+    """Number and try of the part that is called `name`, of the upload with that `prefix_of`."""
+    match = _PART.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    return None if match is None else (int(match[1]), match[2])
 
 
-def parse_token(token: str) -> tuple[str, int] | None:
-    """The try and the generation, if `token_of` has made it."""
-    match = _TOKEN.fullmatch(token)
-    return None if match is None else (match[1], int(match[2]))
+def token_of(token: Token) -> str:
+    """As text."""
+    plain = f"{token.of_try}-{token.generation}"
+    return plain if token.upload is None else f"{plain}@{token.upload.upload_id}@{token.upload.name}"
+
+
+def parse_token(text: str) -> Token | None:
+    """The reverse of `token_of`; ``None`` for a text that it has not made."""
+    match = _TOKEN.fullmatch(text)
+    if match is None:
+        return None
+    upload = Temporary(upload_id=match[3], name=match[4]) if match[4] else None
+    return Token(of_try=match[1], generation=int(match[2]), upload=upload)
 
 
 def leaves_room(name: str) -> bool:

@@ -10,23 +10,23 @@ from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreErro
 from cloudckpt.options import GIB
 from cloudckpt.stores import _probe as probing
 from cloudckpt.stores._body import check_key, in_order
-from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
 from cloudckpt.stores.gcs import composing, naming
 from cloudckpt.stores.gcs.client import ClientKey, is_googles, require_gcs
 from cloudckpt.stores.gcs.config import parse_storage_options
 from cloudckpt.stores.gcs.copying import copy_object
 from cloudckpt.stores.gcs.deleting import delete_objects
-from cloudckpt.stores.gcs.listing import directories, info_of, objects, uploads
+from cloudckpt.stores.gcs.listing import directories, info_of, objects, parts, uploads
 from cloudckpt.stores.gcs.reading import read_object, read_range
 from cloudckpt.stores.gcs.session import GCSSession
-from cloudckpt.stores.gcs.uploading import Stored, insert, remove_generation
+from cloudckpt.stores.gcs.uploading import Stored, described, insert, remove_generation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from cloudckpt.stores.base import Part, Views
 
-_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="any_upload")
 _MOST_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
 _LIMITS = Limits(
     min_part_bytes=1,
@@ -115,7 +115,7 @@ class GCSStore(Store):
         if upload_id in _ended:  # meanwhile
             remove_generation(self._session, "upload_part", stored)
             self._check_goes_on(name, upload_id, "upload_part", has_ended=True)
-        return UploadedPart(part=part, token=naming.token_of(of_try, stored.generation), crc32c=crc32c)
+        return UploadedPart(part=part, token=_token(of_try, stored.generation), crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Composed by the service, of exactly the generations in `parts`; then the temporary objects go."""
@@ -175,6 +175,22 @@ class GCSStore(Store):
         """What has at least one part; before its first, an upload leaves no trace."""
         return uploads(self._session, "list_uploads", root=self._root, prefix=prefix)
 
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        """Page by page. A part is an object, so that any upload can be completed with it: none is ever replaced."""
+        name = self._name(key, "list_parts")
+        self._check_goes_on(name, upload_id, "list_parts", has_ended=upload_id in _ended)
+        upload = naming.Temporary(name=name, upload_id=upload_id)
+        for number, of_try, blob in parts(self._session, "list_parts", name=name, upload_id=upload_id):
+            facts = {"generation": blob.generation, "size": blob.size, "crc32c": blob.crc32c}
+            stored = described(self._session, "list_parts", "objects.list", blob.name, facts)
+            yield FoundPart(
+                number=number,
+                size_bytes=stored.size_bytes,
+                token=_token(of_try, stored.generation, upload),
+                crc32c=stored.crc32c,
+                md5=None,
+            )
+
     def copy(self, source_key: str, target_key: str) -> None:
         """Rewritten by the service, in as many calls as it wants."""
         copy_object(self._session, self._name(source_key, "copy"), self._name(target_key, "copy"))
@@ -194,15 +210,19 @@ class GCSStore(Store):
             raise self._session.error(ObjectNotFoundError, operation, name, what)
 
 
+def _token(of_try: str, generation: int, upload: naming.Temporary | None = None) -> str:
+    return naming.token_of(naming.Token(of_try=of_try, generation=generation, upload=upload))
+
+
 def _piece(name: str, upload_id: str, done: UploadedPart) -> Stored | None:
     """The temporary object that `done` is about; ``None`` for a token that is none of this store's."""
-    known = naming.parse_token(done.token)
-    if known is None:
+    token = naming.parse_token(done.token)
+    if token is None:
         return None
-    of_try, generation = known
+    upload = token.upload or naming.Temporary(name=name, upload_id=upload_id)
     return Stored(
-        name=naming.part_name(name, upload_id, done.part.number, of_try=of_try),
-        generation=generation,
+        name=naming.part_name(upload.name, upload.upload_id, done.part.number, of_try=token.of_try),
+        generation=token.generation,
         size_bytes=done.part.size_bytes,
         crc32c=done.crc32c,
     )

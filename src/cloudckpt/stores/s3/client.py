@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -40,6 +42,7 @@ APIS: Mapping[str, str] = {
     "HeadObject": "head_object",
     "ListMultipartUploads": "list_multipart_uploads",
     "ListObjectsV2": "list_objects_v2",
+    "ListParts": "list_parts",
     "PutObject": "put_object",
     "UploadPart": "upload_part",
     "UploadPartCopy": "upload_part_copy",
@@ -76,11 +79,20 @@ class S3Client:
             }
             for api in APIS
         }
+        _encode_customer_key(self._members["ListParts"])
 
     def call(self, api: str, **members: Any) -> dict[str, Any]:
         """Make one request."""
         answer: dict[str, Any] = self._methods[api](**self._members[api], **members)
         return answer
+
+
+def _encode_customer_key(members: dict[str, Any]) -> None:
+    """As boto3 does it on every request but ListParts."""
+    key = members.get("SSECustomerKey")
+    if isinstance(key, bytes):
+        members["SSECustomerKey"] = base64.b64encode(key).decode()
+        members["SSECustomerKeyMD5"] = base64.b64encode(hashlib.md5(key, usedforsecurity=False).digest()).decode()
 
 
 def require_boto3() -> None:

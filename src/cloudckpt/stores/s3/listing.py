@@ -50,6 +50,20 @@ def list_unfinished(session: S3Session, operation: str, *, prefix: str) -> Itera
         yield from (item for item in page.get("Uploads", []) if item["Key"].startswith(prefix))
 
 
+def list_parts(session: S3Session, operation: str, key: str, upload_id: str) -> Iterator[dict[str, Any]]:
+    """Every part that the unfinished upload holds, as ListParts describes it."""
+    last: dict[str, Any] = {}
+    while True:
+        page = session.call(operation, "ListParts", key, UploadId=upload_id, **last)
+        is_truncated = session.required(page, "IsTruncated", operation, "ListParts", key)
+        yield from page.get("Parts", [])
+        if not is_truncated:
+            return
+        marker = session.required(page, "NextPartNumberMarker", operation, "ListParts", key)
+        check_goes_on(session, operation, prefix=key, token=marker, last_token=last.get("PartNumberMarker"))
+        last = {"PartNumberMarker": marker}
+
+
 def _object_pages(session: S3Session, operation: str, **members: Any) -> Iterator[dict[str, Any]]:
     token: dict[str, Any] = {}
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import TYPE_CHECKING, Any
 
 from cloudckpt.errors import ShortObjectError, StoreError, TransientStoreError
@@ -10,13 +11,13 @@ from cloudckpt.options import GIB, MIB
 from cloudckpt.stores import _probe as probing
 from cloudckpt.stores._body import check_key, in_order
 from cloudckpt.stores._http_body import ViewsBody
-from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
 from cloudckpt.stores.s3.client import ClientKey, is_amazons, require_boto3
 from cloudckpt.stores.s3.config import parse_storage_options
 from cloudckpt.stores.s3.copying import abort_upload, copy_object
 from cloudckpt.stores.s3.deleting import delete_objects
 from cloudckpt.stores.s3.express import check_options, is_directory_bucket
-from cloudckpt.stores.s3.listing import list_objects, list_prefixes, list_unfinished
+from cloudckpt.stores.s3.listing import list_objects, list_parts, list_prefixes, list_unfinished
 from cloudckpt.stores.s3.reading import read_object, read_range
 from cloudckpt.stores.s3.session import S3Session
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from cloudckpt.stores.base import Part, Views
 
-_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload")
+_MD5 = re.compile(r"[0-9a-f]{32}")
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _LIMITS = Limits(min_part_bytes=5 * MIB, max_part_bytes=5 * GIB, max_parts=10_000, max_put_bytes=5 * GIB)
 
@@ -189,6 +191,18 @@ class S3Store(Store):
                 started_at=item["Initiated"],
             )
 
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        """ListParts, page by page. The MD5 is the ETag, which is something else under SSE-KMS."""
+        for item in list_parts(self._session, "list_parts", self._key(key, "list_parts"), upload_id):
+            tag = item["ETag"].strip('"')
+            yield FoundPart(
+                number=item["PartNumber"],
+                size_bytes=item["Size"],
+                token=item["ETag"],
+                crc32c=_decoded(item.get("ChecksumCRC32C")),
+                md5=tag if _MD5.fullmatch(tag) else None,
+            )
+
     def copy(self, source_key: str, target_key: str) -> None:
         """CopyObject; above 5 GiB, UploadPartCopy."""
         size_bytes = self.head(source_key).size_bytes
@@ -207,3 +221,14 @@ class S3Store(Store):
 
 def _encoded(crc32c: int) -> str:
     return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+
+
+def _decoded(crc32c: str | None) -> int | None:
+    """What a listing says; ``None`` where that is not the checksum of one part."""
+    if not crc32c:
+        return None
+    try:
+        value = base64.b64decode(crc32c, validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(value, "big") if len(value) == 4 else None  # noqa: PLR2004  # bytes of a CRC32C

@@ -25,6 +25,7 @@ PERMISSIONS: dict[str, str] = {
     "HeadObject": "s3:GetObject",
     "ListMultipartUploads": "s3:ListBucketMultipartUploads",
     "ListObjectsV2": "s3:ListBucket",
+    "ListParts": "s3:ListMultipartUploadParts",
     "PutObject": "s3:PutObject",
     "UploadPart": "s3:PutObject",
     "UploadPartCopy": "s3:GetObject and s3:PutObject",

@@ -82,6 +82,11 @@ class ObjectStoreReader(StorageReader):
         """The URI that is read."""
         return self._location.uri
 
+    @property
+    def timeout_s(self) -> float:
+        """`Options.timeout_s`."""
+        return self._options.timeout_s
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Get ready for another load, from `checkpoint_id` if one is given."""
         if checkpoint_id is not None:

@@ -57,6 +57,11 @@ class ObjectStoreWriter(StorageWriter):
         return self._location.uri
 
     @property
+    def timeout_s(self) -> float:
+        """`Options.timeout_s`."""
+        return self._options.timeout_s
+
+    @property
     def report(self) -> SaveReport | None:
         """Of this writer's last save on this rank, once it has written."""
         return self._job.report if self._job is not None else None

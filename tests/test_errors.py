@@ -24,6 +24,9 @@ from cloudckpt.errors import (
     CommitUnknownError,
     InterruptedReadError,
     StoreError,
+    StoreTimeoutError,
+    ThrottledError,
+    TransientStoreError,
     portable,
 )
 
@@ -174,3 +177,25 @@ def test_an_overtaken_save_is_both() -> None:
     failure = failure_of(failed_with(rank_0=made(OvertakenError)), what="saving x")
     assert isinstance(failure, CheckpointExistsError)
     assert isinstance(pickle.loads(pickle.dumps(failure)), CommitUnknownError)
+
+
+@pytest.mark.parametrize(
+    ("causes", "common"),
+    [
+        ([TransientStoreError, InterruptedReadError], TransientStoreError),
+        ([InterruptedReadError, StoreTimeoutError], TransientStoreError),
+        ([ThrottledError, AccessDeniedError], StoreError),
+        ([AccessDeniedError, CheckpointNotFoundError], CloudckptError),
+        ([CommitUnknownError, OvertakenError], CommitUnknownError),
+    ],
+)
+def test_ranks_that_failed_alike_fail_as_what_they_have_in_common(
+    causes: list[type[CloudckptError]], common: type[CloudckptError]
+) -> None:
+    """If this fails, ``except TransientStoreError`` misses a dead store because two ranks noticed it differently."""
+    for kinds in (causes, causes[::-1]):
+        stack = traceback.StackSummary()
+        failures: Any = {rank: (made(kind), stack) for rank, kind in enumerate(kinds)}
+        failure = failure_of(CheckpointException("write", failures), what="saving s3://bucket/run")
+        assert isinstance(failure, common)
+        assert next(kind for kind in type(failure).__mro__ if kind in CLASSES) is common

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +20,8 @@ Failures = Mapping[int, tuple[BaseException, traceback.StackSummary]]
 class _Failure(CheckpointException):
     """torch's `CheckpointException`, with a text that one can read.
 
-    Its concrete class is also that of the common cause, so that ``except CheckpointExistsError`` works.
+    Its class is also the nearest one that the ranks' causes have in common, so that ``except CheckpointExistsError``
+    works.
     """
 
     step: str
@@ -45,11 +46,13 @@ def failure_of(
 ) -> CheckpointException:
     """`error`, readable, and an instance of its cause's class.
 
-    `local_cause` is what this rank really saw where torch handed on only its text.
+    `local_cause` is what this rank really saw where torch handed on only its text. Neither the result nor what it was
+    made of holds on to the tensors that were being saved or loaded.
     """
     failures = dict(error.failures)
     if local_cause is not None and local_rank in failures:
         failures[local_rank] = (local_cause, failures[local_rank][1])
+    _clear_frames([error, *(cause for cause, _ in failures.values())])
     return _rebuild(what, str(error.args[0]), failures)
 
 
@@ -70,10 +73,21 @@ def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
     return 0 if no_dist or not dist.is_available() or not dist.is_initialized() else dist.get_rank(process_group)
 
 
+def _clear_frames(errors: Iterable[BaseException]) -> None:
+    # torch keeps an error in a variable of a frame that the error's own traceback refers to. That cycle holds the whole
+    # state dict, and the copy that a background save made of it, until Python happens to look for cycles.
+    waiting, seen = list(errors), set[int]()
+    while waiting:
+        error = waiting.pop()
+        if id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)  # of calls that have ended; lines and names stay
+            waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]
+
+
 def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
-    classes = {type(cause) for cause in ours}
-    common: Any = classes.pop() if len(classes) == 1 else CloudckptError
+    common: Any = _nearest_common([type(cause) for cause in ours])
     kind = _class_for(common)
     # Not through __init__: the cause's class and torch's have different ones.
     failure = kind.__new__(kind, step, failures)
@@ -82,6 +96,16 @@ def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointExcept
         failure.__dict__.update(ours[0].__dict__)
     failure.step, failure.what, failure._failures = step, what, failures  # noqa: SLF001  # torch's __init__ sets it
     return failure
+
+
+def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptError]:
+    """What a handler can rely on where ranks failed in ways that differ only in detail."""
+    first = next(iter(classes), CloudckptError)
+    return next(
+        kind
+        for kind in first.__mro__
+        if issubclass(kind, CloudckptError) and all(issubclass(other, kind) for other in classes)
+    )
 
 
 @functools.cache

@@ -80,6 +80,8 @@ rgw enable usage log = false
 rgw enable ops log = false
 rgw dynamic resharding = false
 rgw override bucket index max shards = 1
+# A gateway that is killed while it completes an upload leaves it locked, for ten minutes by default.
+rgw mp lock max time = 1
 # What was deleted is given back at once: the objects are in memory.
 rgw gc obj min wait = 5
 rgw gc processor period = 10

@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from cloudckpt._commit.resolve import MANIFEST_PREFIX, manifest_number
+from cloudckpt._commit.fence import MAX_FENCE_BYTES, decode_fence
+from cloudckpt._commit.resolve import MANIFEST_PREFIX, Entry, entry_of, manifest_key
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
-from cloudckpt.errors import InvalidURIError
+from cloudckpt.errors import CheckpointError, InvalidURIError, ObjectNotFoundError
 from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
@@ -35,8 +36,8 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
 
     What is unfinished, failed or foreign is not in the list. The order is that in which the store got the manifests:
     a copy of checkpoints made by other tools has the order of the copying. Commits within the resolution of the
-    store's clock are ordered by name, numbers by value. Only listings are made; no manifest is opened. Raises
-    `StoreError` subclasses.
+    store's clock are ordered by name, numbers by value. Only listings are made; no manifest is opened, and of
+    what gc and deletions left only the hundred bytes that count. Raises `StoreError` subclasses.
     """
     options = options or Options()
     location = parse_location(root)
@@ -46,7 +47,7 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
     committed_at: dict[str, datetime | None] = {}
 
     def look(name: str) -> None:
-        committed_at[name] = retrier.call(lambda: _committed_at(store, name))
+        committed_at[name] = _committed_at(store, name, retrier)
 
     for _ in each_done(names, look, num_threads=options.connections, name="cloudckpt-list", on_failure=retrier.stop):
         pass
@@ -72,14 +73,40 @@ def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> C
     return next(reversed(list_checkpoints(root, options=options)), None)
 
 
-def _committed_at(store: Store, name: str) -> datetime | None:
+def _committed_at(store: Store, name: str, retrier: Retrier) -> datetime | None:
     prefix = f"{name}/"
-    manifests = [
-        (number, info.modified_at)
-        for info in store.list(prefix + MANIFEST_PREFIX)
-        if (number := manifest_number(info.key.removeprefix(prefix))) is not None
-    ]
-    return max(manifests)[1] if manifests else None
+    times: dict[int, datetime] = {}
+    for _ in range(2):
+        entries = retrier.call(lambda: _entries(store, prefix))
+        times = {entry.number: entry.modified_at for entry in entries}
+        if not entries or not entries[-1].is_fence:
+            break
+        counting = _kept(store, prefix, entries, retrier)
+        if counting is None or counting in times:
+            return None if counting is None else times[counting]
+        # Replaced or removed between the two looks.
+    return times[max(times)] if times and not entries[-1].is_fence else None
+
+
+def _entries(store: Store, prefix: str) -> list[Entry]:
+    found = (entry_of(info.key.removeprefix(prefix), info) for info in store.list(prefix + MANIFEST_PREFIX))
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.number)
+
+
+def _kept(store: Store, prefix: str, entries: list[Entry], retrier: Retrier) -> int | None:
+    """The number that the fence on top keeps; -1 where it has vanished.
+
+    Of a fence that cannot be read, what lies below stands for the checkpoint: whoever opens it hears what is wrong.
+    """
+    number = entries[-1].number
+    key = prefix + manifest_key(number)
+    try:
+        document = retrier.call(lambda: store.read(key, max_bytes=MAX_FENCE_BYTES))
+        return decode_fence(document, number=number, uri=store.url(key)).keeps
+    except ObjectNotFoundError:
+        return -1
+    except CheckpointError:
+        return max((entry.number for entry in entries if not entry.is_fence), default=None)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -113,7 +113,7 @@ def resolve(store: Store, retrier: Retrier) -> Resolved:
     Raises `CheckpointNotFoundError` where there is none, and what `decode` and `decode_fence` raise. A manifest that
     vanishes between being listed and being read has been superseded or removed, so the listing is made once more.
     """
-    tops = set()
+    kept: set[tuple[int, int]] = set()
     for _ in range(2):
         log = read_log(store, retrier)
         if log.counting is None:
@@ -121,14 +121,15 @@ def resolve(store: Store, retrier: Retrier) -> Resolved:
         manifest = read_manifest(store, log.counting, retrier)
         if manifest is not None:
             return Resolved(number=log.counting, manifest=manifest)
-        tops.add(log.top)
-    if tops == {log.top} and log.top != log.counting:
-        # Nobody who goes by the rules removes what a fence keeps.
-        raise CheckpointNotFoundError(
-            f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
-            "cloudckpt's. Load an older checkpoint (cloudckpt.latest(root) finds the newest)",
-            uri=store.uri,
-        )
+        if (log.top, log.counting) in kept:
+            # Nobody who goes by the rules removes what a fence keeps.
+            raise CheckpointNotFoundError(
+                f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
+                "cloudckpt's. Load an older checkpoint (cloudckpt.latest(root) finds the newest)",
+                uri=store.uri,
+            )
+        if log.counting != log.top:
+            kept.add((log.top, log.counting))
     raise _changing(store)
 
 

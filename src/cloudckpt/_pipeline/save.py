@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._commit.attempt import new_attempt_id
+from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.present import check_objects_present, check_still_next
 from cloudckpt._commit.publish import publish, remove_superseded
 from cloudckpt._commit.resolve import (
@@ -33,7 +34,6 @@ from cloudckpt.errors import (
     CheckpointExistsError,
     CloudckptError,
     CommitUnknownError,
-    NoConditionalCommitError,
     StoreError,
 )
 from cloudckpt.report import SaveReport
@@ -98,15 +98,7 @@ class SaveJob:
         if context.options.commit == "unconditional":
             return
         # Asked once per process, and mostly for nothing, so the report does not count it.
-        found = context.new_retrier().call(context.store.probe)
-        if not found.conditional_create:
-            saw = found.observed or "this store cannot create an object only if it is absent"
-            raise NoConditionalCommitError(
-                f"{context.uri}: {saw}. So nothing would keep two saves from overwriting each other, and nothing was "
-                "written. Use another store, or a newer version of this one's server; or accept that with "
-                "Options(commit='unconditional')",
-                uri=context.uri,
-            )
+        check_condition(context.store, context.new_retrier())
 
     def check_beside(self, shared: Context) -> None:
         """For a rank that saves alone: a checkpoint of all ranks at the same URI would hide its own."""

@@ -1,0 +1,295 @@
+"""Removing garbage, and whole checkpoints: a fence first, so that nothing that goes can be committed any more.
+
+A save fixes its number before it writes any data. So once the log has an entry that it did not have when some data was
+listed, whoever wrote that data has a number that is taken, or decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from cloudckpt._commit.fence import Fence
+from cloudckpt._commit.garbage import Found, Inventory, Plan, plan_removal
+from cloudckpt._commit.put import lay_fence
+from cloudckpt._commit.resolve import (
+    Entry,
+    Log,
+    list_entries,
+    manifest_key,
+    read_entry,
+    read_log,
+    read_manifest,
+)
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    InvalidManifestError,
+    StoreError,
+    UnsupportedFormatError,
+    UnsupportedOperationError,
+)
+from cloudckpt.stores.base import Store, UploadInfo
+
+_BATCH = 1000  # keys that one request of S3 can delete
+_MOST_REFUSALS = 10
+"""In a row: then nothing there can be removed."""
+_NUM_FENCES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One location under a root that was walked."""
+
+    store: Store
+    """Rooted at the location."""
+    root: Store
+    """Rooted at the root: removals go through it, so that a directory's empty folders go too."""
+    prefix: str
+    """Of the location's keys, seen from the root; empty, or with a slash at its end."""
+    found: Sequence[Found]
+    """What lay there besides the log, when it was walked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Something that could not be removed."""
+
+    key: str
+    """Seen from the root that was walked."""
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What a location's log says, and what may go for it."""
+
+    log: Log
+    plan: Plan
+
+
+def walk(
+    store: Store,
+    retrier: Retrier,
+    *,
+    prefixes: Sequence[str] = ("",),
+    has_hidden_uploads: bool,
+    on_unlisted: Callable[[StoreError], None] | None,
+) -> Inventory:
+    """What cloudckpt wrote under `store`, from one listing of objects and one of uploads for each of `prefixes`.
+
+    `on_unlisted` is told why unfinished uploads could not be listed; without it, that is an error as any other.
+    """
+
+    def look() -> Inventory:
+        inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
+        for prefix in prefixes:
+            for info in store.list(prefix):
+                inventory.add_object(info)
+        return inventory
+
+    def uploads() -> list[UploadInfo]:
+        return [info for prefix in prefixes for info in store.list_uploads(prefix)]
+
+    inventory = retrier.call(look)
+    try:
+        for upload in retrier.call(uploads):
+            inventory.add_upload(upload)
+    except UnsupportedOperationError:
+        pass  # then none can be open
+    except StoreError as error:
+        if on_unlisted is None:
+            raise
+        on_unlisted(error)
+    return inventory
+
+
+def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool = False) -> Judgement:
+    """What may go at a location, by its log as it is now.
+
+    Raises `CheckpointError` where it cannot be told what counts there.
+    """
+    gone: int | None = None
+    for _ in range(2):
+        log = read_log(place.store, retrier)
+        counting = log.counting
+        if counting is not None and counting == gone and counting != log.top:
+            counting = None  # removed by other means than ours, while a fence keeps it
+        # Manifests can be large: none is read where nothing would go even if they named nothing.
+        sketch = _plan(place, log, counting, {}, before=before, is_fenced=is_fenced)
+        if sketch.is_empty:
+            return Judgement(log=log, plan=sketch)
+        references: dict[int, frozenset[str]] = {}
+        if counting is not None:
+            manifest = read_manifest(place.store, counting, retrier)
+            if manifest is None:
+                gone = counting
+                continue
+            references[counting] = frozenset(stored.key for stored in manifest.objects)
+        for entry in log.entries:
+            if entry.number != counting and not entry.is_fence:
+                references[entry.number] = _references(place.store, entry, retrier)
+        plan = _plan(place, log, counting, references, before=before, is_fenced=is_fenced)
+        return Judgement(log=Log(entries=log.entries, counting=counting), plan=plan)
+    raise CheckpointChangedError(f"{place.store.uri} is being overwritten again and again", uri=place.store.uri)
+
+
+def collect(place: Place, retrier: Retrier, *, before: datetime, conditional: bool) -> tuple[Plan, list[Left]]:
+    """Remove a location's garbage: what was to go, and what of it could not be removed.
+
+    May be interrupted at any moment, run again, and run twice at once. Raises what `judge` raises, `StoreError`, and
+    `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
+    """
+    judged = judge(place, retrier, before=before)
+    if judged.plan.needs_fence and conditional:
+        top = judged.log.top
+        # Whether the number was free does not matter: from here on it is taken.
+        lay_fence(place.store, top + 1, keeps=judged.log.counting, retrier=retrier)
+        judged = judge(place, retrier, before=before, is_fenced=True)
+        if judged.log.top <= top:
+            raise CheckpointChangedError(
+                f"{place.store.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was removed",
+                uri=place.store.uri,
+            )
+    plan, left = judged.plan, list[Left]()
+    for upload in plan.uploads:
+        left += _abort(place.root, upload, retrier)
+    left_of_log = _remove(place.root, [place.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)
+    if left_of_log:  # a manifest stays: so must its data
+        return plan, left + left_of_log
+    left += _remove(place.root, [item.key for item in plan.objects], retrier)
+    if plan.lone_fence is not None and not left and _is_alone(place.store, plan.lone_fence, retrier):
+        left += _remove(place.root, [place.prefix + manifest_key(plan.lone_fence.number)], retrier)
+    return plan, left
+
+
+def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> bool:
+    """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
+
+    With its fence it is gone, at once. Raises `CheckpointChangedError` where another save's commit came between, which
+    is left untouched; `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
+    """
+    log = _lenient_log(place.store, retrier)
+    if log.counting is None and all(entry.is_fence for entry in log.entries):
+        return False
+    if conditional:
+        log = _fenced_off(place.store, log, retrier)
+    doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
+    for keys in (
+        [place.prefix + manifest_key(number) for number in doomed],
+        sorted(item.key for item in place.found if item.kind == "data"),
+    ):
+        for batch in _batches(keys):
+            retrier.call(lambda batch=batch: place.root.delete(batch))  # type: ignore[misc]  # mypy cannot see the default
+    for item in place.found:
+        if item.kind == "upload":
+            retrier.call(lambda item=item: place.root.abort_multipart(item.key, item.upload_id))  # type: ignore[misc]  # as above
+    return True
+
+
+def _fenced_off(store: Store, log: Log, retrier: Retrier) -> Log:
+    """The log with a fence above all that counted."""
+    counted = log.counting
+    for _ in range(_NUM_FENCES):
+        has_laid = lay_fence(store, log.top + 1, keeps=None, retrier=retrier)
+        log = read_log(store, retrier)
+        if log.counting is None:
+            return log  # by this fence, or by that of another deletion
+        if has_laid or log.counting != counted:
+            raise CheckpointChangedError(
+                f"{store.uri} was overwritten while it was being deleted. What another save has committed there is "
+                "untouched: delete it, too, if it is to go",
+                uri=store.uri,
+            )
+        # A fence of gc's, which keeps what is to go.
+    raise CheckpointChangedError(f"{store.uri} changes all the time: it was not deleted. Try again", uri=store.uri)
+
+
+def _lenient_log(store: Store, retrier: Retrier) -> Log:
+    """The log; a fence that cannot be read keeps nobody from removing what it stands for."""
+    try:
+        return read_log(store, retrier)
+    except (InvalidManifestError, UnsupportedFormatError):
+        entries = retrier.call(lambda: list_entries(store))
+        return Log(entries=entries, counting=entries[-1].number if entries else None)
+
+
+def _plan(
+    place: Place,
+    log: Log,
+    counting: int | None,
+    references: dict[int, frozenset[str]],
+    *,
+    before: datetime,
+    is_fenced: bool,
+) -> Plan:
+    return plan_removal(
+        place.found,
+        log.entries,
+        location=place.prefix,
+        counting=counting,
+        references=references,
+        before=before,
+        is_fenced=is_fenced,
+    )
+
+
+def _references(store: Store, entry: Entry, retrier: Retrier) -> frozenset[str]:
+    """Of a manifest that no longer counts; none where it cannot be read."""
+    try:
+        found = read_entry(store, entry.number, retrier)
+    except CheckpointError:
+        return frozenset()
+    if found is None or isinstance(found, Fence):
+        return frozenset()
+    return frozenset(stored.key for stored in found.objects)
+
+
+def _is_alone(store: Store, fence: Entry, retrier: Retrier) -> bool:
+    """Whether nothing but the fence lies there, nor any save under way."""
+
+    def look() -> bool:
+        if [entry.number for entry in list_entries(store)] != [fence.number]:
+            return False
+        return next(iter(store.list("data/")), None) is None and next(iter(store.list_uploads("data/")), None) is None
+
+    return retrier.call(look)
+
+
+def _abort(store: Store, upload: Found, retrier: Retrier) -> list[Left]:
+    try:
+        retrier.call(lambda: store.abort_multipart(upload.key, upload.upload_id))
+    except StoreError as error:
+        return [Left(key=upload.key, error=error)]
+    return []
+
+
+def _remove(store: Store, keys: Sequence[str], retrier: Retrier) -> list[Left]:
+    """Remove `keys` in their order; where a request fails, its keys one by one."""
+    left: list[Left] = []
+    for batch in _batches(keys):
+        if _delete(store, batch, retrier) is None:
+            continue
+        num_refused = 0
+        for key in batch:
+            error = _delete(store, [key], retrier)
+            num_refused = num_refused + 1 if error is not None else 0
+            if error is not None:
+                left.append(Left(key=key, error=error))
+            if num_refused == _MOST_REFUSALS:
+                return left
+    return left
+
+
+def _delete(store: Store, keys: Sequence[str], retrier: Retrier) -> StoreError | None:
+    try:
+        retrier.call(lambda: store.delete(keys))
+    except StoreError as error:
+        return error
+    return None
+
+
+def _batches(keys: Sequence[str]) -> Iterable[Sequence[str]]:
+    return (keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH))

@@ -22,6 +22,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     CorruptCheckpointError,
     CredentialsError,
+    GarbageLeftError,
     IncompleteSaveError,
     InterruptedReadError,
     InvalidManifestError,
@@ -42,6 +43,7 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
     UnsupportedValueError,
 )
+from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
 from cloudckpt.newest import load_latest
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
@@ -64,6 +66,9 @@ __all__ = [
     "CorruptCheckpointError",
     "CredentialsError",
     "Event",
+    "Garbage",
+    "GarbageLeftError",
+    "GarbageReport",
     "IncompleteSaveError",
     "InterruptedReadError",
     "InvalidManifestError",
@@ -80,6 +85,7 @@ __all__ = [
     "SaveReport",
     "SavedMetadata",
     "ShortObjectError",
+    "Spared",
     "SkippedCheckpoint",
     "StateDictMismatchError",
     "StoreError",
@@ -93,9 +99,11 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "async_save",
+    "delete",
     "disable",
     "enable",
     "errors",
+    "gc",
     "latest",
     "list_checkpoints",
     "load",

@@ -24,6 +24,7 @@ Classes follow what a handler would do, not where the error came from::
         ├── CheckpointNotFoundError         nothing is committed there
         ├── CheckpointChangedError          overwritten while it was read: load again
         ├── CommitUnknownError              the answer to the commit was lost: look before you save again
+        ├── GarbageLeftError                gc could not remove everything: .report says what is left
         ├── IncompleteSaveError             what was written is not what was planned
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
         │   └── InvalidManifestError        the manifest itself is damaged or not ours
@@ -54,6 +55,7 @@ __all__ = [
     "CommitUnknownError",
     "CorruptCheckpointError",
     "CredentialsError",
+    "GarbageLeftError",
     "IncompleteSaveError",
     "InterruptedReadError",
     "InvalidManifestError",
@@ -192,6 +194,14 @@ class CheckpointChangedError(CheckpointError):
 
 class CommitUnknownError(CheckpointError):
     """The answer to the commit was lost and could not be found out. Nothing was removed."""
+
+
+class GarbageLeftError(CheckpointError):
+    """`cloudckpt.gc` could not look at everything, or not remove all that it found. ``report`` is its whole report."""
+
+    def __init__(self, message: str, *, uri: str, report: Any = None) -> None:
+        super().__init__(message, uri=uri)
+        self.report = report
 
 
 class IncompleteSaveError(CheckpointError):

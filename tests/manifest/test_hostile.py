@@ -101,7 +101,7 @@ HOSTILE: dict[str, tuple[Callable[[Json], None], str]] = {
     "a name that is both": (put(EMPTY_VALUE, "values", "w"), "a tensor and a value at once"),
     # nesting
     "nesting of what is not stored": (put(["x"], "nesting", "ghost"), "nesting names 'ghost'"),
-    "nesting in a list without end": (put(["w", 10**9], "nesting", "w"), "has an index outside"),
+    "nesting in a list without end": (put(["w", 10**9], "nesting", "w"), "lists with more than 100000"),
     "nesting before a list": (put(["w", -1], "nesting", "w"), "has an index outside"),
     "empty nesting": (put([], "nesting", "w"), "nesting of 'w' is empty"),
     # types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
@@ -15,6 +15,7 @@ _MAX_BYTES = 2**63 - 1
 _MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
 _MAX_KEY_LENGTH = 1024
+_MAX_EMPTY_PLACES = 1_000_000  # of lists: what they cost is nothing, and no state dict has as many
 _NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
 
 
@@ -43,14 +44,39 @@ def problems_of(manifest: Manifest) -> list[str]:
         unknown = manifest.nesting.keys() - manifest.tensors.keys() - manifest.values.keys()
         problems.extend(f"nesting names {fqn!r}, which is not stored" for fqn in sorted(unknown))
         problems.extend(f"nesting of {fqn!r} is empty" for fqn, path in manifest.nesting.items() if not path)
-        # Each place of a list holds at least one entry; a loader makes lists as long as these numbers say.
-        num_entries = len(manifest.nesting)
-        problems.extend(
-            f"nesting of {fqn!r} has an index outside [0, {num_entries})"
-            for fqn, path in manifest.nesting.items()
-            if any(isinstance(step, int) and not 0 <= step < num_entries for step in path)
-        )
+        problems.extend(_nesting_problems(manifest.nesting))
     return problems
+
+
+def _nesting_problems(nesting: Mapping[str, Sequence[str | int]]) -> Iterator[str]:
+    """A loader makes lists as long as the indices say, also where the places hold nothing: empty containers."""
+    are_sound = True
+    at_most = num_steps = 0
+    for fqn, path in nesting.items():
+        num_steps += len(path)
+        for step in path:
+            if isinstance(step, int):
+                at_most += step + 1
+                if not 0 <= step < _MAX_BYTES:
+                    are_sound = False
+                    yield f"nesting of {fqn!r} has an index outside [0, {_MAX_BYTES})"
+                    break
+    # Each list counts once, but finding that out takes long.
+    max_places = num_steps + _MAX_EMPTY_PLACES
+    if are_sound and at_most > max_places and _num_list_places(nesting.values()) > max_places:
+        yield f"nesting has lists with more than {max_places} places in all for {len(nesting)} entries"
+
+
+def _num_list_places(paths: Iterable[Sequence[str | int]]) -> int:
+    lengths: dict[int, int] = {}
+    nodes: dict[tuple[int, str | int], int] = {}
+    for path in paths:
+        node = 0
+        for step in path:
+            if isinstance(step, int):
+                lengths[node] = max(lengths.get(node, 0), step + 1)
+            node = nodes.setdefault((node, step), len(nodes) + 1)
+    return sum(lengths.values())
 
 
 def is_safe_key(key: str) -> bool:

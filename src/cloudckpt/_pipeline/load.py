@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,9 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from cloudckpt._commit.resolve import resolve
 from cloudckpt._manifest.codec import unpack_tiles
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
-from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._pipeline.context import Context
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, plan_requests
@@ -25,12 +26,13 @@ from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
 from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget, keep_apart
 from cloudckpt._stage.tensors import synchronize
-from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt._stage.transforms import ReadTransforms, chunk_of
 from cloudckpt._stage.values import harmless_copy
 from cloudckpt._transfer.download import fetch, fetch_verified
 from cloudckpt._workers import each_done
 from cloudckpt.errors import (
     CheckpointChangedError,
+    CheckpointError,
     CheckpointNotFoundError,
     CloudckptError,
     CorruptCheckpointError,
@@ -42,6 +44,8 @@ _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each reques
 _MAX_NAMES = 5
 _MIN_REQUESTS_PER_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB
+_UNSEEN_BYTES = 16 * MIB
+"""Of values and transformed chunks of one object, as much as is believed to be there without a look."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ class LoadJob:
             request_bytes=self._request_bytes(sum(want.end - want.begin for want in wants)),
             max_gap_bytes=options.max_gap_bytes,
         )
+        self._check_claims(requests, consumers)
         self._execute(requests, consumers, planner)
         return Loaded(
             num_bytes_wanted=sum(consumer.target.num_bytes for consumer in consumers),
@@ -126,6 +131,33 @@ class LoadJob:
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         target: Target = BytesTarget(location) if location.transforms else TensorTarget(location, box, tensor)
         return Consumer(item=item, location=location, target=target, tensor=tensor)
+
+    def _check_claims(self, requests: Sequence[Request], consumers: Sequence[Consumer]) -> None:
+        """Before memory is taken on the manifest's word alone: the objects have to be as large as it says."""
+        held: defaultdict[int, dict[MetadataIndex, ItemLocation]] = defaultdict(dict)
+        for consumer in consumers:
+            if isinstance(consumer.target, BytesTarget):
+                held[consumer.location.object_index][consumer.item.storage_index] = consumer.location
+        claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
+        doubtful = {index for index, num_bytes in claimed.items() if num_bytes > _UNSEEN_BYTES}
+        for request in requests:
+            if request.end - request.begin > self._context.options.read_bytes:  # one tile, larger than all buffers
+                doubtful.add(request.object_index)
+        for index in sorted(doubtful):
+            self._check_size(index, claimed.get(index, 0), ", ".join(map(repr, held[index])))
+
+    def _check_size(self, object_index: int, claimed_bytes: int, names: str) -> None:
+        context, stored = self._context, self._manifest.objects[object_index]
+        try:
+            size_bytes = context.retrier.call(lambda: context.store.head(stored.key)).size_bytes
+        except ObjectNotFoundError as error:
+            raise self._vanished(error, names) from error
+        if max(stored.size, claimed_bytes) > size_bytes:
+            raise CorruptCheckpointError(
+                f"{context.store.url(stored.key)} has {size_bytes} bytes, but {stored.size} were saved, of which "
+                f"{claimed_bytes} are asked for. They hold {names}. Load an older checkpoint",
+                uri=context.uri,
+            )
 
     def _execute(self, requests: Sequence[Request], consumers: Sequence[Consumer], planner: LoadPlanner) -> None:
         options = self._context.options
@@ -208,28 +240,44 @@ class LoadJob:
             content: bytes | bytearray = target.content
             target.release()
             if location.transforms:
-                content = self._transforms.undo(item, location.transforms, content)
+                content = self._untransformed(consumer, content)
             if consumer.tensor is None:
                 planner.load_bytes(item, self._value(item, content))
                 return
-            consumer.tensor.copy_(_block(item, location, content))
+            assert location.dtype is not None  # noqa: S101  # it is a tensor's
+            chunk = chunk_of(content, location.dtype, location.lengths)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                chunk = chunk.narrow(dim, offset, length)
+            consumer.tensor.copy_(chunk)
         assert consumer.tensor is not None  # noqa: S101  # the value's case returned
         planner.commit_tensor(item, consumer.tensor)
+
+    def _untransformed(self, consumer: Consumer, stored: bytes | bytearray) -> bytearray:
+        item, location, uri = consumer.item, consumer.location, self._context.uri
+        fqn, read_bytes = item.storage_index.fqn, self._context.options.read_bytes
+        if location.dtype is None:
+            content = self._transforms.undo(item, location.transforms, stored, max_bytes=read_bytes)
+            if content is None:
+                raise CheckpointError(
+                    f"the value {fqn!r} of {uri} unpacks to more than Options(read_bytes={read_bytes}). If that is no "
+                    "surprise, load with a larger one",
+                    uri=uri,
+                )
+            return content
+        num_bytes = math.prod(location.lengths) * ITEMSIZE_BYTES[location.dtype]
+        content = self._transforms.undo(item, location.transforms, stored, max_bytes=num_bytes)
+        if content is None or len(content) != num_bytes:
+            raise CorruptCheckpointError(
+                f"{fqn!r} of {uri} unpacks to {'more' if content is None else 'fewer'} than the {num_bytes} bytes that "
+                f"{list(location.lengths)} of {location.dtype} take. Load an older checkpoint",
+                uri=uri,
+            )
+        return content
 
     def _value(self, item: ReadItem, content: bytes | bytearray) -> io.BytesIO:
         if self._allow_pickle:
             return io.BytesIO(content)
         return harmless_copy(content, item.storage_index.fqn, uri=self._context.uri)
-
-
-def _block(item: ReadItem, location: ItemLocation, content: bytes | bytearray) -> torch.Tensor:
-    """The wanted block of a chunk whose bytes were transformed, and so had to be read whole."""
-    assert location.dtype is not None  # noqa: S101  # it is a tensor's
-    chunk: torch.Tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype_of(location.dtype))
-    chunk = chunk.view(location.lengths)
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        chunk = chunk.narrow(dim, offset, length)
-    return chunk
 
 
 def _names(request: Request, consumers: Sequence[Consumer], begin: int, end: int) -> str:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0
-"""How long the other ranks may still report after the first has failed."""
+"""How long the other ranks may still report after the first has failed, if nothing else is said."""
 
 # Imported once, in the server: what every test here needs and what takes long. cloudckpt is left out so that
 # coverage sees its modules run in the ranks.
@@ -82,12 +82,13 @@ def run_ranks(
     world_size: int,
     timeout_s: float = 120.0,
     process_group: bool = True,
+    grace_s: float = GRACE_S,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank and return the values in the order of the ranks.
 
     `function` must be a module's own, and the arguments and values picklable. Each rank sees this process's
     environment as it is now, one torch thread, and the same seed. Raises `RankError` unless every rank returns
-    within `timeout_s`.
+    within `timeout_s`; once one has failed, the others are ended after `grace_s`, as torchrun ends them.
     """
     if str(ROOT) not in sys.path:  # the ranks import the test's module by its name
         sys.path.insert(0, str(ROOT))
@@ -114,7 +115,7 @@ def run_ranks(
                 writer.close()
                 readers.append(reader)
                 processes.append(process)
-            outcomes = _collect(readers, timeout_s=timeout_s)
+            outcomes = _collect(readers, timeout_s=timeout_s, grace_s=grace_s)
             _join([processes[rank] for rank in outcomes])
         finally:
             _end(processes, readers)
@@ -128,7 +129,9 @@ def run_ranks(
         return [outcomes[rank].value for rank in range(world_size)]
 
 
-def _collect(readers: list[multiprocessing.connection.Connection], *, timeout_s: float) -> dict[int, Outcome]:
+def _collect(
+    readers: list[multiprocessing.connection.Connection], *, timeout_s: float, grace_s: float
+) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
     open_readers = {reader: rank for rank, reader in enumerate(readers)}
     deadline_s = time.monotonic() + timeout_s
@@ -142,7 +145,7 @@ def _collect(readers: list[multiprocessing.connection.Connection], *, timeout_s:
             with contextlib.suppress(EOFError):  # the process is gone without a word: _describe says so
                 outcomes[rank] = pickle.loads(readers[rank].recv_bytes())
             if rank not in outcomes or outcomes[rank].traceback is not None:
-                deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
     return outcomes
 
 

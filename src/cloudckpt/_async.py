@@ -16,9 +16,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from cloudckpt._group import failure_by_loss
+from cloudckpt.errors import RankLostError
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from cloudckpt._group import Call
     from cloudckpt._saved import SavedMetadata
     from cloudckpt.report import SaveReport
 
@@ -48,6 +52,7 @@ class AsyncSave:
         self,
         response: Future[Metadata] | AsyncSaveResponse,
         *,
+        call: Call | None,
         on_success: Callable[[Metadata], SavedMetadata],
         on_failure: Callable[[CheckpointException], CheckpointException],
         stager: AsyncStager | None,
@@ -56,6 +61,7 @@ class AsyncSave:
         """Done when the state dict has been copied: from here on the model may change."""
         self.committed: Future[SavedMetadata] = Future()
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
+        self._call = call
         self._on_success = on_success
         self._on_failure = on_failure
         self._stager = stager  # closed at the end, because nobody else knows of it
@@ -101,9 +107,12 @@ class AsyncSave:
             if self._stager is not None:
                 self._stager.close()
             try:
+                if self._call is not None:
+                    error = upload.exception()
+                    self._call.end(has_left=not (error is None or isinstance(error, CheckpointException)))
                 result = self._on_success(upload.result())
-            except CheckpointException as error:
-                failure = self._on_failure(error)
+            except (CheckpointException, RankLostError) as error:
+                failure = self._on_failure(failure_by_loss(error) if isinstance(error, RankLostError) else error)
                 _log.warning("a background save failed: %s", failure)  # also where nobody asks the handle
                 self.committed.set_exception(failure)
             else:
@@ -132,6 +141,17 @@ def wait_for_previous() -> None:
         wait([previous.committed])
 
 
+def require_cpu_backend(process_group: dist.ProcessGroup | None) -> None:
+    """Raise ``AssertionError``, as torch itself does, where the group has none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    source = process_group if process_group is not None else dist.group.WORLD
+    if source is not None and torch.device("cpu") not in source._device_types:  # noqa: SLF001  # as torch itself asks
+        raise AssertionError(
+            "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
+        )
+
+
 def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """A gloo group of the same ranks, made once and used again. Collective on its first call."""
     if not dist.is_available() or not dist.is_initialized():
@@ -139,10 +159,6 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     default = dist.group.WORLD
     assert default is not None  # noqa: S101  # it is initialised
     source = process_group if process_group is not None else default
-    if torch.device("cpu") not in source._device_types:  # noqa: SLF001  # as torch itself asks
-        raise AssertionError(
-            "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
-        )
     for known, group in list(_groups.items()):
         if not (_exists(known) and _exists(group)):
             del _groups[known]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -16,12 +17,19 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from cloudckpt._async import AsyncSave, background_group, wait_for_previous
+from cloudckpt._async import AsyncSave, background_group, require_cpu_backend, wait_for_previous
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
+from cloudckpt._group import Call, begin, failure_by_loss, in_company
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
-from cloudckpt.errors import CheckpointChangedError, CommitUnknownError, InvalidOptionError, InvalidURIError
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CommitUnknownError,
+    InvalidOptionError,
+    InvalidURIError,
+    RankLostError,
+)
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import LoadReport
@@ -50,20 +58,22 @@ def save(
 
     `checkpoint_id` is torch's name for `uri`. Raises torch's ``CheckpointException``, on every rank, with the causes
     by rank; it is also an instance of the causes' class where they have one in common, such as
-    `CheckpointExistsError`. Raises `InvalidURIError` before anything else.
+    `CheckpointExistsError`. Raises `InvalidURIError` before anything else. Where a rank dies or hangs, or does not come
+    within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but alive is waited for.
     """
     if storage_writer is not None:
         wait_for_previous()  # it may be one of the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     try:
-        metadata = state_dict_saver.save(
-            state_dict,
-            storage_writer=writer,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
+        with _in_company(writer, process_group, doing="saving", alone=no_dist or not use_collectives) as group:
+            metadata = state_dict_saver.save(
+                state_dict,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            )
     except CheckpointException as error:
         failure = _failed_save(error, writer)
         raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
@@ -98,13 +108,19 @@ def async_save(
     The save's collectives run on a gloo group of their own, so they cannot get mixed up with training's. A save that
     is still running is waited for first. What goes wrong is raised by the handle's `AsyncSave.result`.
 
-    Raises torch's ``AssertionError`` where the process group has no CPU backend.
+    Raises torch's ``AssertionError`` where the process group has no CPU backend, and `RankLostError` where it is the
+    first one and not all ranks come.
     """
     # Before anything else: the save in flight may be one of the same writer.
     wait_for_previous()
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
-    group = process_group if no_dist or in_process else background_group(process_group)
+    call = None
+    if not (no_dist or in_process):
+        require_cpu_backend(process_group)
+        if use_collectives and isinstance(writer, ObjectStoreWriter):
+            call = _begun_in_background(writer, process_group)
+        process_group = call.group if call is not None else background_group(process_group)
     own_stager = None
     if async_stager is None and not isinstance(writer, AsyncStager):
         async_stager = own_stager = SnapshotStager()
@@ -113,7 +129,7 @@ def async_save(
             state_dict,
             storage_writer=writer,
             planner=planner,
-            process_group=group,
+            process_group=process_group,
             async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager,
             no_dist=no_dist,
@@ -122,9 +138,12 @@ def async_save(
     except BaseException:
         if own_stager is not None:
             own_stager.close()
+        if call is not None:
+            call.end(has_left=True)
         raise
     return AsyncSave(
         response,
+        call=call,
         on_success=lambda metadata: _with_report(metadata, writer),
         on_failure=lambda error: _failed_save(error, writer),
         stager=own_stager,
@@ -150,8 +169,8 @@ def load(
     ``weights_only=True`` unless `allow_pickle`, which also admits checkpoints of torch's own writers.
 
     Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
-    `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, … After an error, what the tensors hold
-    is undefined. Returns this rank's report (None for a reader that makes none).
+    `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, `RankLostError`, … After an error, what
+    the tensors hold is undefined. Returns this rank's report (None for a reader that makes none).
     """
     reader = storage_reader
     if reader is not None and (allow_pickle or options is not None):
@@ -167,13 +186,14 @@ def load(
     try:
         for is_last in (False, True):
             try:
-                state_dict_loader.load(
-                    state_dict,
-                    storage_reader=reader,
-                    planner=planner if planner is not None else ExplainingLoadPlanner(where),
-                    process_group=process_group,
-                    no_dist=no_dist,
-                )
+                with _in_company(reader, process_group, doing="loading", alone=no_dist) as group:
+                    state_dict_loader.load(
+                        state_dict,
+                        storage_reader=reader,
+                        planner=planner if planner is not None else ExplainingLoadPlanner(where),
+                        process_group=group,
+                        no_dist=no_dist,
+                    )
                 break
             except CheckpointException as error:
                 # All ranks get the same failures, so all of them try again, or none does.
@@ -191,6 +211,22 @@ def load(
         if isinstance(reader, ObjectStoreReader):
             reader.report_failures_in_set_up(rank=None)
     return reader.report if isinstance(reader, ObjectStoreReader) else None
+
+
+def _in_company(
+    storage: StorageWriter | StorageReader, process_group: dist.ProcessGroup | None, *, doing: str, alone: bool
+) -> AbstractContextManager[dist.ProcessGroup | None]:
+    """The process group for DCP's call; where the storage is ours, none of its ranks waits for one that is lost."""
+    if alone or not isinstance(storage, (ObjectStoreWriter, ObjectStoreReader)):
+        return nullcontext(process_group)
+    return in_company(process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.timeout_s)
+
+
+def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> Call | None:
+    try:
+        return begin(process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.timeout_s)
+    except RankLostError as error:
+        raise _failed_save(failure_by_loss(error), writer) from None
 
 
 def _location(
@@ -230,8 +266,8 @@ def _with_report(metadata: Metadata, writer: StorageWriter) -> SavedMetadata:
 
 def _failed_save(error: CheckpointException, writer: StorageWriter) -> CheckpointException:
     # Every rank has been told that the save failed, so each can remove what it wrote. Not so where the manifest may
-    # be there: then the data belongs to it.
-    may_be_committed = any(isinstance(cause, CommitUnknownError) for cause in causes_of(error))
+    # be there, or a rank that was given up may yet put it: then the data belongs to it.
+    may_be_committed = any(isinstance(cause, (CommitUnknownError, RankLostError)) for cause in causes_of(error))
     if isinstance(writer, ObjectStoreWriter) and not may_be_committed:
         writer.discard()
     return failure_of(error, what=f"saving {getattr(writer, 'checkpoint_id', 'the checkpoint')}")

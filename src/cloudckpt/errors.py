@@ -24,6 +24,7 @@ Classes follow what a handler would do, not where the error came from::
         ├── CheckpointNotFoundError         nothing is committed there
         ├── CheckpointChangedError          overwritten while it was read: load again
         ├── CommitUnknownError              the answer to the commit was lost: look before you save again
+        ├── RankLostError (TimeoutError)    a rank died, hangs or never came: .ranks; restart, load what is committed
         ├── GarbageLeftError                gc could not remove everything: .report says what is left
         ├── IncompleteSaveError             what was written is not what was planned
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
@@ -65,6 +66,7 @@ __all__ = [
     "NoConditionalCommitError",
     "ObjectExistsError",
     "ObjectNotFoundError",
+    "RankLostError",
     "ShortObjectError",
     "StateDictMismatchError",
     "StoreError",
@@ -194,6 +196,18 @@ class CheckpointChangedError(CheckpointError):
 
 class CommitUnknownError(CheckpointError):
     """The answer to the commit was lost and could not be found out. Nothing was removed."""
+
+
+class RankLostError(CheckpointError, TimeoutError):
+    """Other ranks died, hang, left or never came, so this one stopped waiting. ``ranks`` are theirs in the group.
+
+    ``ranks`` is empty where it could not be found out which. What this rank wrote is still there: a rank that was
+    lost may have committed it. ``ranks`` is this rank alone where it was the others that went on without it.
+    """
+
+    def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message, uri=uri)
+        self.ranks = ranks
 
 
 class GarbageLeftError(CheckpointError):

@@ -1,0 +1,266 @@
+"""The process group on which DCP's collectives run: none of them begins before all ranks have come to it.
+
+A collective of gloo cannot be taken back: where a rank is missing, it waits for the group's own timeout, mostly half
+an hour. So each is preceded by a meeting (`Meetings`), whose wait ends when a rank is lost; then gloo finds all of them
+there. See ``docs/design/009-waiting-for-ranks.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cloudckpt._ranks import GivenUpError, Meetings
+from cloudckpt.errors import RankLostError
+
+Purpose: TypeAlias = Literal["foreground", "background"]
+"""What runs beside something else needs a group of its own."""
+
+_BACKEND = "cloudckpt"
+# Of others it is not known whether each rank is a process with a store in common.
+_WATCHED_BACKENDS = {"gloo", "nccl", "xccl", "hccl", "ucc"}
+_LONGEST_COLLECTIVE_S = 1800.0
+
+_Key: TypeAlias = tuple[dist.ProcessGroup, Purpose]
+_lock = threading.Lock()
+_companies: dict[_Key, _Company] = {}
+_generations: dict[_Key, int] = {}
+_founding = threading.local()
+
+
+def _forget_after_fork() -> None:
+    """A child is none of its parent's ranks."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+    _companies.clear()
+    _generations.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+class MetGroup(dist.ProcessGroup):
+    """A gloo group whose ranks meet before each collective of DCP's. Made by `dist.new_group` alone."""
+
+    def __init__(self, options: Any, _: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # its form for subclasses
+        self.meetings: Meetings = _founding.meetings
+        # Not the store that torch offers: by its name it may be that of a group of the same ranks that is gone.
+        store = _c10d().PrefixStore("gloo", self.meetings.store)
+        self._gloo: Any = _c10d().ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
+        for device in _founding.devices:
+            self._register_backend(device, dist.ProcessGroup.BackendType.GLOO, self._gloo)
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return _BACKEND
+
+    # torch's collectives of objects are two or three of tensors: the sizes first, for which it may have to wait, and
+    # what follows in one go.
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._together(inputs[0], lambda: self._gloo.allgather(outputs, inputs, opts))
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
+        return self._together(tensors[0], lambda: self._gloo.broadcast(tensors, opts))
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
+        return self._together(inputs[0], lambda: self._gloo.gather(outputs, inputs, opts))
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
+        return self._together(None, lambda: self._gloo.scatter(outputs, inputs, opts))
+
+    def barrier(self, opts: Any = None) -> Any:
+        self.meetings.meet()
+        return self._done(lambda: self._gloo.barrier(opts))
+
+    def _together(self, tensor: torch.Tensor | None, collective: Callable[[], Any]) -> Any:
+        if tensor is not None and tensor.dtype is not torch.uint8:
+            self.meetings.meet()
+        return self._done(collective)
+
+    def _done(self, collective: Callable[[], Any]) -> Any:
+        try:
+            work = collective()
+            work.wait()
+        except RuntimeError as error:
+            raise self.meetings.explain(error) from None
+        return work
+
+
+def _c10d() -> Any:
+    """torch.distributed, with the names that its stubs leave out."""
+    return dist
+
+
+class _Company:
+    """The ranks of a group, from call to call: their meetings, and the group once it is made."""
+
+    def __init__(self, key: _Key) -> None:
+        source, purpose = key
+        self._ranks = sorted(dist.get_process_group_ranks(source))
+        generation = _generations[key] = _generations.get(key, 0) + 1
+        store = source.get_group_store()
+        self.meetings = Meetings(
+            _c10d().PrefixStore(f"cloudckpt/{purpose}/{generation}", store),
+            rank=self._ranks.index(dist.get_rank()),
+            num_ranks=len(self._ranks),
+            store_keeper=self._keeper_of(store),
+        )
+        self.group: MetGroup | None = None
+
+    def found(self) -> MetGroup:
+        """The group, made once all ranks have come."""
+        if self.group is None:
+            self.meetings.meet()
+            if _BACKEND not in dist.Backend.backend_list:
+                dist.Backend.register_backend(_BACKEND, MetGroup, extended_api=True, devices=["cpu"])
+            bound = _c10d().distributed_c10d._get_default_group().bound_device_id  # noqa: SLF001  # torch asks each new group for it
+            _founding.meetings = self.meetings
+            _founding.devices = [torch.device("cpu"), *([torch.device(bound.type)] if bound is not None else [])]
+            try:
+                self.group = dist.new_group(
+                    self._ranks,
+                    backend=_BACKEND,
+                    timeout=dt.timedelta(seconds=self.meetings.timeout_s),
+                    use_local_synchronization=True,  # or a rank that is lost here would put later groups out of step
+                )
+            except RuntimeError as error:
+                raise self.meetings.explain(error) from None
+            finally:
+                del _founding.meetings, _founding.devices
+        # All have met, so what is left is the transfer.
+        self.group._gloo._set_default_timeout(dt.timedelta(seconds=min(self.meetings.timeout_s, _LONGEST_COLLECTIVE_S)))  # noqa: SLF001
+        return self.group
+
+    def disband(self) -> None:
+        """Free what the group holds. It waits for nobody."""
+        if self.group is not None and _exists(self.group):
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def _keeper_of(self, store: Any) -> tuple[int, ...]:
+        while isinstance(store, _c10d().PrefixStore):
+            store = store.underlying_store
+        # Under torchrun its agent keeps it, else the first rank of all does.
+        is_a_ranks = isinstance(store, _c10d().TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return (self._ranks.index(0),) if is_a_ranks and 0 in self._ranks else ()
+
+
+class Call:
+    """One save or load that the ranks make together: `group` is for DCP, and `end` must be called."""
+
+    def __init__(self, key: _Key, *, doing: str, uri: str, timeout_s: float) -> None:
+        self._key = key
+        self._company = self._begun(doing=doing, uri=uri, timeout_s=timeout_s)
+        try:
+            self.group = self._company.found()
+        except BaseException:
+            self.end(has_left=True)
+            raise
+
+    def end(self, *, has_left: bool) -> None:
+        """After DCP's call. `has_left` where this rank has not come to its end, and the others may be waiting."""
+        self._company.meetings.end(has_left=has_left)
+        if self._company.meetings.is_over:
+            self._give_up()
+
+    def _begun(self, *, doing: str, uri: str, timeout_s: float) -> _Company:
+        while True:
+            with _lock:
+                _forget_destroyed()
+                company = _companies.get(self._key)
+                if company is None:
+                    company = _companies[self._key] = _Company(self._key)
+            try:
+                company.meetings.begin(doing=doing, uri=uri, timeout_s=timeout_s)
+            except GivenUpError:
+                self._company = company
+                self.end(has_left=True)
+                continue
+            except BaseException:
+                self._company = company
+                self.end(has_left=True)
+                raise
+            return company
+
+    def _give_up(self) -> None:
+        with _lock:
+            if _companies.get(self._key) is self._company:
+                del _companies[self._key]
+        self._company.disband()
+
+
+def begin(
+    process_group: dist.ProcessGroup | None, purpose: Purpose, *, doing: str, uri: str, timeout_s: float
+) -> Call | None:
+    """Begin a call that all ranks of `process_group` make; None where there is nobody to wait for, or no way to.
+
+    Raises `RankLostError` where not all ranks come, the first time; later, the collectives do.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
+        return None
+    source = process_group if process_group is not None else dist.group.WORLD
+    assert source is not None  # noqa: S101  # it is initialised
+    if dist.get_rank(source) < 0 or dist.get_world_size(source) == 1 or not _backends_of(source) <= _WATCHED_BACKENDS:
+        return None
+    return Call((source, purpose), doing=doing, uri=uri, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def in_company(
+    process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float
+) -> Iterator[dist.ProcessGroup | None]:
+    """The group for a call of DCP's in this context. A lost rank is a failure of the call, by torch's own exception."""
+    call = None
+    try:
+        call = begin(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
+        yield process_group if call is None else call.group
+    except CheckpointException:
+        _end(call, has_left=False)  # it is the same on all ranks
+        raise
+    except RankLostError as error:
+        _end(call, has_left=True)
+        raise failure_by_loss(error) from None
+    except BaseException:
+        _end(call, has_left=True)
+        raise
+    _end(call, has_left=False)
+
+
+def failure_by_loss(error: RankLostError) -> CheckpointException:
+    """`error` in the form in which DCP reports failures by rank."""
+    return CheckpointException("meeting", dict.fromkeys(error.ranks or (0,), (error, None)))  # type: ignore[arg-type]
+
+
+def _end(call: Call | None, *, has_left: bool) -> None:
+    if call is not None:
+        call.end(has_left=has_left)
+
+
+def _backends_of(group: dist.ProcessGroup) -> set[str]:
+    config = dist.get_backend_config(group)
+    return {pair.rpartition(":")[2] for pair in str(config).lower().split(",")}
+
+
+def _forget_destroyed() -> None:
+    for source, purpose in [key for key in _generations if not _exists(key[0])]:
+        del _generations[source, purpose]
+        _companies.pop((source, purpose), None)
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether the group has not been destroyed, as all are with the default one."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True

@@ -38,6 +38,7 @@ def made(kind: type[CloudckptError], message: str = "what failed, on what, and w
     values: dict[str, Any] = {
         "key": "s3://bucket/key",
         "operation": "put",
+        "ranks": (1, 2),
         "received_bytes": 17,
         "uri": "s3://bucket/run",
     }

@@ -52,7 +52,7 @@ def failure_of(
     failures = dict(error.failures)
     if local_cause is not None and local_rank in failures:
         failures[local_rank] = (local_cause, failures[local_rank][1])
-    _clear_frames([error, *(cause for cause, _ in failures.values())])
+    _let_go([error, *(cause for cause, _ in failures.values())])
     return _rebuild(what, str(error.args[0]), failures)
 
 
@@ -73,15 +73,18 @@ def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
     return 0 if no_dist or not dist.is_available() or not dist.is_initialized() else dist.get_rank(process_group)
 
 
-def _clear_frames(errors: Iterable[BaseException]) -> None:
-    # torch keeps an error in a variable of a frame that the error's own traceback refers to. That cycle holds the whole
-    # state dict, and the copy that a background save made of it, until Python happens to look for cycles.
+def _let_go(errors: Iterable[BaseException]) -> None:
+    # A traceback holds the frames of its calls and of all their callers, and with them the whole state dict, or the
+    # copy that a background save made of it; and torch keeps an error in one of those frames. Python would free that
+    # cycle only once it happens to look for cycles. What the traceback says is in the failures as text.
     waiting, seen = list(errors), set[int]()
     while waiting:
         error = waiting.pop()
-        if id(error) not in seen:
+        # An interrupt is raised once more as it came.
+        if id(error) not in seen and isinstance(error, (Exception, CheckpointException)):
             seen.add(id(error))
-            traceback.clear_frames(error.__traceback__)  # of calls that have ended; lines and names stay
+            traceback.clear_frames(error.__traceback__)  # of several ranks, torch's frame has an error of its own
+            error.__traceback__ = None
             waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]
 
 

@@ -77,7 +77,10 @@ def save(
     except CheckpointException as error:
         failure = _failed_save(error, writer)
         raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
-        raise failure from None
+        try:
+            raise failure from None
+        finally:
+            del failure  # its traceback holds this frame: a cycle otherwise, with the state dict in it
     except Exception as error:
         if use_collectives or no_dist or not dist.is_initialized():
             raise

@@ -1,0 +1,376 @@
+"""A rank that dies, hangs or never comes: the others fail in time and name it. One that is slow is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e import harness
+from tests.e2e.places import LocalPlace
+
+import cloudckpt
+from cloudckpt._ranks import Meetings
+
+pytestmark = pytest.mark.multirank
+
+TIMEOUT_S = 2.0
+SLACK_S = 5.0
+"""For what a loaded machine takes to notice, beyond the timeout."""
+WAIT_S = 90.0
+Fate = Literal["killed", "stopped"]
+Way = Literal["save", "async_save", "load"]
+MOMENTS = ("save.set_up", "save.object_uploaded", "save.written")
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetsItsFate:
+    """Listens to events; at the first of this name on this rank, the process gets the signal."""
+
+    rank: int
+    moment: str
+    fate: Fate
+
+    def __call__(self, event: cloudckpt.Event) -> None:
+        if event.rank == self.rank and event.name == self.moment:
+            os.kill(os.getpid(), SIGNALS[self.fate])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slow:
+    """Takes its time at each event of this name on this rank, alive all the while."""
+
+    rank: int
+    moment: str
+    pause_s: float
+
+    def __call__(self, event: cloudckpt.Event) -> None:
+        if event.rank == self.rank and event.name == self.moment:
+            pause(self.pause_s)
+
+
+def pause(duration_s: float) -> None:
+    """Be busy elsewhere for so long: this is what is tested, and no wait for something to happen."""
+    deadline_s = time.monotonic() + duration_s
+    while time.monotonic() < deadline_s:
+        torch.ones(100).sum()
+        os.sched_yield()
+
+
+def values(fill: float = 1.0) -> dict[str, Any]:
+    return {"shared": torch.full((1000,), fill), f"own-{dist.get_rank()}": torch.full((100,), fill)}
+
+
+def options_with(listener: Callable[[cloudckpt.Event], None] | None, *, timeout_s: float = TIMEOUT_S) -> Any:
+    return cloudckpt.Options(on_event=listener, timeout_s=timeout_s)
+
+
+def go(way: Way, uri: str, options: cloudckpt.Options) -> None:
+    if way == "save":
+        cloudckpt.save(values(), uri, options=options)
+    elif way == "async_save":
+        cloudckpt.async_save(values(), uri, options=options).result(WAIT_S)
+    else:
+        cloudckpt.load(values(0.0), uri, options=options)
+
+
+def outcome_of(call: Callable[[], object]) -> tuple[float, BaseException | None]:
+    """How long it took, and what it raised."""
+    begun_s = time.monotonic()
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001  # the test looks at it
+        return time.monotonic() - begun_s, error
+    return time.monotonic() - begun_s, None
+
+
+def run_and_tell(function: Callable[[], Any], rank: int, size: int, scratch: str, out: Connection) -> None:
+    """One rank, with a TCP store that rank 0 keeps, as without torchrun. It ends as scripts do."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    store_at = Path(scratch, "port")
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        store_at.with_suffix(".new").write_text(str(store.port))
+        store_at.with_suffix(".new").rename(store_at)
+    else:
+        deadline_s = time.monotonic() + WAIT_S
+        while not store_at.exists():
+            assert time.monotonic() < deadline_s
+            os.sched_yield()
+        store = dist.TCPStore("127.0.0.1", int(store_at.read_text()), size, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    out.send_bytes(pickle.dumps(function()))
+    out.close()
+
+
+@contextlib.contextmanager
+def ranks(function: Callable[..., Any], *args: Any, size: int, scratch: Path, **more: Any) -> Iterator[Ranks]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(harness.PRELOAD)
+    if str(harness.ROOT) not in sys.path:
+        sys.path.insert(0, str(harness.ROOT))
+    running = Ranks(processes=[], readers=[])
+    job = functools.partial(function, *args, **more)
+    try:
+        for rank in range(size):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(target=run_and_tell, args=(job, rank, size, str(scratch), writer))
+            process.start()
+            writer.close()
+            running.processes.append(process)
+            running.readers.append(reader)
+        yield running
+    finally:
+        for process in running.processes:
+            process.kill()
+            process.join(WAIT_S)
+        for reader in running.readers:
+            reader.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    processes: list[Any]
+    readers: list[Connection]
+
+    def told_by(self, rank: int) -> Any:
+        """What the rank's function returned."""
+        assert wait([self.readers[rank]], WAIT_S), f"rank {rank} does not come back"
+        return pickle.loads(self.readers[rank].recv_bytes())
+
+    def assert_ends(self, rank: int) -> None:
+        self.processes[rank].join(WAIT_S)
+        assert self.processes[rank].exitcode is not None, f"rank {rank} hangs at its exit"
+
+
+def assert_lost(told: tuple[float, BaseException | None], lost: tuple[int, ...], uri: str) -> None:
+    elapsed_s, error = told
+    assert isinstance(error, cloudckpt.RankLostError), error
+    assert error.ranks == lost, error
+    assert error.uri == uri
+    assert uri in str(error)
+    assert elapsed_s < TIMEOUT_S + SLACK_S
+
+
+# --- A rank that dies or hangs
+
+
+def call_twice(way: Way, uri: str, listener: Any) -> tuple[float, BaseException | None]:
+    """The first time all is well, so that the group is there; the second is what is tested."""
+    cloudckpt.save(values(), f"{uri}-before", options=options_with(None))
+    if way == "load":
+        uri = f"{uri}-before"
+    return outcome_of(lambda: go(way, uri, options_with(listener)))
+
+
+CASES = [
+    ("save", "save.object_uploaded", "killed", 1),
+    ("save", "save.set_up", "stopped", 1),
+    ("save", "save.committing", "stopped", 0),
+    ("async_save", "save.object_uploaded", "stopped", 1),
+    ("load", "load.planned", "stopped", 1),
+]
+if os.environ.get("CLOUDCKPT_ALL_FATES") == "1":
+    CASES = [
+        *(
+            (way, moment, fate, rank)
+            for way in ("save", "async_save")
+            for moment in MOMENTS
+            for fate in SIGNALS
+            for rank in (0, 1)
+        ),
+        *(("load", "load.planned", fate, rank) for fate in SIGNALS for rank in (0, 1)),
+    ]
+
+
+@pytest.mark.parametrize(("way", "moment", "fate", "rank"), CASES, ids=str)
+def test_a_rank_that_is_lost_is_named_by_the_others_in_time(  # noqa: PLR0917  # fixtures and parameters
+    local: LocalPlace, tmp_path: Path, way: Way, moment: str, fate: Fate, rank: int
+) -> None:
+    """If this fails, one dead rank keeps the whole job waiting for half an hour, or forever, and nobody says which."""
+    uri = local.uri()
+    listener = MeetsItsFate(rank=rank, moment=moment, fate=fate)
+    size = 3
+    with ranks(call_twice, way, uri, listener, size=size, scratch=tmp_path) as running:
+        others = [other for other in range(size) if other != rank]
+        for other in others:
+            told = running.told_by(other)
+            assert_lost(told, (rank,), uri if way != "load" else f"{uri}-before")
+        for other in others:
+            if rank != 0:  # rank 0 keeps the store, without which torch itself waits at the exit
+                running.assert_ends(other)
+    assert [key for key in local.manifest_keys() if key.startswith("checkpoint/")] == []
+
+
+# --- A rank that does not come
+
+
+def call_on_all_but_one(
+    way: Way, uri: str, missing: int, *, is_first: bool
+) -> tuple[float, BaseException | None] | None:
+    if not is_first:
+        cloudckpt.save(values(), f"{uri}-before", options=options_with(None))
+        cloudckpt.async_save(values(), f"{uri}-before-2", options=options_with(None)).result(WAIT_S)
+    if dist.get_rank() == missing:
+        pause(2 * TIMEOUT_S)  # alive, and busy with something else
+        return None
+    return outcome_of(lambda: go(way, uri, options_with(None)))
+
+
+@pytest.mark.parametrize(
+    ("way", "missing", "is_first"),
+    [("save", 1, True), ("save", 0, False), ("async_save", 1, True)],
+)
+def test_a_rank_that_never_calls_is_named_by_those_that_did(
+    local: LocalPlace,
+    tmp_path: Path,
+    way: Way,
+    missing: int,
+    is_first: bool,  # noqa: FBT001  # pytest's
+) -> None:
+    """If this fails, an `if rank == 0` around one call stops the whole job, without a word about who is missing."""
+    size = 3
+    with ranks(
+        call_on_all_but_one, way, local.uri(), missing, size=size, scratch=tmp_path, is_first=is_first
+    ) as running:
+        for rank in range(size):
+            if rank != missing:
+                assert_lost(running.told_by(rank), (missing,), local.uri())
+        for rank in range(size):
+            running.assert_ends(rank)
+    assert [key for key in local.manifest_keys() if key.startswith("checkpoint/")] == []
+
+
+def call_late_and_again(uri: str) -> list[tuple[float, BaseException | None]]:
+    """Rank 1 comes too late for the second save; all of them make the third."""
+    options = options_with(None)
+    told = [outcome_of(lambda: cloudckpt.save(values(), f"{uri}-0", options=options))]
+    if dist.get_rank() == 1:
+        pause(1.5 * TIMEOUT_S)
+    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-1", options=options)))
+    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-2", options=options)))
+    told.append(outcome_of(lambda: cloudckpt.load(values(0.0), f"{uri}-2", options=options)))
+    return told
+
+
+def test_a_rank_that_comes_too_late_is_told_so_and_the_next_save_is_whole(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, a late rank waits for ranks that have gone, or joins them in the wrong save, or no save works any
+    more.
+    """
+    with ranks(call_late_and_again, local.uri(), size=3, scratch=tmp_path) as running:
+        for rank in range(3):
+            first, second, *later = running.told_by(rank)
+            assert first[1] is None
+            assert_lost(second, (1,), f"{local.uri()}-1")
+            assert ("others had waited too long" in str(second[1])) == (rank == 1)
+            assert [error for _, error in later] == [None, None]
+        for rank in range(3):
+            running.assert_ends(rank)
+    assert [key.split("/")[0] for key in local.manifest_keys()] == ["checkpoint-0", "checkpoint-2"]
+
+
+class FailsOnRank1:
+    """A `Stateful` whose state cannot be had on one rank; there torch fails outside of its collectives."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise LookupError("no state here")
+        return {"x": torch.ones(3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def fail_on_one_rank_and_save_again(uri: str) -> list[tuple[float, BaseException | None]]:
+    options = options_with(None, timeout_s=WAIT_S)
+    told = []
+    for state in ({"app": FailsOnRank1()}, {"app": FailsOnRank1()}, values()):
+        told.append(outcome_of(lambda state=state: cloudckpt.save(state, uri, options=options)))
+        dist.barrier()  # as jobs do that go on after an error: a rank alone must not be a call ahead
+    return told
+
+
+def test_a_rank_that_fails_by_itself_is_not_waited_for(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, ranks wait all of their patience for one that has already said goodbye, or never recover."""
+    with ranks(fail_on_one_rank_and_save_again, local.uri(), size=3, scratch=tmp_path) as running:
+        for rank in range(3):
+            *failures, after = running.told_by(rank)
+            for elapsed_s, error in failures:
+                assert elapsed_s < WAIT_S / 3
+                assert isinstance(error, LookupError if rank == 1 else cloudckpt.RankLostError), error
+                assert rank == 1 or error.ranks == (1,)
+            assert after[1] is None
+        for rank in range(3):
+            running.assert_ends(rank)
+
+
+# --- A rank that is slow
+
+
+def call_beside_a_slow_rank(uri: str) -> list[tuple[float, BaseException | None]]:
+    told = []
+    for number, way in enumerate(("save", "async_save")):
+        slow = Slow(rank=number, moment="save.object_uploaded", pause_s=2.0 * TIMEOUT_S)
+        told.append(outcome_of(lambda way=way, slow=slow: go(way, f"{uri}-{way}", options_with(slow))))
+    slow = Slow(rank=1, moment="load.planned", pause_s=2.0 * TIMEOUT_S)
+    told.append(outcome_of(lambda: go("load", f"{uri}-save", options_with(slow))))
+    return told
+
+
+def test_a_rank_that_is_slow_is_waited_for(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, a save breaks where one rank has more to send than the others, or a slower network."""
+    with ranks(call_beside_a_slow_rank, local.uri(), size=2, scratch=tmp_path) as running:
+        for rank in range(2):
+            told = running.told_by(rank)
+            assert [error for _, error in told] == [None] * 3
+            assert all(elapsed_s >= 2.0 * TIMEOUT_S for elapsed_s, _ in told)
+        for rank in range(2):
+            running.assert_ends(rank)
+
+
+# --- The meetings alone
+
+
+def test_ranks_that_do_not_answer_are_counted_by_the_judges_own_clock() -> None:
+    """If this fails, a store that hangs, or clocks that differ, let a rank wait without end."""
+    store = StoreThatHangs()
+    meetings = Meetings(store, rank=1, num_ranks=2, store_keeper=(0,))
+    elapsed_s, error = outcome_of(lambda: meetings.begin(doing="saving", uri="s3://b/k", timeout_s=0.3))
+    store.released.set()
+    assert isinstance(error, cloudckpt.RankLostError)
+    assert error.ranks == (0,)
+    assert "did not answer" in str(error)
+    assert 0.3 <= elapsed_s < 0.3 + SLACK_S
+
+
+class StoreThatHangs:
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def clone(self) -> StoreThatHangs:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        assert self.released.wait(WAIT_S)
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+    def has_extended_api(self) -> bool:
+        return False

@@ -56,6 +56,9 @@ class Options:
     """Check every byte that is read against the checksum recorded at save."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store that cannot create-if-absent, and with it lost overwrite protection."""
+    resume: bool = False
+    """Take up what a save with this option that was killed left here: of what is still the same, only the parts that
+    are missing are sent. A save that fails then removes nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own JSON values, kept in the manifest."""
     on_event: Callable[[Event], None] | None = None
@@ -118,6 +121,7 @@ _TYPES: tuple[_Rule, ...] = (
         )
     ),
     _of_type("verify", bool, "True or False"),
+    _of_type("resume", bool, "True or False"),
     _of_type("metadata", Mapping, "a mapping"),
     _callable_or_none("on_event"),
     _callable_or_none("wrap_store"),

@@ -43,6 +43,8 @@ class SaveReport:
     rank: int
     num_bytes: int
     """Bytes this rank sent, headers included."""
+    num_reused_bytes: int = 0
+    """Bytes that an earlier save had left there, and this one did not send (`Options.resume`)."""
     num_objects: int
     num_requests: int
     num_retries: int

@@ -25,6 +25,7 @@ from cloudckpt._commit.resolve import (
     read_entry,
     read_log,
 )
+from cloudckpt._commit.resuming import attempts_to_resume
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import manifest_of
 from cloudckpt._pipeline.context import Context
@@ -48,6 +49,8 @@ class Ticket:
     nonce: str
     """Drawn by the rank for this save. A cached plan comes with the ticket of an older save, and so with another."""
     attempt: str | None = None
+    resumed: tuple[str, ...] = ()
+    """Attempts whose objects are to be taken up, where they are the same."""
 
 
 class SaveJob:
@@ -61,6 +64,7 @@ class SaveJob:
         self._save_id = save_id
         self._transforms = transforms
         self._attempt = self.ticket.nonce
+        self._resumed: tuple[str, ...] = ()
         self._number = 0
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
@@ -91,6 +95,9 @@ class SaveJob:
                 uri=uri,
             )
         self._check_condition()
+        if context.options.resume:
+            self._attempt = new_attempt_id(resumable_as=self._number)
+            self._resumed = attempts_to_resume(context.store, self._number, context.retrier)
 
     def _check_condition(self) -> None:
         """That the store can create-if-absent, unless the caller does without."""
@@ -111,7 +118,9 @@ class SaveJob:
 
     def handed_out(self, ticket: object) -> object:
         """On the coordinator: a rank's ticket, with the attempt that all ranks write under."""
-        return dataclasses.replace(ticket, attempt=self._attempt) if isinstance(ticket, Ticket) else ticket
+        if not isinstance(ticket, Ticket):
+            return ticket
+        return dataclasses.replace(ticket, attempt=self._attempt, resumed=self._resumed)
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Upload this rank's items, all of them or none."""
@@ -120,16 +129,24 @@ class SaveJob:
         # A cached plan brings the ticket of an older save, whose keys are taken. Then this rank's own id stands in:
         # the manifest names every object by its whole key.
         if isinstance(ticket, Ticket) and ticket.nonce == self.ticket.nonce and ticket.attempt is not None:
-            self._attempt = ticket.attempt
+            self._attempt, self._resumed = ticket.attempt, ticket.resumed
         context = self._context
-        results, objects = write_items(context, plan.items, planner, attempt=self._attempt, transforms=self._transforms)
-        self._written_keys = [receipt.key for receipt in objects]
+        written = write_items(
+            context,
+            plan.items,
+            planner,
+            attempt=self._attempt,
+            resumed=self._resumed,
+            transforms=self._transforms,
+        )
+        self._written_keys = [receipt.key for receipt in written.objects]
         self.report = SaveReport(
             uri=context.uri,
             attempt=self._attempt,
             rank=context.rank,
-            num_bytes=sum(receipt.size_bytes for receipt in objects),
-            num_objects=len(objects),
+            num_bytes=sum(receipt.size_bytes for receipt in written.objects) - written.num_reused_bytes,
+            num_reused_bytes=written.num_reused_bytes,
+            num_objects=len(written.objects),
             num_requests=context.retrier.num_requests,
             num_retries=context.retrier.num_retries,
             plan_s=begun_s - self._started_s,
@@ -137,7 +154,7 @@ class SaveJob:
             commit_s=0.0,
         )
         context.emit("save.written", num_bytes=self.report.num_bytes)
-        return results
+        return written.results
 
     def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote."""
@@ -239,7 +256,8 @@ class SaveJob:
 
     def _remove(self, keys: Iterable[str]) -> None:
         doomed = sorted(keys)
-        if doomed:
+        # What can be resumed belongs to whoever takes it up: another save may name it already.
+        if doomed and not self._context.options.resume:
             store = self._context.store
             try:
                 self._context.new_retrier().call(lambda: store.delete(doomed))

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt._commit.attempt import data_key
+from cloudckpt._commit.attempt import data_key, data_prefix
 from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
 from cloudckpt._pipeline.context import Context
 from cloudckpt._plan.layout import lay_out, storage_order
@@ -19,6 +19,7 @@ from cloudckpt._stage.body import PieceBody, piece_of
 from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
 from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._transfer.resume import find_leftovers
 from cloudckpt._transfer.upload import UploadSession
 from cloudckpt.options import MIB
 
@@ -26,11 +27,31 @@ from cloudckpt.options import MIB
 _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What `write_items` did."""
+
+    results: list[WriteResult]
+    """One for each item."""
+    objects: list[ObjectReceipt]
+    num_reused_bytes: int
+    """Of the objects' bytes, those that were there already."""
+
+
 def write_items(
-    context: Context, items: Sequence[WriteItem], planner: SavePlanner, *, attempt: str, transforms: WriteTransforms
-) -> tuple[list[WriteResult], list[ObjectReceipt]]:
-    """Upload `items`, all or none, to fresh keys under `attempt`: a result for each, and the objects' receipts."""
+    context: Context,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    *,
+    attempt: str,
+    resumed: Sequence[str],
+    transforms: WriteTransforms,
+) -> Written:
+    """Upload `items`, all or none, to fresh keys under `attempt`; but for what `resumed` attempts have left of them."""
     options = context.options
+    # Where objects are written through a stream, a process that was thought dead could still be writing to them.
+    earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
+    leftovers = find_leftovers(context.store, context.retrier, earlier)
     arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
     placed: list[list[_Placed]] = []
     with UploadSession(
@@ -40,6 +61,7 @@ def write_items(
         connections=options.connections,
         part_bytes=options.part_bytes,
         tile_bytes=options.tile_bytes,
+        resumable=options.resume,
         on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
         on_completing=lambda key: context.emit("save.completing", key=key),
         on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
@@ -56,14 +78,16 @@ def write_items(
             ]
             placed.append([_placed(item, begin) for item, begin in zip(in_object, layout.begins, strict=True)])
             del in_object  # the body holds what it still needs, and only until it is sent
-            session.submit(data_key(attempt, context.rank, number), PieceBody(pieces, arena))
+            key = data_key(attempt, context.rank, number)
+            found = leftovers.get(key.removeprefix(data_prefix(attempt, context.rank)), [])
+            session.submit(key, PieceBody(pieces, arena), found)
         objects = session.finish()
     results = [
         item.result(stored_in)
         for items_of_object, stored_in in zip(placed, objects, strict=True)
         for item in items_of_object
     ]
-    return results, objects
+    return Written(results=results, objects=objects, num_reused_bytes=session.num_reused_bytes)
 
 
 def _groups(context: Context, items: Sequence[WriteItem], transforms: WriteTransforms) -> Iterator[list[WriteItem]]:

@@ -6,41 +6,36 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
 
 from typing_extensions import Self
 
 from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
+from cloudckpt._transfer.resume import Body, HeldParts, Leftover, Salvage
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._workers import Workers
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
-from cloudckpt.stores.base import Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import Part, Store, UploadedPart
 
 _log = logging.getLogger("cloudckpt")
-
-
-class Body(Protocol):
-    """The bytes of one object, wherever they lie."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
-        """Views of bytes ``[begin, end)``, valid while the context is open."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Object:
     key: str
+    """The fresh key that it was submitted for."""
+    target_key: str
+    """Where it is sent: elsewhere only if an earlier attempt's upload goes on there."""
     body: Body
     parts: list[Part]
     upload_id: str | None
+    num_held_bytes: int = 0
+    """Of the parts that an earlier attempt sent. If there are any, a failure is not the save's: all is sent anew."""
+    is_given_up: bool = False
     crc32cs: dict[int, list[int]] = field(default_factory=dict)
     uploaded: dict[int, UploadedPart] = field(default_factory=dict)
 
@@ -49,7 +44,8 @@ class UploadSession:
     """Uploads objects over one pool of connections; the first failure ends all of it.
 
     Used as a context: left with an error, it waits for the calls in flight, aborts every unfinished multipart upload
-    and removes every object that it wrote. Nothing that it did not finish ever becomes visible.
+    and removes every object that it wrote. Nothing that it did not finish ever becomes visible. If it is `resumable`,
+    it aborts and removes nothing, so that a later one finds what is there already.
     """
 
     def __init__(
@@ -61,6 +57,7 @@ class UploadSession:
         connections: int,
         part_bytes: int,
         tile_bytes: int,
+        resumable: bool,
         on_part: Callable[[str, int], None],
         on_completing: Callable[[str], None],
         on_object: Callable[[str, int], None],
@@ -70,6 +67,9 @@ class UploadSession:
         self._cleaner = cleaner
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
+        self._connections = connections
+        self._resumable = resumable
+        self._salvage = Salvage(store, retrier, tile_bytes=tile_bytes, connections=connections)
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
@@ -79,6 +79,8 @@ class UploadSession:
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._open: dict[str, _Object] = {}
+        self._given_up: list[_Object] = []
+        self._num_reused_bytes = 0
         self._receipts: dict[str, ObjectReceipt] = {}
         self._started_keys: list[str] = []
 
@@ -91,32 +93,77 @@ class UploadSession:
         if error is not None:
             self._fail(error)
         self._workers.join()
-        if self._failure is not None:
+        if self._failure is not None and not self._resumable:
             self._remove_everything()
 
-    def submit(self, key: str, body: Body) -> None:
+    @property
+    def num_reused_bytes(self) -> int:
+        """Bytes of the objects that were on the store already, and were not sent."""
+        return self._num_reused_bytes
+
+    def submit(self, key: str, body: Body, leftovers: Sequence[Leftover] = ()) -> None:
         """Upload `body` to the fresh key `key`; returns once its last part has found a place in the queue.
 
-        Raises the session's first failure, as does `finish`.
+        What is there already of it, in `leftovers`, is used instead, and its receipt names another key then. Raises the
+        session's first failure, as does `finish`.
         """
-        limits = self._store.limits
-        whole = body.size_bytes <= min(self._part_bytes, limits.max_put_bytes)
-        if whole or not self._store.capabilities.multipart:
-            parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
-            upload_id = None
-        else:
-            parts = self._parts_of(key, body.size_bytes)
-            upload_id = self._retrier.call(lambda: self._store.create_multipart(key))
-        target = _Object(key=key, body=body, parts=parts, upload_id=upload_id)
+        parts = self._planned(key, body.size_bytes)
+        finished = self._salvage.finished(body, leftovers)
+        if finished is not None:
+            with self._lock:
+                self._started_keys.append(key)
+                self._receipts[key] = finished
+                self._num_reused_bytes += finished.size_bytes
+            return
+        held = None if parts is None else self._salvage.unfinished(body, parts, leftovers)
+        target = (
+            self._fresh(key, body, parts) if parts is None or held is None else self._going_on(key, body, parts, held)
+        )
         with self._lock:
-            self._open[key] = target
             self._started_keys.append(key)
-        for part in parts:
+        self._send(target)
+
+    def _planned(self, key: str, size_bytes: int) -> list[Part] | None:
+        """The parts of an upload; None for what is put whole."""
+        limits = self._store.limits
+        whole = size_bytes <= min(self._part_bytes, limits.max_put_bytes)
+        return None if whole or not self._store.capabilities.multipart else self._parts_of(key, size_bytes)
+
+    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _Object:
+        upload_id = None
+        if parts is None:
+            parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
+        else:
+            upload_id = self._retrier.call(lambda: self._store.create_multipart(key))
+        return _Object(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
+
+    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> _Object:
+        """With the upload of an earlier attempt; or with its parts, where parts can complete any upload."""
+        target_key, upload_id = held.key, held.upload_id
+        if self._store.capabilities.listed_parts == "any_upload":
+            target_key, upload_id = key, self._retrier.call(lambda: self._store.create_multipart(key))
+        return _Object(
+            key=key,
+            target_key=target_key,
+            body=body,
+            parts=parts,
+            upload_id=upload_id,
+            num_held_bytes=held.num_bytes,
+            crc32cs=held.crc32cs,
+            uploaded=held.uploaded,
+        )
+
+    def _send(self, target: _Object) -> None:
+        with self._lock:
+            self._open[target.key] = target
+        missing = [part for part in target.parts if part.number not in target.crc32cs]
+        tasks = [functools.partial(self._upload, target, part) for part in missing]
+        for task in tasks or [functools.partial(self._complete, target)]:
             self._slots.acquire()
             if self._failure is not None:
                 self._slots.release()
                 raise self._failure
-            self._workers.submit(functools.partial(self._run, target, part))
+            self._workers.submit(functools.partial(self._run, target, task))
 
     def _parts_of(self, key: str, size_bytes: int) -> list[Part]:
         limits = self._store.limits
@@ -129,18 +176,35 @@ class UploadSession:
     def finish(self) -> list[ObjectReceipt]:
         """Wait for every object submitted, and return their receipts in the order of submission."""
         self._workers.join()
+        if self._failure is None and self._given_up:
+            self._workers = Workers(self._connections, name="cloudckpt-upload")
+            for target in self._given_up:
+                self._send(self._fresh(target.key, target.body, target.parts))
+            self._workers.join()
         if self._failure is not None:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
 
-    def _run(self, target: _Object, part: Part) -> None:
+    def _run(self, target: _Object, task: Callable[[], None]) -> None:
         try:
-            if self._failure is None:
-                self._upload(target, part)
+            if self._failure is None and not target.is_given_up:
+                task()
         except BaseException as error:  # noqa: BLE001  # it is raised again by finish()
-            self._fail(error)
+            if target.num_held_bytes and isinstance(error, StoreError):
+                self._give_up(target, error)
+            else:
+                self._fail(error)
         finally:
             self._slots.release()
+
+    def _give_up(self, target: _Object, error: StoreError) -> None:
+        """What is there of the object is of no use after all: all of it is sent, once the others have been."""
+        _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
+        with self._lock:
+            if not target.is_given_up:
+                target.is_given_up = True
+                self._given_up.append(target)
+                del self._open[target.key]
 
     def _upload(self, target: _Object, part: Part) -> None:
         store, upload_id = self._store, target.upload_id
@@ -148,49 +212,60 @@ class UploadSession:
             values = tile_crc32cs(views, self._tile_bytes)
             whole = combined(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
             if upload_id is None:
-                self._retrier.call(lambda: store.put(target.key, views, crc32c=whole))
+                self._retrier.call(lambda: store.put(target.target_key, views, crc32c=whole))
             else:
                 uploaded = self._retrier.call(
-                    lambda: store.upload_part(target.key, upload_id, part, views, crc32c=whole)
+                    lambda: store.upload_part(target.target_key, upload_id, part, views, crc32c=whole)
                 )
         with self._lock:
             target.crc32cs[part.number] = values
             if upload_id is not None:
                 target.uploaded[part.number] = uploaded
             is_last = len(target.crc32cs) == len(target.parts)
-        self._on_part(target.key, part.size_bytes)
+        self._on_part(target.target_key, part.size_bytes)
         if is_last:
             self._complete(target)
 
     def _complete(self, target: _Object) -> None:
         size_bytes = target.body.size_bytes
-        upload_id = target.upload_id
-        if upload_id is not None:
-            parts = [target.uploaded[part.number] for part in target.parts]
-            self._on_completing(target.key)
-            self._retrier.call(lambda: self._complete_once(target.key, upload_id, parts, size_bytes))
-            stored_bytes = self._retrier.call(lambda: self._store.head(target.key)).size_bytes
-            if stored_bytes != size_bytes:
-                raise ShortObjectError(
-                    f"{self._store.url(target.key)} has {stored_bytes} bytes after {size_bytes} were uploaded and "
-                    "confirmed: the store is not reliable, so nothing was committed",
-                    key=self._store.url(target.key),
-                    operation="complete_multipart",
-                )
+        if target.upload_id is not None:
+            self._on_completing(target.target_key)
+            self._retrier.call(lambda: self._complete_once(target))
+            self._check_stored(target)
         values = tuple(value for part in target.parts for value in target.crc32cs[part.number])
+        receipt = ObjectReceipt(key=target.target_key, size_bytes=size_bytes, tile_crc32cs=values)
         with self._lock:
             del self._open[target.key]
-            self._receipts[target.key] = ObjectReceipt(key=target.key, size_bytes=size_bytes, tile_crc32cs=values)
-        self._on_object(target.key, size_bytes)
+            self._receipts[target.key] = receipt
+            self._num_reused_bytes += target.num_held_bytes
+        self._on_object(target.target_key, size_bytes)
 
-    def _complete_once(self, key: str, upload_id: str, parts: list[UploadedPart], size_bytes: int) -> None:
+    def _complete_once(self, target: _Object) -> None:
+        assert target.upload_id is not None  # noqa: S101  # it is called for uploads alone
+        parts = [target.uploaded[part.number] for part in target.parts]
         try:
-            self._store.complete_multipart(key, upload_id, parts)
+            self._store.complete_multipart(target.target_key, target.upload_id, parts)
         except ObjectNotFoundError:
             # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
-            # lies there can only be ours.
-            if self._store.head(key).size_bytes != size_bytes:
+            # lies there can only be ours; but if uploads are taken up, it may have been somebody else's last word.
+            if self._resumable and self._salvage.read_back(target.target_key, target.body) is None:
                 raise
+            if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
+                raise
+
+    def _check_stored(self, target: _Object) -> None:
+        store, size_bytes = self._store, target.body.size_bytes
+        url = store.url(target.target_key)
+        stored_bytes = self._retrier.call(lambda: store.head(target.target_key)).size_bytes
+        if stored_bytes != size_bytes:
+            raise ShortObjectError(
+                f"{url} has {stored_bytes} bytes after {size_bytes} were uploaded and confirmed: the store is not "
+                "reliable, so nothing was committed",
+                key=url,
+                operation="complete_multipart",
+            )
+        if target.num_held_bytes and self._salvage.read_back(target.target_key, target.body) is None:
+            raise StoreError(f"{url} is not what was sent", key=url, operation="complete_multipart")
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -1,0 +1,194 @@
+"""What an earlier attempt left on the store, and how much of it is what is to be sent now.
+
+Nothing is taken for granted here: what is used of an earlier attempt has the very bytes that this one would send
+(``docs/design/008-resumable-saves.md``). And nothing here can fail a save: what cannot be used is sent anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from cloudckpt._manifest.receipts import ObjectReceipt
+from cloudckpt._transfer.checksum import combined, tile_crc32cs
+from cloudckpt._transfer.download import fetch
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt._workers import each_done
+from cloudckpt.errors import StoreError
+from cloudckpt.options import MIB
+from cloudckpt.stores._body import num_bytes
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views
+
+_T = TypeVar("_T")
+_log = logging.getLogger("cloudckpt")
+
+_PIECE_BYTES = 4 * MIB  # of what is read back at once, on each connection
+
+
+class Body(Protocol):
+    """The bytes of one object, wherever they lie."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
+        """Views of bytes ``[begin, end)``, valid while the context is open."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Leftover:
+    """What lies at one key of an earlier attempt."""
+
+    key: str
+    size_bytes: int | None = None
+    """Of the object; None where there is none."""
+    upload_ids: list[str] = field(default_factory=list)
+    """Of the unfinished uploads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParts:
+    """What an unfinished upload holds of an object, by the numbers of the parts."""
+
+    key: str
+    upload_id: str
+    uploaded: dict[int, UploadedPart]
+    crc32cs: dict[int, list[int]]
+    """Of their tiles."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(done.part.size_bytes for done in self.uploaded.values())
+
+
+class _DifferentError(Exception):
+    """What lies there is something else."""
+
+
+def find_leftovers(store: Store, retrier: Retrier, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
+    """What lies under `prefixes`, by the rest of the key; what lies under an earlier one comes first."""
+    found: defaultdict[str, list[Leftover]] = defaultdict(list)
+    try:
+        for prefix in prefixes:
+            here: dict[str, Leftover] = {}
+            for info in retrier.call(lambda prefix=prefix: list(store.list(prefix))):  # type: ignore[misc]  # mypy cannot see the default
+                here.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
+            for upload in retrier.call(lambda prefix=prefix: list(store.list_uploads(prefix))):  # type: ignore[misc]
+                here.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
+            for key, leftover in here.items():
+                found[key[len(prefix) :]].append(leftover)
+    except StoreError as error:
+        _log.warning("could not look for what an earlier save left at %s, so all is sent: %s", store.uri, error)
+        return {}
+    return dict(found)
+
+
+class Salvage:
+    """Tells, for one session's objects, what of them is on the store."""
+
+    def __init__(self, store: Store, retrier: Retrier, *, tile_bytes: int, connections: int) -> None:
+        self._store = store
+        self._retrier = retrier
+        self._tile_bytes = tile_bytes
+        self._connections = connections
+
+    def read_back(self, key: str, body: Body) -> list[int] | None:
+        """The CRC32C of each tile of `body`, if what lies at `key` is `body`, byte for byte; else None."""
+        step_bytes = max(_PIECE_BYTES // self._tile_bytes, 1) * self._tile_bytes
+        begins = range(0, body.size_bytes, step_bytes)
+        values: dict[int, list[int]] = {}
+
+        def check(begin: int) -> None:
+            end = min(begin + step_bytes, body.size_bytes)
+            stored = bytearray(end - begin)
+            fetch(self._store, self._retrier, key=key, begin=begin, views=[memoryview(stored)])
+            with body.open(begin, end) as views:
+                if not _are_same(stored, views):
+                    raise _DifferentError
+                values[begin] = tile_crc32cs(views, self._tile_bytes)
+
+        try:
+            # The first piece alone: of a state that has changed, hardly anything is as it was.
+            for group in (begins[:1], begins[1:]):
+                self._run_all(group, check)
+        except _DifferentError:
+            return None
+        except StoreError as error:
+            _log.info("%s cannot be used: %s", self._store.url(key), error)
+            return None
+        return [value for begin in begins for value in values[begin]]
+
+    def finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectReceipt | None:
+        """The first object that is `body`."""
+        for leftover in leftovers:
+            values = self.read_back(leftover.key, body) if leftover.size_bytes == body.size_bytes else None
+            if values is not None:
+                return ObjectReceipt(key=leftover.key, size_bytes=body.size_bytes, tile_crc32cs=tuple(values))
+        return None
+
+    def unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
+        """What the first upload that is of any use holds of `parts`."""
+        if self._store.capabilities.listed_parts == "none":
+            return None
+        for leftover in leftovers:
+            # Of two uploads, nobody knows which the other process completes, if it lives. An upload without a part may
+            # be one that it never heard of, so that it makes another to the same key.
+            if leftover.size_bytes is None and len(leftover.upload_ids) == 1:
+                held = self._held(leftover.key, leftover.upload_ids[0], body, parts)
+                if held.uploaded:
+                    return held
+        return None
+
+    def _held(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> HeldParts:
+        held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
+        listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
+        try:
+            for found in self._retrier.call(lambda: list(self._store.list_parts(key, upload_id))):
+                listed[found.number].append(found)
+        except StoreError as error:
+            _log.info("the upload to %s cannot be used: %s", self._store.url(key), error)
+            return held
+
+        def check(part: Part) -> None:
+            candidates = [found for found in listed[part.number] if found.size_bytes == part.size_bytes]
+            with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
+                values = tile_crc32cs(views, self._tile_bytes)
+                whole = combined(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
+                same = next((found for found in candidates if _holds(found, views, crc32c=whole)), None)
+            if same is not None:
+                held.crc32cs[part.number] = values
+                held.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)
+
+        self._run_all([part for part in parts if part.number in listed], check)
+        return held
+
+    def _run_all(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
+        done = each_done(items, work, num_threads=self._connections, name="cloudckpt-resume", on_failure=lambda: None)
+        for _ in done:
+            pass
+
+
+def _holds(found: FoundPart, views: Views, *, crc32c: int) -> bool:
+    if found.crc32c is not None:
+        return found.crc32c == crc32c
+    if found.md5 is None:
+        return False
+    digest = hashlib.md5(usedforsecurity=False)
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest() == found.md5
+
+
+def _are_same(stored: bytearray, views: Views) -> bool:
+    position = 0
+    for view in views:
+        # As bytes: two memory views are compared element by element, which takes forty times as long.
+        if stored[position : position + view.nbytes] != view:
+            return False
+        position += view.nbytes
+    return position == len(stored) == num_bytes(views)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.resources import MIB
 from tests.soak.clients import Shape
 from tests.soak.load import check_history, check_resources, check_store, run_load
-from tests.soak.resources import MIB
 
 from cloudckpt.testing.servers import Server
 

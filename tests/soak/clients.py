@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from typing import Any
 
+from tests.resources import Held, held, python_threads
 from tests.soak.faults import Dice, UnluckyStore
 from tests.soak.records import Log, Record, now_s
-from tests.soak.resources import Held, held, python_threads
 from tests.soak.values import LARGE_BYTES, SMALL_BYTES, MixedError, empty_state, identity_of, state_of
 
 import cloudckpt

@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from tests.e2e.harness import run_ranks
+from tests.resources import MIB
 from tests.soak.clients import CALL_BOUND_S, OVERWRITTEN, PHASES, Done, Job, Shape, run_clients
 from tests.soak.faults import wire_faults
 from tests.soak.records import ONCE_SAVED, History, Record, now_s, records_of
-from tests.soak.resources import MIB
 from tests.soak.values import LARGE_BYTES, SMALL_BYTES, empty_state, identity_of
 
 import cloudckpt

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.resources import MIB
 from tests.soak.clients import CALL_BOUND_S, PHASES, Shape
 from tests.soak.load import check_history, check_resources, check_store, run_load
-from tests.soak.resources import MIB
 
 from cloudckpt.testing.servers import Server
 

@@ -8,6 +8,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.in_memory import Memory
+from tests.tried import pytest_terminal_summary, tried  # noqa: F401  # for all tests
 
 _numbers = itertools.count()
 

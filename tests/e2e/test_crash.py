@@ -1,108 +1,50 @@
-"""A rank is killed in the middle of a save: what is there afterwards is one whole checkpoint, or none."""
+"""Ranks are killed at a step of a save: what is there afterwards is one whole checkpoint, or none.
+
+``CLOUDCKPT_KILLS=all`` runs the whole matrix, on a path and on moto; without it, each step with each who, each how and
+fresh or overwriting on a path, and each step on moto. On other servers: ``tests/integration/test_kills.py``.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from tests.e2e.harness import RankError, run_ranks
-from tests.e2e.models import assert_same
-from tests.e2e.places import BucketPlace, LocalPlace, Place
-
-import cloudckpt
+from tests.e2e.killing import check
+from tests.e2e.kills import (
+    ALL_KILLS,
+    KILLS_IN_A_PROCESS,
+    QUICK_KILLS,
+    WAITING_KILLS,
+    Kill,
+    covering,
+)
+from tests.e2e.places import BucketPlace, LocalPlace
+from tests.tried import Tried
 
 pytestmark = pytest.mark.multirank
 
-Moment = Literal["save.set_up", "save.object_uploaded", "save.written", "save.committing", "save.committed"]
-MOMENTS_OF_ANY_RANK: list[Moment] = ["save.set_up", "save.object_uploaded", "save.written"]
-MOMENTS_OF_THE_COORDINATOR: list[Moment] = [*MOMENTS_OF_ANY_RANK, "save.committing", "save.committed"]
-CASES = [(0, moment) for moment in MOMENTS_OF_THE_COORDINATOR] + [(1, moment) for moment in MOMENTS_OF_ANY_RANK]
+RUNS_ALL = os.environ.get("CLOUDCKPT_KILLS") == "all"
+ON_A_PATH = [*covering(QUICK_KILLS, num_together=2), *WAITING_KILLS, KILLS_IN_A_PROCESS[0]]
+ON_MOTO = covering(QUICK_KILLS, num_together=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillsItself:
-    """Listens to a save's events; dies, as by the kernel's hand, at the first of this name on this rank."""
-
-    rank: int
-    moment: Moment
-
-    def __call__(self, event: cloudckpt.Event) -> None:
-        if event.rank == self.rank and event.name == self.moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def values(fill: float) -> dict[str, Any]:
-    return {"shared": torch.full((1000,), fill), f"own-{dist.get_rank()}": torch.full((100,), fill), "fill": fill}
+@pytest.mark.parametrize("kill", [*ALL_KILLS, *KILLS_IN_A_PROCESS] if RUNS_ALL else ON_A_PATH, ids=str)
+def test_a_save_to_a_path_that_dies_leaves_one_whole_checkpoint_or_none(
+    local: LocalPlace, tmp_path: Path, kill: Kill, tried: Tried
+) -> None:
+    """If this fails, a crash mixes two saves, loses both, passes half of one for a whole one, blocks the job that
+    starts again, or leaves what gc does not find, or has gc take what is needed.
+    """
+    check(local, kill, tmp_path / "scratch")
+    tried("kills")
 
 
-def save(uri: str, fill: float, *, overwrite: bool = False, killer: KillsItself | None = None) -> None:
-    cloudckpt.save(values(fill), uri, overwrite=overwrite, options=cloudckpt.Options(on_event=killer))
-
-
-def save_version_1(uri: str) -> None:
-    save(uri, 1.0)
-
-
-def save_version_2(uri: str, killer: KillsItself | None) -> None:
-    save(uri, 2.0, overwrite=True, killer=killer)
-
-
-def version_there(uri: str) -> float | None:
-    """Of the checkpoint, which must be whole; None where there is none."""
-    state = values(0.0)
-    try:
-        cloudckpt.load(state, uri)
-    except cloudckpt.CheckpointNotFoundError:
-        return None
-    fill: float = state["fill"]
-    assert_same(state, values(fill))
-    return fill
-
-
-def kill_in_save_of_version_2(place: Place, rank: int, moment: Moment) -> None:
-    with pytest.raises(RankError, match=rf"rank {rank} did not report \(exit code -9\)"):
-        run_ranks(save_version_2, place.uri(), KillsItself(rank=rank, moment=moment), world_size=2)
-
-
-def check_kill_in_first_save(place: Place, rank: int, moment: Moment) -> None:
-    kill_in_save_of_version_2(place, rank, moment)
-    expected = 2.0 if moment == "save.committed" else None
-    assert run_ranks(version_there, place.uri(), world_size=2) == [expected] * 2
-    assert (cloudckpt.latest(place.root) is None) == (expected is None)
-    run_ranks(save_version_2, place.uri(), None, world_size=2)  # the place is not spoiled
-    assert run_ranks(version_there, place.uri(), world_size=2) == [2.0] * 2
-
-
-def check_kill_in_overwrite(place: Place, rank: int, moment: Moment) -> None:
-    run_ranks(save_version_1, place.uri(), world_size=2)
-    kill_in_save_of_version_2(place, rank, moment)
-    expected = 2.0 if moment == "save.committed" else 1.0
-    assert run_ranks(version_there, place.uri(), world_size=2) == [expected] * 2
-
-
-@pytest.mark.parametrize(("rank", "moment"), CASES)
-def test_a_first_save_that_dies_leaves_all_or_nothing(local: LocalPlace, rank: int, moment: Moment) -> None:
-    """If this fails, half a checkpoint passes for a whole one, or blocks the job that starts again."""
-    check_kill_in_first_save(local, rank, moment)
-
-
-@pytest.mark.parametrize(("rank", "moment"), CASES)
-def test_an_overwrite_that_dies_leaves_one_version_whole(local: LocalPlace, rank: int, moment: Moment) -> None:
-    """If this fails, a crash in an overwrite mixes two versions, or loses both."""
-    check_kill_in_overwrite(local, rank, moment)
-
-
-@pytest.mark.parametrize(("rank", "moment"), [(1, "save.object_uploaded"), (0, "save.committing")])
-def test_a_save_to_a_bucket_that_dies_leaves_one_version_whole(bucket: BucketPlace, rank: int, moment: Moment) -> None:
-    """If this fails, what holds on files does not hold on an object store."""
-    check_kill_in_overwrite(bucket, rank, moment)
-
-
-def test_a_first_save_to_a_bucket_that_dies_after_its_commit_is_there(bucket: BucketPlace) -> None:
-    """If this fails, a commit counts only once the process that made it has ended well."""
-    check_kill_in_first_save(bucket, 0, "save.committed")
+@pytest.mark.parametrize("kill", [*ALL_KILLS, *KILLS_IN_A_PROCESS] if RUNS_ALL else ON_MOTO, ids=str)
+def test_a_save_to_a_bucket_that_dies_leaves_one_whole_checkpoint_or_none(
+    on_server: Callable[[str], BucketPlace], tmp_path: Path, kill: Kill, tried: Tried
+) -> None:
+    """If this fails, what holds on a path does not hold on an object store."""
+    check(on_server("moto"), kill, tmp_path / "scratch")
+    tried("kills")

@@ -1,0 +1,310 @@
+"""A save whose ranks are killed at one step of the protocol, and what has to be true afterwards, on any store.
+
+The victims die of SIGKILL: at an event of the save, which the rank itself sees, or once the store has carried out the
+request that follows the event and before its answer is there. On a bucket that moment is the wire's, which stands
+between this rank and the server; on a path, which has no wire, it is a store's in front of the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.aftermath import check_gc
+from tests.e2e.harness import RankError, run_ranks
+from tests.e2e.kills import Kill, Version
+from tests.e2e.models import assert_same
+from tests.e2e.places import BucketPlace, Place, S3Place
+from tests.wrapped import Call, WrappedStore
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import cloudckpt
+from cloudckpt.options import KIB, MIB
+from cloudckpt.stores.base import Store
+from cloudckpt.testing.wire import Rule, Seen, Tell, Wire
+
+_TIMEOUT_S = 5.0
+_GRACE_S = {"end": 0.0, "wait": 40.0}
+"""How long the others have, of whom each must have heard within `_TIMEOUT_S`, on a machine that may be busy."""
+_WAIT_S = 100.0  # a process that saves has to import torch first, on a machine that may be busy
+_SEEDS: Mapping[Version, int] = {"old": 1, "new": 2, "again": 3}
+_WRITES = frozenset({"PUT", "POST", "DELETE"})
+_WRITING_CALLS = frozenset({"put", "complete_multipart", "delete"})
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """So that an object has three parts, on a store with its limits."""
+
+    part_bytes: int
+    tile_bytes: int
+    all_ranks_large: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Of float32, in a large tensor: with the header two parts and a half."""
+        return 5 * self.part_bytes // 8
+
+
+S3_SIZES = Sizes(part_bytes=5 * MIB, tile_bytes=1 * MIB, all_ranks_large=False)  # the least that S3 takes
+SMALL_SIZES = Sizes(part_bytes=64 * KIB, tile_bytes=4 * KIB, all_ranks_large=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What each rank is told."""
+
+    uri: str
+    kill: Kill
+    sizes: Sizes
+    scratch: Path
+    """Where ranks leave their process ids, and the watching one a sign that it has come to its step."""
+    storage_options: Mapping[str, Any]
+    """Of the watching rank alone: the way over the wire."""
+    has_wire: bool
+
+    def options(self, **more: Any) -> cloudckpt.Options:
+        """With one connection, the parts of an object go up one after the other."""
+        return cloudckpt.Options(
+            part_bytes=self.sizes.part_bytes,
+            tile_bytes=self.sizes.tile_bytes,
+            connections=1,
+            timeout_s=_TIMEOUT_S if self.kill.others == "wait" else 60.0,
+            **more,
+        )
+
+    def values(self, version: Version) -> dict[str, Any]:
+        """What this rank saves."""
+        rank = dist.get_rank()
+        return _values(version, [rank], self._large_ranks)
+
+    def all_values(self, version: Version) -> dict[str, Any]:
+        """What the checkpoint holds."""
+        return _values(version, range(self.kill.world_size), self._large_ranks)
+
+    @property
+    def _large_ranks(self) -> dict[int, int]:
+        ranks = range(self.kill.world_size) if self.sizes.all_ranks_large else [self.kill.watching_rank]
+        return dict.fromkeys(ranks, self.sizes.num_elements)
+
+
+def _values(version: Version, ranks: Any, num_elements_of: Mapping[int, int]) -> dict[str, Any]:
+    def tensor(number: int, num_elements: int) -> torch.Tensor:
+        return torch.rand(num_elements, generator=torch.Generator().manual_seed(100 * _SEEDS[version] + number))
+
+    own = {f"own-{rank}": tensor(rank, num_elements_of.get(rank, 500)) for rank in ranks}
+    return {"shared": tensor(99, 1000), "version": version, **own}
+
+
+@dataclass(slots=True, kw_only=True)
+class Killer:
+    """Listens to a rank's save. On the watching rank it kills at the step, or makes the next write the last."""
+
+    job: Job
+    num_seen: int = 0
+
+    def __call__(self, event: cloudckpt.Event) -> None:
+        enlist(self.job, event.rank)  # a background process has a process id of its own
+        kill = self.job.kill
+        if event.rank != kill.watching_rank or event.name != kill.moment.event:
+            return
+        self.num_seen += 1
+        if self.num_seen != kill.moment.nth:
+            return
+        if kill.moment.when == "at once":
+            kill_victims(self.job)
+        _armed(self.job).touch()
+
+
+def _armed(job: Job) -> Path:
+    return job.scratch / "armed"
+
+
+def enlist(job: Job, rank: int) -> None:
+    """Leave this process's id, for whoever kills."""
+    (job.scratch / f"{rank}.{os.getpid()}").touch()
+
+
+def kill_victims(job: Job) -> None:
+    """As by the kernel's hand; the process that calls, if it is one of them, last."""
+    pids = set()
+    for path in job.scratch.glob("*.*"):
+        rank, pid = (int(number) for number in path.name.split("."))
+        if rank in job.kill.victims:
+            pids.add(pid)
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class Deadly(WrappedStore):
+    """Kills after the first write that is carried out once the watching rank has come to its step."""
+
+    def __init__(self, inner: Store, job: Job) -> None:
+        super().__init__(inner)
+        self._job = job
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        result = action()
+        if call.operation in _WRITING_CALLS and _armed(self._job).exists():
+            kill_victims(self._job)
+        return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrap:
+    """Puts `Deadly` in front of a store; an object of a module's own, for saves in another process."""
+
+    job: Job
+
+    def __call__(self, store: Store) -> Store:
+        return Deadly(store, self.job)
+
+
+def save_and_die(job: Job) -> None:
+    """On each rank: the old version, if there is to be one, and then the new one, in which some die."""
+    kill, rank = job.kill, dist.get_rank()
+    if kill.overwrite:
+        cloudckpt.save(job.values("old"), job.uri, options=job.options())
+    if kill.how != "process":
+        enlist(job, rank)
+    dist.barrier()
+    more: dict[str, Any] = {"on_event": Killer(job=job)}
+    if rank == kill.watching_rank and kill.moment.when != "at once":
+        if job.has_wire:
+            more["storage_options"] = job.storage_options
+        else:
+            more["wrap_store"] = Wrap(job=job)
+    options = job.options(**more)
+    if kill.how == "save":
+        cloudckpt.save(job.values("new"), job.uri, overwrite=kill.overwrite, options=options)
+        return
+    handle = cloudckpt.async_save(
+        job.values("new"),
+        job.uri,
+        overwrite=kill.overwrite,
+        options=options,
+        async_checkpointer_type=AsyncCheckpointerType[kill.how.upper()],
+    )
+    handle.result(_WAIT_S)
+
+
+def save_again(job: Job, overwrite: bool) -> None:  # noqa: FBT001
+    """On each rank: what the job does that was started again."""
+    cloudckpt.save(_values("again", [dist.get_rank()], {}), job.uri, overwrite=overwrite)
+
+
+def check(place: Place, kill: Kill, scratch: Path) -> None:
+    """Kill, and hold what is left to what is promised."""
+    scratch.mkdir(parents=True)
+    with job_at(place, kill, scratch) as job:
+        die(job)
+        expected = kill.version_after
+        assert version_there(job) == expected
+        left_something = kill.moment.leaves and expected is None
+        check_gc(place, has_checkpoint=expected is not None, must_find=left_something)
+        assert version_there(job) == expected
+        # A job that is started again finds what it left, and goes on.
+        run_ranks(save_again, job, expected is not None, world_size=kill.world_size)
+        assert_loads(job.uri, _values("again", range(kill.world_size), {}))
+
+
+@contextlib.contextmanager
+def job_at(place: Place, kill: Kill, scratch: Path) -> Iterator[Job]:
+    """With a wire in front of a bucket's server, where the step needs one."""
+    sizes = S3_SIZES if isinstance(place, S3Place) else SMALL_SIZES
+    with contextlib.ExitStack() as stack:
+        has_wire = isinstance(place, BucketPlace) and kill.moment.when == "carried out"
+        storage_options: dict[str, Any] = {}
+        reached: list[Job] = []
+        if has_wire:
+            assert isinstance(place, BucketPlace)
+            tell = Tell(function=lambda seen: _kill_by_wire(seen, reached[0]), moment="answer")
+            wire = stack.enter_context(Wire(_endpoint_url(place), Rule(action=tell, times=None)))
+            storage_options = place.options_at(wire.url)
+        job = Job(
+            uri=place.uri(),
+            kill=kill,
+            sizes=sizes,
+            scratch=scratch,
+            storage_options=storage_options,
+            has_wire=has_wire,
+        )
+        reached.append(job)
+        yield job
+
+
+def _endpoint_url(place: BucketPlace) -> str:
+    return os.environ["AWS_ENDPOINT_URL_S3" if place.scheme == "s3" else "STORAGE_EMULATOR_HOST"]
+
+
+def _kill_by_wire(seen: Seen, job: Job) -> None:
+    if seen.method in _WRITES and _armed(job).exists():
+        kill_victims(job)
+
+
+def die(job: Job) -> None:
+    """Every victim is gone, every other rank has heard of it, and none believes that all is well."""
+    kill = job.kill
+    with pytest.raises(RankError) as caught:
+        run_ranks(save_and_die, job, world_size=kill.world_size, grace_s=_GRACE_S[kill.others])
+    ends = dict(
+        re.findall(r"^--- rank (\d+) (raised|did not report \(exit code \S+\))", str(caught.value), re.MULTILINE)
+    )
+    # A background process dies, and the rank whose it was lives to tell.
+    killed = frozenset() if kill.how == "process" else kill.victims
+    lives = {"raised"} if kill.others == "wait" else {"raised", "did not report (exit code -15)"}
+    for rank in range(kill.world_size):
+        ways = {"did not report (exit code -9)"} if rank in killed else lives
+        assert ends.get(str(rank)) in ways, str(caught.value)
+    assert kill.moment.when == "at once" or _armed(job).exists(), str(caught.value)
+    if kill.how == "process":
+        assert all(not _is_alive(pid) for pid in _victims_pids(job)), str(caught.value)
+
+
+def _victims_pids(job: Job) -> list[int]:
+    ends = [path.name.split(".") for path in job.scratch.glob("*.*")]
+    return [int(pid) for rank, pid in ends if int(rank) in job.kill.victims]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def version_there(job: Job) -> Version | None:
+    """Of the checkpoint, which must be whole, to the bit; None where there is none."""
+    state = job.all_values("again")
+    try:
+        cloudckpt.load(state, job.uri, no_dist=True)
+    except cloudckpt.CheckpointNotFoundError:
+        assert cloudckpt.latest(job.uri.rpartition("/")[0]) is None
+        return None
+    version: Version = state["version"]
+    assert_same(state, job.all_values(version))
+    newest = cloudckpt.latest(job.uri.rpartition("/")[0])
+    assert newest is not None
+    assert newest.uri == job.uri
+    return version
+
+
+def assert_loads(uri: str, expected: dict[str, Any]) -> None:
+    """To the bit."""
+    state = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in expected.items()
+    }
+    cloudckpt.load(state, uri, no_dist=True)
+    assert_same(state, expected)

@@ -1,0 +1,161 @@
+"""The ways to die in a save: at which step of the protocol, who, in which kind of save. Values alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cloudckpt.report import EventName
+
+Who = Literal["the coordinator", "another rank", "all ranks"]
+How = Literal["save", "thread", "process"]
+Version = Literal["old", "new", "again"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A moment of the protocol, as the rank sees it that comes to it first."""
+
+    event: EventName
+    nth: int = 1
+    """The how many-eth event of this name."""
+    when: Literal["at once", "carried out", "one key gone"] = "at once"
+    """At the event; once the store has carried out the write after it, unanswered; or once one key is removed."""
+    of_coordinator: bool = False
+    """No other rank comes to it."""
+    commits: bool = False
+    """The new checkpoint counts from here on."""
+    of_overwrite: bool = False
+    """Only an overwrite comes to it."""
+    leaves: bool = True
+    """Something lies there that no checkpoint needs, on the way to the first commit."""
+
+
+# A rank's one object goes up in three parts.
+STEPS: Mapping[str, Step] = {
+    "set up": Step(event="save.set_up", leaves=False),
+    "first part": Step(event="save.part_uploaded", nth=1),
+    "middle part": Step(event="save.part_uploaded", nth=2),
+    "last part": Step(event="save.part_uploaded", nth=3),
+    "before complete": Step(event="save.completing"),
+    "complete carried out": Step(event="save.completing", when="carried out"),
+    "after complete": Step(event="save.object_uploaded"),
+    "all written": Step(event="save.written"),
+    "before the manifest": Step(event="save.committing", of_coordinator=True),
+    "manifest put carried out": Step(event="save.committing", when="carried out", of_coordinator=True, commits=True),
+    "committed": Step(event="save.committed", of_coordinator=True, commits=True),
+    "before old manifests go": Step(event="save.removing", of_coordinator=True, commits=True, of_overwrite=True),
+    "removal of manifests carried out": Step(
+        event="save.removing", when="carried out", of_coordinator=True, commits=True, of_overwrite=True
+    ),
+    "between manifests and data": Step(
+        event="save.removing", nth=2, of_coordinator=True, commits=True, of_overwrite=True
+    ),
+    "in the middle of old data": Step(
+        event="save.removing", nth=2, when="one key gone", of_coordinator=True, commits=True, of_overwrite=True
+    ),
+    "removal of data carried out": Step(
+        event="save.removing", nth=2, when="carried out", of_coordinator=True, commits=True, of_overwrite=True
+    ),
+    "cleaned up": Step(event="save.cleaned_up", of_coordinator=True, commits=True, of_overwrite=True),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One way to die."""
+
+    step: str
+    who: Who = "the coordinator"
+    how: How = "save"
+    overwrite: bool = False
+    world_size: int = 2
+    others: Literal["end", "wait"] = "end"
+    """The ranks that live are ended too, as torchrun does; or left to find out for themselves."""
+
+    def __str__(self) -> str:
+        kind = "overwrite" if self.overwrite else "fresh"
+        others = f", others {self.others}" if self.who != "all ranks" else ""
+        return f"{self.step}, {self.who} of {self.world_size}{others}, {kind}, {self.how}"
+
+    @property
+    def moment(self) -> Step:
+        """What its step is."""
+        return STEPS[self.step]
+
+    @property
+    def watching_rank(self) -> int:
+        """The rank that comes to the step and sees to the killing."""
+        return 0 if self.moment.of_coordinator or self.who == "the coordinator" else self.world_size - 1
+
+    @property
+    def victims(self) -> frozenset[int]:
+        """The ranks that die."""
+        return frozenset(range(self.world_size)) if self.who == "all ranks" else frozenset({self.watching_rank})
+
+    @property
+    def version_after(self) -> Version | None:
+        """The one checkpoint that can be there."""
+        if self.moment.commits:
+            return "new"
+        return "old" if self.overwrite else None
+
+
+def kills_of(steps: Iterable[str] = tuple(STEPS)) -> list[Kill]:
+    """Each of `steps`, whoever can die there, fresh and overwriting, in the foreground and in a thread.
+
+    Each on as many ranks as comes next of 2, 3 and 4.
+    """
+    kills = []
+    world_sizes = itertools.cycle([2, 3, 4])
+    for name in steps:
+        step = STEPS[name]
+        for who, overwrite, how in itertools.product(get_args(Who), (False, True), ("save", "thread")):
+            if (step.of_coordinator and who == "another rank") or (step.of_overwrite and not overwrite):
+                continue
+            kill = Kill(step=name, who=who, how=how, overwrite=overwrite, world_size=next(world_sizes))
+            kills += [kill] if who == "all ranks" else [kill, dataclasses.replace(kill, others="wait")]
+    return kills
+
+
+def covering(kills: Sequence[Kill], *, num_together: int) -> list[Kill]:
+    """As few of `kills` as a greedy choice finds, so that whatever `num_together` traits meet in one of all these meet
+    in one of those: with 1 every step and every who, with 2 every step with every who, and so on.
+    """
+    chosen: list[Kill] = []
+    missing = {together for kill in kills for together in _together(kill, num_together)}
+    while missing:
+        best = max(kills, key=lambda kill: len(missing & _together(kill, num_together)))
+        chosen.append(best)
+        missing -= _together(best, num_together)
+    return sorted(chosen, key=kills.index)
+
+
+def _together(kill: Kill, num_together: int) -> set[tuple[tuple[str, object], ...]]:
+    traits = [("step", kill.step), ("who", kill.who), ("how", kill.how), ("overwrite", kill.overwrite)]
+    if kill.who != "all ranks":  # or there are no others
+        traits.append(("others", kill.others))
+    return set(itertools.combinations(traits, num_together))
+
+
+ALL_KILLS = kills_of()
+
+QUICK_KILLS = [kill for kill in ALL_KILLS if kill.others == "end"]
+"""Those in which nobody waits for the dead."""
+
+WAITING_KILLS = [
+    Kill(step="middle part", who="another rank", world_size=3, others="wait"),
+    Kill(step="all written", how="thread", overwrite=True, others="wait"),
+    Kill(step="manifest put carried out", overwrite=True, others="wait"),
+]
+
+KILLS_IN_A_PROCESS = [
+    Kill(step="manifest put carried out", how="process", overwrite=True, others="wait"),
+    Kill(step="middle part", who="another rank", how="process", overwrite=True, others="wait"),
+    Kill(step="before the manifest", how="process", others="wait"),
+    Kill(step="between manifests and data", how="process", overwrite=True, others="wait"),
+]
+"""A save in a process of its own takes seconds to start, and its rank lives to tell."""

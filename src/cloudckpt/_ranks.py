@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cloudckpt._signs import Sign, Word, connection_of_its_own, read, sign_of, word_of
+from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, own_process, read, sign_of, word_of
 from cloudckpt.errors import RankLostError
 
 _SIGNS_WITHIN_TIMEOUT = 8
@@ -64,7 +64,7 @@ class Meetings:
         they have given up this one.
         """
         self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
-        self._mine = replace(self._mine, call=self._mine.call + 1, has_left=False)
+        self._mine = replace(self._mine, call=self._mine.call + 1, has_left=False, process=own_process())
         self._reached_s, self._is_ending, self._is_urgent = time.monotonic(), False, True
         before_s = self._reached_s
         self._thread = threading.Thread(target=self._run, name="cloudckpt-ranks", daemon=True)
@@ -164,8 +164,13 @@ class Meetings:
         gone = [rank for rank, sign in self._signs.items() if sign.call > call or (sign.has_left and sign.call == call)]
         if gone:
             raise self._lost(gone, "left before the end; its own error says why")
+        if not self._is_waiting:
+            return
+        ended = [rank for rank, sign in self._signs.items() if sign.call == call and has_ended(sign.process)]
+        if ended:
+            raise self._lost(ended, "ended, or was killed")
         since_s = time.monotonic() - self.timeout_s
-        silent = [rank for rank, heard_s in self._heard_s.items() if self._is_waiting and heard_s <= since_s]
+        silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:
             raise self._lost(silent, f"gave no sign of life for {self.timeout_s:g} s")
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -16,14 +19,16 @@ class Sign:
     """The save or load that it is in, counted from 1."""
     num_met: int = 0
     has_left: bool = False
+    process: str = "-"
 
     def encoded(self) -> str:
-        return f"{self.beat} {self.call} {self.num_met} {int(self.has_left)}"
+        return f"{self.beat} {self.call} {self.num_met} {int(self.has_left)} {self.process}"
 
 
 def sign_of(text: bytes) -> Sign:
-    beat, call, num_met, has_left = map(int, text.split())
-    return Sign(beat=beat, call=call, num_met=num_met, has_left=bool(has_left))
+    *numbers, process = text.decode().split()
+    beat, call, num_met, has_left = map(int, numbers)
+    return Sign(beat=beat, call=call, num_met=num_met, has_left=bool(has_left), process=process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,42 @@ def word_of(text: bytes) -> Word:
     num_met, call, lost, why = text.decode().split(" ", 3)
     ranks = tuple(map(int, lost.split(","))) if lost != "-" else ()
     return Word(num_met=int(num_met), lost_in_call=int(call), lost=ranks, why=why)
+
+
+def own_process() -> str:
+    """What tells those on the same machine whether this process is still there; "-" where nothing can."""
+    pid = os.getpid()
+    started = _state_and_start_of(pid)
+    return f"{pid}:{started[1]}:{_process_numbers()}" if started is not None and _process_numbers() else "-"
+
+
+def has_ended(process: str) -> bool:
+    """Whether it is known that the process that `own_process` named is gone; never of one on another machine."""
+    pid, _, rest = process.partition(":")
+    start, _, numbers = rest.partition(":")
+    if not numbers or numbers != _process_numbers():
+        return False
+    found = _state_and_start_of(int(pid))
+    return found is None or found[0] in "ZX" or found[1] != start
+
+
+def _state_and_start_of(pid: int) -> tuple[str, str] | None:
+    try:
+        # The name before it, in brackets, may hold anything (https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html).
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+@functools.cache
+def _process_numbers() -> str:
+    """Where a process number means one and the same: a boot of a machine and a container; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
 
 
 def read(store: Any, keys: list[str], known: set[str]) -> dict[str, bytes]:

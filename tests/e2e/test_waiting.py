@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from tests.e2e.places import LocalPlace
 
 import cloudckpt
 from cloudckpt._ranks import Meetings
+from cloudckpt._signs import has_ended, own_process
 
 pytestmark = pytest.mark.multirank
 
@@ -374,3 +376,21 @@ class StoreThatHangs:
 
     def has_extended_api(self) -> bool:
         return False
+
+
+def test_a_process_that_has_ended_is_known_on_its_machine_and_on_no_other() -> None:
+    """If this fails, a killed rank is waited for as long as one that hangs; or one elsewhere is taken for dead."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stat = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    numbers = own_process().split(":", 2)[2]
+    process = f"{child.pid}:{stat[19]}:{numbers}"
+    assert not has_ended(process)
+    assert not has_ended(own_process())
+    assert has_ended(f"{child.pid}:{int(stat[19]) + 1}:{numbers}")  # another process, under the same number
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not buried
+    assert has_ended(process)
+    child.communicate()
+    assert has_ended(process)
+    assert not has_ended(process.replace(numbers, "another-machine:1"))
+    assert not has_ended("-")

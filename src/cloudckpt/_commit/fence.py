@@ -31,7 +31,7 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
 
 def new_fence(*, keeps: int | None) -> Fence:
     """A fence with an id of its own, by which whoever laid it knows it again."""
-    return Fence(format=_FORMAT, version=(_MAJOR, 0), id=secrets.token_hex(6), keeps=keeps)
+    return Fence(format=_FORMAT, version=(_MAJOR, 0), id=_new_id(), keeps=keeps)
 
 
 def encode_fence(fence: Fence) -> bytes:
@@ -71,6 +71,10 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
     if fence.keeps is not None and not 0 <= fence.keeps < number:
         raise _invalid(uri, f"it keeps the number {fence.keeps}, which does not come before its own")
     return fence
+
+
+def _new_id() -> str:
+    return secrets.token_hex(6)
 
 
 class _Head(msgspec.Struct):

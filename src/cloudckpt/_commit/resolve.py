@@ -13,7 +13,6 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
-    InvalidManifestError,
     ObjectNotFoundError,
 )
 from cloudckpt.stores.base import ObjectInfo, Store
@@ -101,9 +100,8 @@ def read_log(store: Store, retrier: Retrier) -> Log:
         if not entries or not entries[-1].is_fence:
             return Log(entries=entries, counting=entries[-1].number if entries else None)
         found = read_entry(store, entries[-1].number, retrier)
-        if found is not None:
-            keeps = found.keeps if isinstance(found, Fence) else entries[-1].number
-            return Log(entries=entries, counting=keeps)
+        if isinstance(found, Fence):
+            return Log(entries=entries, counting=found.keeps)
     raise _changing(store)
 
 
@@ -146,12 +144,12 @@ def read_entry(store: Store, number: int, retrier: Retrier) -> Manifest | Fence 
 
 
 def read_manifest(store: Store, number: int, retrier: Retrier) -> Manifest | None:
-    """The manifest with that number, or None where there is none (any more). Raises what `decode` raises."""
+    """The manifest with that number, or None where there is none (any more). Raises what `decode` raises.
+
+    A fence is none: the number was freed meanwhile, and a gc that did not know it has put it there.
+    """
     found = read_entry(store, number, retrier)
-    if isinstance(found, Fence):
-        url = store.url(manifest_key(number))
-        raise InvalidManifestError(f"{url} is a fence, where a manifest has to be: load another checkpoint", uri=url)
-    return found
+    return None if isinstance(found, Fence) else found
 
 
 def holds_torch_checkpoint(store: Store) -> bool:

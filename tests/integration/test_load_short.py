@@ -23,5 +23,5 @@ def test_eight_writers_and_eight_readers(rgw: Server, use: Callable[[Server], st
     outcome = run_load(rgw, root, tmp_path, shape=SHAPE, seconds=SECONDS, seed=seed)
     print(outcome.summary())
     check_history(outcome, root)
-    check_store(outcome, rgw, root)
+    print(check_store(outcome, rgw, root))
     check_resources(outcome, most_growth_bytes=48 * MIB, most_sockets=8)

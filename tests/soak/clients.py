@@ -18,12 +18,13 @@ from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 from tests.resources import Held, held, python_threads
-from tests.soak.faults import Dice, UnluckyStore
+from tests.soak.faults import client_faults
 from tests.soak.records import Log, Record, now_s
 from tests.soak.values import LARGE_BYTES, SMALL_BYTES, MixedError, empty_state, identity_of, state_of
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
+from cloudckpt.testing.faults import Faults
 
 CALL_BOUND_S = 120.0
 """Far more than any call may take: a store that fails now and then, on a machine that may be busy."""
@@ -104,7 +105,6 @@ class _Clients:
     job: Job
     process: int
     log: Log
-    dice: Dice
     stop_s: float = 0.0
     phase: str = ""
     roots: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -112,6 +112,8 @@ class _Clients:
     has_roots: threading.Event = field(default_factory=threading.Event)
     errors: list[str] = field(default_factory=list)
     num_lists: int = 0
+    num_calls: int = 0
+    num_faults: int = 0
     longest_call_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -119,7 +121,7 @@ class _Clients:
     def is_over(self) -> bool:
         return now_s() >= self.stop_s or bool(self.errors)
 
-    def options(self, *, retries: int) -> cloudckpt.Options:
+    def options(self, faults: Faults, *, retries: int) -> cloudckpt.Options:
         return cloudckpt.Options(
             storage_options=self.job.storage_options,
             retries=retries,
@@ -127,7 +129,7 @@ class _Clients:
             part_bytes=5 * MIB,
             tile_bytes=64 * KIB,
             request_bytes=128 * KIB,
-            wrap_store=lambda inner: UnluckyStore(inner, self.dice),
+            wrap_store=faults,
         )
 
     def know(self, root: str, name: str | None, since_s: float) -> None:
@@ -137,26 +139,27 @@ class _Clients:
                 known.setdefault(name, since_s)
         self.has_roots.set()
 
-    def took(self, seconds: float) -> None:
+    def count(self, faults: Faults, seconds: float) -> int:
+        """One call that has ended, however; how many faults it met."""
+        num_faults = sum(faults.num_injected.values())
         with self.lock:
+            self.num_calls += sum(faults.num_calls.values())
+            self.num_faults += num_faults
             self.longest_call_s = max(self.longest_call_s, seconds)
+        return num_faults
 
 
 def run_clients(job: Job) -> Done:
     """All clients of this process, phase after phase."""
     process = int(os.environ["RANK"])
+    faulthandler.enable()
     counter = _Counter(level=logging.WARNING)
     logging.getLogger("cloudckpt").addHandler(counter)
     logging.getLogger("urllib3").setLevel(logging.ERROR)  # that its pool is full is no news with so many threads
     with warnings.catch_warnings(), Log(job.folder / f"records-{process}") as log:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-
-        def note(address: str, kind: str) -> None:
-            at_s = now_s()
-            log.write(Record(what="fault", uri=address, begun_s=at_s, ended_s=at_s, outcome=kind))
-
-        clients = _Clients(job=job, process=process, log=log, dice=Dice(seed=f"{job.seed} {process}", on_fault=note))
+        clients = _Clients(job=job, process=process, log=log)
         states, names = {}, {}
         for phase in PHASES:
             _run_phase(clients, phase)
@@ -164,8 +167,8 @@ def run_clients(job: Job) -> Done:
         return Done(
             held=states,
             thread_names=names,
-            num_calls=clients.dice.num_calls,
-            num_faults=clients.dice.num_faults,
+            num_calls=clients.num_calls,
+            num_faults=clients.num_faults,
             num_warnings=counter.num_warnings,
             num_lists=clients.num_lists,
             longest_call_s=clients.longest_call_s,
@@ -225,7 +228,7 @@ def _step(clients: _Clients, number: int, dice: random.Random) -> None:
     step = 0
     while not clients.is_over:
         root = f"{clients.job.root}/steps-{clients.phase[:1]}-{clients.process}-{number}-{step // NUM_IN_ROOT}"
-        _save(clients, root, f"step-{step}", retries=retries, in_background=step % 5 == 4)
+        _save(clients, root, f"step-{step}", dice, retries=retries, in_background=step % 5 == 4)
         step += 1
 
 
@@ -234,7 +237,7 @@ def _overwrite(clients: _Clients, number: int, dice: random.Random) -> None:
     root = f"{clients.job.root}/{'own-large' if is_large else 'own'}"
     size_bytes = LARGE_BYTES if is_large else SMALL_BYTES
     while not clients.is_over:
-        _save(clients, root, f"{clients.process}-{number}", retries=4, overwrite=True, weights_bytes=size_bytes)
+        _save(clients, root, f"{clients.process}-{number}", dice, retries=4, overwrite=True, weights_bytes=size_bytes)
 
 
 def _race(clients: _Clients, number: int, dice: random.Random) -> None:
@@ -245,7 +248,7 @@ def _race(clients: _Clients, number: int, dice: random.Random) -> None:
         while not clients.is_over:
             start.wait(CALL_BOUND_S)
             root = f"{clients.job.root}/race-{clients.phase[:1]}-{number}-{rounds // NUM_IN_ROOT}"
-            _save(clients, root, f"round-{rounds}", retries=4)
+            _save(clients, root, f"round-{rounds}", dice, retries=4)
             rounds += 1
     except BrokenBarrierError:
         # A rival has ended, as it may a moment before the time is over here; or it has not come for too long.
@@ -257,13 +260,14 @@ def _race(clients: _Clients, number: int, dice: random.Random) -> None:
 
 def _contest(clients: _Clients, number: int, dice: random.Random) -> None:
     while not clients.is_over:
-        _save(clients, f"{clients.job.root}/contested", str(number), retries=4, overwrite=True)
+        _save(clients, f"{clients.job.root}/contested", str(number), dice, retries=4, overwrite=True)
 
 
 def _save(
     clients: _Clients,
     root: str,
     name: str,
+    dice: random.Random,
     *,
     retries: int,
     overwrite: bool = False,
@@ -274,7 +278,8 @@ def _save(
     identity = f"{uri.removeprefix(clients.job.root)} by {clients.process}-{threading.current_thread().name} "
     identity += f"at {now_s():.6f}"
     state: dict[str, Any] = state_of(identity, weights_bytes=weights_bytes)
-    options = clients.options(retries=retries)
+    faults = client_faults(dice.getrandbits(32))
+    options = clients.options(faults, retries=retries)
     begun_s = now_s()
     text, num_retries = "", 0
     try:
@@ -294,7 +299,7 @@ def _save(
         assert saved.report is not None
         num_retries = saved.report.num_retries
     ended_s = now_s()
-    clients.took(ended_s - begun_s)
+    num_faults = clients.count(faults, ended_s - begun_s)
     clients.log.write(
         Record(
             what="save",
@@ -305,6 +310,7 @@ def _save(
             outcome=outcome,
             text=text,
             num_retries=num_retries,
+            num_faults=num_faults,
         )
     )
     clients.know(root, name if outcome == "confirmed" else None, ended_s)
@@ -312,23 +318,27 @@ def _save(
 
 def _load(clients: _Clients, number: int, dice: random.Random) -> None:
     """List a root, see that nothing is missing there, and load one of what there is, or the latest."""
-    options = clients.options(retries=4)
     while not clients.is_over:
         with clients.lock:
             roots = list(clients.roots)
         if not roots:
             clients.has_roots.wait(max(clients.stop_s - now_s(), 0.0))
             continue
-        root = dice.choice(roots)
-        uri = _listed(clients, root, dice, options)
+        uri = _listed(clients, dice.choice(roots), dice)
         if uri is not None:
-            _load_one(clients, uri, options)
+            _load_one(clients, uri, dice)
 
 
-def _listed(clients: _Clients, root: str, dice: random.Random, options: cloudckpt.Options) -> str | None:
+def _listed(clients: _Clients, root: str, dice: random.Random) -> str | None:
+    """One of what is listed, if anything is."""
+    faults = client_faults(dice.getrandbits(32))
+    options = clients.options(faults, retries=4)
     begun_s = now_s()
     with clients.lock:
         known = {name for name, since_s in clients.roots[root].items() if since_s < begun_s}
+        clients.num_lists += 1
+    outcome, text = "", ""
+    listed: list[cloudckpt.CheckpointInfo] = []
     try:
         if dice.random() < 0.2:
             newest = cloudckpt.latest(root, options=options)
@@ -339,34 +349,38 @@ def _listed(clients: _Clients, root: str, dice: random.Random, options: cloudckp
             missing = known - {info.name for info in listed}
             assert not missing, f"{root}: list_checkpoints() lacks {sorted(missing)}"
     except cloudckpt.StoreError as error:
-        clients.log.write(_record("list", root, begun_s, outcome="failed", text=str(error)))
-        return None
-    clients.took(now_s() - begun_s)
-    with clients.lock:
-        clients.num_lists += 1
+        outcome, text = "failed", str(error)
+    num_faults = clients.count(faults, now_s() - begun_s)
+    if outcome:
+        clients.log.write(_record("list", root, begun_s, outcome=outcome, text=text, num_faults=num_faults))
     return dice.choice(listed).uri if listed else None
 
 
-def _load_one(clients: _Clients, uri: str, options: cloudckpt.Options) -> None:
+def _load_one(clients: _Clients, uri: str, dice: random.Random) -> None:
+    faults = client_faults(dice.getrandbits(32))
     state = empty_state(weights_bytes=LARGE_BYTES if "/own-large/" in uri else SMALL_BYTES)
     begun_s = now_s()
+    identity, text, num_retries = "", "", 0
     try:
-        report = cloudckpt.load(state, uri, no_dist=True, options=options)
+        report = cloudckpt.load(state, uri, no_dist=True, options=clients.options(faults, retries=4))
     except cloudckpt.CheckpointChangedError as error:
-        clients.log.write(_record("load", uri, begun_s, outcome="changed", text=str(error)))
-        return
+        outcome, text = "changed", str(error)
     except cloudckpt.StoreError as error:
-        clients.log.write(_record("load", uri, begun_s, outcome="failed", text=str(error)))
-        return
-    record = _record("load", uri, begun_s, outcome="whole")
-    clients.took(record.ended_s - begun_s)
-    try:
-        identity = identity_of(state)
-    except MixedError as error:
-        raise AssertionError(f"{uri}: {error}") from error
-    retries = report.num_retries if report is not None else 0
-    clients.log.write(dataclasses.replace(record, identity=identity, num_retries=retries))
+        outcome, text = "failed", str(error)
+    else:
+        outcome = "whole"
+        num_retries = report.num_retries if report is not None else 0
+    num_faults = clients.count(faults, now_s() - begun_s)
+    record = _record("load", uri, begun_s, outcome=outcome, text=text, num_faults=num_faults)
+    if outcome == "whole":
+        try:
+            identity = identity_of(state)
+        except MixedError as error:
+            raise AssertionError(f"{uri}: {error}") from error
+    clients.log.write(dataclasses.replace(record, identity=identity, num_retries=num_retries))
 
 
-def _record(what: str, uri: str, begun_s: float, *, outcome: str, text: str = "") -> Record:
-    return Record(what=what, uri=uri, begun_s=begun_s, ended_s=now_s(), outcome=outcome, text=text)
+def _record(what: str, uri: str, begun_s: float, *, outcome: str, text: str, num_faults: int) -> Record:
+    return Record(
+        what=what, uri=uri, begun_s=begun_s, ended_s=now_s(), outcome=outcome, text=text, num_faults=num_faults
+    )

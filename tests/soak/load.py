@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
+import boto3
 from tests.e2e.harness import run_ranks
 from tests.resources import MIB
 from tests.soak.clients import CALL_BOUND_S, OVERWRITTEN, PHASES, Done, Job, Shape, run_clients
@@ -102,12 +105,11 @@ def check_history(outcome: Outcome, root: str) -> None:
     history = outcome.history
     overwritten = [f"{root}/{name}" for name in OVERWRITTEN]
     problems = history.problems(may_be_overwritten=overwritten)
-    faults = {record.uri for record in history.records if record.what == "fault"}
     on_the_wire = [unquote(request.target) for request in outcome.acted]
     problems += [
         f"{record.what} of {record.uri} failed, and no fault was injected there: {record.text}"
         for record in history.records
-        if record.outcome in ("failed", "unknown") and not _is_explained(record, faults, on_the_wire)
+        if record.outcome in ("failed", "unknown") and not _is_explained(record, on_the_wire)
     ]
     problems += [
         f"load of {record.uri} found it changed, and nobody overwrites it"
@@ -117,11 +119,13 @@ def check_history(outcome: Outcome, root: str) -> None:
     assert not problems, _shown(problems)
 
 
-def check_store(outcome: Outcome, server: Server, root: str) -> None:
-    """Every confirmed checkpoint is there, whole, and the one it has to be; nothing else is to be seen."""
+def check_store(outcome: Outcome, server: Server, root: str) -> str:
+    """Every confirmed checkpoint is there, whole, and the one it has to be; nothing else is to be seen; and what gc
+    leaves are these, object by object. Returns what gc says.
+    """
     history = outcome.history
     options = cloudckpt.Options(storage_options=server.storage_options, connections=4)
-    roots = {uri.rpartition("/")[0] for uri in history.saves}
+    roots = sorted({uri.rpartition("/")[0] for uri in history.saves})
     confirmed, perhaps = history.uris("confirmed"), history.uris(*ONCE_SAVED)
 
     def listed(one: str) -> list[str]:
@@ -136,11 +140,38 @@ def check_store(outcome: Outcome, server: Server, root: str) -> None:
             return f"{uri}: {error}"
 
     with ThreadPoolExecutor(_NUM_JUDGES) as pool:
-        visible = {uri for uris in pool.map(listed, sorted(roots)) for uri in uris}
+        visible = {uri for uris in pool.map(listed, roots) for uri in uris}
         problems = [f"{uri} was confirmed and is lost" for uri in sorted(confirmed - visible)]
         problems += [f"{uri} is visible, and its save failed" for uri in sorted(visible - perhaps)]
+        garbage = cloudckpt.gc(root, older_than=0.0, dry_run=False, options=options)
+        kept = {uri for uris in pool.map(listed, roots) for uri in uris}
+        problems += [f"{uri} is gone after gc, or only then there" for uri in sorted(visible ^ kept)]
         problems += [problem for problem in pool.map(looked_at, sorted(visible)) if problem is not None]
+    problems += _left_over(server, root, visible)
     assert not problems, _shown(problems)
+    return f"{len(visible)} checkpoints, each whole; {str(garbage).splitlines()[-1]}"
+
+
+def _left_over(server: Server, root: str, visible: set[str]) -> list[str]:
+    """What lies there beside one manifest for each checkpoint and the objects that it names: seen without cloudckpt."""
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    with closing(boto3.client("s3", endpoint_url=server.endpoint_url)) as client:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+        keys = {entry["Key"] for page in pages for entry in page.get("Contents", [])}
+        uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        manifests = [key for key in keys if key.rpartition("/")[2].startswith("manifest")]
+        expected = set(manifests)
+        for key in manifests:
+            folder = key.rpartition("/")[0]
+            document = json.loads(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+            expected |= {f"{folder}/{stored['key']}" for stored in document["objects"]}
+    problems = [f"{key} is left over" for key in sorted(keys - expected)]
+    problems += [f"{key} is missing" for key in sorted(expected - keys)]
+    problems += [f"an upload of {upload['Key']} is left over" for upload in uploads]
+    folders = sorted(f"s3://{bucket}/{key.rpartition('/')[0]}" for key in manifests)
+    if folders != sorted(visible):
+        problems.append(f"{len(folders)} manifests for {len(visible)} checkpoints")
+    return problems
 
 
 def check_resources(outcome: Outcome, *, most_growth_bytes: int, most_sockets: int) -> None:
@@ -162,9 +193,9 @@ def check_resources(outcome: Outcome, *, most_growth_bytes: int, most_sockets: i
     assert not problems, _shown(problems)
 
 
-def _is_explained(record: Record, faults: set[str], on_the_wire: Sequence[str]) -> bool:
+def _is_explained(record: Record, on_the_wire: Sequence[str]) -> bool:
     path = record.uri.partition("://")[2].partition("/")[2]  # without the bucket, for listings name the prefix alone
-    return any(address.startswith(record.uri) for address in faults) or any(path in target for target in on_the_wire)
+    return record.num_faults > 0 or any(path in target for target in on_the_wire)
 
 
 def _counts(counts: dict[str, int] | Counter[str]) -> str:

@@ -23,10 +23,10 @@ ONCE_SAVED = ("confirmed", "unknown", "overtaken")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One call of one client, or one fault in it. Times are the monotonic clock's, which all processes share."""
+    """One call of one client. Times are the monotonic clock's, which all processes share."""
 
     what: str
-    """``save``, ``load``, ``list`` or ``fault``."""
+    """``save``, ``load``, or ``list`` where that failed."""
     uri: str
     begun_s: float
     ended_s: float
@@ -37,6 +37,8 @@ class Record:
     ``unknown`` or ``failed``. Of a load: ``whole``, ``changed`` or ``failed``."""
     text: str = ""
     num_retries: int = 0
+    num_faults: int = 0
+    """That its own client met."""
 
 
 class Log:

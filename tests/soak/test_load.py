@@ -30,5 +30,5 @@ def test_64_writers_and_64_readers(rgw: Server, use: Callable[[Server], str], tm
     outcome = run_load(rgw, root, tmp_path, shape=SHAPE, seconds=SECONDS, seed=SEED)
     print(outcome.summary())
     check_history(outcome, root)
-    check_store(outcome, rgw, root)
+    print(check_store(outcome, rgw, root))
     check_resources(outcome, most_growth_bytes=64 * MIB, most_sockets=8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -128,8 +127,12 @@ class ObjectStoreReader(StorageReader):
             if self._reporting_rank is None:
                 raise
         if isinstance(self.failure, CheckpointNotFoundError):
-            with contextlib.suppress(CheckpointNotFoundError):
+            try:
                 return self._read_metadata(rank=self._reporting_rank)
+            except CheckpointNotFoundError:
+                pass  # what was said of the whole stands
+            except CloudckptError as error:
+                self.failure = error
         return Metadata(state_dict_metadata={})  # never used: set_up_storage_reader raises
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature

@@ -210,3 +210,41 @@ def test_a_manifest_of_a_newer_format_asks_for_an_upgrade(place: Place, checksum
     place.write(key, document)
     with pytest.raises(cloudckpt.UnsupportedFormatError, match=r"(?i)upgrade"):
         cloudckpt.load(blank(), place.uri())
+
+
+def save_for_itself(uri: str) -> None:
+    cloudckpt.save(values(), uri, use_collectives=False)
+
+
+def load_for_itself(uri: str) -> None:
+    with pytest.raises(cloudckpt.InvalidManifestError, match=r"rank-0/manifest\.json"):
+        cloudckpt.load(blank(), uri)
+
+
+@pytest.mark.multirank
+def test_a_damaged_manifest_of_one_rank_is_not_a_missing_checkpoint(local: LocalPlace) -> None:
+    """If this fails, a rank whose own checkpoint is damaged hears that there is none, and begins from scratch."""
+    run_ranks(save_for_itself, local.uri(), world_size=1)
+    local.write("checkpoint/rank-0/manifest.json", local.read("checkpoint/rank-0/manifest.json")[:-3])
+    run_ranks(load_for_itself, local.uri(), world_size=1)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match=r"rank-0/manifest\.json"):
+        cloudckpt.verify(local.uri())
+
+
+@pytest.mark.multirank
+def test_checkpoints_of_single_ranks_are_verified_each(local: LocalPlace) -> None:
+    """If this fails, what ranks saved on their own cannot be verified, or only in part."""
+    run_ranks(save_for_itself, local.uri(), world_size=2)
+    assert len(cloudckpt.verify(local.uri()).attempts) == 2
+    for key in local.data_keys():
+        local.write(key, local.read(key)[:-1] + b"?")
+    with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
+        cloudckpt.verify(local.uri())
+    assert [key in problem for key, problem in zip(local.data_keys(), caught.value.problems, strict=True)] == [True] * 2
+
+
+def test_verifying_what_torch_saved_says_that_it_cannot_be(local: LocalPlace) -> None:
+    """If this fails, a checkpoint without checksums is called verified, or missing without a reason."""
+    torch.distributed.checkpoint.save({"x": torch.ones(3)}, checkpoint_id=local.uri(), no_dist=True)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="torch's own writer, which recorded no checksums"):
+        cloudckpt.verify(local.uri())

@@ -1,0 +1,40 @@
+"""Whoever can write to the bucket gets nothing to run: not by any call that opens it, unless the caller consents."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.harness import ROOT
+
+
+def test_a_bucket_full_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None:
+    """If this fails, whoever can write to the bucket owns every machine that lists, loads, verifies or cleans it."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.integrity.malicious", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert found["seen"] == []
+    assert found["mark"] is False
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mark", "root"]
+    for name, kinds in found["expected"].items():
+        by_load, by_dcp, by_verify = found["outcomes"][name]
+        assert by_load in kinds, (name, by_load)
+        assert by_dcp, name  # torch's own call hands on only the text of some
+        # Verifying reads no value's meaning: what was saved is there, bit for bit.
+        assert bool(by_verify) != name.startswith("value-"), (name, by_verify)
+    assert not any(text.startswith("foreign") for text in found["of_root"])
+    # The traps are real ones, and the watch would have seen them.
+    assert found["with_consent"]["mark"] is True
+    assert any("os.system" in text for text in found["with_consent"]["seen"])
+    print(
+        f"malicious checkpoints: {len(found['expected'])}, calls: {3 * len(found['expected']) + len(found['of_root'])}"
+    )

@@ -7,10 +7,13 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests import secrets_watch
 from tests.in_memory import Memory
+from tests.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 from tests.tried import pytest_terminal_summary, tried  # noqa: F401  # for all tests
 
 _numbers = itertools.count()
+secrets_watch.install()
 
 # Derandomised: a failure on one machine is a failure on all. No deadline: a loaded machine is not a defect.
 settings.register_profile(

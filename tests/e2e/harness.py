@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests import secrets_watch
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0
@@ -197,11 +198,14 @@ def _rank_main(job: _Job, writer: multiprocessing.connection.Connection) -> None
 
 
 def _run(job: _Job) -> Outcome:
+    secrets_watch.install()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("default")
             if not job.process_group:
-                return Outcome(value=job.function(*job.args))
+                value = job.function(*job.args)
+                secrets_watch.check()
+                return Outcome(value=value)
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(str(job.scratch / "rendezvous"), job.world_size),
@@ -211,6 +215,7 @@ def _run(job: _Job) -> Outcome:
             )
             try:
                 value = job.function(*job.args)
+                secrets_watch.check()
                 dist.barrier()  # nobody leaves while another still talks to it
             finally:
                 dist.destroy_process_group()

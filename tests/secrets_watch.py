@@ -1,0 +1,159 @@
+"""Watches for secrets in all that cloudckpt says, for as long as the tests run: whatever holds one fails its test.
+
+Searched are the messages of its loggers at every level, warnings, the texts and attributes of its errors and of all
+that they are chained to, the representations of options, stores, writers, readers, reports and handles, and every
+manifest. Processes that tests start are watched where they install this too, as the ranks do.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+SECRETS = ("testing-secret", "hush", "PRIVATE KEY-----")
+"""Of the servers of the tests; of all that tests make up, in whatever case; and of any service account."""
+
+_FIRST = "cloudckpt"
+_lock = threading.Lock()
+_hits: list[str] = []
+_is_installed = False
+
+
+class LeakedSecretError(AssertionError):
+    """cloudckpt showed a secret."""
+
+
+def search(text: str, place: str) -> None:
+    """Note a hit where `text` holds a secret."""
+    lowered = text.lower()
+    for secret in SECRETS:
+        at = lowered.find(secret.lower())
+        if at >= 0:
+            around = text[max(0, at - 60) : at + 60]
+            with _lock:
+                _hits.append(f"{place} shows the secret {secret!r}: …{around!r}…")
+            return
+
+
+def search_error(error: BaseException | None, place: str) -> None:
+    """Search all that a traceback of `error` would show, but for lines of code, and what it carries for handlers."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if type(error).__module__.partition(".")[0] == _FIRST or not seen - {id(error)}:
+            search(f"{error!r} {vars(error)!r}", place)
+        search(" ".join([str(error), *getattr(error, "__notes__", ())]), place)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def hits() -> list[str]:
+    """What has been found since this was asked last."""
+    with _lock:
+        found = _hits.copy()
+        _hits.clear()
+    return found
+
+
+def check() -> None:
+    """Raise `LeakedSecretError` where something has been found."""
+    found = hits()
+    if found:
+        raise LeakedSecretError("\n".join(found))
+
+
+def install() -> None:
+    """Watch this process from now on."""
+    global _is_installed  # noqa: PLW0603  # once per process
+    if _is_installed:
+        return
+    _is_installed = True
+    logger = logging.getLogger(_FIRST)
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(_Searching())
+    warnings.warn = _searching_warn(warnings.warn)
+    raising: Any = type(pytest.raises(Exception))
+    raising.__exit__ = _searching_exit(raising.__exit__)
+    _watch_what_is_made()
+
+
+def _watch_what_is_made() -> None:
+    from cloudckpt import _async, errors, options, reader, report, writer  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt._commit import publish  # noqa: PLC0415
+    from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
+    from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
+    from cloudckpt.stores.s3 import S3Store  # noqa: PLC0415
+
+    for name in errors.__all__:
+        if "__init__" in vars(getattr(errors, name)):
+            _after_init(getattr(errors, name), lambda error: f"{error!r} {error} {vars(error)!r}")
+    for kind in (
+        *(options.Options, report.SaveReport, report.LoadReport, report.Event),
+        *(S3Store, GCSStore, FsspecStore, writer.ObjectStoreWriter, reader.ObjectStoreReader, _async.AsyncSave),
+    ):
+        _after_init(kind, lambda made: f"{made!r} {made}")
+    encode = publish.encode
+
+    @functools.wraps(encode)
+    def searching(*args: Any, **kwargs: Any) -> bytes:
+        document = encode(*args, **kwargs)
+        search(document.decode(), "a manifest")
+        return document
+
+    publish.encode = searching
+
+
+def _after_init(kind: Any, text_of: Callable[[Any], str]) -> None:
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def searching(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        search(text_of(self), f"a {type(self).__name__}")
+
+    kind.__init__ = searching
+
+
+class _Searching(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self._formatter = logging.Formatter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        search(record.getMessage(), f"a log record of {record.name}")
+        if record.exc_info:
+            search_error(record.exc_info[1], f"an error in a log record of {record.name}")
+
+
+def _searching_warn(warn: Any) -> Any:
+    @functools.wraps(warn)
+    def searching(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **kwargs: Any) -> None:
+        search(str(message), "a warning")
+        warn(message, category, stacklevel + 1, *args, **kwargs)
+
+    return searching
+
+
+def _searching_exit(leave: Any) -> Any:
+    @functools.wraps(leave)
+    def searching(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+        search_error(error if _is_ours(error) else None, "an error that a caller gets")
+        return leave(self, kind, error, trace)
+
+    return searching
+
+
+def _is_ours(error: BaseException | None) -> bool:
+    return error is not None and any(base.__module__.partition(".")[0] == _FIRST for base in type(error).__mro__)
+
+
+@pytest.fixture(autouse=True)
+def no_secret_is_shown() -> Iterator[None]:
+    """Fail whichever test makes cloudckpt show one."""
+    yield
+    check()

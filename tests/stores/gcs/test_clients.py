@@ -20,6 +20,7 @@ from awscrt.checksums import crc32c
 from google.auth.credentials import AnonymousCredentials
 
 from cloudckpt import errors
+from cloudckpt.stores import _clear_text
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
@@ -196,7 +197,7 @@ def test_an_emulators_address_that_is_none_is_told(monkeypatch: pytest.MonkeyPat
 
 def test_plain_http_to_another_machine_is_warned_about_once() -> None:
     """Weights would cross the network in the clear without anyone having decided so."""
-    clients._warned_endpoints.clear()
+    _clear_text.warned_endpoints.clear()
     with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
         client_of(open_store(endpoint_url="http://store.example", anonymous=True))
     with warnings.catch_warnings():

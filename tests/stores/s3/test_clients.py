@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cloudckpt import errors
+from cloudckpt.stores import _clear_text
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3 import client as clients
@@ -237,7 +238,7 @@ def test_an_endpoint_in_the_environment_that_is_none_is_told(monkeypatch: pytest
 
 def test_plain_http_to_another_machine_is_warned_about_once() -> None:
     """Weights would cross the network in the clear without anyone having decided so."""
-    clients._warned_endpoints.clear()
+    _clear_text.warned_endpoints.clear()
     options = {"access_key_id": "a", "secret_access_key": "b"}
     with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
         client_of(open_store(endpoint_url="http://store.example", **options))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import threading
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.stores._clear_text import is_clear, warn_of_clear_text
 from cloudckpt.stores._client_cache import ClientCache, Environment
-from cloudckpt.stores._storage_options import is_loopback
 from cloudckpt.stores.gcs.credentials import find_credentials
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class GCSClient:
         self.storage._bucket_metadata_cache = None  # noqa: SLF001
         self.endpoint_url: str = self.storage.api_endpoint.rstrip("/")
         _check_endpoint(self.endpoint_url)
+        if config.endpoint_url is None:
+            _keep_from_clear_text(credentials, self.endpoint_url)
 
     @property
     def each_call(self) -> dict[str, Any]:
@@ -160,9 +162,6 @@ def require_gcs() -> None:
         )
 
 
-_warned_endpoints: set[str] = set()
-
-
 def ambient() -> Environment:
     """The part of the environment from which Google's libraries take their configuration."""
     return tuple(
@@ -181,8 +180,11 @@ forget = _clients.forget
 
 def endpoint_of(key: ClientKey, environment: Mapping[str, str]) -> str:
     """Where requests for `key` go, for messages."""
-    emulator = environment.get("STORAGE_EMULATOR_HOST")
-    return key.config.endpoint_url or _with_scheme(emulator) or _DEFAULT_ENDPOINT
+    elsewhere = _with_scheme(environment.get("STORAGE_EMULATOR_HOST"))
+    if elsewhere is None and environment.get("API_ENDPOINT_OVERRIDE"):
+        elsewhere = f"{environment['API_ENDPOINT_OVERRIDE']} (from API_ENDPOINT_OVERRIDE)"
+    elsewhere = re.sub(r"//[^/]*@", "//***@", elsewhere) if elsewhere else None
+    return key.config.endpoint_url or elsewhere or _DEFAULT_ENDPOINT
 
 
 def is_googles(endpoint_url: str) -> bool:
@@ -232,22 +234,30 @@ def refuse_errors(response: Any, **_: Any) -> None:
     raise from_http_status(response.status_code, text, response=response)  # type: ignore[no-untyped-call]
 
 
+def _keep_from_clear_text(credentials: Any, endpoint_url: str) -> None:
+    """Raise `InvalidOptionError` where the environment alone would have a token sent in clear to another machine.
+
+    Whoever names such an endpoint in ``storage_options`` is warned, and gets it.
+    """
+    from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
+
+    if is_clear(endpoint_url) and not isinstance(credentials, AnonymousCredentials):
+        raise InvalidOptionError(
+            f"GCS: the environment (STORAGE_EMULATOR_HOST, API_ENDPOINT_OVERRIDE) leads to {endpoint_url}, which is "
+            "plain HTTP: credentials are not sent there. Leave them out, for an emulator; or, if that is where they "
+            "belong, say so with storage_options endpoint_url."
+        )
+
+
 def _check_endpoint(endpoint_url: str) -> None:
     parts = urlsplit(endpoint_url)
     if parts.username is not None or parts.password is not None:
         raise InvalidOptionError(
-            "The URL in STORAGE_EMULATOR_HOST holds credentials, which would show up in messages. Remove them."
+            "The URL in STORAGE_EMULATOR_HOST or API_ENDPOINT_OVERRIDE holds credentials, which would show up in "
+            "messages. Remove them."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InvalidOptionError(
             f"{endpoint_url!r} is no endpoint: STORAGE_EMULATOR_HOST must look like http://host:port or host:port."
         )
-    if parts.scheme != "http" or is_loopback(parts.hostname) or endpoint_url in _warned_endpoints:
-        return
-    _warned_endpoints.add(endpoint_url)
-    warnings.warn(
-        f"The GCS endpoint {endpoint_url} is plain HTTP: anyone on the way can read and "
-        "change checkpoints. Use https:// where you can.",
-        UserWarning,
-        stacklevel=2,
-    )
+    warn_of_clear_text(endpoint_url, store="GCS")

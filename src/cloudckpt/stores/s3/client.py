@@ -8,15 +8,14 @@ import hashlib
 import importlib.util
 import os
 import re
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.stores._clear_text import warn_of_clear_text
 from cloudckpt.stores._client_cache import ClientCache, Environment
-from cloudckpt.stores._storage_options import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,9 +98,6 @@ def require_boto3() -> None:
     """Raise `MissingDependencyError` where boto3 is not installed."""
     if importlib.util.find_spec("boto3") is None:
         raise MissingDependencyError("s3:// needs boto3, which is not installed: pip install 'cloudckpt[s3]'")
-
-
-_warned_endpoints: set[str] = set()
 
 
 def ambient() -> Environment:
@@ -223,12 +219,4 @@ def _check_endpoint(endpoint_url: str) -> None:
             "The S3 endpoint's URL holds credentials, which would show up in messages. Move them from there "
             "(AWS_ENDPOINT_URL_S3, ~/.aws/config) into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
-    if parts.scheme != "http" or is_loopback(parts.hostname or "") or endpoint_url in _warned_endpoints:
-        return
-    _warned_endpoints.add(endpoint_url)
-    warnings.warn(
-        f"The S3 endpoint {endpoint_url} is plain HTTP: anyone on the way can read and "
-        "change checkpoints. Use https:// where you can.",
-        UserWarning,
-        stacklevel=2,
-    )
+    warn_of_clear_text(endpoint_url, store="S3")

@@ -1,0 +1,111 @@
+"""What would travel in clear: it is said, once, and tokens do not go there because of a variable alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.auth.credentials import AnonymousCredentials, Credentials
+
+from cloudckpt import errors
+from cloudckpt.stores import _clear_text
+from cloudckpt.stores.gcs import GCSStore
+from cloudckpt.stores.gcs import client as gcs_clients
+from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3 import client as s3_clients
+from cloudckpt.testing.servers import clean_environment
+
+CLEAR = "http://store.example:9000"
+
+
+@pytest.fixture(autouse=True)
+def _nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is asked here, and nothing remembered."""
+    clean = clean_environment()
+    for name in set(os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    for name, value in clean.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(_clear_text, "warned_endpoints", set())
+    yield
+    s3_clients._clients.clear()
+    gcs_clients._clients.clear()
+
+
+def s3_client(**options: Any) -> Any:
+    keys = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+    session = S3Store("bucket", "", storage_options={**keys, **options}, timeout_s=1, connections=1)._session
+    return s3_clients.client_for(session._key, session._environment)
+
+
+def gcs_client(**options: Any) -> Any:
+    session = GCSStore("bucket", "", storage_options=options, timeout_s=1, connections=1)._session
+    return gcs_clients.client_for(session._key, session._environment)
+
+
+class Token(Credentials):
+    def refresh(self, request: Any) -> None:
+        self.token = "hush"  # noqa: S105  # nobody's
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "variable"),
+    [
+        (s3_client, {"endpoint_url": CLEAR}, None),
+        (s3_client, {}, "AWS_ENDPOINT_URL"),
+        (s3_client, {}, "AWS_ENDPOINT_URL_S3"),
+        (gcs_client, {"endpoint_url": CLEAR, "anonymous": True}, None),
+        (gcs_client, {"endpoint_url": CLEAR, "credentials": Token()}, None),
+        (gcs_client, {"project": "p"}, "STORAGE_EMULATOR_HOST"),
+        (gcs_client, {"anonymous": True}, "API_ENDPOINT_OVERRIDE"),
+    ],
+)
+def test_plain_http_to_another_machine_is_said_once(
+    make: Any,
+    options: dict[str, Any],
+    variable: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """If this fails, weights and tokens are there for everybody on the way, and nobody is told; or is told all day."""
+    if variable is not None:
+        monkeypatch.setenv(variable, CLEAR)
+    with caplog.at_level(logging.WARNING, "cloudckpt"), pytest.warns(UserWarning, match="is plain HTTP") as caught:
+        assert make(**options).endpoint_url == CLEAR
+    assert len(caught) == 1
+    assert caplog.messages == [str(caught[0].message)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(**{**options, "read_timeout_s": 2.0})  # another client, the same endpoint
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "https://store.example"])
+def test_loopback_and_tls_are_not_warned_about(url: str) -> None:
+    """If this fails, everybody who tests on their own machine learns to ignore the warning."""
+    s3_client(endpoint_url=url)
+    gcs_client(endpoint_url=url, anonymous=True)
+    assert _clear_text.warned_endpoints == set()
+
+
+@pytest.mark.parametrize("variable", ["STORAGE_EMULATOR_HOST", "API_ENDPOINT_OVERRIDE"])
+@pytest.mark.filterwarnings("ignore:The GCS endpoint .* is plain HTTP")
+def test_a_variable_alone_sends_no_token_in_clear(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a variable left over from a test has a real account's token sent for all to read."""
+    monkeypatch.setenv(variable, CLEAR)
+    with pytest.raises(errors.InvalidOptionError, match="credentials are not sent there"):
+        gcs_client(credentials=Token())
+    assert isinstance(gcs_client(anonymous=True).credentials, AnonymousCredentials)
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+    assert isinstance(gcs_client(credentials=Token()).credentials, Token)
+
+
+def test_messages_say_where_a_variable_led(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, an error names Google's own address where the requests went elsewhere, or shows a password."""
+    monkeypatch.setenv("API_ENDPOINT_OVERRIDE", "https://me:hush@elsewhere.example")
+    session = GCSStore("bucket", "", storage_options={}, timeout_s=1, connections=1)._session
+    where = gcs_clients.endpoint_of(session._key, dict(session._environment))
+    assert where == "https://***@elsewhere.example (from API_ENDPOINT_OVERRIDE)"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 
-from tests.commit.model import Actor, Replayed, World
+from awscrt.checksums import crc32c
+from tests.commit.model import LATER, Actor, Replayed, World
 
+from cloudckpt._commit.collect import Place, collect, delete_checkpoint, walk
 from cloudckpt._commit.publish import OvertakenError, publish, remove_superseded
-from cloudckpt._commit.resolve import manifest_key, manifest_number, manifest_numbers, read_manifest, resolve
+from cloudckpt._commit.resolve import manifest_key, manifest_number, read_log, resolve
 from cloudckpt._manifest.codec import decode, encode
 from cloudckpt._manifest.model import Manifest, StoredObject
 from cloudckpt._transfer.retry import Retrier
@@ -32,14 +35,15 @@ def manifest_for(attempt: str) -> Manifest:
         world_size=1,
         software={},
         tile_bytes=4096,
-        objects=[StoredObject(key=f"data/{attempt}/0-0.safetensors", size=0, crc32c="")],
+        objects=[StoredObject(key=data_key_of(attempt), size=0, crc32c="")],
         tensors={},
         values={},
     )
 
 
 def data_key_of(attempt: str) -> str:
-    return manifest_for(attempt).objects[0].key
+    """Under an id that looks as a real one does, so that gc knows it."""
+    return f"data/20260101T000000000Z-{attempt.encode().hex():0>12.12}/0-0.safetensors"
 
 
 def written_by(*attempts: str) -> World:
@@ -52,15 +56,29 @@ def committed(number: int, attempt: str) -> World:
     return ((manifest_key(number), encode(manifest_for(attempt))), *written_by(attempt))
 
 
-def saver(attempt: str, *, overwrite: bool = False) -> Actor:
-    """A save from its set-up on, as `cloudckpt._pipeline.save` puts it together."""
+def saver(attempt: str, *, overwrite: bool = False, writes: bool = False) -> Actor:
+    """A save from its set-up on, as `cloudckpt._pipeline.save` puts it together.
+
+    Without `writes` its data lies there already. That is as good while nobody else can name it; gc can.
+    """
 
     def act(store: Replayed, retrier: Retrier) -> str:
-        numbers = retrier.call(lambda: manifest_numbers(store))
-        if numbers and not overwrite:
-            store.delete([data_key_of(attempt)])
+        log = read_log(store, retrier)
+        if log.counting is not None and not overwrite:
+            if not writes:
+                store.delete([data_key_of(attempt)])
             return f"{attempt} refused"
-        number = numbers[-1] + 1 if numbers else 0
+        if writes:
+            store.put(data_key_of(attempt), [], crc32c=0)
+        return zombie(attempt, number=log.top + 1)(store, retrier)
+
+    return act
+
+
+def zombie(attempt: str, *, number: int) -> Actor:
+    """A save that fixed its number and wrote its data long ago, and goes on now."""
+
+    def act(store: Replayed, retrier: Retrier) -> str:
         manifest = manifest_for(attempt)
         try:
             publish(store, manifest, number=number, conditional=True, retrier=retrier)
@@ -114,27 +132,55 @@ def _has_changed(store: Replayed, retrier: Retrier, attempt: str) -> bool:
 
 
 def deleter() -> Actor:
-    """Removes the whole checkpoint: manifests first, lowest first, then their data."""
+    """`cloudckpt.delete`."""
 
     def act(store: Replayed, retrier: Retrier) -> str:
-        numbers = manifest_numbers(store)
-        manifests = [read_manifest(store, number, retrier) for number in numbers]
-        store.delete([manifest_key(number) for number in numbers])
-        store.milestones.append("deleted")
-        store.delete([stored.key for manifest in manifests if manifest for stored in manifest.objects])
-        return "deleted"
+        try:
+            was_there = delete_checkpoint(_place(store, retrier), retrier, conditional=True)
+        except CheckpointChangedError:
+            return "changed"
+        except CommitUnknownError:
+            return "unknown"
+        except StoreError:
+            return "not deleted"
+        return "deleted" if was_there else "nothing there"
 
     return act
 
 
-def commits_in(world: World) -> dict[int, Manifest]:
-    """Every manifest that lies there, by number."""
-    found = {}
-    for key, body in world:
-        number = manifest_number(key)
-        if number is not None:
-            found[number] = _decoded(body)
-    return found
+def collector() -> Actor:
+    """`cloudckpt.gc`, to which all that lies there is old enough."""
+
+    def act(store: Replayed, retrier: Retrier) -> str:
+        try:
+            _, left = collect(_place(store, retrier), retrier, before=LATER, conditional=True)
+        except (CheckpointChangedError, CommitUnknownError, StoreError):
+            return "gave up"
+        return "left something" if left else "collected"
+
+    return act
+
+
+def _place(store: Replayed, retrier: Retrier) -> Place:
+    inventory = walk(store, retrier, has_hidden_uploads=False, on_unlisted=None)
+    return Place(store=store, root=store, prefix="", found=inventory.at(""))
+
+
+def fence(*, keeps: int | None) -> bytes:
+    """One, built from the documented form alone."""
+    kept = json.dumps(keeps)
+    body = f'{{"format":"cloudckpt-fence","version":[1,0],"id":"0123456789ab","keeps":{kept}'
+    return f'{body},"crc32c":"{crc32c(body.encode()):08x}"}}'.encode()
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def counting_in(world: World) -> tuple[int, Manifest] | None:
+    """What counts, and its number, told without any of the code under test."""
+    entries = {number: body for key, body in world if (number := manifest_number(key)) is not None}
+    top = max(entries, default=None)
+    while top is not None and b"cloudckpt-fence" in entries[top]:
+        top = json.loads(entries[top])["keeps"]
+    return None if top is None or top not in entries else (top, _decoded(entries[top]))
 
 
 @functools.cache

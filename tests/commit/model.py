@@ -1,14 +1,15 @@
 """An exhaustive check of the commit protocol: every order in which the actors' store calls can happen.
 
-An actor is an ordinary function that calls the real `publish`, `resolve` and `remove_superseded` on a `Replayed`
-store. To find out what it does next, it is run again from its start with the answers that it has got so far; its
-first call without an answer is its next step. So the state of the whole is the objects in the store and each actor's
-answers, which are plain values, and states that were reached on several ways are looked at only once.
+An actor is an ordinary function that calls the real `publish`, `resolve`, `collect` and so on, on a `Replayed` store.
+To find out what it does next, it is run again from its start with the answers that it has got so far; its first call
+without an answer is its next step. So the state of the whole is the objects in the store and each actor's answers,
+which are plain values, and states that were reached on several ways are looked at only once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from cloudckpt.stores.memory import MemoryStore
 World = tuple[tuple[str, bytes], ...]
 """The objects in the store, sorted by key."""
 _EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
+LATER = _EPOCH.replace(month=2)
+"""Nothing that was written by `_EPOCH` shows a sign of life any more."""
+_MAX_FENCE_BYTES = 128
 _ERRORS = {
     "exists": ObjectExistsError,
     "missing": ObjectNotFoundError,
@@ -82,13 +86,30 @@ class Replayed(MemoryStore):
         return ObjectInfo(key=key, size_bytes=self._ask(Call("head", key)), modified_at=_EPOCH)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for key, size_bytes in self._ask(Call("list", prefix)):
-            yield ObjectInfo(key=key, size_bytes=size_bytes, modified_at=_EPOCH)
+        for key, size_bytes, is_top in self._ask(Call("list", prefix)):
+            # Time has a part in one thing only: a fence that is all there is goes when it is old. Here it never is.
+            moment = LATER if is_top and size_bytes <= _MAX_FENCE_BYTES else _EPOCH
+            yield ObjectInfo(key=key, size_bytes=size_bytes, modified_at=moment)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:  # each deletion is a step of its own, as on a store without batches
             self._ask(Call("delete", key))
 
+
+class _Ids:
+    """The ids that the actor that is run draws: the same ones each time, and never another actor's."""
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, index: int) -> None:
+        self._ids = (f"{index:06x}{number:06x}" for number in itertools.count())
+
+    def draw(self) -> str:
+        return next(self._ids)
+
+
+IDS = _Ids()
 
 Actor = Callable[[Replayed, Retrier], str]
 """What an actor does; it returns what came of it."""
@@ -106,8 +127,8 @@ class State(NamedTuple):
     """One state of the whole."""
 
     world: World
-    histories: tuple[tuple[Answer, ...], ...]
-    dead: frozenset[int]
+    histories: tuple[tuple[Answer, ...] | Progress, ...]
+    """Of an actor that has ended, or died, only what came of it: what it went through makes no difference any more."""
     num_faults_left: int
     num_kills_left: int
 
@@ -132,7 +153,8 @@ def applied(call: Call, world: World) -> tuple[Answer, World]:
     elif call.operation == "delete":
         objects.pop(call.key, None)
     elif call.operation == "list":
-        found = tuple((key, len(body)) for key, body in objects.items() if key.startswith(call.key))
+        top = max((key for key in objects if key.startswith("manifest")), key=_number_in, default="")
+        found = tuple((key, len(body), key == top) for key, body in objects.items() if key.startswith(call.key))
         return Answer(found), world
     elif call.key not in objects:
         return Answer(error="missing"), world
@@ -140,6 +162,10 @@ def applied(call: Call, world: World) -> tuple[Answer, World]:
         body = objects[call.key]
         return Answer(body if call.operation == "read" else len(body)), world
     return Answer(), tuple(sorted(objects.items()))
+
+
+def _number_in(key: str) -> int:
+    return int("0" + "".join(character for character in key if character.isdigit()))
 
 
 class Check:
@@ -161,7 +187,7 @@ class Check:
     ) -> None:
         self._actors = actors
         self._inspect = inspect
-        self._start = State(world, ((),) * len(actors), frozenset(), num_faults, num_kills)
+        self._start = State(world, ((),) * len(actors), num_faults, num_kills)
         self._progress_of = functools.cache(self._run)
         self._trace: list[str] = []
 
@@ -193,10 +219,14 @@ class Check:
         return Result(num_states=len(num_schedules), num_schedules=total, outcomes=frozenset(outcomes))
 
     def _progress(self, state: State) -> list[Progress]:
-        return [self._progress_of(index, history) for index, history in enumerate(state.histories)]
+        return [
+            history if isinstance(history, Progress) else self._progress_of(index, history)
+            for index, history in enumerate(state.histories)
+        ]
 
     def _run(self, index: int, history: tuple[Answer, ...]) -> Progress:
         store = Replayed(history)
+        IDS.begin(index)
         try:
             outcome = self._actors[index](store, Retrier(retries=2, timeout_s=math.inf))
         except _NextCall as paused:
@@ -205,27 +235,32 @@ class Check:
 
     def _successors(self, state: State, progress: Sequence[Progress]) -> Iterator[tuple[str, State]]:
         for index, at in enumerate(progress):
-            if at.call is None or index in state.dead:
+            if at.call is None:
                 continue
             name = f"{index}: {at.call.operation} {at.call.key}"
             answer, world = applied(at.call, state.world)
-            yield f"{name} -> {answer.error or answer.value!r:.80}", _after(state, index, answer, world)
+            yield f"{name} -> {answer.error or answer.value!r:.80}", self._after(state, index, answer, world)
             if at.call.operation == "put" and state.num_faults_left:
                 for how, kind, result in (
                     ("its answer was lost", "transient", world),
                     ("it was lost", "transient", state.world),
                     ("it was denied", "denied", state.world),
                 ):
-                    after = _after(state, index, Answer(error=kind), result)
+                    after = self._after(state, index, Answer(error=kind), result)
                     yield f"{name}: {how}", after._replace(num_faults_left=state.num_faults_left - 1)
             if state.num_kills_left:
-                yield (
-                    f"{index} dies",
-                    state._replace(dead=state.dead | {index}, num_kills_left=state.num_kills_left - 1),
-                )
+                dead = _with(state, index, Progress(None, None, at.milestones))
+                yield f"{index} dies", dead._replace(num_kills_left=state.num_kills_left - 1)
+
+    def _after(self, state: State, index: int, answer: Answer, world: World) -> State:
+        history = state.histories[index]
+        assert not isinstance(history, Progress)
+        reached = self._progress_of(index, (*history, answer))
+        history_after = (*history, answer) if reached.call is not None else reached
+        return _with(state, index, history_after)._replace(world=world)
 
 
-def _after(state: State, index: int, answer: Answer, world: World) -> State:
+def _with(state: State, index: int, history: tuple[Answer, ...] | Progress) -> State:
     histories = list(state.histories)
-    histories[index] = (*histories[index], answer)
-    return state._replace(world=world, histories=tuple(histories))
+    histories[index] = history
+    return state._replace(histories=tuple(histories))

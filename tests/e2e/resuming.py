@@ -1,0 +1,176 @@
+"""Saves that are killed in the middle and begun again, on any store: what they send, and what is there in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import RankError, run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import LocalPlace, Place, S3Place
+
+import cloudckpt
+from cloudckpt.options import KIB, MIB
+
+NAMES = ("a", "b", "c")
+PARTS_OF_AN_OBJECT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One try to save, on each of its ranks."""
+
+    uri: str
+    part_bytes: int
+    scratch: Path
+    """Where each rank notes the parts and the objects that it has sent."""
+    world_size: int = 2
+    victims: tuple[int, ...] = ()
+    after_num_parts: int = 0
+    """When a victim dies."""
+    resume: bool = True
+    overwrite: bool = False
+    changed: tuple[str, ...] = ()
+    """The names of tensors that are no longer as in other tries."""
+
+    def values(self, rank: int) -> dict[str, Any]:
+        """What the rank saves: of each name an object of three parts, of which the last is half full."""
+        num_elements = 5 * self.part_bytes // 8
+        return {
+            f"{rank}-{name}": torch.rand(
+                num_elements, generator=torch.Generator().manual_seed(10 * rank + index + 1000 * (name in self.changed))
+            )
+            for index, name in enumerate(NAMES)
+        }
+
+    def options(self, **more: Any) -> cloudckpt.Options:
+        """With one connection, the parts go up one after the other."""
+        return cloudckpt.Options(
+            part_bytes=self.part_bytes,
+            tile_bytes=min(self.part_bytes, MIB) // 4,
+            object_bytes=self.part_bytes * 5 // 2,
+            connections=1,
+            resume=self.resume,
+            **more,
+        )
+
+    def noted(self, rank: int, name: str) -> list[int]:
+        """The bytes of each event of this name."""
+        path = self.scratch / f"{rank}.{name}"
+        return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return self.world_size * len(NAMES) * (5 * self.part_bytes // 8) * 4
+
+
+@dataclass(slots=True, kw_only=True)
+class Noting:
+    """Listens to a rank's save; kills the rank when its time has come."""
+
+    job: Try
+    num_parts: int = field(default=0)
+
+    def __call__(self, event: cloudckpt.Event) -> None:
+        with (self.job.scratch / f"{event.rank}.{event.name}").open("a") as file:
+            file.write(f"{event.num_bytes}\n")
+        self.num_parts += event.name == "save.part_uploaded"
+        if event.rank in self.job.victims and self.num_parts == self.job.after_num_parts:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(job: Try) -> tuple[int, int]:
+    """On each rank: what was sent, and what was not."""
+    options = job.options(on_event=Noting(job=job))
+    report = cloudckpt.save(job.values(dist.get_rank()), job.uri, overwrite=job.overwrite, options=options).report
+    return report.num_bytes, report.num_reused_bytes
+
+
+def part_bytes_on(place: Place) -> int:
+    """The least that the store takes, or something small."""
+    return 5 * MIB if isinstance(place, S3Place) else 64 * KIB
+
+
+def tried(place: Place, scratch: Path, **what: Any) -> Try:
+    """A try at `place`."""
+    scratch.mkdir(parents=True)
+    return Try(uri=place.uri(), part_bytes=part_bytes_on(place), scratch=scratch, **what)
+
+
+def die(job: Try) -> None:
+    """The victims are killed, each after as many parts as it is to send, and the others end."""
+    grace_s = 60.0 if len(job.victims) == job.world_size else 0.0
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(save, job, world_size=job.world_size, grace_s=grace_s)
+    for rank in job.victims:
+        assert len(job.noted(rank, "save.part_uploaded")) == job.after_num_parts, rank
+
+
+def succeed(job: Try) -> int:
+    """The save is committed, and holds what was to be saved, bit for bit; the bytes that did not have to be sent."""
+    sent_and_reused = run_ranks(save, job, world_size=job.world_size)
+    for rank, (num_bytes, _) in enumerate(sent_and_reused):
+        assert sum(job.noted(rank, "save.part_uploaded")) == num_bytes
+    expected = {name: value for rank in range(job.world_size) for name, value in job.values(rank).items()}
+    state = {name: torch.zeros_like(value) for name, value in expected.items()}
+    cloudckpt.load(state, job.uri, no_dist=True)
+    assert_same(state, expected)
+    total = sum(num_bytes + num_reused for num_bytes, num_reused in sent_and_reused)
+    assert job.num_bytes < total < 1.1 * job.num_bytes  # with the headers
+    return sum(num_reused for _, num_reused in sent_and_reused)
+
+
+def is_between(num_reused: int, jobs: list[Try], place: Place) -> bool:
+    """Whether just what the tries before had sent was used: all parts, on a path all whole objects.
+
+    Of a rank that was ended while it was sending, nobody knows whether its last part had arrived.
+    """
+    event = "save.object_uploaded" if isinstance(place, LocalPlace) else "save.part_uploaded"
+    least = most = 0
+    for job in jobs:
+        for rank in range(job.world_size):
+            noted = sum(job.noted(rank, event))
+            least += noted
+            unit = PARTS_OF_AN_OBJECT if isinstance(place, LocalPlace) else 1
+            most += noted + (0 if rank in job.victims else unit * job.part_bytes)
+    return least <= num_reused <= most
+
+
+def check_kill(place: Place, scratch: Path, *, victims: tuple[int, ...], after_num_parts: int) -> None:
+    """Killed once, and resumed."""
+    first = tried(place, scratch / "1", victims=victims, after_num_parts=after_num_parts)
+    die(first)
+    num_reused = succeed(tried(place, scratch / "2"))
+    assert is_between(num_reused, [first], place), num_reused
+    if not isinstance(place, LocalPlace) or after_num_parts >= PARTS_OF_AN_OBJECT:
+        assert num_reused > 0
+
+
+def check_kills(place: Place, scratch: Path) -> None:
+    """Killed three times, each time a little later."""
+    dead = [
+        tried(place, scratch / str(number), victims=(0, 1), after_num_parts=after_num_parts)
+        for number, after_num_parts in enumerate((2, 3, 1))
+    ]
+    for job in dead:
+        die(job)
+    num_reused = succeed(tried(place, scratch / "last"))
+    assert is_between(num_reused, dead, place), num_reused
+
+
+def check_changed(place: Place, scratch: Path) -> None:
+    """A rank killed in its third object; then its second is no longer what it was."""
+    first = tried(place, scratch / "1", victims=(0, 1), after_num_parts=2 * PARTS_OF_AN_OBJECT + 1)
+    die(first)
+    again = tried(place, scratch / "2", changed=("b",))
+    num_reused = succeed(again)
+    object_bytes = first.noted(0, "save.object_uploaded")[0]
+    parts_bytes = 0 if isinstance(place, LocalPlace) else first.part_bytes
+    assert num_reused == 2 * (object_bytes + parts_bytes)

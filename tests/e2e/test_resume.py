@@ -1,0 +1,222 @@
+"""Saves that go on from what a killed one has left: they send what is missing, and are as whole as any.
+
+On other servers: ``tests/integration/test_resume.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.places import LocalPlace, Place
+from tests.e2e.resuming import check_changed, check_kill, check_kills, die, succeed, tried
+from tests.in_memory import assert_holds, loaded, state_of
+
+import cloudckpt
+from cloudckpt._commit.attempt import new_attempt_id
+from cloudckpt._commit.resuming import attempts_to_resume
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import CloudckptError
+from cloudckpt.stores.memory import MemoryStore
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("victims", "after_num_parts"), [((1,), 4), ((0, 1), 8)], ids=str)
+def test_a_save_that_was_killed_sends_only_what_is_missing(
+    place: Place, tmp_path: Path, victims: tuple[int, ...], after_num_parts: int
+) -> None:
+    """If this fails, a job that is killed again and again never gets a large checkpoint up, or gets a mixed one."""
+    check_kill(place, tmp_path / "scratch", victims=victims, after_num_parts=after_num_parts)
+
+
+@pytest.mark.multirank
+def test_a_save_that_is_killed_while_it_goes_on_can_be_gone_on_from(place: Place, tmp_path: Path) -> None:
+    """If this fails, a second kill costs all that was sent before the first."""
+    check_kills(place, tmp_path / "scratch")
+
+
+@pytest.mark.multirank
+def test_what_has_changed_since_is_sent_again(place: Place, tmp_path: Path) -> None:
+    """If this fails, a checkpoint is a mixture of two states of the model."""
+    check_changed(place, tmp_path / "scratch")
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_another_number_of_ranks_gets_what_it_saves(local: LocalPlace, tmp_path: Path, world_size: int) -> None:
+    """If this fails, a job that starts again on fewer nodes cannot save, or saves what others had sent."""
+    die(tried(local, tmp_path / "1", victims=(0, 1), after_num_parts=5))
+    num_reused = succeed(tried(local, tmp_path / "2", world_size=world_size))
+    assert num_reused > 0  # the first rank has what it had
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (False, False)])
+def test_nothing_is_taken_up_unless_both_saves_say_so(
+    local: LocalPlace, tmp_path: Path, *, first: bool, second: bool
+) -> None:
+    """If this fails, a save is resumed of which a failing rank may still remove everything."""
+    die(tried(local, tmp_path / "1", victims=(0, 1), after_num_parts=5, resume=first))
+    assert succeed(tried(local, tmp_path / "2", resume=second)) == 0
+
+
+@pytest.mark.multirank
+def test_an_overwrite_that_was_killed_goes_on(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, only a first save can be resumed; or the checkpoint that was there does not outlive the kill."""
+    assert succeed(tried(local, tmp_path / "0", changed=("a", "b", "c"))) == 0
+    die(tried(local, tmp_path / "1", victims=(0, 1), after_num_parts=5, overwrite=True))
+    assert succeed(tried(local, tmp_path / "2", overwrite=True)) > 0
+    assert len(local.manifest_keys()) == 1
+
+
+# In one process, where the one that was thought dead is alive
+
+SIZES = {"part_bytes": 4096, "tile_bytes": 4096, "object_bytes": 8192, "connections": 1, "resume": True}
+
+
+class Interrupted(Exception):  # noqa: N818  # it is none
+    """The process is gone, as far as this save is concerned."""
+
+
+def save(fill: float, uri: str, *, on_event: Callable[[cloudckpt.Event], None] | None = None, **more: Any) -> Any:
+    """Two objects: one is put whole, and the other goes up in parts."""
+    options = cloudckpt.Options(**{**SIZES, **more.pop("options", {})}, on_event=on_event)
+    return cloudckpt.save(state_of(fill), uri, no_dist=True, options=options, **more).report
+
+
+def num_events() -> int:
+    """Of a whole save."""
+    events: list[cloudckpt.Event] = []
+    save(1.0, "memory://resume-counted/checkpoint", on_event=events.append, overwrite=True)
+    return len(events)
+
+
+NUM_EVENTS = num_events()
+
+
+def test_there_is_something_to_come_between() -> None:
+    """If this fails, the tests below are about next to nothing."""
+    events: list[cloudckpt.Event] = []
+    save(1.0, "memory://resume-events/checkpoint", on_event=events.append)
+    names = [event.name for event in events]
+    assert names.count("save.part_uploaded") > 3
+    assert names.count("save.completing") >= 1
+    assert len(events) == NUM_EVENTS
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("step", range(NUM_EVENTS))
+def test_whoever_was_thought_dead_changes_nothing(step: int, *, same: bool, overwrite: bool) -> None:
+    """If this fails, a process that was cut off for a while, and then goes on, damages the checkpoint of the job that
+    was started in its place and took up what it had sent; or makes one of its own that is none.
+
+    The first save is stopped at each of its steps, a second one runs from beginning to end, and then the first goes on.
+    """
+    uri = f"memory://resume-zombie-{step}-{same}-{overwrite}/checkpoint"
+    if overwrite:
+        save(9.0, uri, options={"resume": False})
+    count = itertools.count()
+    fill = 1.0 if same else 2.0
+    outcomes: list[Any] = []
+
+    def come_between(_: cloudckpt.Event) -> None:
+        if next(count) == step:
+            try:
+                outcomes.append(save(fill, uri, overwrite=overwrite))
+            except CloudckptError as error:
+                outcomes.append(error)
+            if not isinstance(outcomes[0], Exception):
+                assert_holds(loaded(uri), fill)
+
+    try:
+        outcomes.append(save(1.0, uri, on_event=come_between, overwrite=overwrite))
+    except CloudckptError as error:
+        outcomes.append(error)
+    second, first = outcomes
+    won = [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
+    assert won
+    if not overwrite:
+        assert len(won) == 1
+    assert_holds(loaded(uri), 1.0 if isinstance(second, Exception) else fill)
+    if not isinstance(second, Exception) and isinstance(first, Exception) and not same:
+        assert second.num_reused_bytes < second.num_bytes
+
+
+@pytest.mark.parametrize("step", range(NUM_EVENTS))
+def test_what_a_later_save_took_up_is_not_removed_by_the_earlier(step: int) -> None:
+    """If this fails, a save that fails because it was overtaken takes the other's data with it."""
+    uri = f"memory://resume-fails-{step}/checkpoint"
+    count = itertools.count()
+
+    def break_off(_: cloudckpt.Event) -> None:
+        if next(count) == step:
+            raise Interrupted
+
+    try:
+        save(1.0, uri, on_event=break_off)
+    except Exception as error:  # noqa: BLE001  # torch's, with ours in it
+        assert "Interrupted" in repr(error)  # noqa: PT017
+        report = save(1.0, uri)
+        assert report.num_reused_bytes > 0 or step <= 1
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_all_is_there_already() -> None:
+    """If this fails, a save that was killed just before its commit sends everything once more."""
+    uri = "memory://resume-all/checkpoint"
+
+    def break_off(event: cloudckpt.Event) -> None:
+        if event.name == "save.committing":
+            raise Interrupted
+
+    with pytest.raises(Exception, match="Interrupted"):
+        save(1.0, uri, on_event=break_off)
+    report = save(1.0, uri)
+    assert (report.num_bytes, report.num_objects) == (0, 2)
+    assert report.num_reused_bytes > 0
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_attempts_of_another_number_are_not_taken_up() -> None:
+    """If this fails, a save takes up what an overwrite, a deletion or a collection is just removing."""
+    store = MemoryStore("resume-numbers", "checkpoint")
+    ids = {number: [new_attempt_id(resumable_as=number) for _ in range(3)] for number in (0, 1, 11)}
+    plain = new_attempt_id()
+    for attempt in [plain, "mine-r1", *itertools.chain.from_iterable(ids.values())]:
+        store.put(f"data/{attempt}/0-0.safetensors", [memoryview(b"")], crc32c=0)
+    begun = new_attempt_id(resumable_as=1)
+    store.create_multipart(f"data/{begun}/0-0.safetensors")
+    found = attempts_to_resume(store, 1, Retrier(retries=0, timeout_s=1))
+    assert sorted(found) == sorted([*ids[1], begun])
+    assert list(found) == sorted(found, reverse=True)
+
+
+def test_a_checkpoint_that_was_replaced_is_not_taken_up() -> None:
+    """If this fails, a save names objects that the overwrite before it is still removing."""
+    uri = "memory://resume-replaced/checkpoint"
+    save(1.0, uri)
+    save(2.0, uri, overwrite=True, options={"resume": False})
+    assert save(1.0, uri, overwrite=True).num_reused_bytes == 0
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_another_layout_is_sent(tmp_path: Path) -> None:
+    """If this fails, other options than those of the killed save make an object of parts that do not fit."""
+    uri = str(tmp_path / "checkpoint")
+
+    def break_off(event: cloudckpt.Event) -> None:
+        if event.name == "save.committing":
+            raise Interrupted
+
+    with pytest.raises(Exception, match="Interrupted"):
+        save(1.0, uri, on_event=break_off)
+    report = save(1.0, uri, options={"part_bytes": 8192, "object_bytes": 1 << 20})
+    assert report.num_reused_bytes == 0
+    state = state_of(-1.0)
+    cloudckpt.load(state, uri)
+    assert torch.equal(state["w"], state_of(1.0)["w"])

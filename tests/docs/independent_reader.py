@@ -70,8 +70,13 @@ class Checkpoint:
         numbers = [int(m[1] or 0) for path in directory.glob("manifest*") if (m := MANIFEST.fullmatch(path.name))]
         if not numbers:
             raise FormatError("no manifest")
-        name = f"manifest.{max(numbers)}.json" if max(numbers) else "manifest.json"
-        self.manifest = parsed((directory / name).read_bytes())
+        document = (directory / entry_name(max(numbers))).read_bytes()
+        if len(document) <= 128:
+            keeps = kept(document, number=max(numbers))
+            if keeps not in numbers:
+                raise FormatError("no checkpoint")
+            document = (directory / entry_name(keeps)).read_bytes()
+        self.manifest = parsed(document)
         problems = list(problems_of(self.manifest))
         if problems:
             raise FormatError("; ".join(problems))
@@ -140,6 +145,26 @@ def positions(shape: list[int], offsets: list[int], lengths: list[int]) -> Itera
     for row in range(offsets[0], offsets[0] + lengths[0]):
         for position in positions(shape[1:], offsets[1:], lengths[1:]):
             yield row * inner + position
+
+
+def entry_name(number: int) -> str:
+    return f"manifest.{number}.json" if number else "manifest.json"
+
+
+def kept(document: bytes, *, number: int) -> int:
+    """The number that a fence keeps."""
+    tail = TAIL.search(document)
+    if tail is None or crc32c(document[: tail.start()]) != int(tail[1], 16):
+        raise FormatError("wrong checksum of a fence")
+    fence = json.loads(document)
+    if fence["format"] != "cloudckpt-fence" or fence["version"][0] != 1:
+        raise FormatError("no fence that is known here")
+    keeps = fence["keeps"]
+    if keeps is None:
+        raise FormatError("deleted")
+    if not 0 <= keeps < number:
+        raise FormatError(f"a fence keeps {keeps}")
+    return int(keeps)
 
 
 def parsed(document: bytes) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""The fault kit before real saves and loads: what fails in passing is got over, and nothing else becomes of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt.testing.faults import BrokenConnection, Faults, FlippedBits, Rule, ServerError, SlowDown, TruncatedBody
+
+_numbers = itertools.count()
+READS, WRITES = {"read", "read_into"}, {"put", "upload_part"}
+RULES = (
+    Rule(fault=BrokenConnection(carried_out=True), probability=0.08, times=None),
+    Rule(fault=BrokenConnection(), probability=0.04, times=None),
+    Rule(fault=SlowDown(), probability=0.04, times=None),
+    Rule(fault=ServerError(carried_out=True), probability=0.04, times=None),
+    Rule(fault=TruncatedBody(), probability=0.2, times=None),
+    Rule(fault=FlippedBits(), operations=WRITES, probability=0.1, times=None),
+    Rule(fault=FlippedBits(), operations={"read_into"}, times=1, each_key=True),
+)
+
+
+def state_of(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((9000,), value), "b": torch.full((3,), value)}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_saves_and_loads_get_over_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a network that breaks now and then costs a save, or brings wrong weights into a load."""
+    print(f"seed {seed}")
+    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    uri = f"memory://faults-in-saves-{next(_numbers)}/run"
+    faults = Faults(*RULES, seed=seed)
+    options = cloudckpt.Options(
+        wrap_store=faults, retries=30, connections=4, tile_bytes=4096, part_bytes=8192, request_bytes=8192
+    )
+    for value in (1.0, 2.0, 3.0):
+        cloudckpt.save(state_of(value), uri, no_dist=True, overwrite=value > 1.0, options=options)
+        state = state_of(-1.0)
+        cloudckpt.load(state, uri, no_dist=True, options=options)
+        assert all(bool((tensor == value).all()) for tensor in state.values()), value
+    assert sum(faults.num_injected.values()) > 3
+
+
+def test_an_error_that_gets_through_names_the_seed() -> None:
+    """If this fails, whoever reads the log of a failed run cannot have it again."""
+    options = cloudckpt.Options(wrap_store=Faults(Rule(fault=ServerError(), times=None), seed=1234), retries=0)
+    with pytest.raises(cloudckpt.TransientStoreError, match="rule 0 with seed 1234"):
+        cloudckpt.save(state_of(1.0), "memory://faults-named/run", no_dist=True, options=options)

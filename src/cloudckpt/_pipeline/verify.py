@@ -12,7 +12,7 @@ from cloudckpt._pipeline.context import Context
 from cloudckpt._plan.header import LENGTH_BYTES, Contents, contents_of, header_end, header_problems
 from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.tensors import bytes_view
-from cloudckpt._transfer.checksum import combined, tile_crc32cs
+from cloudckpt._transfer.checksum import continued
 from cloudckpt._transfer.download import fetch, fetch_checked
 from cloudckpt._workers import each_done
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError
@@ -134,15 +134,13 @@ class VerifyJob:
         return []
 
     def _crc32c_of(self, unit: _Unit) -> int:
-        whole, reached_bytes = 0, 0
+        value = 0
         for begin in range(unit.begin, unit.end, self._read_bytes):
             with self._arena.lend(min(self._read_bytes, unit.end - begin)) as buffer:
                 view = bytes_view(buffer)
                 self._fetch(unit.object_index, begin, view)
-                (value,) = tile_crc32cs([view], len(view))
-                whole = combined([whole, value], tile_bytes=reached_bytes, size_bytes=reached_bytes + len(view))
-                reached_bytes += len(view)
-        return whole
+                value = continued(value, view)
+        return value
 
     def _judge_header(self, index: int, known: memoryview) -> None:
         """`known` are the object's first bytes that have been checked; a longer header is read for itself."""

@@ -1,0 +1,109 @@
+"""`verify`: what it reads, what it makes of other saves' interference, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.in_memory import Memory, state_of
+from tests.wrapped import permanent, transient
+
+import cloudckpt
+from cloudckpt import CheckpointChangedError, CorruptCheckpointError, Options
+from cloudckpt.errors import StoreError
+from cloudckpt.stores._body import crc32c_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+MIB = 2**20
+
+
+def test_every_byte_is_read_once(memory: Memory) -> None:
+    """If this fails, `verify` leaves bytes out, or costs twice what it should."""
+    cloudckpt.save({"a": torch.randn(MIB), "b": torch.randn(100)}, memory.uri(), options=Options(object_bytes=MIB))
+    store = memory.at()
+    store.calls.clear()
+    report = cloudckpt.verify(memory.uri())
+    sizes = [info.size_bytes for info in store.inner.list("data/")]
+    assert len(sizes) == report.num_objects == 2
+    assert report.num_bytes == sum(sizes) == store.num_bytes("read_into")
+    assert (report.num_tensors, report.num_values) == (2, 0)
+    assert report.bytes_per_s > 0
+
+
+@pytest.mark.parametrize("tile_bytes", [4096, MIB, 16 * MIB])
+def test_memory_is_bounded_by_the_option(memory: Memory, tile_bytes: int) -> None:
+    """If this fails, verifying a checkpoint takes memory as its tiles are large, whatever the user allows."""
+    cloudckpt.save(
+        {"a": torch.randn(5 * MIB)}, memory.uri(), options=Options(tile_bytes=tile_bytes, request_bytes=16 * MIB)
+    )
+    store = memory.at()
+    store.calls.clear()
+    allowed = Options(tile_bytes=4096, request_bytes=2 * MIB, read_bytes=4 * MIB, connections=4)
+    cloudckpt.verify(memory.uri(), options=allowed)
+    sizes = [call.num_bytes for call in store.calls if call.operation == "read_into"]
+    assert max(sizes) <= MIB  # four at once
+    (key,) = memory.data_keys()
+    data = bytearray(store.inner.read(key, max_bytes=2**30))
+    data[17 * MIB] ^= 1
+    store.inner.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
+    with pytest.raises(CorruptCheckpointError, match="'a'"):
+        cloudckpt.verify(memory.uri(), options=allowed)
+
+
+def test_one_that_is_overwritten_meanwhile_is_verified_anew(memory: Memory) -> None:
+    """If this fails, a checkpoint that is replaced while it is verified looks damaged."""
+    cloudckpt.save(state_of(1.0), memory.uri())
+
+    def overwrite() -> None:
+        cloudckpt.save(state_of(2.0), memory.uri(), overwrite=True)
+
+    memory.at().once_before("read_into", "data/", overwrite)
+    report = cloudckpt.verify(memory.uri())
+    state = state_of(-1.0)
+    loaded = cloudckpt.load(state, memory.uri())
+    assert loaded is not None
+    assert report.attempts == (loaded.attempt,)
+
+
+def test_one_that_is_overwritten_again_and_again_says_so(memory: Memory) -> None:
+    """If this fails, `verify` runs for ever beside a job that overwrites, or calls its checkpoints damaged."""
+    cloudckpt.save(state_of(1.0), memory.uri())
+    count = 0
+
+    def overwrite() -> None:
+        nonlocal count
+        count += 1
+        cloudckpt.save(state_of(2.0), memory.uri(), overwrite=True)
+        memory.at().once_before("head", "data/", overwrite)
+
+    memory.at().once_before("head", "data/", overwrite)
+    with pytest.raises(CheckpointChangedError, match="Verify again"):
+        cloudckpt.verify(memory.uri())
+    assert count == 2
+
+
+@pytest.mark.parametrize("make", [transient, permanent])
+@pytest.mark.parametrize("operation", ["head", "read_into", "read", "list"])
+def test_a_store_that_fails_is_not_damage(memory: Memory, operation: str, make: Callable[[str], StoreError]) -> None:
+    """If this fails, whoever verifies during an outage deletes good checkpoints."""
+    cloudckpt.save(state_of(1.0), memory.uri())
+    memory.at().fail(operation, times=2)
+    cloudckpt.verify(memory.uri())  # what passes is tried again
+    error = make(operation)
+    memory.at().fail(operation, error=lambda: error, times=100)
+    with pytest.raises(StoreError) as caught:
+        cloudckpt.verify(memory.uri(), options=Options(retries=1))
+    assert caught.value is error
+
+
+def test_the_message_shows_ten_and_the_error_has_all(memory: Memory) -> None:
+    """If this fails, a checkpoint that is damaged all over fills the log, or hides how much of it is."""
+    options = Options(object_bytes=4096)
+    cloudckpt.save({f"w{index}": torch.full((2000,), 1.0) for index in range(15)}, memory.uri(), options=options)
+    memory.at().inner.delete(memory.data_keys())
+    with pytest.raises(CorruptCheckpointError, match="; and 5 more") as caught:
+        cloudckpt.verify(memory.uri())
+    assert len(caught.value.problems) == 15
+    assert str(caught.value).count("is missing") == 10

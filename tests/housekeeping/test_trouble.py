@@ -1,0 +1,106 @@
+"""gc and delete when calls fail, and the saves that they come across."""
+
+from __future__ import annotations
+
+import pytest
+from tests.housekeeping.leftovers import LONG_AGO, put
+from tests.in_memory import Memory, assert_holds, loaded, state_of, written
+from tests.wrapped import permanent
+
+import cloudckpt
+from cloudckpt.errors import AccessDeniedError, UnsupportedOperationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+@pytest.fixture
+def uri(memory: Memory) -> str:
+    """A checkpoint, beside which lie two objects of a dead save."""
+    cloudckpt.save(state_of(1.0), memory.uri(), no_dist=True)
+    for number in range(2):
+        put(memory.at().inner, f"data/{LONG_AGO}/0-{number}.safetensors")
+    return memory.uri()
+
+
+def denied() -> AccessDeniedError:
+    return AccessDeniedError("no", key="memory://tests/key", operation="delete")
+
+
+def test_what_cannot_be_removed_is_named_and_the_rest_goes(memory: Memory, uri: str) -> None:
+    """If this fails, a denied key is passed over in silence, or keeps the rest from being removed."""
+    memory.at().fail("delete", key_part="0-0", error=denied, times=9)
+    with pytest.raises(cloudckpt.GarbageLeftError, match=r"0-0\.safetensors") as caught:
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert [spared.uri for spared in caught.value.report.failed] == [f"{uri}/data/{LONG_AGO}/0-0.safetensors"]
+    assert f"data/{LONG_AGO}/0-1.safetensors" not in memory.all_keys()
+    assert_holds(loaded(uri), 1.0)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_fence_whose_answer_is_lost_is_found(memory: Memory, uri: str, *, after: bool) -> None:
+    """If this fails, one lost packet ends gc, or makes it lay a second fence."""
+    memory.at().fail("put", after=after)
+    cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert [key for key in memory.all_keys() if "manifest" in key] == ["manifest.1.json", "manifest.json"]
+    assert len(memory.data_keys()) == 1
+
+
+def test_without_a_fence_nothing_goes(memory: Memory, uri: str) -> None:
+    """If this fails, gc removes data that a save can still commit."""
+    before = memory.all_keys()
+    memory.at().fail("put", error=denied)
+    with pytest.raises(cloudckpt.GarbageLeftError):
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert memory.all_keys() == before
+    memory.at().fail("put", times=99)
+    with pytest.raises(cloudckpt.CommitUnknownError):
+        cloudckpt.delete(uri)
+    assert memory.all_keys() == before
+
+
+def test_a_store_without_uploads_is_kept_tidy_too(memory: Memory, uri: str) -> None:
+    """If this fails, gc works on no file system of fsspec's."""
+    refusal = UnsupportedOperationError("no", key="k", operation="list_uploads")
+    memory.at().fail("list_uploads", error=lambda: refusal, times=9)
+    assert cloudckpt.gc(uri, older_than=0, dry_run=False).num_objects == 2
+
+
+def test_uploads_that_may_not_be_listed_are_said_to_be_there(memory: Memory, uri: str) -> None:
+    """If this fails, a missing permission hides uploads that are paid for, or stops gc before it has begun."""
+    memory.at().fail("list_uploads", error=lambda: permanent("list_uploads"), times=9)
+    with pytest.raises(cloudckpt.GarbageLeftError, match="unfinished uploads"):
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert len(memory.data_keys()) == 1
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_gc_took_for_dead_fails_and_says_why(memory: Memory, uri: str, *, overwrite: bool) -> None:
+    """If this fails, a slow save commits a checkpoint without its data."""
+    target = uri if overwrite else memory.uri("other")
+    writer = cloudckpt.ObjectStoreWriter(target, overwrite=overwrite)
+    metadata, results = written(writer, state_of(2.0))
+    cloudckpt.gc(memory.root, older_than=0, dry_run=False)
+    with pytest.raises(cloudckpt.IncompleteSaveError, match="is gone"):
+        writer.finish(metadata, [results])
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["checkpoint"]
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_a_save_whose_data_goes_at_the_last_moment_cannot_be_committed(memory: Memory, uri: str) -> None:
+    """If this fails, only luck lies between the last look at the data and the commit."""
+    writer = cloudckpt.ObjectStoreWriter(uri, overwrite=True)
+    metadata, results = written(writer, state_of(2.0))
+    memory.at().once_before("put", "manifest", lambda: cloudckpt.gc(uri, older_than=0, dry_run=False) and None)
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="gc or a deletion came between"):
+        writer.finish(metadata, [results])
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_a_deletion_that_a_save_overtakes_leaves_the_save_alone(memory: Memory, uri: str) -> None:
+    """If this fails, a deletion takes a checkpoint that it has never seen."""
+    memory.at().once_before(
+        "put", "manifest.1", lambda: cloudckpt.save(state_of(2.0), uri, overwrite=True, no_dist=True) and None
+    )
+    with pytest.raises(cloudckpt.CheckpointChangedError, match="was overwritten while it was being deleted"):
+        cloudckpt.delete(uri)
+    assert_holds(loaded(uri), 2.0)

@@ -29,6 +29,15 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the manifest that counts; None where the checkpoint was deleted, or never was."""
 
 
+class _Head(msgspec.Struct):
+    version: tuple[int, int]
+
+
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+_FENCE_DECODER = msgspec.json.Decoder(Fence)
+_HEAD_DECODER = msgspec.json.Decoder(_Head)
+
+
 def new_fence(*, keeps: int | None) -> Fence:
     """A fence with an id of its own, by which whoever laid it knows it again."""
     return Fence(format=_FORMAT, version=(_MAJOR, 0), id=_new_id(), keeps=keeps)
@@ -56,14 +65,14 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
     if int(tail.group(1), 16) != (actual := crc32c(document[: tail.start()])):
         raise _invalid(uri, f"its checksum is {actual:08x}, but it was written as {tail.group(1).decode()}")
     try:
-        major = msgspec.json.decode(document, type=_Head).version[0]
+        major = _HEAD_DECODER.decode(document).version[0]
         if major > _MAJOR:
             raise UnsupportedFormatError(
                 f"{uri} was written in version {major} of the format of fences; this cloudckpt reads up to {_MAJOR}.x. "
                 "Upgrade cloudckpt to load what lies there",
                 uri=uri,
             )
-        fence = msgspec.json.decode(document, type=Fence)
+        fence = _FENCE_DECODER.decode(document)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid(uri, str(error)) from error
     if fence.version < (1, 0) or fence.version[1] < 0 or not _ID.fullmatch(fence.id):
@@ -75,10 +84,6 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
 
 def _new_id() -> str:
     return secrets.token_hex(6)
-
-
-class _Head(msgspec.Struct):
-    version: tuple[int, int]
 
 
 def _invalid(uri: str, why: str) -> InvalidManifestError:

@@ -20,6 +20,8 @@ _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
 _MAX_SHOWN = 10
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
 
 
 def pack_tiles(values: Sequence[int]) -> str:
@@ -66,7 +68,7 @@ def decode(document: bytes, *, uri: str) -> Manifest:
         )
     _check_version(_probe(document), uri)
     try:
-        manifest = msgspec.json.decode(document, type=Manifest)
+        manifest = _MANIFEST_DECODER.decode(document)
     except _UNDECODABLE as error:
         raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
     problems = problems_of(manifest)
@@ -82,9 +84,12 @@ class _Head(msgspec.Struct):
     version: Any = None
 
 
+_HEAD_DECODER = msgspec.json.Decoder(_Head)  # as above
+
+
 def _probe(document: bytes) -> _Head | None:
     try:
-        return msgspec.json.decode(document, type=_Head)
+        return _HEAD_DECODER.decode(document)
     except _UNDECODABLE:
         return None
 

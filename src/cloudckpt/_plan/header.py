@@ -91,6 +91,10 @@ class _HeaderEntry(msgspec.Struct, gc=False):
     data_offsets: tuple[int, int]
 
 
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+_ENTRY_DECODER = msgspec.json.Decoder(_HeaderEntry)
+
+
 def header_problems(header: bytes, contents: Contents, *, size_bytes: int) -> Iterator[str]:
     """Every respect in which an object's header is no safetensors header, or says other things than the manifest.
 
@@ -102,7 +106,7 @@ def header_problems(header: bytes, contents: Contents, *, size_bytes: int) -> It
         members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         if _METADATA_KEY in members:
             msgspec.json.decode(members.pop(_METADATA_KEY), type=dict[str, str])
-        found = {name: msgspec.json.decode(raw, type=_HeaderEntry) for name, raw in members.items()}
+        found = {name: _ENTRY_DECODER.decode(raw) for name, raw in members.items()}
     except _UNDECODABLE as error:
         yield f"its header is not that of a safetensors file: {error}"
         return

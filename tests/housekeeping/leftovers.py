@@ -9,7 +9,7 @@ from awscrt.checksums import crc32c
 
 import cloudckpt
 from cloudckpt import Options
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import Part, Store
 from cloudckpt.stores.open import open_store
 
 LONG_AGO = "20200101T000000000Z-0123456789ab"
@@ -36,6 +36,12 @@ def at(root: str) -> Store:
 
 def put(store: Store, key: str, body: bytes = b"left over") -> None:
     store.put(key, [memoryview(body)], crc32c=crc32c(body))
+
+
+def begin_upload(store: Store, key: str) -> None:
+    """One part of it; before its first, GCS has no trace of an upload."""
+    body, part = b"a part", Part(number=1, offset_bytes=0, size_bytes=6)
+    store.upload_part(key, store.create_multipart(key), part, [memoryview(body)], crc32c=crc32c(body))
 
 
 def keys_in(root: str) -> set[str]:

@@ -9,6 +9,7 @@ from tests.housekeeping.leftovers import (
     FOREIGN,
     LONG_AGO,
     at,
+    begin_upload,
     holds,
     keys_in,
     put,
@@ -32,7 +33,7 @@ def littered(root: str) -> set[str]:
     litter |= {".cloudckpt-probe-0123456789abcdef"}
     for key in [*litter, *FOREIGN]:
         put(store, key)
-    store.create_multipart(f"step-2/data/{LONG_AGO}/1-0.safetensors")
+    begin_upload(store, f"step-2/data/{LONG_AGO}/1-0.safetensors")
     return litter
 
 

@@ -1,0 +1,37 @@
+"""gc and delete on servers that list and keep unfinished uploads as S3 and GCS do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.housekeeping.test_gc_on_stores import (
+    test_a_checkpoint_that_cannot_be_judged_is_left_alone,
+    test_a_damaged_checkpoint_can_be_deleted,
+    test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not,
+    test_a_dry_run_says_what_would_go_and_touches_nothing,
+    test_exactly_the_litter_goes,
+    test_what_an_overwrite_could_not_remove_goes,
+    test_what_is_young_stays,
+)
+from tests.integration.conftest import Servers
+
+from cloudckpt.testing.servers import Server
+
+__all__ = [
+    "test_a_checkpoint_that_cannot_be_judged_is_left_alone",
+    "test_a_damaged_checkpoint_can_be_deleted",
+    "test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not",
+    "test_a_dry_run_says_what_would_go_and_touches_nothing",
+    "test_exactly_the_litter_goes",
+    "test_what_an_overwrite_could_not_remove_goes",
+    "test_what_is_young_stays",
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+@pytest.fixture(params=["rgw", "fake-gcs"])
+def root(request: pytest.FixtureRequest, servers: Servers, use: Callable[[Server], str]) -> str:
+    """A folder in a fresh bucket."""
+    return f"{use(servers.up(request.param))}/run"

@@ -119,7 +119,7 @@ def run_ranks(
             outcomes = _collect(readers, timeout_s=timeout_s, grace_s=grace_s)
             _join([processes[rank] for rank in outcomes])
         finally:
-            _end(processes, readers)
+            _end(processes, readers, wait_s=min(1.0 + grace_s, GRACE_S))
         failures = [
             _describe(rank, outcomes.get(rank), processes[rank], Path(scratch))
             for rank in range(world_size)
@@ -150,16 +150,16 @@ def _collect(
     return outcomes
 
 
-def _join(processes: list[BaseProcess]) -> None:
-    deadline_s = time.monotonic() + GRACE_S
+def _join(processes: list[BaseProcess], *, wait_s: float = GRACE_S) -> None:
+    deadline_s = time.monotonic() + wait_s
     for process in processes:
         process.join(timeout=max(deadline_s - time.monotonic(), 0.0))
 
 
-def _end(processes: list[BaseProcess], readers: list[multiprocessing.connection.Connection]) -> None:
+def _end(processes: list[BaseProcess], readers: list[multiprocessing.connection.Connection], *, wait_s: float) -> None:
     for process in processes:
         process.terminate()  # a rank that hangs writes its stacks when it gets this
-    _join(processes)
+    _join(processes, wait_s=wait_s)
     for process in processes:
         if process.is_alive():
             process.kill()

@@ -33,8 +33,8 @@ from cloudckpt.stores.base import Store
 from cloudckpt.testing.wire import Rule, Seen, Tell, Wire
 
 _TIMEOUT_S = 5.0
-_GRACE_S = {"end": 0.0, "wait": 40.0}
-"""How long the others have, of whom each must have heard within `_TIMEOUT_S`, on a machine that may be busy."""
+_GRACE_S = 40.0
+"""How long those have who find out for themselves, within `_TIMEOUT_S`, on a machine that may be busy."""
 _WAIT_S = 100.0  # a process that saves has to import torch first, on a machine that may be busy
 _SEEDS: Mapping[Version, int] = {"old": 1, "new": 2, "again": 3}
 _WRITES = frozenset({"PUT", "POST", "DELETE"})
@@ -256,14 +256,17 @@ def _kill_by_wire(seen: Seen, job: Job) -> None:
 def die(job: Job) -> None:
     """Every victim is gone, every other rank has heard of it, and none believes that all is well."""
     kill = job.kill
+    # Nobody is ended while victims are still being killed, one after the other.
+    ends_others = kill.others == "end" and kill.who != "all ranks"
     with pytest.raises(RankError) as caught:
-        run_ranks(save_and_die, job, world_size=kill.world_size, grace_s=_GRACE_S[kill.others])
+        run_ranks(save_and_die, job, world_size=kill.world_size, grace_s=0.0 if ends_others else _GRACE_S)
     ends = dict(
         re.findall(r"^--- rank (\d+) (raised|did not report \(exit code \S+\))", str(caught.value), re.MULTILINE)
     )
     # A background process dies, and the rank whose it was lives to tell.
     killed = frozenset() if kill.how == "process" else kill.victims
-    lives = {"raised"} if kill.others == "wait" else {"raised", "did not report (exit code -15)"}
+    ended = {f"did not report (exit code -{number})" for number in (signal.SIGTERM.value, signal.SIGKILL.value)}
+    lives = {"raised"} | (ended if kill.others == "end" else set())
     for rank in range(kill.world_size):
         ways = {"did not report (exit code -9)"} if rank in killed else lives
         assert ends.get(str(rank)) in ways, str(caught.value)

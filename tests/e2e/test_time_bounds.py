@@ -1,0 +1,126 @@
+"""A store that takes requests and never answers, or stops in the middle: every step of a save or load on two ranks ends
+in time, on both of them, in an error that says where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.servers import FlakyS3, serve
+
+import cloudckpt
+from cloudckpt.options import MIB
+from cloudckpt.testing.servers import Server, fake_gcs_server
+from cloudckpt.testing.wire import Action, Rule, StallAnswer, StallRequest, Wire
+
+pytestmark = pytest.mark.multirank
+
+TIMEOUT_S = 1.5
+MOST_CALLS = 4
+"""One after the other that are given up in a save: the commit, a look whether it is there, the ranks' cleaning up."""
+SLACK_S = 12.0
+"""For a loaded machine, and for all that does not stall."""
+_numbers = itertools.count()
+SILENT = StallAnswer()
+LOST = StallRequest(after_bytes=10)
+"""For what, once it has arrived, is found to have succeeded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Requests of one kind, and what becomes of them."""
+
+    name: str
+    way: Literal["save", "load"]
+    method: str
+    path: str
+    action: Action = SILENT
+
+
+S3_STEPS = [
+    Step(name="list", way="save", method="GET", path=r"list-type=2"),
+    Step(name="begin", way="save", method="POST", path=r"/data/.*\?uploads"),
+    Step(name="part", way="save", method="PUT", path=r"/data/.*partNumber="),
+    Step(
+        name="part-stops", way="save", method="PUT", path=r"/data/.*partNumber=", action=StallRequest(after_bytes=MIB)
+    ),
+    Step(name="complete", way="save", method="POST", path=r"/data/.*\?uploadId=", action=LOST),
+    Step(name="commit", way="save", method="PUT", path=r"/manifest\.json", action=LOST),
+    Step(name="manifest", way="load", method="GET", path=r"/manifest\.json"),
+    Step(name="read", way="load", method="GET", path=r"/data/"),
+    Step(name="read-stops", way="load", method="GET", path=r"/data/", action=StallAnswer(after_bytes=MIB)),
+]
+GCS_STEPS = [
+    Step(name="list", way="save", method="GET", path=r"/o\?"),
+    Step(name="put", way="save", method="POST", path=r"/upload/"),
+    Step(name="put-stops", way="save", method="POST", path=r"/upload/", action=StallRequest(after_bytes=100)),
+    Step(name="compose", way="save", method="POST", path=r"/compose", action=LOST),
+    Step(name="manifest", way="load", method="GET", path=r"/download/.*manifest\.json"),
+    Step(name="read", way="load", method="GET", path=r"/download/.*data"),
+    Step(name="read-stops", way="load", method="GET", path=r"/download/.*data", action=StallAnswer(after_bytes=MIB)),
+]
+STEPS = [("s3", step) for step in S3_STEPS] + [("gs", step) for step in GCS_STEPS]
+if os.environ.get("CLOUDCKPT_ALL_FATES") != "1":
+    # Each call of the stores has its own tests; of whole saves and loads, one of each kind will do in passing.
+    few = {("s3", "part-stops"), ("s3", "commit"), ("s3", "read-stops"), ("gs", "put"), ("gs", "manifest")}
+    STEPS = [(scheme, step) for scheme, step in STEPS if (scheme, step.name) in few]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, Server]]:
+    with contextlib.ExitStack() as stack:
+        yield {"s3": stack.enter_context(serve(FlakyS3())), "gs": stack.enter_context(fake_gcs_server())}
+
+
+def values() -> dict[str, torch.Tensor]:
+    return {f"own-{dist.get_rank()}": torch.arange(3 * MIB, dtype=torch.float32)}  # three parts
+
+
+def go(way: str, uri: str, options: cloudckpt.Options) -> tuple[float, BaseException | None]:
+    begun_s = time.monotonic()
+    try:
+        (cloudckpt.save if way == "save" else cloudckpt.load)(values(), uri, options=options)
+    except BaseException as error:  # noqa: BLE001  # the test looks at it
+        return time.monotonic() - begun_s, error
+    return time.monotonic() - begun_s, None
+
+
+def options_at(server: Server, url: str, *, timeout_s: float) -> Any:
+    return cloudckpt.Options(
+        storage_options={**server.storage_options, "endpoint_url": url}, timeout_s=timeout_s, part_bytes=5 * MIB
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "step"),
+    STEPS,
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_store_that_stalls_is_given_up_in_time_on_all_ranks(
+    servers: dict[str, Server], scheme: str, step: Step
+) -> None:
+    """If this fails, one request without an answer stops a training for as long as nobody looks."""
+    server = servers[scheme]
+    bucket = f"bounds-{next(_numbers)}"
+    server.create_bucket(bucket)
+    uri = f"{scheme}://{bucket}/run"
+    if step.way == "load":
+        run_ranks(go, "save", uri, options_at(server, server.endpoint_url, timeout_s=60), world_size=2)
+    rule = Rule(action=step.action, method=step.method, path=step.path, times=None)
+    with Wire(server.endpoint_url, rule) as wire:
+        told = run_ranks(go, step.way, uri, options_at(server, wire.url, timeout_s=TIMEOUT_S), world_size=2)
+        assert wire.num_acted > 0
+    for elapsed_s, error in told:
+        assert isinstance(error, cloudckpt.StoreTimeoutError | cloudckpt.CommitUnknownError), error
+        assert uri in str(error)
+        assert elapsed_s < MOST_CALLS * TIMEOUT_S + SLACK_S

@@ -10,7 +10,7 @@ SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test integration azure lint format types imports bench clean
+.PHONY: help demo test integration soak azure lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -38,6 +38,11 @@ integration: $(INSTALLED) $(SERVERS_INSTALLED) ## Run the tests on real servers,
 	$(BIN)/python -m pytest tests/e2e --places rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e --places ministack $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e --places fake-gcs $(INTEGRATION_ARGS)
+
+soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
+soak: $(INSTALLED) $(SERVERS_INSTALLED) ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.
+	tests/integration/install.sh
+	$(BIN)/python -m pytest tests/soak -s
 
 azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
 	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0

@@ -153,18 +153,22 @@ def check_store(outcome: Outcome, server: Server, root: str) -> str:
 
 
 def _left_over(server: Server, root: str, visible: set[str]) -> list[str]:
-    """What lies there beside one manifest for each checkpoint and the objects that it names: seen without cloudckpt."""
+    """What lies there beside one manifest for each checkpoint, its objects, and fences: seen without cloudckpt."""
     bucket, _, prefix = root.removeprefix("s3://").partition("/")
     with closing(boto3.client("s3", endpoint_url=server.endpoint_url)) as client:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
         keys = {entry["Key"] for page in pages for entry in page.get("Contents", [])}
         uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
-        manifests = [key for key in keys if key.rpartition("/")[2].startswith("manifest")]
-        expected = set(manifests)
-        for key in manifests:
-            folder = key.rpartition("/")[0]
-            document = json.loads(client.get_object(Bucket=bucket, Key=key)["Body"].read())
-            expected |= {f"{folder}/{stored['key']}" for stored in document["objects"]}
+        entries = {
+            key: json.loads(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+            for key in keys
+            if key.rpartition("/")[2].startswith("manifest")
+        }
+    # gc itself lays fences, which stay until they are old.
+    manifests = {key: document for key, document in entries.items() if document["format"] == "cloudckpt"}
+    expected = set(entries)
+    for key, document in manifests.items():
+        expected |= {f"{key.rpartition('/')[0]}/{stored['key']}" for stored in document["objects"]}
     problems = [f"{key} is left over" for key in sorted(keys - expected)]
     problems += [f"{key} is missing" for key in sorted(expected - keys)]
     problems += [f"an upload of {upload['Key']} is left over" for upload in uploads]

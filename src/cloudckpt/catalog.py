@@ -96,7 +96,8 @@ def _entries(store: Store, prefix: str) -> list[Entry]:
 def _kept(store: Store, prefix: str, entries: list[Entry], retrier: Retrier) -> int | None:
     """The number that the fence on top keeps; -1 where it has vanished.
 
-    Of a fence that cannot be read, what lies below stands for the checkpoint: whoever opens it hears what is wrong.
+    Of a fence that cannot be read, what lies below stands for the checkpoint, or itself where nothing does (it may be a
+    manifest that was cut): whoever opens it hears what is wrong.
     """
     number = entries[-1].number
     key = prefix + manifest_key(number)
@@ -106,7 +107,7 @@ def _kept(store: Store, prefix: str, entries: list[Entry], retrier: Retrier) -> 
     except ObjectNotFoundError:
         return -1
     except CheckpointError:
-        return max((entry.number for entry in entries if not entry.is_fence), default=None)
+        return max((entry.number for entry in entries if not entry.is_fence), default=number)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

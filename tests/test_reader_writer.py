@@ -155,6 +155,7 @@ def test_events_tell_the_story_in_order(memory: Memory) -> None:
     assert names == [
         "save.set_up",
         *["save.part_uploaded"] * len(parts),
+        "save.completing",
         "save.object_uploaded",
         "save.written",
         "save.committing",

@@ -173,7 +173,13 @@ def test_events_tell_the_story_in_order(memory: Memory) -> None:
 
     events.clear()
     cloudckpt.save({"w": torch.ones(10)}, memory.uri(), options=options, overwrite=True)
-    assert [event.name for event in events][-3:] == ["save.committing", "save.committed", "save.cleaned_up"]
+    assert [(event.name, event.key) for event in events][-5:] == [
+        ("save.committing", "manifest.1.json"),
+        ("save.committed", "manifest.1.json"),
+        ("save.removing", "manifest.json"),
+        ("save.removing", key),
+        ("save.cleaned_up", ""),
+    ]
 
     events.clear()
     memory.at().fail("read_into")

@@ -8,7 +8,7 @@ from tests.in_memory import Memory, assert_holds, loaded, state_of, written
 from tests.wrapped import permanent
 
 import cloudckpt
-from cloudckpt.errors import AccessDeniedError, UnsupportedOperationError
+from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError, UnsupportedOperationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -55,6 +55,18 @@ def test_without_a_fence_nothing_goes(memory: Memory, uri: str) -> None:
     memory.at().fail("put", times=99)
     with pytest.raises(cloudckpt.CommitUnknownError):
         cloudckpt.delete(uri)
+    assert memory.all_keys() == before
+
+
+def test_a_manifest_that_is_listed_is_not_taken_for_gone(memory: Memory, uri: str) -> None:
+    """If this fails, a store that answers 404 in passing makes gc remove a whole checkpoint that counts."""
+    cloudckpt.gc(uri, older_than=0, dry_run=False)  # lays a fence, which keeps the checkpoint
+    put(memory.at().inner, f"data/{LONG_AGO}/0-0.safetensors")
+    before = memory.all_keys()
+    gone = ObjectNotFoundError("no", key="manifest.json", operation="read")
+    memory.at().fail("read", key_part="manifest.json", error=lambda: gone, times=99)
+    report = cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert "lists a manifest that it does not find" in report.skipped[0].reason
     assert memory.all_keys() == before
 
 

@@ -115,7 +115,8 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
     for _ in range(2):
         log = read_log(place.store, retrier)
         counting = log.counting
-        if counting is not None and counting == gone and counting != log.top:
+        is_listed = any(entry.number == counting for entry in log.entries)
+        if counting is not None and counting == gone and counting != log.top and not is_listed:
             counting = None  # removed by other means than ours, while a fence keeps it
         # Manifests can be large: none is read where nothing would go even if they named nothing.
         sketch = _plan(place, log, counting, {}, before=before, is_fenced=is_fenced)
@@ -133,7 +134,11 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
                 references[entry.number] = _references(place.store, entry, retrier)
         plan = _plan(place, log, counting, references, before=before, is_fenced=is_fenced)
         return Judgement(log=Log(entries=log.entries, counting=counting), plan=plan)
-    raise CheckpointChangedError(f"{place.store.uri} is being overwritten again and again", uri=place.store.uri)
+    raise CheckpointChangedError(
+        f"{place.store.uri} is being overwritten again and again, or its store lists a manifest that it does not find "
+        "when it is read",
+        uri=place.store.uri,
+    )
 
 
 def collect(place: Place, retrier: Retrier, *, before: datetime, conditional: bool) -> tuple[Plan, list[Left]]:

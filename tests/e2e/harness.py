@@ -119,7 +119,12 @@ def run_ranks(
             outcomes = _collect(readers, timeout_s=timeout_s, grace_s=grace_s)
             _join([processes[rank] for rank in outcomes])
         finally:
-            _end(processes, readers, wait_s=min(1.0 + grace_s, GRACE_S))
+            _end(processes, wait_s=min(1.0 + grace_s, GRACE_S))
+            late = _last_words(readers)
+            for reader in readers:
+                reader.close()
+        # Who had an end of his own while the others were being ended is not one of those that were.
+        outcomes = late | outcomes
         failures = [
             _describe(rank, outcomes.get(rank), processes[rank], Path(scratch))
             for rank in range(world_size)
@@ -156,7 +161,17 @@ def _join(processes: list[BaseProcess], *, wait_s: float = GRACE_S) -> None:
         process.join(timeout=max(deadline_s - time.monotonic(), 0.0))
 
 
-def _end(processes: list[BaseProcess], readers: list[multiprocessing.connection.Connection], *, wait_s: float) -> None:
+def _last_words(readers: list[multiprocessing.connection.Connection]) -> dict[int, Outcome]:
+    """What lies in the pipes of processes that are gone."""
+    outcomes: dict[int, Outcome] = {}
+    for rank, reader in enumerate(readers):
+        with contextlib.suppress(EOFError, OSError):  # nothing, or not all of it: it was ended before its own end
+            if reader.poll():
+                outcomes[rank] = pickle.loads(reader.recv_bytes())
+    return outcomes
+
+
+def _end(processes: list[BaseProcess], *, wait_s: float) -> None:
     for process in processes:
         process.terminate()  # a rank that hangs writes its stacks when it gets this
     _join(processes, wait_s=wait_s)
@@ -164,8 +179,6 @@ def _end(processes: list[BaseProcess], readers: list[multiprocessing.connection.
         if process.is_alive():
             process.kill()
             process.join()
-    for reader in readers:
-        reader.close()
 
 
 def _describe(rank: int, outcome: Outcome | None, process: BaseProcess, scratch: Path) -> str:

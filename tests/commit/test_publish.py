@@ -29,9 +29,11 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CommitUnknownError,
     InvalidManifestError,
+    ObjectNotFoundError,
     StoreError,
 )
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.faults import Faults, FlippedBits, Rule
 
 
 @pytest.fixture
@@ -75,6 +77,29 @@ def test_a_lost_answer_is_found_out(store: FaultyStore) -> None:
     commit(store)
     assert store.count("put") == 2
     assert what_counts(store) == (0, "ours")
+
+
+@pytest.mark.parametrize("how", ["damaged", "not found"])
+def test_what_cannot_be_read_back_after_a_lost_answer_may_be_ours(store: FaultyStore, how: str) -> None:
+    """If this fails, a save removes the data of its own commit: what it replaced is hidden by a checkpoint without."""
+    put_commit(store, 0, "old")
+    store.fail("put", key_part="manifest.1", after=True)
+    if how == "damaged":
+        store.once_before("read", "manifest.1", lambda: put(store, manifest_key(1), b"{" * 500))
+    else:
+        gone = ObjectNotFoundError("no", key=manifest_key(1), operation="read")
+        store.fail("read", key_part="manifest.1", error=lambda: gone, times=99)
+    with pytest.raises(CommitUnknownError, match="Its data was kept"):
+        commit(store, number=1)
+
+
+def test_a_manifest_that_is_damaged_on_its_way_is_read_again() -> None:
+    """If this fails, one flipped bit makes a good checkpoint look damaged, and a job go back to an older one."""
+    faults = Faults(Rule(fault=FlippedBits(), operations={"read"}))
+    inner = MemoryStore("damaged-on-its-way")
+    publish(inner, manifest_for("ours"), number=0, conditional=True, retrier=retrier())
+    assert resolve(faults(inner), retrier()).manifest.attempt == "ours"
+    assert faults.num_injected["FlippedBits"] == 1
 
 
 def test_answers_that_are_all_lost_are_found_out(store: FaultyStore) -> None:

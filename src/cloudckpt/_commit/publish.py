@@ -57,7 +57,8 @@ def _check_arrived(store: Store, manifest: Manifest, outcome: PutOutcome, *, num
     found = _entry_at(store, number, retrier)
     if isinstance(found, Manifest) and found.attempt == manifest.attempt:
         return
-    if not outcome.is_taken:
+    # What lies there and cannot be read may be this very manifest, whose data must stay then.
+    if not outcome.is_taken or (found is None and outcome.may_have_arrived):
         raise _unknown(store, key, error) from error
     raise (_fenced(store, key) if isinstance(found, Fence) else _lost(store, key)) from error
 
@@ -108,7 +109,7 @@ def _entry_at(store: Store, number: int, retrier: Retrier) -> Manifest | Fence |
     except StoreError as error:
         raise _unknown(store, manifest_key(number), error) from error
     except CheckpointError:
-        return None  # somebody else's, and broken
+        return None  # broken: somebody else's, or damaged since, or on its way
 
 
 def _lost(store: Store, key: str) -> CheckpointExistsError:

@@ -13,6 +13,7 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
+    InvalidManifestError,
     ObjectNotFoundError,
 )
 from cloudckpt.stores.base import ObjectInfo, Store
@@ -132,7 +133,17 @@ def resolve(store: Store, retrier: Retrier) -> Resolved:
 
 
 def read_entry(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
-    """The entry with that number, or None where there is none (any more). Raises what the decoders raise."""
+    """The entry with that number, or None where there is none (any more). Raises what the decoders raise.
+
+    One that is damaged is read once more: it may have been damaged on its way.
+    """
+    try:
+        return _read_once(store, number, retrier)
+    except InvalidManifestError:
+        return _read_once(store, number, retrier)
+
+
+def _read_once(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
     key = manifest_key(number)
     try:
         document = retrier.call(lambda: store.read(key, max_bytes=MAX_MANIFEST_BYTES))

@@ -10,7 +10,7 @@ SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test integration soak azure lint format types imports bench clean
+.PHONY: help demo test integration soak exhaustive azure lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -43,6 +43,15 @@ soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 soak: $(INSTALLED) $(SERVERS_INSTALLED) ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.
 	tests/integration/install.sh
 	$(BIN)/python -m pytest tests/soak -s
+
+exhaustive: export CLOUDCKPT_EXHAUSTIVE := 1
+exhaustive: export CLOUDCKPT_KILLS := all
+exhaustive: export CLOUDCKPT_ALL_FATES := 1
+exhaustive: export CLOUDCKPT_SCHEDULES ?= 20000
+exhaustive: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
+exhaustive: $(INSTALLED) $(SERVERS_INSTALLED) ## Every interleaving, kill and schedule that the other targets sample; takes hours.
+	tests/integration/install.sh
+	$(BIN)/python -m pytest tests/commit tests/simulated tests/e2e/test_crash.py tests/e2e/test_waiting.py tests/e2e/test_time_bounds.py tests/integration/test_kills.py --timeout 7200 $(INTEGRATION_ARGS)
 
 azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
 	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0

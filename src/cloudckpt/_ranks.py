@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, own_process, read, sign_of, word_of
+from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, own_process, read, sign_of, task_of, word_of
 from cloudckpt.errors import RankLostError
 
 _SIGNS_WITHIN_TIMEOUT = 8
@@ -64,7 +64,9 @@ class Meetings:
         they have given up this one.
         """
         self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
-        self._mine = replace(self._mine, call=self._mine.call + 1, has_left=False, process=own_process())
+        # Ranks may load from copies on disks of their own: that all are of one save is checked with their plans.
+        call, task = self._mine.call + 1, task_of(doing, "" if doing == "loading" else uri)
+        self._mine = replace(self._mine, call=call, has_left=False, task=task, process=own_process())
         self._reached_s, self._is_ending, self._is_urgent = time.monotonic(), False, True
         before_s = self._reached_s
         self._thread = threading.Thread(target=self._run, name="cloudckpt-ranks", daemon=True)
@@ -81,7 +83,8 @@ class Meetings:
     def meet(self) -> None:
         """Wait until all ranks have come as far as this one.
 
-        Raises `RankLostError` once one of them has left the call, or has shown no sign of life for `timeout_s`.
+        Raises `RankLostError` once one of them has left the call, has shown no sign of life for `timeout_s`, or has
+        come to do something else.
         """
         with self._changed:
             goal = self._mine.num_met + 1
@@ -134,7 +137,8 @@ class Meetings:
         if self.rank != 0:
             return self._word.num_met >= goal
         return len(self._signs) == self.num_ranks - 1 and all(
-            sign.num_met >= goal and sign.call == self._mine.call for sign in self._signs.values()
+            sign.num_met >= goal and (sign.call, sign.task) == (self._mine.call, self._mine.task)
+            for sign in self._signs.values()
         )
 
     def _wait_for(self, is_done: Any) -> None:
@@ -157,6 +161,11 @@ class Meetings:
 
     def _fail_if_lost(self) -> None:
         word, call = self._word, self._mine.call
+        apart = [rank for rank, sign in self._signs.items() if sign.call == call and sign.task != self._mine.task]
+        if apart:
+            raise self._lost(
+                apart, "came to do something else: all ranks have to make the same calls, and save to the same URI"
+            )
         if word.lost_in_call >= call:
             if self.rank in word.lost:
                 raise self._lost((self.rank,), "the others had waited too long for this one, and went on without it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +20,23 @@ class Sign:
     """The save or load that it is in, counted from 1."""
     num_met: int = 0
     has_left: bool = False
+    task: str = "-"
+    """What it is to do in that call, as `task_of` says: ranks that are to do different things are not waited for."""
     process: str = "-"
 
     def encoded(self) -> str:
-        return f"{self.beat} {self.call} {self.num_met} {int(self.has_left)} {self.process}"
+        return f"{self.beat} {self.call} {self.num_met} {int(self.has_left)} {self.task} {self.process}"
 
 
 def sign_of(text: bytes) -> Sign:
-    *numbers, process = text.decode().split()
+    *numbers, task, process = text.decode().split()
     beat, call, num_met, has_left = map(int, numbers)
-    return Sign(beat=beat, call=call, num_met=num_met, has_left=bool(has_left), process=process)
+    return Sign(beat=beat, call=call, num_met=num_met, has_left=bool(has_left), task=task, process=process)
+
+
+def task_of(doing: str, uri: str) -> str:
+    """The same for ranks that are to do the same. Not the URI itself, which the store of all ranks need not know."""
+    return hashlib.sha256(f"{doing}\0{uri}".encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,7 @@ class CommitUnknownError(CheckpointError):
 
 
 class RankLostError(CheckpointError, TimeoutError):
-    """Other ranks died, hang, left or never came, so this one stopped waiting. ``ranks`` are theirs in the group.
+    """Other ranks died, hang, left, never came, or came to make another call. ``ranks`` are theirs in the group.
 
     ``ranks`` is empty where it could not be found out which. What this rank wrote is still there: a rank that was
     lost may have committed it. ``ranks`` is this rank alone where it was the others that went on without it.

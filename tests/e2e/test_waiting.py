@@ -287,6 +287,41 @@ def test_a_rank_that_comes_too_late_is_told_so_and_the_next_save_is_whole(local:
     assert [key.split("/")[0] for key in local.manifest_keys()] == ["checkpoint-0", "checkpoint-2"]
 
 
+def call_for_different_things(uri: str) -> list[tuple[float, BaseException | None]]:
+    """Rank 1 saves elsewhere, then loads what the others save, then is a save ahead; at last all agree."""
+    is_other, options = dist.get_rank() == 1, options_with(None, timeout_s=WAIT_S)
+    told = [outcome_of(lambda: cloudckpt.save(values(), f"{uri}-0{'-other' * is_other}", options=options))]
+    dist.barrier()
+    told.append(outcome_of(lambda: go("load" if is_other else "save", f"{uri}-1", options)))
+    dist.barrier()
+    if is_other:
+        with contextlib.suppress(cloudckpt.InvalidURIError):
+            cloudckpt.async_save(values(), "s3:/mangled", options=options)  # fails here alone, before it begins
+    told.append(outcome_of(lambda: go("async_save", f"{uri}-{3 if is_other else 2}", options)))
+    dist.barrier()
+    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-4", options=options)))
+    return told
+
+
+def test_ranks_that_come_for_different_things_are_told_so_and_nothing_is_mixed(
+    local: LocalPlace, tmp_path: Path
+) -> None:
+    """If this fails, two saves share one manifest where a rank has another URI or is a step ahead, or gc is blamed."""
+    with ranks(call_for_different_things, local.uri(), size=3, scratch=tmp_path) as running:
+        for rank in range(3):
+            *failures, after = running.told_by(rank)
+            for elapsed_s, error in failures:
+                assert elapsed_s < WAIT_S / 3
+                assert isinstance(error, cloudckpt.RankLostError), error
+                assert error.ranks == ((0,) if rank == 1 else (1,)), error
+                assert "came to do something else" in str(error)
+            assert after[1] is None
+        for rank in range(3):
+            running.assert_ends(rank)
+    assert {key.split("/")[0] for key in local.manifest_keys()} == {"checkpoint-4"}
+    assert {path.name for path in local.directory.iterdir()} == {"checkpoint-4"}
+
+
 class FailsOnRank1:
     """A `Stateful` whose state cannot be had on one rank; there torch fails outside of its collectives."""
 

@@ -23,6 +23,7 @@ from cloudckpt._group import Call, begin, failure_by_loss, in_company
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
+from cloudckpt._uri import redacted
 from cloudckpt.errors import (
     CheckpointChangedError,
     CommitUnknownError,
@@ -237,7 +238,8 @@ def _location(
 ) -> str | os.PathLike[str]:
     if uri is not None and checkpoint_id is not None and uri != checkpoint_id:
         raise InvalidURIError(
-            f"uri and checkpoint_id are two names for one thing, but differ: {uri!r}, {checkpoint_id!r}"
+            "uri and checkpoint_id are two names for one thing, but differ: "
+            f"{redacted(uri)!r}, {redacted(checkpoint_id)!r}"
         )
     chosen = uri if uri is not None else checkpoint_id
     if chosen is None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
+from cloudckpt._uri import redacted
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
@@ -58,7 +59,7 @@ def load_latest(
     is a `CheckpointNotFoundError` where nothing is committed under `root`, and a `CorruptCheckpointError`, whose
     ``problems`` give each checkpoint and its reason, where none can be loaded.
     """
-    ranks = _Ranks(process_group, no_dist=no_dist, what=f"loading the newest checkpoint under {root}")
+    ranks = _Ranks(process_group, no_dist=no_dist, what=f"loading the newest checkpoint under {redacted(root)}")
     verify_first = verify_first or bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
     for uri in ranks.agreed("find", lambda: _candidates(root, options)):
@@ -89,8 +90,8 @@ def load_latest(
     problems = [f"{one.uri}: {one.why}" for one in skipped]
     raise ranks.failure(
         CorruptCheckpointError(
-            f"none of the {len(skipped)} checkpoints under {root} can be loaded. {'; '.join(problems)}",
-            uri=str(root),
+            f"none of the {len(skipped)} checkpoints under {redacted(root)} can be loaded. {'; '.join(problems)}",
+            uri=redacted(root),
             problems=problems,
         )
     )
@@ -125,9 +126,9 @@ def _candidates(root: str | os.PathLike[str], options: Options | None) -> list[s
     found = [info.uri for info in reversed(list_checkpoints(root, options=options))]
     if not found:
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed directly under {root}. Check the URI; a first run has nothing to load, and "
-            "should say so by not asking (cloudckpt.latest(root) is None)",
-            uri=str(root),
+            f"no checkpoint is committed directly under {redacted(root)}. Check the URI; a first run has nothing to "
+            "load, and should say so by not asking (cloudckpt.latest(root) is None)",
+            uri=redacted(root),
         )
     return found
 

@@ -258,3 +258,16 @@ def test_neither_or_both_locations_are_refused(place: Place) -> None:
     with pytest.raises((TypeError, ValueError, cloudckpt.CloudckptError)):
         cloudckpt.save(values(), place.uri("one"), checkpoint_id=place.uri("two"))
     assert place.keys() == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://key:hush@bucket/run", "memory://key:hush@name/run", "s3://bucket/run?X-Amz-Signature=hush"]
+)
+def test_credentials_in_a_location_are_not_repeated(uri: str) -> None:
+    """If this fails, a password that somebody wrote into a URI stands in the log of the job that failed by it."""
+    with pytest.raises(cloudckpt.InvalidURIError) as of_newest:
+        cloudckpt.load_latest(values(), uri, no_dist=True)
+    with pytest.raises(cloudckpt.InvalidURIError) as of_two:
+        cloudckpt.save(values(), uri, checkpoint_id="memory://other/run")
+    for error in (of_newest.value, of_two.value):
+        assert "hush" not in f"{error} {error!r} {vars(error)}"

@@ -132,12 +132,12 @@ def gc(
     that cannot create-if-absent, unless ``Options(commit="unconditional")``; `InvalidOptionError`.
     """
     options = options or Options()
-    age = _age(older_than)
+    before = _before(older_than)
+    _check_dry_run(dry_run)
     location = parse_location(root)
     store, retrier = open_store(location, options), _retrier(options)
     if not dry_run and options.commit == "conditional":
         check_condition(store, retrier)
-    before = datetime.now(timezone.utc) - age
     failed: list[Spared] = []
     inventory = walk(
         store,
@@ -191,9 +191,9 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
     such a save from being committed; `gc` removes that, too, after its `older_than`. What ranks saved there without
     collectives goes as well.
 
-    Raises `CheckpointNotFoundError`; `CheckpointChangedError` where another save's commit came between, which is left
-    untouched; `CommitUnknownError` where it cannot be known whether it is deleted; `StoreError`;
-    `NoConditionalCommitError`.
+    Raises `CheckpointNotFoundError`; `InvalidManifestError` where another program's ``manifest.json`` is all there is;
+    `CheckpointChangedError` where another save's commit came between, which is left untouched; `CommitUnknownError`
+    where it cannot be known whether it is deleted; `StoreError`; `NoConditionalCommitError`.
     """
     options = options or Options()
     location = parse_location(uri)
@@ -217,7 +217,13 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
         )
 
 
-def _age(older_than: timedelta | float) -> timedelta:
+def _check_dry_run(dry_run: object) -> None:
+    if not isinstance(dry_run, bool):
+        raise InvalidOptionError(f"dry_run must be True or False, not {dry_run!r}")
+
+
+def _before(older_than: timedelta | float) -> datetime:
+    """The moment before which all signs of life must lie."""
     seconds = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not 0 <= seconds < math.inf:
@@ -225,11 +231,9 @@ def _age(older_than: timedelta | float) -> timedelta:
             f"older_than must be a timedelta or a number of seconds, finite and not negative, not {older_than!r}"
         )
     try:
-        return timedelta(seconds=seconds)
+        return datetime.now(timezone.utc) - timedelta(seconds=seconds)
     except OverflowError:
-        raise InvalidOptionError(
-            f"older_than must be less than {timedelta.max.days} days, not {older_than!r}"
-        ) from None
+        raise InvalidOptionError(f"older_than must be a time since there are calendars, not {older_than!r}") from None
 
 
 def _retrier(options: Options) -> Retrier:

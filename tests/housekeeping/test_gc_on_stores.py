@@ -134,8 +134,24 @@ def test_a_damaged_checkpoint_can_be_deleted(root: str) -> None:
     assert keys_in(uri) == {"manifest.1.json"}
 
 
-@pytest.mark.parametrize("older_than", [-1, float("nan"), float("inf"), timedelta(-1), "1 day", True, 1e300])
+@pytest.mark.parametrize("older_than", [-1, float("nan"), float("inf"), timedelta(-1), "1 day", True, 1e300, 1e12])
 def test_an_age_that_is_none_is_refused(older_than: object) -> None:
     """If this fails, a typing error makes gc take everything, or nothing."""
     with pytest.raises(cloudckpt.InvalidOptionError, match="older_than"):
         cloudckpt.gc("memory://never", older_than=older_than)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dry_run", [None, 0, "", "no"])
+def test_a_dry_run_that_is_neither_is_refused(dry_run: object) -> None:
+    """If this fails, an unset variable that is passed on makes gc remove."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match="dry_run"):
+        cloudckpt.gc("memory://never", dry_run=dry_run)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("body", [b'{"name":"small"}', b'{"name":"' + b"x" * 300 + b'"}'])
+def test_another_programs_manifest_is_not_deleted(root: str, body: bytes) -> None:
+    """If this fails, a mistyped URI costs a file that cloudckpt never wrote."""
+    put(at(root), "manifest.json", body)
+    with pytest.raises(cloudckpt.InvalidManifestError, match="another program wrote"):
+        cloudckpt.delete(root)
+    assert keys_in(root) == {"manifest.json"}

@@ -16,6 +16,7 @@ from cloudckpt._commit.put import lay_fence
 from cloudckpt._commit.resolve import (
     Entry,
     Log,
+    check_ours,
     list_entries,
     manifest_key,
     read_entry,
@@ -115,8 +116,7 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
     for _ in range(2):
         log = read_log(place.store, retrier)
         counting = log.counting
-        is_listed = any(entry.number == counting for entry in log.entries)
-        if counting is not None and counting == gone and counting != log.top and not is_listed:
+        if counting is not None and counting == gone and all(entry.number != counting for entry in log.entries):
             counting = None  # removed by other means than ours, while a fence keeps it
         # Manifests can be large: none is read where nothing would go even if they named nothing.
         sketch = _plan(place, log, counting, {}, before=before, is_fenced=is_fenced)
@@ -134,11 +134,8 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
                 references[entry.number] = _references(place.store, entry, retrier)
         plan = _plan(place, log, counting, references, before=before, is_fenced=is_fenced)
         return Judgement(log=Log(entries=log.entries, counting=counting), plan=plan)
-    raise CheckpointChangedError(
-        f"{place.store.uri} is being overwritten again and again, or its store lists a manifest that it does not find "
-        "when it is read",
-        uri=place.store.uri,
-    )
+    why = "is being overwritten again and again, or its store lists a manifest that it does not find when it is read"
+    raise CheckpointChangedError(f"{place.store.uri} {why}", uri=place.store.uri)
 
 
 def collect(place: Place, retrier: Retrier, *, before: datetime, conditional: bool) -> tuple[Plan, list[Left]]:
@@ -173,12 +170,15 @@ def collect(place: Place, retrier: Retrier, *, before: datetime, conditional: bo
 def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> bool:
     """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
 
-    With its fence it is gone, at once. Raises `CheckpointChangedError` where another save's commit came between, which
-    is left untouched; `CommitUnknownError` where it is not known whether the fence was laid; `StoreError`.
+    With its fence it is gone, at once. Raises `InvalidManifestError` where what lies there is another program's;
+    `CheckpointChangedError` where another save's commit came between, which is left untouched; `CommitUnknownError`
+    where it is not known whether the fence was laid; `StoreError`.
     """
     log = _lenient_log(place.store, retrier)
     if log.counting is None and all(entry.is_fence for entry in log.entries):
         return False
+    if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
+        check_ours(place.store, log, retrier)
     if conditional:
         log = _fenced_off(place.store, log, retrier)
     doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]

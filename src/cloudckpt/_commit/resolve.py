@@ -21,6 +21,8 @@ from cloudckpt.stores.base import ObjectInfo, Store
 MANIFEST_PREFIX = "manifest"
 TORCH_METADATA_KEY = ".metadata"
 MAX_MANIFEST_BYTES = 2**31
+_BEGINNING = b'{"format":"cloudckpt'
+"""Of every entry that cloudckpt writes, manifest or fence."""
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
 
 
@@ -161,6 +163,24 @@ def read_manifest(store: Store, number: int, retrier: Retrier) -> Manifest | Non
     """
     found = read_entry(store, number, retrier)
     return None if isinstance(found, Fence) else found
+
+
+def check_ours(store: Store, log: Log, retrier: Retrier) -> None:
+    """Raises `InvalidManifestError` for an entry that another program wrote, by how it begins."""
+    for entry in log.entries:
+        key = manifest_key(entry.number)
+        beginning = bytearray(min(entry.size_bytes, len(_BEGINNING)))
+        try:
+            if beginning:
+                retrier.call(lambda key=key, into=beginning: store.read_into(key, 0, [memoryview(into)]))  # type: ignore[misc]  # mypy cannot see the defaults
+        except ObjectNotFoundError:
+            continue
+        if not _BEGINNING.startswith(beginning):
+            raise InvalidManifestError(
+                f"{store.url(key)} is no cloudckpt checkpoint's: another program wrote it, and no data of a checkpoint "
+                "lies beside it. Nothing was deleted",
+                uri=store.uri,
+            )
 
 
 def holds_torch_checkpoint(store: Store) -> bool:

@@ -8,6 +8,7 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
+from cloudckpt._group import in_company
 from cloudckpt._uri import redacted
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints
@@ -52,14 +54,15 @@ def load_latest(
 
     A load checks only the bytes that it needs, and by then tensors have been filled; those of a checkpoint that is
     skipped are all overwritten by the next. With `verify_first`, the coordinator verifies each candidate whole
-    (`verify`) before any tensor is touched, while the other ranks wait, within the process group's timeout. A planner
+    (`verify`) before any tensor is touched, while the other ranks wait, as long as it lives. A planner
     with ``allow_partial_load`` implies it: what an older checkpoint lacks would keep a damaged one's values.
 
     With a `storage_reader`, `options` are only for listing and verifying. Raises torch's ``CheckpointException``, which
     is a `CheckpointNotFoundError` where nothing is committed under `root`, and a `CorruptCheckpointError`, whose
     ``problems`` give each checkpoint and its reason, where none can be loaded.
     """
-    ranks = _Ranks(process_group, no_dist=no_dist, what=f"loading the newest checkpoint under {redacted(root)}")
+    timeout_s = (options or storage_reader or Options()).timeout_s
+    ranks = _Ranks(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
     verify_first = verify_first or bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
     for uri in ranks.agreed("find", lambda: _candidates(root, options)):
@@ -100,20 +103,28 @@ def load_latest(
 class _Ranks:
     """What the ranks do together besides loading."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, what: str) -> None:
-        use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-        self._wrapper = _DistWrapper(process_group, use_dist, 0)
+    def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
+        self._process_group = process_group
+        self._use_dist = not no_dist and dist.is_available() and dist.is_initialized()
         self._rank = rank_in(process_group, no_dist=no_dist)
-        self._what = what
+        self._root, self._timeout_s = root, timeout_s
+        self._what = f"loading the newest checkpoint under {root}"
 
     def agreed(self, step: str, find: Callable[[], _T]) -> _T:
         """What the coordinator finds, or its failure, on every rank."""
         try:
-            found: _T = self._wrapper.broadcast(step, find)
+            with self._in_company() as group:
+                found: _T = _DistWrapper(group, self._use_dist, 0).broadcast(step, find)
         except CheckpointException as error:
             raise_own_interrupt(error, self._rank)
             raise failure_of(error, what=self._what) from None
         return found
+
+    def _in_company(self) -> AbstractContextManager[dist.ProcessGroup | None]:
+        if not self._use_dist:
+            return nullcontext(self._process_group)
+        doing = "finding the newest checkpoint"
+        return in_company(self._process_group, doing=doing, uri=self._root, timeout_s=self._timeout_s)
 
     def failure(self, error: CorruptCheckpointError) -> CheckpointException:
         """`error`, found by all ranks alike, as a load's failures come."""

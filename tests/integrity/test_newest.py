@@ -278,3 +278,18 @@ def test_all_ranks_hear_that_there_is_nothing(tmp_path: Path) -> None:
     for path in tmp_path.glob("*/manifest.json"):
         path.write_bytes(path.read_bytes()[:-1])
     run_ranks(fail_to_load, str(tmp_path), "CorruptCheckpointError", world_size=2)
+
+
+def load_without_the_coordinator(root: str) -> None:
+    if dist.get_rank() == 0:
+        return
+    with pytest.raises(cloudckpt.RankLostError, match="rank 0") as caught:
+        cloudckpt.load_latest({"step": 0}, root, options=Options(timeout_s=2))
+    assert isinstance(caught.value, CheckpointException)
+
+
+@pytest.mark.multirank
+def test_a_coordinator_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    """If this fails, a rank that is to hear what there is waits for half an hour, and is told nothing."""
+    run_ranks(save_on_ranks, str(tmp_path), world_size=2)
+    run_ranks(load_without_the_coordinator, str(tmp_path), world_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -101,13 +102,14 @@ def _kept(store: Store, prefix: str, entries: list[Entry], retrier: Retrier) -> 
     """
     number = entries[-1].number
     key = prefix + manifest_key(number)
-    try:
-        document = retrier.call(lambda: store.read(key, max_bytes=MAX_FENCE_BYTES))
-        return decode_fence(document, number=number, uri=store.url(key)).keeps
-    except ObjectNotFoundError:
-        return -1
-    except CheckpointError:
-        return max((entry.number for entry in entries if not entry.is_fence), default=number)
+    for _ in range(2):  # what is damaged may have been so on its way
+        with contextlib.suppress(CheckpointError):
+            try:
+                document = retrier.call(lambda: store.read(key, max_bytes=MAX_FENCE_BYTES))
+            except ObjectNotFoundError:
+                return -1
+            return decode_fence(document, number=number, uri=store.url(key)).keeps
+    return max((entry.number for entry in entries if not entry.is_fence), default=number)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -11,6 +11,7 @@ import torch
 from tests.docs.independent_reader import Checkpoint, FormatError, crc32c
 
 import cloudckpt
+from cloudckpt.testing.faults import Faults, FlippedBits, Rule
 
 FORMAT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 (EXAMPLE,) = re.findall(r'^\{"format":"cloudckpt-fence".*\}$', FORMAT, re.MULTILINE)
@@ -119,3 +120,11 @@ def test_what_gc_and_delete_leave_is_what_the_document_says(directory: Path) -> 
     with pytest.raises(FormatError, match="deleted"):
         Checkpoint(directory)
     assert [path.name for path in directory.iterdir()] == ["manifest.2.json"]
+
+
+def test_a_fence_that_is_damaged_on_its_way_is_read_again(directory: Path) -> None:
+    """If this fails, one flipped bit makes `latest` name a checkpoint that was deleted."""
+    cloudckpt.delete(directory)
+    faults = Faults(Rule(fault=FlippedBits(), operations={"read"}))
+    assert cloudckpt.latest(directory.parent, options=cloudckpt.Options(wrap_store=faults)) is None
+    assert faults.num_injected["FlippedBits"] == 1

@@ -32,7 +32,6 @@ _LONGEST_COLLECTIVE_S = 1800.0
 _Key: TypeAlias = tuple[dist.ProcessGroup, Purpose]
 _lock = threading.Lock()
 _companies: dict[_Key, _Company] = {}
-_generations: dict[_Key, int] = {}
 _founding = threading.local()
 
 
@@ -41,7 +40,6 @@ def _forget_after_fork() -> None:
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
     _companies.clear()
-    _generations.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
@@ -107,10 +105,9 @@ class _Company:
     def __init__(self, key: _Key) -> None:
         source, purpose = key
         self._ranks = sorted(dist.get_process_group_ranks(source))
-        generation = _generations[key] = _generations.get(key, 0) + 1
         store = source.get_group_store()
         self.meetings = Meetings(
-            _c10d().PrefixStore(f"cloudckpt/{purpose}/{generation}", store),
+            _c10d().PrefixStore(f"cloudckpt/{purpose}", store),
             rank=self._ranks.index(dist.get_rank()),
             num_ranks=len(self._ranks),
             store_keeper=self._keeper_of(store),
@@ -252,9 +249,8 @@ def _backends_of(group: dist.ProcessGroup) -> set[str]:
 
 
 def _forget_destroyed() -> None:
-    for source, purpose in [key for key in _generations if not _exists(key[0])]:
-        del _generations[source, purpose]
-        _companies.pop((source, purpose), None)
+    for key in [key for key in _companies if not _exists(key[0])]:
+        _companies.pop(key).disband()
 
 
 def _exists(group: dist.ProcessGroup) -> bool:

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, own_process, read, sign_of, task_of, word_of
 from cloudckpt.errors import RankLostError
 
@@ -33,8 +35,8 @@ class GivenUpError(Exception):
 class Meetings:
     """The meetings of `num_ranks` ranks on `store`, as one of them sees them; in each of them all take part, in order.
 
-    `store` must be theirs alone; `store_keeper` is the rank in whose process it is kept, if in one's. After a
-    `RankLostError` there are no further meetings. Not for several threads.
+    `store` must be theirs, and may have been that of others before; `store_keeper` is the rank in whose process it is
+    kept, if in one's. After a `RankLostError` there are no further meetings. Not for several threads.
     """
 
     def __init__(self, store: Any, *, rank: int, num_ranks: int, store_keeper: tuple[int, ...]) -> None:
@@ -217,7 +219,7 @@ class Meetings:
     def _run(self) -> None:
         """Post and read, in a thread of its own: any call to the store may take for ever."""
         try:
-            store = self._own_connection = self._own_connection or connection_of_its_own(self.store)
+            store = self._own_connection = self._own_connection or self._opened()
             known: set[str] = set()
             posted, said = "", Word()
             due_s = 0.0
@@ -250,6 +252,14 @@ class Meetings:
             with self._changed:
                 self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._changed.notify_all()
+
+    def _opened(self) -> Any:
+        """A connection to keys that no earlier meetings have used: a store outlives groups that are made anew on it."""
+        connection = connection_of_its_own(self.store)
+        generation = str(connection.add(f"generation-{self.rank}", 1))  # each rank counts its own
+        prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # the stubs leave it out
+        self.store = prefixed(generation, self.store)
+        return prefixed(generation, connection)
 
     def _wanted(self) -> list[str]:
         if self.rank == 0:

@@ -357,6 +357,30 @@ def test_a_rank_that_fails_by_itself_is_not_waited_for(local: LocalPlace, tmp_pa
             running.assert_ends(rank)
 
 
+def save_on_groups_of_its_own(uri: str) -> list[tuple[BaseException | None, int]]:
+    told = []
+    for number in range(3):
+        group, options = dist.new_group([0, 1]), options_with(None, timeout_s=WAIT_S)
+        error = outcome_of(
+            functools.partial(cloudckpt.save, values(), f"{uri}-{number}", process_group=group, options=options)
+        )[1]
+        told.append((error, len(dist.distributed_c10d._world.pg_map)))  # type: ignore[attr-defined]
+        dist.barrier()
+        dist.destroy_process_group(group)
+    return told
+
+
+def test_a_group_that_is_destroyed_leaves_none_of_ours(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, a job that makes a group for each save gathers groups of ours, with their threads and sockets."""
+    with ranks(save_on_groups_of_its_own, local.uri(), size=2, scratch=tmp_path) as running:
+        for rank in range(2):
+            told = running.told_by(rank)
+            assert [error for error, _ in told] == [None] * 3
+            assert told[1][1] == told[2][1]
+        for rank in range(2):
+            running.assert_ends(rank)
+
+
 # --- A rank that is slow
 
 
@@ -396,6 +420,26 @@ def test_ranks_that_do_not_answer_are_counted_by_the_judges_own_clock() -> None:
     assert 0.3 <= elapsed_s < 0.3 + SLACK_S
 
 
+def test_what_an_earlier_group_left_on_the_store_is_no_sign_of_life(tmp_path: Path) -> None:
+    """If this fails, a group that is made anew on the same store goes on without ranks that have not come."""
+    calls = {"doing": "saving", "uri": "s3://b/k", "timeout_s": WAIT_S}
+    for has_come in (True, False):
+        both = [
+            Meetings(dist.FileStore(str(tmp_path / "store"), 2), rank=rank, num_ranks=2, store_keeper=())
+            for rank in range(2)
+        ]
+        both[0].begin(**calls | {"timeout_s": WAIT_S if has_come else 0.3})  # type: ignore[arg-type]
+        other = threading.Thread(target=lambda two=both[1]: (two.begin(**calls), two.meet()))
+        if has_come:
+            other.start()
+        _, error = outcome_of(both[0].meet)
+        if has_come:
+            other.join(WAIT_S)
+            both[1].end(has_left=False)
+        both[0].end(has_left=False)
+        assert isinstance(error, cloudckpt.RankLostError) != has_come, error
+
+
 class StoreThatHangs:
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -403,8 +447,9 @@ class StoreThatHangs:
     def clone(self) -> StoreThatHangs:
         return self
 
-    def set(self, key: str, value: str) -> None:
+    def add(self, key: str, amount: int) -> int:
         assert self.released.wait(WAIT_S)
+        raise RuntimeError("the store has gone")
 
     def check(self, keys: list[str]) -> bool:
         return False

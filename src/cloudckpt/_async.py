@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -104,12 +105,8 @@ class AsyncSave:
 
     def _upload_ended(self, upload: Future[Any]) -> None:
         try:
-            if self._stager is not None:
-                self._stager.close()
+            self._clean_up(upload.exception())
             try:
-                if self._call is not None:
-                    error = upload.exception()
-                    self._call.end(has_left=not (error is None or isinstance(error, CheckpointException)))
                 result = self._on_success(upload.result())
             except (CheckpointException, RankLostError) as error:
                 failure = self._on_failure(failure_by_loss(error) if isinstance(error, RankLostError) else error)
@@ -119,6 +116,24 @@ class AsyncSave:
                 self.committed.set_result(result)
         except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
             self.committed.set_exception(error)
+
+    def _clean_up(self, error: BaseException | None) -> None:
+        """What goes wrong here changes nothing about the save."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_logged())
+            if self._stager is not None:
+                stack.callback(self._stager.close)
+            if self._call is not None:
+                has_left = not (error is None or isinstance(error, CheckpointException))
+                stack.callback(self._call.end, has_left=has_left)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # noqa: BLE001  # it is logged, and the save is what counts
+        _log.exception("cleaning up after a background save failed")
 
 
 def _waited(future: Future[Any], ask: Callable[[float | None], _T], timeout: float | None) -> _T:

@@ -26,6 +26,7 @@ _LONGEST_POLL_S = 0.05
 _LONGEST_FAREWELL_S = 2.0
 _MOST_NAMED = 16
 _WORD = "word"
+_GIVEN_UP = "given-up"
 
 
 class GivenUpError(Exception):
@@ -57,6 +58,7 @@ class Meetings:
         self._heard_s: dict[int, float] = {}
         self._reached_s = 0.0
         self._trouble = ""
+        self._given_up_in_call = 0
         self._is_waiting = self._is_urgent = self._is_ending = False
 
     def begin(self, *, doing: str, uri: str, timeout_s: float) -> None:
@@ -66,6 +68,7 @@ class Meetings:
         they have given up this one.
         """
         self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
+        self._await_farewell()
         # Ranks may load from copies on disks of their own: that all are of one save is checked with their plans.
         call, task = self._mine.call + 1, task_of(doing, "" if doing == "loading" else uri)
         self._mine = replace(self._mine, call=call, has_left=False, task=task, process=own_process())
@@ -77,7 +80,7 @@ class Meetings:
             while self._reached_s == before_s:
                 self._fail_without_store()
                 self._changed.wait(timeout_s)
-            if 0 < self._word.lost_in_call < self._mine.call:
+            if any(0 < call < self._mine.call for call in (self._given_up_in_call, self._word.lost_in_call)):
                 self.is_over = True
                 raise GivenUpError
             self._fail_if_lost()
@@ -109,7 +112,7 @@ class Meetings:
 
     def end(self, *, has_left: bool) -> None:
         """Show no more signs of life. `has_left` tells the others that this rank will not come, so that none waits."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is None:
             return
         with self._changed:
@@ -118,8 +121,16 @@ class Meetings:
             self._is_ending = True
             self._wake()
         thread.join(min(self.timeout_s, _LONGEST_FAREWELL_S))
-        if thread.is_alive():
-            self.is_over = True  # the store hangs, and the thread with it
+        if not thread.is_alive():
+            self._thread = None  # else the store is slow, or hangs: the next call, if there is one, has time to wait
+
+    def _await_farewell(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(self.timeout_s)
+            if thread.is_alive():
+                with self._changed:
+                    raise self._lost(self._store_keeper, f"{self._keeps} did not answer for {self.timeout_s:g} s")
 
     def _let_hear(self, deadline_s: float) -> None:
         """On rank 0, which may take the store with it when it exits: let the others hear whom it has given up."""
@@ -225,6 +236,9 @@ class Meetings:
             due_s = 0.0
             poll_s = _SHORTEST_POLL_S
             pause_s = min(_LONGEST_PAUSE_S, self.timeout_s / _SIGNS_WITHIN_TIMEOUT)
+            if store.check([_GIVEN_UP]):
+                with self._changed:
+                    self._given_up_in_call = int(store.get(_GIVEN_UP))
             while True:
                 with self._changed:
                     is_ending, is_urgent, self._is_urgent = self._is_ending, self._is_urgent, False
@@ -239,6 +253,9 @@ class Meetings:
                 if self.rank == 0 and said != word:
                     said = word
                     store.set(_WORD, said.encoded())
+                if is_ending and self.is_over:
+                    # One rank alone can come to this: the others have to meet it anew, in their next call.
+                    store.set(_GIVEN_UP, str(mine.call))
                 found = read(store, wanted, known)
                 with self._changed:
                     self._take_in(found)

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 from cloudckpt._commit.collect import Left, Place, collect, delete_checkpoint, judge, walk
 from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.garbage import Inventory, Plan
-from cloudckpt._commit.resolve import manifest_key
+from cloudckpt._commit.resolve import manifest_key, ranks_of
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt.errors import (
@@ -97,11 +97,11 @@ class GarbageReport:
 
     def _lines(self) -> Iterator[str]:
         for garbage in self.locations:
-            yield f"{garbage.uri}: {', '.join(garbage.reasons)} ({_size(garbage.num_bytes)})"
+            yield f"{_shown(garbage.uri)}: {', '.join(garbage.reasons)} ({_size(garbage.num_bytes)})"
         for spared in self.skipped:
-            yield f"{spared.uri}: left alone: {spared.reason}"
+            yield f"{_shown(spared.uri)}: left alone: {_shown(spared.reason)}"
         for spared in self.failed:
-            yield f"{spared.uri}: failed: {spared.reason}"
+            yield f"{_shown(spared.uri)}: failed: {_shown(spared.reason)}"
         done = "would be removed" if self.dry_run else "removed"
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
         yield (
@@ -205,8 +205,9 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
         store, retrier, prefixes=_PARTS_OF_A_CHECKPOINT, has_hidden_uploads=location.scheme == "file", on_unlisted=None
     )
     was_there = False
+    ranks = ranks_of(prefix.removesuffix("/") for prefix in inventory.locations)
     for prefix in inventory.locations:
-        if prefix == "" or _is_ranks(prefix):
+        if prefix in {"", *(f"rank-{rank}/" for rank in ranks)}:
             place = _place(location, store, inventory, prefix, options)
             was_there |= delete_checkpoint(place, retrier, conditional=conditional)
     if not was_there:
@@ -240,6 +241,11 @@ def _retrier(options: Options) -> Retrier:
     return Retrier(retries=options.retries, timeout_s=options.timeout_s)
 
 
+def _shown(text: str) -> str:
+    """As one line of plain text: keys are whatever somebody put into the bucket."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
 def _uri_of(location: Location, prefix: str) -> str:
     return f"{location.uri.rstrip('/')}/{prefix.rstrip('/')}" if prefix else location.uri
 
@@ -250,11 +256,6 @@ def _place(location: Location, store: Store, inventory: Inventory, prefix: str, 
         # A bucket can hold folders that no checkpoint can lie in.
         own = open_store(parse_location(location.child(prefix.rstrip("/")).uri), options)
     return Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix))
-
-
-def _is_ranks(prefix: str) -> bool:
-    name = prefix.rstrip("/")
-    return name.startswith("rank-") and name[len("rank-") :].isdecimal()
 
 
 def _garbage(uri: str, prefix: str, plan: Plan) -> Garbage:

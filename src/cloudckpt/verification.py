@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 
-from cloudckpt._commit.resolve import holds_torch_checkpoint, resolve
+from cloudckpt._commit.resolve import holds_torch_checkpoint, ranks_of, resolve
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.verify import VerifyJob
@@ -18,7 +17,6 @@ from cloudckpt.report import VerifyReport
 
 _log = logging.getLogger("cloudckpt")
 
-_RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,17})")
 _MAX_SHOWN = 10
 
 
@@ -98,10 +96,9 @@ def _of_ranks(
     location: Location, options: Options, context: Context
 ) -> tuple[list[tuple[Context, Manifest]], list[str]]:
     folders = context.retrier.call(lambda: list(context.store.list_directories()))
-    ranks = sorted(int(match.group(1)) for folder in folders if (match := _RANK_FOLDER.fullmatch(folder)))
     found: list[tuple[Context, Manifest]] = []
     problems: list[str] = []
-    for rank in ranks:
+    for rank in ranks_of(folders):
         of_rank = Context(location.child(f"rank-{rank}"), options, rank=rank)
         try:
             found.append((of_rank, resolve(of_rank.store, of_rank.retrier).manifest))

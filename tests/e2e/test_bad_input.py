@@ -232,7 +232,7 @@ def test_one_ranks_bad_request_stops_all(place: Place) -> None:
 
 
 def fail_on_ranks(uri: str, storage_options: dict[str, Any], scheme: str) -> None:
-    options = cloudckpt.Options(timeout_s=1.0, storage_options=storage_options)
+    options = cloudckpt.Options(timeout_s=5.0, storage_options=storage_options)
     with pytest.raises(CheckpointException) as caught:
         cloudckpt.save(values(), uri, options=options)
     assert isinstance(caught.value, cloudckpt.StoreTimeoutError)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.e2e import harness
 from tests.e2e.places import LocalPlace
 
 import cloudckpt
-from cloudckpt._ranks import Meetings
+from cloudckpt._ranks import GivenUpError, Meetings
 from cloudckpt._signs import has_ended, own_process
 
 pytestmark = pytest.mark.multirank
@@ -438,6 +439,28 @@ def test_what_an_earlier_group_left_on_the_store_is_no_sign_of_life(tmp_path: Pa
             both[1].end(has_left=False)
         both[0].end(has_left=False)
         assert isinstance(error, cloudckpt.RankLostError) != has_come, error
+
+
+@pytest.mark.parametrize("lonely", [0, 1])
+def test_what_one_rank_gives_up_alone_all_give_up(tmp_path: Path, lonely: int) -> None:
+    """If this fails, a rank whose end of a call failed never meets the others again: every later save fails."""
+    store = str(tmp_path / "store")
+    calls: dict[str, Any] = {"doing": "saving", "uri": "s3://b/k", "timeout_s": WAIT_S}
+    both = [Meetings(dist.FileStore(store, 2), rank=rank, num_ranks=2, store_keeper=()) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda meetings: (meetings.begin(**calls), meetings.meet()), both))
+    both[1 - lonely].end(has_left=False)
+    both[lonely].is_over = True
+    both[lonely].end(has_left=False)
+    with pytest.raises(GivenUpError):
+        both[1 - lonely].begin(**calls)
+    both[1 - lonely].end(has_left=True)
+    both = [Meetings(dist.FileStore(store, 2), rank=rank, num_ranks=2, store_keeper=()) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda meetings: (meetings.begin(**calls), meetings.meet()), both))
+    for meetings in both:
+        meetings.end(has_left=False)
+        assert not meetings.is_over
 
 
 class StoreThatHangs:

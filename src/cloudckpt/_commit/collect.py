@@ -19,6 +19,7 @@ from cloudckpt._commit.resolve import (
     check_ours,
     list_entries,
     manifest_key,
+    manifest_number,
     read_entry,
     read_log,
     read_manifest,
@@ -178,8 +179,14 @@ def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> b
     if log.counting is None and all(entry.is_fence for entry in log.entries):
         return False
     if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
-        check_ours(place.store, log, retrier)
+        check_ours(place.store, log.entries, retrier)
     if conditional:
+        if manifest_number(manifest_key(log.top + 1)) is None:
+            url = place.store.url(manifest_key(log.top))
+            raise InvalidManifestError(
+                f"{url} has the highest number that there is, and no cloudckpt wrote it. Remove it, and delete again",
+                uri=place.store.uri,
+            )
         log = _fenced_off(place.store, log, retrier)
     doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
     for keys in (

@@ -66,12 +66,13 @@ class Inventory:
     def add_object(self, info: ObjectInfo) -> None:
         """An object of a listing; only names that cloudckpt gives are kept."""
         folder, slash, name = info.key.rpartition("/")
+        moment = info.changed_at or info.modified_at
         if entry_of(name, info) is not None:
             self._found.setdefault(folder + slash, [])
         elif placed := _place(_DATA, info.key):
-            self._add(placed[0], Found("data", info.key, placed[1], info.size_bytes, info.modified_at))
+            self._add(placed[0], Found("data", info.key, placed[1], info.size_bytes, moment))
         elif match := _PROBE.fullmatch(info.key):
-            self._add(match[1], Found("probe", info.key, "", info.size_bytes, info.modified_at))
+            self._add(match[1], Found("probe", info.key, "", info.size_bytes, moment))
 
     def add_upload(self, info: UploadInfo) -> None:
         """An unfinished upload. In hidden folders of ours there is nothing but ours, whatever its name."""

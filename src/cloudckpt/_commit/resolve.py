@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -23,6 +24,7 @@ TORCH_METADATA_KEY = ".metadata"
 MAX_MANIFEST_BYTES = 2**31
 _BEGINNING = b'{"format":"cloudckpt'
 """Of every entry that cloudckpt writes, manifest or fence."""
+_RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,17})")
 _MANIFEST = re.compile(r"manifest(?:\.([1-9][0-9]{0,17}))?\.json")
 
 
@@ -165,9 +167,9 @@ def read_manifest(store: Store, number: int, retrier: Retrier) -> Manifest | Non
     return None if isinstance(found, Fence) else found
 
 
-def check_ours(store: Store, log: Log, retrier: Retrier) -> None:
+def check_ours(store: Store, entries: Iterable[Entry], retrier: Retrier) -> None:
     """Raises `InvalidManifestError` for an entry that another program wrote, by how it begins."""
-    for entry in log.entries:
+    for entry in entries:
         key = manifest_key(entry.number)
         beginning = bytearray(min(entry.size_bytes, len(_BEGINNING)))
         try:
@@ -178,7 +180,7 @@ def check_ours(store: Store, log: Log, retrier: Retrier) -> None:
         if not _BEGINNING.startswith(beginning):
             raise InvalidManifestError(
                 f"{store.url(key)} is no cloudckpt checkpoint's: another program wrote it, and no data of a checkpoint "
-                "lies beside it. Nothing was deleted",
+                "lies beside it. Nothing was written or deleted",
                 uri=store.uri,
             )
 
@@ -191,11 +193,22 @@ def holds_torch_checkpoint(store: Store) -> bool:
 def holds_rank_checkpoints(store: Store) -> bool:
     """Whether ranks have saved there on their own, each under ``rank-<r>/``."""
     # By sizes alone: a rank's checkpoint that was deleted has left a fence.
-    return any(
-        "/" not in folder and (entry := entry_of(name, info)) is not None and not entry.is_fence
+    folders = {
+        folder
         for info in store.list("rank-")
         for folder, _, name in [info.key.rpartition("/")]
-    )
+        if (entry := entry_of(name, info)) is not None and not entry.is_fence
+    }
+    return bool(ranks_of(folders))
+
+
+def ranks_of(folders: Iterable[str]) -> list[int]:
+    """The ranks that have saved on their own, by the names of the folders that lie beside each other.
+
+    Rank 0 is always one of them: a folder ``rank-8`` without it is a checkpoint with that name.
+    """
+    ranks = sorted(int(match.group(1)) for folder in folders if (match := _RANK_FOLDER.fullmatch(folder)))
+    return ranks if ranks[:1] == [0] else []
 
 
 def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> CheckpointNotFoundError:

@@ -17,6 +17,7 @@ from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.present import check_objects_present, check_still_next
 from cloudckpt._commit.publish import publish, remove_superseded
 from cloudckpt._commit.resolve import (
+    check_ours,
     holds_rank_checkpoints,
     holds_torch_checkpoint,
     list_entries,
@@ -74,6 +75,8 @@ class SaveJob:
         context, uri = self._context, self._context.uri
         if overwrite:  # of whatever lies there, be it damaged
             entries = context.retrier.call(lambda: list_entries(context.store))
+            if entries and not context.retrier.call(lambda: next(iter(context.store.list("data/")), None)):
+                check_ours(context.store, entries, context.retrier)
         else:
             log = read_log(context.store, context.retrier)
             entries = log.entries
@@ -201,7 +204,11 @@ class SaveJob:
         retrier = context.new_retrier()
         try:
             for entry in retrier.call(lambda: list_entries(context.store)):
-                found = None if entry.is_fence else read_entry(context.store, entry.number, retrier)
+                if entry.is_fence:
+                    continue
+                found = read_entry(context.store, entry.number, retrier)
+                if found is None:
+                    return True  # it was listed: who cannot read it cannot rule it out
                 if isinstance(found, Manifest) and not {stored.key for stored in found.objects}.isdisjoint(keys):
                     return True
         except CloudckptError as error:

@@ -56,6 +56,8 @@ class ObjectInfo:
     size_bytes: int
     modified_at: datetime
     """When the store says it was written; timezone-aware."""
+    changed_at: datetime | None = None
+    """When it came to lie there, where the store tells that apart: a file can be copied with its time of writing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -241,7 +241,8 @@ class LocalStore(Store):
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=_time(status))
+    changed_at = datetime.fromtimestamp(max(status.st_mtime, status.st_ctime), tz=timezone.utc)
+    return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=_time(status), changed_at=changed_at)
 
 
 def _time(status: os.stat_result) -> datetime:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt._commit.collect import Left, Place, collect, delete_checkpoint, judge, walk
+from cloudckpt._commit.collect import Left, Place, collect, judge, walk
 from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.garbage import Inventory, Plan
+from cloudckpt._commit.remove import delete_checkpoint
 from cloudckpt._commit.resolve import manifest_key, ranks_of
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location

@@ -9,8 +9,9 @@ import re
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
-from cloudckpt._commit.collect import Place, collect, delete_checkpoint, walk
+from cloudckpt._commit.collect import Place, collect, walk
 from cloudckpt._commit.publish import OvertakenError, publish, remove_superseded
+from cloudckpt._commit.remove import delete_checkpoint
 from cloudckpt._commit.resolve import manifest_key, manifest_number, read_log, resolve
 from cloudckpt._manifest.codec import decode, encode
 from cloudckpt._manifest.model import Manifest, StoredObject

@@ -1,4 +1,4 @@
-"""Removing garbage, and whole checkpoints: a fence first, so that nothing that goes can be committed any more.
+"""Removing garbage: a fence first, so that nothing that goes can be committed any more.
 
 A save fixes its number before it writes any data. So once the log has an entry that it did not have when some data was
 listed, whoever wrote that data has a number that is taken, or decides nothing.
@@ -6,20 +6,19 @@ listed, whoever wrote that data has a number that is taken, or decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from cloudckpt._commit.batches import batches
 from cloudckpt._commit.fence import Fence
 from cloudckpt._commit.garbage import Found, Inventory, Plan, plan_removal
 from cloudckpt._commit.put import lay_fence
 from cloudckpt._commit.resolve import (
     Entry,
     Log,
-    check_ours,
     list_entries,
     manifest_key,
-    manifest_number,
     read_entry,
     read_log,
     read_manifest,
@@ -28,14 +27,11 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
-    InvalidManifestError,
     StoreError,
-    UnsupportedFormatError,
     UnsupportedOperationError,
 )
 from cloudckpt.stores.base import Store, UploadInfo
 
-_BATCH = 1000  # keys that one request of S3 can delete
 _MOST_REFUSALS = 10
 """In a row: then nothing there can be removed."""
 _NUM_FENCES = 8
@@ -168,66 +164,6 @@ def collect(place: Place, retrier: Retrier, *, before: datetime, conditional: bo
     return plan, left
 
 
-def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> bool:
-    """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
-
-    With its fence it is gone, at once. Raises `InvalidManifestError` where what lies there is another program's;
-    `CheckpointChangedError` where another save's commit came between, which is left untouched; `CommitUnknownError`
-    where it is not known whether the fence was laid; `StoreError`.
-    """
-    log = _lenient_log(place.store, retrier)
-    if log.counting is None and all(entry.is_fence for entry in log.entries):
-        return False
-    if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
-        check_ours(place.store, log.entries, retrier)
-    if conditional:
-        if manifest_number(manifest_key(log.top + 1)) is None:
-            url = place.store.url(manifest_key(log.top))
-            raise InvalidManifestError(
-                f"{url} has the highest number that there is, and no cloudckpt wrote it. Remove it, and delete again",
-                uri=place.store.uri,
-            )
-        log = _fenced_off(place.store, log, retrier)
-    doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
-    for keys in (
-        [place.prefix + manifest_key(number) for number in doomed],
-        sorted(item.key for item in place.found if item.kind == "data"),
-    ):
-        for batch in _batches(keys):
-            retrier.call(lambda batch=batch: place.root.delete(batch))  # type: ignore[misc]  # mypy cannot see the default
-    for item in place.found:
-        if item.kind == "upload":
-            retrier.call(lambda item=item: place.root.abort_multipart(item.key, item.upload_id))  # type: ignore[misc]  # as above
-    return True
-
-
-def _fenced_off(store: Store, log: Log, retrier: Retrier) -> Log:
-    """The log with a fence above all that counted."""
-    counted = log.counting
-    for _ in range(_NUM_FENCES):
-        has_laid = lay_fence(store, log.top + 1, keeps=None, retrier=retrier)
-        log = read_log(store, retrier)
-        if log.counting is None:
-            return log  # by this fence, or by that of another deletion
-        if has_laid or log.counting != counted:
-            raise CheckpointChangedError(
-                f"{store.uri} was overwritten while it was being deleted. What another save has committed there is "
-                "untouched: delete it, too, if it is to go",
-                uri=store.uri,
-            )
-        # A fence of gc's, which keeps what is to go.
-    raise CheckpointChangedError(f"{store.uri} changes all the time: it was not deleted. Try again", uri=store.uri)
-
-
-def _lenient_log(store: Store, retrier: Retrier) -> Log:
-    """The log; a fence that cannot be read keeps nobody from removing what it stands for."""
-    try:
-        return read_log(store, retrier)
-    except (InvalidManifestError, UnsupportedFormatError):
-        entries = retrier.call(lambda: list_entries(store))
-        return Log(entries=entries, counting=entries[-1].number if entries else None)
-
-
 def _plan(
     place: Place,
     log: Log,
@@ -281,7 +217,7 @@ def _abort(store: Store, upload: Found, retrier: Retrier) -> list[Left]:
 def _remove(store: Store, keys: Sequence[str], retrier: Retrier) -> list[Left]:
     """Remove `keys` in their order; where a request fails, its keys one by one."""
     left: list[Left] = []
-    for batch in _batches(keys):
+    for batch in batches(keys):
         if _delete(store, batch, retrier) is None:
             continue
         num_refused = 0
@@ -301,7 +237,3 @@ def _delete(store: Store, keys: Sequence[str], retrier: Retrier) -> StoreError |
     except StoreError as error:
         return error
     return None
-
-
-def _batches(keys: Sequence[str]) -> Iterable[Sequence[str]]:
-    return (keys[start : start + _BATCH] for start in range(0, len(keys), _BATCH))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from cloudckpt._commit.batches import batches
 from cloudckpt._commit.fence import Fence
 from cloudckpt._commit.put import PutOutcome, put_entry
 from cloudckpt._commit.resolve import Log, manifest_key, read_entry, read_log
@@ -15,8 +16,6 @@ from cloudckpt.errors import CheckpointError, CheckpointExistsError, CommitUnkno
 from cloudckpt.stores.base import Store
 
 _log = logging.getLogger("cloudckpt")
-
-_BATCH = 1000  # keys that one request of S3 can delete
 
 
 class OvertakenError(CheckpointExistsError, CommitUnknownError):
@@ -81,10 +80,8 @@ def remove_superseded(
         stale = [entry for entry in log.entries if entry.number < number]
         manifests = [entry.number for entry in stale if not entry.is_fence]
         keys = [key for n in manifests for key in _data_keys(store, n, retrier) if key not in kept]
-        batches = [keys[i : i + _BATCH] for i in range(0, len(keys), _BATCH)]
-        for batch in ([manifest_key(entry.number) for entry in stale], *batches):
-            if not batch:
-                continue
+        entries = [manifest_key(entry.number) for entry in stale]
+        for batch in (*batches(entries), *batches(keys)):
             on_removing(batch[0])
             retrier.call(lambda batch=batch: store.delete(batch))  # type: ignore[misc]  # mypy cannot see the default
             num_removed += len(batch)

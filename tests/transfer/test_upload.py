@@ -195,6 +195,19 @@ class Broken(Bytes):
             yield views
 
 
+def test_an_upload_that_is_aborted_by_others_says_what_may_have_done_it(store: FaultyStore) -> None:
+    """If this fails, whoever runs gc with too short an age is told that something is missing, and not why."""
+
+    def abort() -> None:
+        for upload in store.inner.list_uploads():
+            store.inner.abort_multipart(upload.key, upload.upload_id)
+
+    store.once_before("upload_part", "", abort)
+    with pytest.raises(ObjectNotFoundError, match="older_than"):
+        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
+    assert_nothing_left(store)
+
+
 def test_a_body_that_fails_fails_the_session(store: FaultyStore) -> None:
     """If this fails, an error in a worker thread is lost, and a save succeeds without its data (G3)."""
     with pytest.raises(RuntimeError, match="CUDA error"):

@@ -193,7 +193,7 @@ class UploadSession:
             if target.num_held_bytes and isinstance(error, StoreError):
                 self._give_up(target, error)
             else:
-                self._fail(error)
+                self._fail(_explained(error))
         finally:
             self._slots.release()
 
@@ -281,6 +281,13 @@ class UploadSession:
                     self._cleaner.call(functools.partial(self._store.abort_multipart, target.key, target.upload_id))
         with _logged("remove", self._store.uri):
             self._cleaner.call(lambda: self._store.delete(self._started_keys))
+
+
+def _explained(error: BaseException) -> BaseException:
+    if not isinstance(error, ObjectNotFoundError):
+        return error
+    why = "Something removed it during the save (a gc with too short an older_than, a lifecycle rule?): save again"
+    return ObjectNotFoundError(f"{error} {why}", key=error.key, operation=error.operation)
 
 
 @contextlib.contextmanager

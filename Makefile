@@ -10,7 +10,7 @@ SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test integration soak exhaustive azure lint format types imports bench clean
+.PHONY: help demo test faults integration soak exhaustive azure lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -23,8 +23,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train, kill, resume, reshard: the main job, on an embedded store. DEMO_ARGS="--uri s3://…" for yours.
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(INSTALLED) ## Run all tests, with coverage.
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term:skip-covered --cov-fail-under=90
+test: $(INSTALLED) ## Run the tests, with coverage; not those of the lanes below.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults" --cov --cov-report=term:skip-covered --cov-fail-under=90
+
+faults: $(INSTALLED) ## Kill ranks, flip bits, interleave calls, stall stores: what the guarantees were tried with.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m faults
 
 $(SERVERS_INSTALLED): tests/integration/requirements.txt
 	$(PYTHON) -m venv $(SERVERS_VENV)

@@ -23,7 +23,7 @@ from tests.e2e.kills import (
 from tests.e2e.places import BucketPlace, LocalPlace
 from tests.tried import Tried
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
 RUNS_ALL = os.environ.get("CLOUDCKPT_KILLS") == "all"
 ON_A_PATH = [*covering(QUICK_KILLS, num_together=2), *WAITING_KILLS, KILLS_IN_A_PROCESS[0]]

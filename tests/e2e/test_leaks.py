@@ -12,6 +12,8 @@ from tests.resources import MIB
 
 from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture
 def moto(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:

@@ -6,6 +6,8 @@ import pytest
 from tests.e2e.many_ranks import check_many_ranks
 from tests.e2e.places import Place
 
+pytestmark = pytest.mark.faults
+
 NUM_RANKS = 16
 
 

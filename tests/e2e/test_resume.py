@@ -23,6 +23,8 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import CloudckptError
 from cloudckpt.stores.memory import MemoryStore
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(("victims", "after_num_parts"), [((1,), 4), ((0, 1), 8)], ids=str)

@@ -23,7 +23,7 @@ from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
 from cloudckpt.testing.wire import Action, Rule, StallAnswer, StallRequest, Wire
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
 TIMEOUT_S = 1.5
 MOST_CALLS = 4

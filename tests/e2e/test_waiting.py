@@ -29,7 +29,7 @@ import cloudckpt
 from cloudckpt._ranks import GivenUpError, Meetings
 from cloudckpt._signs import has_ended, own_process
 
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
 TIMEOUT_S = 2.0
 SLACK_S = 5.0

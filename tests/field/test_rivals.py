@@ -30,6 +30,8 @@ from cloudckpt.options import KIB, MIB
 from cloudckpt.testing.servers import S3Server
 from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Wire
 
+pytestmark = pytest.mark.faults
+
 RIVALS = (1.0, 2.0)
 
 

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 
+pytestmark = pytest.mark.faults
+
 MOST_FILE_BYTES = 1 * MIB
 
 

@@ -6,6 +6,7 @@ import functools
 import threading
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.e2e.models import assert_same
@@ -16,6 +17,8 @@ from cloudckpt.options import KIB, MIB
 from cloudckpt.testing.servers import S3Server
 from cloudckpt.testing.wire import Seen, Wire
 from cloudckpt.testing.wrapping import Call, WrappedStore
+
+pytestmark = pytest.mark.faults
 
 WAIT_S = 30.0
 

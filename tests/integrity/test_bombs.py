@@ -6,8 +6,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 from tests.e2e.harness import ROOT
 from tests.integrity.bombs import ROOM_BYTES
+
+pytestmark = pytest.mark.faults
 
 CORRUPT = "CorruptCheckpointError"
 INVALID = "InvalidManifestError"

@@ -19,6 +19,7 @@ from cloudckpt._manifest.codec import decode
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, InvalidManifestError, UnsupportedFormatError
 
 pytestmark = [
+    pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.multirank,
     pytest.mark.usefixtures("without_threads"),

@@ -26,6 +26,7 @@ from cloudckpt.stores.base import Store
 from cloudckpt.stores.memory import MemoryStore
 
 pytestmark = [
+    pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:.*(TypedStorage|is not a)"),
     pytest.mark.timeout(240),

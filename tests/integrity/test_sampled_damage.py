@@ -17,7 +17,7 @@ import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")]
 
 MIB = 2**20
 SEED = 20261121

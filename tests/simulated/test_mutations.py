@@ -12,6 +12,8 @@ from tests.simulated.test_schedules import no_waiting, search
 from cloudckpt import housekeeping
 from cloudckpt._commit import publish
 
+pytestmark = pytest.mark.faults
+
 __all__ = ["no_waiting"]
 
 _MOST_SCHEDULES = 500

@@ -16,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from tests.simulated.scheduler import Fate
 from tests.simulated.world import KINDS, Kind, World
 
+pytestmark = pytest.mark.faults
+
 NUM_SCHEDULES = int(os.environ.get("CLOUDCKPT_SCHEDULES", "1100"))
 _MOST_AT_ONCE = 4
 _MOST_EVER = 6

@@ -119,7 +119,8 @@ def run_ranks(
             outcomes = _collect(readers, timeout_s=timeout_s, grace_s=grace_s)
             _join([processes[rank] for rank in outcomes])
         finally:
-            _end(processes, wait_s=min(1.0 + grace_s, GRACE_S))
+            # Nobody asks where those hang who are given no time; and to look, while they run, can crash them.
+            _end(processes, wait_s=min(1.0 + grace_s, GRACE_S), at_once=not grace_s)
             late = _last_words(readers)
             for reader in readers:
                 reader.close()
@@ -171,9 +172,12 @@ def _last_words(readers: list[multiprocessing.connection.Connection]) -> dict[in
     return outcomes
 
 
-def _end(processes: list[BaseProcess], *, wait_s: float) -> None:
+def _end(processes: list[BaseProcess], *, wait_s: float, at_once: bool) -> None:
     for process in processes:
-        process.terminate()  # a rank that hangs writes its stacks when it gets this
+        if at_once:
+            process.kill()
+        else:
+            process.terminate()  # a rank that hangs writes its stacks when it gets this
     _join(processes, wait_s=wait_s)
     for process in processes:
         if process.is_alive():

@@ -132,17 +132,24 @@ class Salvage:
         return None
 
     def unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
-        """What the first upload that is of any use holds of `parts`."""
-        if self._store.capabilities.listed_parts == "none":
+        """What the first upload that is of any use holds of `parts`; where parts can change uploads, what all hold."""
+        kind, best = self._store.capabilities.listed_parts, None
+        if kind == "none":
             return None
         for leftover in leftovers:
             # Of two uploads, nobody knows which the other process completes, if it lives. An upload without a part may
             # be one that it never heard of, so that it makes another to the same key.
             if leftover.size_bytes is None and len(leftover.upload_ids) == 1:
-                held = self._held(leftover.key, leftover.upload_ids[0], body, parts)
-                if held.uploaded:
+                missing = [part for part in parts if best is None or part.number not in best.uploaded]
+                held = self._held(leftover.key, leftover.upload_ids[0], body, missing)
+                if held.uploaded and kind == "same_upload":
                     return held
-        return None
+                if best is not None:
+                    best.uploaded.update(held.uploaded)
+                    best.crc32cs.update(held.crc32cs)
+                elif held.uploaded:
+                    best = held
+        return best
 
     def _held(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> HeldParts:
         held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from cloudckpt._group import failure_by_loss
+from cloudckpt._group import exists, failure_by_loss
 from cloudckpt.errors import RankLostError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     assert default is not None  # noqa: S101  # it is initialised
     source = process_group if process_group is not None else default
     for known, group in list(_groups.items()):
-        if not (_exists(known) and _exists(group)):
+        if not (exists(known) and exists(group)):
             del _groups[known]
     if source in _groups:
         return _groups[source]
@@ -183,12 +183,3 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
         dist.get_process_group_ranks(source), backend="gloo", use_local_synchronization=source is not default
     )
     return _groups[source]
-
-
-def _exists(group: dist.ProcessGroup) -> bool:
-    """Whether the group has not been destroyed, as all are with the default one."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return False
-    return True

@@ -140,7 +140,7 @@ class _Company:
 
     def disband(self) -> None:
         """Free what the group holds. It waits for nobody."""
-        if self.group is not None and _exists(self.group):
+        if self.group is not None and exists(self.group):
             dist.destroy_process_group(self.group)
         self.group = None
 
@@ -249,11 +249,11 @@ def _backends_of(group: dist.ProcessGroup) -> set[str]:
 
 
 def _forget_destroyed() -> None:
-    for key in [key for key in _companies if not _exists(key[0])]:
+    for key in [key for key in _companies if not exists(key[0])]:
         _companies.pop(key).disband()
 
 
-def _exists(group: dist.ProcessGroup) -> bool:
+def exists(group: dist.ProcessGroup) -> bool:
     """Whether the group has not been destroyed, as all are with the default one."""
     try:
         dist.get_process_group_ranks(group)

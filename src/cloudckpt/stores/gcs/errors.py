@@ -7,34 +7,40 @@ Reasons are those of https://cloud.google.com/storage/docs/json_api/v1/status-co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cloudckpt.errors import (
     AccessDeniedError,
-    BucketNotFoundError,
     CredentialsError,
-    ObjectExistsError,
     ObjectNotFoundError,
-    ShortObjectError,
     StoreError,
-    StoreTimeoutError,
     ThrottledError,
     TransientStoreError,
-    UnsupportedOperationError,
+)
+from cloudckpt.stores._http_rules import (
+    BUCKET,
+    CANNOT,
+    CLOSED,
+    CONNECT_LATE,
+    DENIED,
+    EXISTS,
+    LATER,
+    NOTHING,
+    PROXY,
+    READ_LATE,
+    REQUEST,
+    SHORT,
+    TLS,
+    UNREACHED,
+    Rule,
+    by_name,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-Rule: TypeAlias = tuple[type[StoreError], str]
-"""What to raise, and what to do next; ``{bucket}``, ``{endpoint}`` and ``{permission}`` are filled in."""
 
 ACCOUNT: Rule = (AccessDeniedError, "The account or project may not use the store at present. Ask its owner.")
-BUCKET: Rule = (
-    BucketNotFoundError,
-    "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name.",
-)
-CANNOT: Rule = (UnsupportedOperationError, "This store does not offer the operation, or not with these options.")
 CERTIFICATE: Rule = (
     StoreError,
     (
@@ -42,12 +48,7 @@ CERTIFICATE: Rule = (
         "REQUESTS_CA_BUNDLE."
     ),
 )
-CLOSED: Rule = (TransientStoreError, "{endpoint} closed the connection. Try again.")
 CONFIG: Rule = (StoreError, "Check storage_options and the Google configuration (GOOGLE_* variables, gcloud).")
-CONNECT_LATE: Rule = (
-    StoreTimeoutError,
-    "{endpoint} accepted no connection in time. Check endpoint_url and the network, or raise timeout_s.",
-)
 CREDENTIALS: Rule = (
     CredentialsError,
     (
@@ -55,8 +56,6 @@ CREDENTIALS: Rule = (
         "credentials_file and GOOGLE_APPLICATION_CREDENTIALS."
     ),
 )
-DENIED: Rule = (AccessDeniedError, "Grant {permission} to these credentials.")
-EXISTS: Rule = (ObjectExistsError, "An object lies at this key already; it was left as it is.")
 FULL: Rule = (StoreError, "A quota is used up. Free some space, or raise the quota.")
 GONE: Rule = (
     ObjectNotFoundError,
@@ -70,7 +69,6 @@ HELD: Rule = (
     ),
 )
 LARGE: Rule = (StoreError, "The object is larger than the store takes. Lower object_bytes or part_bytes.")
-LATER: Rule = (TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
 MISSING: Rule = (
     StoreError,
     "Bucket {bucket!r} is there, so something else that the request names is not: check kms_key_name and user_project.",
@@ -83,11 +81,8 @@ NO_CREDENTIALS: Rule = (
         "bucket or an emulator."
     ),
 )
-NOTHING: Rule = (ObjectNotFoundError, "Nothing lies at this key.")
 NOT_GCS: Rule = (StoreError, "{endpoint} answered, but not as GCS does. Check endpoint_url, and proxies on the way.")
 POLICY: Rule = (AccessDeniedError, "A policy of the organization forbids it. Ask its owner.")
-PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
-READ_LATE: Rule = (StoreTimeoutError, "{endpoint} made no progress in time. Try again, or raise timeout_s.")
 REDIRECT: Rule = (StoreError, "{endpoint} sends requests elsewhere. Check endpoint_url (http or https).")
 REFRESH: Rule = (
     CredentialsError,
@@ -97,19 +92,8 @@ REFRESH: Rule = (
     ),
 )
 REFRESH_LATER: Rule = (TransientStoreError, "The service that renews the credentials was not reached. Try again.")
-REQUEST: Rule = (StoreError, "The store refuses the request as it stands. Check storage_options and the key.")
-SHORT: Rule = (ShortObjectError, "The object ends before the range that was asked for.")
 SLOWER: Rule = (ThrottledError, "Ask less often: fewer connections, or other keys.")
-TLS: Rule = (TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
-UNREACHED: Rule = (
-    TransientStoreError,
-    "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
-)
 WHO_PAYS: Rule = (StoreError, "The bucket wants the requester to pay: check user_project in storage_options.")
-
-
-def _invert(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:
-    return {name: rule for rule, names in groups for name in names.split()}
 
 
 OF_API: Mapping[tuple[str, int], Rule] = {
@@ -119,7 +103,7 @@ OF_API: Mapping[tuple[str, int], Rule] = {
 }
 """Where a status means something else than elsewhere, because of what the request names."""
 
-REASONS: Mapping[str, Rule] = _invert(
+REASONS: Mapping[str, Rule] = by_name(
     [
         (ACCOUNT, "accountDisabled countryBlocked accessNotConfigured UserProjectAccountProblem"),
         (ACCOUNT, "userProjectAccountProblem userAccountClosed"),
@@ -162,7 +146,7 @@ STATUSES: Mapping[int, Rule] = {
 }
 """For reasons that `REASONS` lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
 
-EXCEPTIONS: Mapping[str, Rule] = _invert(
+EXCEPTIONS: Mapping[str, Rule] = by_name(
     [
         (CANNOT, "api_core.MethodNotAllowed api_core.MethodNotImplemented"),
         (CLOSED, "requests.ChunkedEncodingError"),

@@ -6,8 +6,8 @@ import pickle
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cloudckpt.errors import CredentialsError, InvalidOptionError, StoreError
+from cloudckpt.stores import _http_rules as rules
 from cloudckpt.stores.gcs import client as clients
-from cloudckpt.stores.gcs import errors as table
 from cloudckpt.stores.gcs.translate import PERMISSIONS, Request, built, translate
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class GCSSession:
             return error
         request = self._request(client, operation, api, key)
         if client is not None and api in _ABOUT_OBJECTS and _status(error) == _NOT_FOUND and self._lacks_bucket(client):
-            return built(table.BUCKET, request, reason=f"status {_NOT_FOUND}")
+            return built(rules.BUCKET, request, reason=f"status {_NOT_FOUND}")
         return translate(error, request)
 
     def _lacks_bucket(self, client: clients.GCSClient) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.errors import StoreError
+from cloudckpt.stores import _http_rules as rules
 from cloudckpt.stores._http_errors import causes, message, network_reason
 from cloudckpt.stores.gcs import errors as table
 
@@ -22,7 +23,7 @@ _LIBRARIES = {
     "google.auth.exceptions": "auth",
     "requests.exceptions": "requests",
 }
-_OF_THE_NETWORK = (table.CLOSED, table.UNREACHED, table.TLS, table.READ_LATE, table.CONNECT_LATE, table.PROXY)
+_OF_THE_NETWORK = (rules.CLOSED, rules.UNREACHED, rules.TLS, rules.READ_LATE, rules.CONNECT_LATE, rules.PROXY)
 
 PERMISSIONS: Mapping[str, str] = {
     "objects.compose": "storage.objects.create and storage.objects.get (storage.objects.delete to replace an object)",
@@ -66,13 +67,13 @@ def translate(error: Exception, request: Request) -> StoreError | None:
     return None if found is None else built(found, request, reason=_reason(error, found))
 
 
-def rule_for_answer(api: str, status: int, reason: str) -> table.Rule:
+def rule_for_answer(api: str, status: int, reason: str) -> rules.Rule:
     """The rule for an answer to `api` with an HTTP `status` and GCS's `reason`, which may be unknown to the table."""
-    fallback = table.LATER if status >= _SERVER_ERROR else table.REQUEST
+    fallback = rules.LATER if status >= _SERVER_ERROR else rules.REQUEST
     return table.OF_API.get((api, status)) or table.REASONS.get(reason) or table.STATUSES.get(status, fallback)
 
 
-def built(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
+def built(rule: rules.Rule, request: Request, *, reason: str) -> StoreError:
     """The error that `rule` asks for."""
     cls, advice = rule
     advice = advice.format(bucket=request.bucket, endpoint=request.endpoint, permission=request.permission)
@@ -94,7 +95,7 @@ def _answer(error: Any) -> tuple[str, str]:
     return str(first.get("reason") or ""), str(found.get("message") or first.get("message") or "")
 
 
-def _rule_for_exception(error: Exception) -> table.Rule | None:
+def _rule_for_exception(error: Exception) -> rules.Rule | None:
     rule = _rule_for_library(error)
     if rule in _OF_THE_NETWORK:
         chain = list(causes(error))
@@ -102,31 +103,31 @@ def _rule_for_exception(error: Exception) -> table.Rule | None:
             return table.CERTIFICATE
         # A body that cannot be sent in time surfaces as a closed connection.
         timed_out = any(isinstance(cause, TimeoutError) for cause in chain)
-        if rule in (table.CLOSED, table.UNREACHED) and timed_out:
-            return table.READ_LATE
+        if rule in (rules.CLOSED, rules.UNREACHED) and timed_out:
+            return rules.READ_LATE
         # requests calls a connection that broke off one that was never made.
-        if rule is table.UNREACHED and any(isinstance(cause, _BROKEN) for cause in chain):
-            return table.CLOSED
+        if rule is rules.UNREACHED and any(isinstance(cause, _BROKEN) for cause in chain):
+            return rules.CLOSED
     return rule
 
 
 _BROKEN = (http.client.HTTPException, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 
-def _rule_for_library(error: Exception) -> table.Rule | None:
+def _rule_for_library(error: Exception) -> rules.Rule | None:
     if _library(error) is not None:
         names = (f"{_LIBRARIES.get(cls.__module__)}.{cls.__name__}" for cls in type(error).__mro__)
         rule = next((table.EXCEPTIONS[name] for name in names if name in table.EXCEPTIONS), table.CONFIG)
         return table.REFRESH_LATER if rule is table.REFRESH and getattr(error, "retryable", False) else rule
     modules = {cls.__module__.partition(".")[0] for cls in type(error).__mro__}
     if isinstance(error, TimeoutError) or type(error).__name__ == "ReadTimeoutError":
-        return table.READ_LATE
+        return rules.READ_LATE
     if isinstance(error, ssl.SSLError):
-        return table.TLS
+        return rules.TLS
     if isinstance(error, socket.gaierror):
-        return table.UNREACHED
+        return rules.UNREACHED
     if "urllib3" in modules or isinstance(error, http.client.HTTPException | OSError):
-        return table.CLOSED
+        return rules.CLOSED
     return None
 
 
@@ -142,7 +143,7 @@ def _raised_by_google(error: Exception) -> bool:
     return bool(frames) and frames[-1].startswith(_STUMBLES)
 
 
-def _reason(error: Exception, rule: table.Rule) -> str:
+def _reason(error: Exception, rule: rules.Rule) -> str:
     """Why, in safe words: the texts of HTTP errors can hold headers, and with them tokens."""
     name = type(error).__name__
     if rule in (table.NO_CREDENTIALS, table.REFRESH):

@@ -7,63 +7,59 @@ https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html, and of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     ChecksumRefusedError,
     CredentialsError,
-    ObjectExistsError,
     ObjectNotFoundError,
-    ShortObjectError,
     StoreError,
-    StoreTimeoutError,
     ThrottledError,
-    TransientStoreError,
-    UnsupportedOperationError,
+)
+from cloudckpt.stores._http_rules import (
+    BUCKET,
+    CANNOT,
+    CLOSED,
+    CONNECT_LATE,
+    DENIED,
+    EXISTS,
+    LATER,
+    NOTHING,
+    PROXY,
+    READ_LATE,
+    REQUEST,
+    SHORT,
+    TLS,
+    UNREACHED,
+    Rule,
+    by_name,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-Rule: TypeAlias = tuple[type[StoreError], str]
-"""What to raise, and what to do next; ``{bucket}``, ``{endpoint}`` and ``{permission}`` are filled in."""
 
 _CHECK = "Check keys, profile and region (storage_options, AWS_* variables, ~/.aws)."
 
 ARCHIVED: Rule = (StoreError, "The object is archived. Restore it first (aws s3api restore-object).")
 ACCOUNT: Rule = (AccessDeniedError, "The account may not use the store at present. Ask its owner.")
-BUCKET: Rule = (
-    BucketNotFoundError,
-    "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name.",
-)
 BUCKET_NAME: Rule = (BucketNotFoundError, "{bucket!r} cannot be used as a bucket's name. Correct it.")
-CANNOT: Rule = (
-    UnsupportedOperationError,
-    "This store does not offer the operation, or not with these options.",
-)
 CERTIFICATE: Rule = (
     StoreError,
     "The certificate of {endpoint} was not accepted. Check endpoint_url, or pass ca_bundle.",
 )
 CLOCK: Rule = (CredentialsError, "This machine's clock is off, so its signatures are refused. Set it (NTP).")
-CLOSED: Rule = (TransientStoreError, "{endpoint} closed the connection. Try again.")
 CONFIG: Rule = (
     StoreError,
     "Check the AWS configuration (~/.aws/config, AWS_* variables) and storage_options.",
-)
-CONNECT_LATE: Rule = (
-    StoreTimeoutError,
-    "{endpoint} accepted no connection in time. Check endpoint_url and the network, or raise timeout_s.",
 )
 CREDENTIALS: Rule = (CredentialsError, f"The store does not accept these credentials. {_CHECK}")
 DAMAGED: Rule = (
     ChecksumRefusedError,
     "The bytes were damaged on their way, or in memory while they were being sent. Try again.",
 )
-DENIED: Rule = (AccessDeniedError, "Grant {permission} to these credentials.")
-EXISTS: Rule = (ObjectExistsError, "An object lies at this key already; it was left as it is.")
 EXPIRED: Rule = (CredentialsError, "The credentials have expired. Renew them (aws sso login, a new token).")
 FULL: Rule = (StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
 GONE: Rule = (
@@ -79,7 +75,6 @@ LARGE: Rule = (
     StoreError,
     "The object or part is larger than the store takes. Lower object_bytes or part_bytes.",
 )
-LATER: Rule = (TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
 MODELS: Rule = (StoreError, "boto3's own data files do not fit. Reinstall boto3 and botocore.")
 NO_CREDENTIALS: Rule = (
     CredentialsError,
@@ -93,10 +88,7 @@ NO_PROFILE: Rule = (
     "The profile does not exist. Correct profile in storage_options, AWS_PROFILE, or ~/.aws/config.",
 )
 NOT_S3: Rule = (StoreError, "{endpoint} answered, but not as S3 does. Check endpoint_url.")
-NOTHING: Rule = (ObjectNotFoundError, "Nothing lies at this key.")
 PARTS: Rule = (StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
-PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
-READ_LATE: Rule = (StoreTimeoutError, "{endpoint} made no progress in time. Try again, or raise timeout_s.")
 REGION: Rule = (
     StoreError,
     (
@@ -104,24 +96,10 @@ REGION: Rule = (
         "or AWS_REGION, to the bucket's; check endpoint_url (http or https)."
     ),
 )
-REQUEST: Rule = (StoreError, "The store refuses the request as it stands. Check storage_options and the key.")
-SHORT: Rule = (ShortObjectError, "The object ends before the range that was asked for.")
 SLOWER: Rule = (ThrottledError, "Ask less often: fewer connections, or other key prefixes.")
-TLS: Rule = (
-    TransientStoreError,
-    "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.",
-)
-UNREACHED: Rule = (
-    TransientStoreError,
-    "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
-)
 
 
-def _invert(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:
-    return {name: rule for rule, names in groups for name in names.split()}
-
-
-CODES: Mapping[str, Rule] = _invert(
+CODES: Mapping[str, Rule] = by_name(
     [
         (ACCOUNT, "AccountProblem AllAccessDisabled InvalidPayer NotSignedUp"),
         (ARCHIVED, "InvalidObjectState"),
@@ -185,7 +163,7 @@ STATUSES: Mapping[int, Rule] = {
 }
 """For codes that `CODES` lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
 
-EXCEPTIONS: Mapping[str, Rule] = _invert(
+EXCEPTIONS: Mapping[str, Rule] = by_name(
     [
         (BUCKET_NAME, "InvalidDNSNameError InvalidHostLabelError UnsupportedS3ArnError"),
         (CLOSED, "ConnectionClosedError HTTPClientError IncompleteReadError ResponseStreamingError"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.errors import AccessDeniedError, StoreError
+from cloudckpt.stores import _http_rules as rules
 from cloudckpt.stores._http_errors import causes, message, network_reason
 from cloudckpt.stores.s3 import errors as table
 
@@ -67,9 +68,9 @@ def translate_code(code: str, detail: str, request: Request) -> StoreError:
     return _build(rule_for_answer(code, 0), request, reason=f"{code}: {detail}")
 
 
-def rule_for_answer(code: str, status: int) -> table.Rule:
+def rule_for_answer(code: str, status: int) -> rules.Rule:
     """The rule for an answer with an error's `code` and HTTP `status`; either may be unknown to the table."""
-    fallback = table.LATER if status >= _SERVER_ERROR else table.REQUEST
+    fallback = rules.LATER if status >= _SERVER_ERROR else rules.REQUEST
     return table.CODES.get(code) or table.STATUSES.get(status, fallback)
 
 
@@ -85,33 +86,33 @@ def _answer(response: dict[str, Any]) -> tuple[str, int, str]:
     return code, int(status), "" if detail in bare else detail
 
 
-def _rule_for_exception(error: Exception) -> table.Rule | None:
+def _rule_for_exception(error: Exception) -> rules.Rule | None:
     rule = _rule_for_module(error)
-    if rule in (table.UNREACHED, table.CLOSED, table.TLS):
+    if rule in (rules.UNREACHED, rules.CLOSED, rules.TLS):
         chain = list(causes(error))
         if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
             return table.CERTIFICATE
         # A body that cannot be sent in time surfaces as a closed connection.
-        if rule is table.CLOSED and any(isinstance(cause, TimeoutError) for cause in chain):
-            return table.READ_LATE
-        if rule is table.CLOSED and any(isinstance(cause, ValueError) for cause in chain):
+        if rule is rules.CLOSED and any(isinstance(cause, TimeoutError) for cause in chain):
+            return rules.READ_LATE
+        if rule is rules.CLOSED and any(isinstance(cause, ValueError) for cause in chain):
             return table.CONFIG  # a header that cannot be sent, so credentials with a line break
     return rule
 
 
-def _rule_for_module(error: Exception) -> table.Rule | None:
+def _rule_for_module(error: Exception) -> rules.Rule | None:
     modules = {cls.__module__.partition(".")[0] for cls in type(error).__mro__}
     if "botocore" in modules or "boto3" in modules:
         names = (cls.__name__ for cls in type(error).__mro__)
         return next((table.EXCEPTIONS[name] for name in names if name in table.EXCEPTIONS), table.CONFIG)
     if isinstance(error, TimeoutError) or type(error).__name__ == "ReadTimeoutError":
-        return table.READ_LATE
+        return rules.READ_LATE
     if isinstance(error, ssl.SSLError):
-        return table.TLS
+        return rules.TLS
     if isinstance(error, socket.gaierror):
-        return table.UNREACHED
+        return rules.UNREACHED
     if "urllib3" in modules or isinstance(error, http.client.HTTPException | OSError):
-        return table.CLOSED
+        return rules.CLOSED
     return None
 
 
@@ -122,17 +123,17 @@ def _reason(error: Exception) -> str:
         return words
     name = type(error).__name__
     if _rule_for_module(error) in (
-        table.CLOSED,
-        table.UNREACHED,
-        table.TLS,
-        table.READ_LATE,
-        table.CONNECT_LATE,
+        rules.CLOSED,
+        rules.UNREACHED,
+        rules.TLS,
+        rules.READ_LATE,
+        rules.CONNECT_LATE,
     ):
         return name
     return f"{name}: {error}"
 
 
-def _build(rule: table.Rule, request: Request, *, reason: str) -> StoreError:
+def _build(rule: rules.Rule, request: Request, *, reason: str) -> StoreError:
     cls, advice = rule
     advice = advice.format(
         bucket=request.bucket,

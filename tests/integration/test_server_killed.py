@@ -127,6 +127,11 @@ def save(job: Job, version: float) -> Told:
     return told_of(lambda: cloudckpt.save(values(version), job.uri, overwrite=True, options=job.options()))
 
 
+def assert_saved(job: Job, version: float) -> None:
+    told = save(job, version)
+    assert told.error is None, told.error
+
+
 def load(job: Job, version: float) -> Told:
     """Into other values; after a success they are those of `version`."""
     state = values(-1.0)
@@ -141,12 +146,12 @@ def lose_a_first_save(calm: Job, fatal: Job) -> Told:
 
 
 def save_and_lose_a_save(calm: Job, fatal: Job) -> Told:
-    assert save(calm, 1.0).error is None
+    assert_saved(calm, 1.0)
     return save(fatal, 2.0)
 
 
 def save_and_lose_a_load(calm: Job, fatal: Job) -> Told:
-    assert save(calm, 1.0).error is None
+    assert_saved(calm, 1.0)
     return load(fatal, 1.0)
 
 
@@ -164,7 +169,7 @@ def version_there(job: Job) -> float | None:
 
 def version_there_before_the_next_save(job: Job) -> float | None:
     found = version_there(job)
-    assert save(job, 3.0).error is None
+    assert_saved(job, 3.0)
     assert version_there(job) == 3.0
     return found
 

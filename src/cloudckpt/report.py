@@ -48,6 +48,8 @@ class SaveReport:
     num_objects: int
     num_requests: int
     num_retries: int
+    num_hedges: int = 0
+    """Parts that were sent once more on another connection, because they took far longer than their peers."""
     plan_s: float
     """From set-up to the start of writing: planning and its collectives."""
     write_s: float
@@ -80,8 +82,12 @@ class LoadReport:
     """Bytes of the tensors and objects that were asked for."""
     num_bytes_read: int
     """Bytes that came from the store for them: to whole tiles, and over small gaps."""
+    num_bytes_received: int = 0
+    """Bytes of them that another rank read and handed on, and this one did not read."""
     num_requests: int
     num_retries: int
+    num_hedges: int = 0
+    """Ranges that were asked for once more on another connection, because they took far longer than their peers."""
     plan_s: float
     """Manifest and planning."""
     read_s: float

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, own_process, read, sign_of, task_of, word_of
+from cloudckpt._trace import meeting
 from cloudckpt.errors import RankLostError
 
 _SIGNS_WITHIN_TIMEOUT = 8
@@ -85,6 +86,7 @@ class Meetings:
                 raise GivenUpError
             self._fail_if_lost()
 
+    @meeting
     def meet(self) -> None:
         """Wait until all ranks have come as far as this one.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from cloudckpt._trace import Recorder
 from cloudckpt._transfer.retry import Retrier
+from cloudckpt._transfer.traced import TracedStore
 from cloudckpt._uri import Location
 from cloudckpt.options import Options
 from cloudckpt.report import Event, EventName
@@ -13,10 +15,11 @@ from cloudckpt.stores.open import open_store
 class Context:
     """One location, seen from one rank of one save or load. Lives in one process; opens its store on first use."""
 
-    def __init__(self, location: Location, options: Options, *, rank: int) -> None:
+    def __init__(self, location: Location, options: Options, *, rank: int, recorder: Recorder | None = None) -> None:
         self.location = location
         self.options = options
         self.rank = rank
+        self.recorder = recorder if recorder is not None else Recorder()
         self.retrier = self.new_retrier()
         self._store: Store | None = None
 
@@ -26,6 +29,7 @@ class Context:
             retries=self.options.retries,
             timeout_s=self.options.timeout_s,
             on_retry=lambda error: self.emit("retry", key=error.key),
+            recorder=self.recorder,
         )
 
     @property
@@ -35,7 +39,8 @@ class Context:
     @property
     def store(self) -> Store:
         if self._store is None:
-            self._store = open_store(self.location, self.options)
+            store = open_store(self.location, self.options)
+            self._store = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
         return self._store
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cloudckpt._trace import now_ns
 from cloudckpt._transfer.checksum import tile_crc32cs
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import CorruptCheckpointError, InterruptedReadError, ShortObjectError
@@ -88,8 +89,12 @@ def fetch_checked(
 ) -> dict[int, int]:
     """Fetch whole tiles; the index and actual CRC32C of each that is not what is expected, read twice."""
     fetch(store, retrier, key=key, begin=begin, views=views)
+    begun_ns = now_ns()
+    values = tile_crc32cs(views, tile_bytes)
+    retrier.recorder.span("checksum", begun_ns, key=key)
+    retrier.recorder.spent("stage", begun_ns)
     still_bad: dict[int, int] = {}
-    for first, last in _runs(_differing(tile_crc32cs(views, tile_bytes), expected_crc32cs)):
+    for first, last in _runs(_differing(values, expected_crc32cs)):
         low, high = first * tile_bytes, last * tile_bytes
         again = _first(_skip(views, low), high - low)
         fetch(store, retrier, key=key, begin=begin + low, views=again)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from cloudckpt._trace import Recorder, now_ns
 from cloudckpt.errors import ChecksumRefusedError, StoreError, ThrottledError, TransientStoreError
 
 _T = TypeVar("_T")
@@ -33,7 +34,9 @@ class Retrier:
         retries: int,
         timeout_s: float,
         on_retry: Callable[[StoreError], None] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder if recorder is not None else Recorder()
         self._retries = retries
         self._timeout_s = timeout_s
         self._on_retry = on_retry
@@ -61,6 +64,13 @@ class Retrier:
 
         `made_progress` is asked after a failure; where it says yes, patience starts anew.
         """
+        begun_ns = now_ns()
+        try:
+            return self._tried(attempt, made_progress)
+        finally:
+            self.recorder.spent("transfer", begun_ns)
+
+    def _tried(self, attempt: Callable[[], _T], made_progress: Callable[[], bool]) -> _T:
         num_failures = 0
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -80,7 +90,10 @@ class Retrier:
                     self._num_retries += 1
                 if self._on_retry is not None:
                     self._on_retry(error)
-                if self._stopped.wait(delay_s):
+                begun_ns = now_ns()
+                is_stopped = self._stopped.wait(delay_s)
+                self.recorder.span("backoff", begun_ns, key=error.key, error=type(error).__name__)
+                if is_stopped:
                     raise
 
 

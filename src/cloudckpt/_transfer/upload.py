@@ -14,9 +14,9 @@ from typing_extensions import Self
 
 from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
-from cloudckpt._transfer.checksum import combined, tile_crc32cs
 from cloudckpt._transfer.resume import Body, HeldParts, Leftover, Salvage
 from cloudckpt._transfer.retry import Retrier
+from cloudckpt._transfer.staging import opened_part
 from cloudckpt._workers import Workers
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Part, Store, UploadedPart
@@ -208,9 +208,9 @@ class UploadSession:
 
     def _upload(self, target: _Object, part: Part) -> None:
         store, upload_id = self._store, target.upload_id
-        with target.body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
-            values = tile_crc32cs(views, self._tile_bytes)
-            whole = combined(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
+        with opened_part(
+            target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=self._retrier.recorder
+        ) as (views, values, whole):
             if upload_id is None:
                 self._retrier.call(lambda: store.put(target.target_key, views, crc32c=whole))
             else:

@@ -7,6 +7,7 @@ chrome://tracing open: a process for each rank, a lane for each thread, spans in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -14,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -74,6 +75,28 @@ class Recorder:
         if self.timeline is not None:
             self.timeline.add("i", name, now_ns(), 0, {"key": key, **more} if key else more)
 
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A span for what is done in this context, and then all so far in the timeline's file, whatever came of it."""
+        begun_ns, more = now_ns(), {}
+        try:
+            yield
+        except BaseException as error:
+            more = {"error": type(error).__name__}
+            raise
+        finally:
+            self.span(name, begun_ns, **more)
+            self.flush()
+
+    def open(self, rank: int) -> None:
+        """Begin the timeline's file, and give it the meetings of ranks in this thread from here on.
+
+        Raises `InvalidOptionError` where the file cannot be written.
+        """
+        _current.recorder = self if self.timeline is not None else None
+        if self.timeline is not None:
+            self.timeline.open(rank)
+
     def body_begins(self, num_bytes: int) -> None:
         """For the timeline's counters: so many bytes are on their way now."""
         self._count(num_bytes, 0)
@@ -87,17 +110,16 @@ class Recorder:
         if self.timeline is not None:
             self.timeline.flush()
 
-    def follow_this_thread(self) -> None:
-        """Meetings of ranks in this thread belong to this save or load from here on."""
-        _current.recorder = self if self.timeline is not None else None
-
     def _count(self, in_flight_bytes: int, moved_bytes: int) -> None:
         if self.timeline is None:
             return
         with self._lock:
+            at_ns = now_ns()
+            if self._in_flight_bytes == 0:
+                self._sampled_ns = at_ns  # the pause before it says nothing of the throughput
             self._in_flight_bytes += in_flight_bytes
             self._moved_bytes += moved_bytes
-            total, at_ns = self._in_flight_bytes, now_ns()
+            total = self._in_flight_bytes
             elapsed_ns = at_ns - self._sampled_ns
             bytes_per_s = None
             if elapsed_ns >= _THROUGHPUT_INTERVAL_NS or total == 0:
@@ -127,7 +149,7 @@ def meeting(meet: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def new_recorder(trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str) -> Recorder:
-    """For one save or load. Its timeline, if `trace` names a file, begins now, and its file with `Timeline.open`."""
+    """For one save or load. Its timeline, if `trace` names a file, begins now, and its file with `Recorder.open`."""
     return Recorder(None if trace is None else Timeline(trace, verb=verb, uri=uri))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -63,6 +65,9 @@ class Options:
     """The user's own JSON values, kept in the manifest."""
     on_event: Callable[[Event], None] | None = None
     """Called at each step, in the thread that made it. Must be quick, and picklable for async saves by process."""
+    trace: str | os.PathLike[str] | None = None
+    """A local file for a timeline, which Perfetto and chrome://tracing open; the next save or load replaces it.
+    ``{rank}`` and ``{verb}`` are filled in; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on."""
     wrap_store: Callable[[Store], Store] | None = None
     """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls."""
 
@@ -103,6 +108,15 @@ def _is_json(value: object) -> bool:
     return True
 
 
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))
+
+
+def _is_trace(name: str) -> bool:
+    is_local = not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", name)  # also what a Path leaves of a URI
+    return is_local and name != "" and "\0" not in name and set(re.findall(r"\{\w*\}", name)) <= {"{rank}", "{verb}"}
+
+
 _TYPES: tuple[_Rule, ...] = (
     _of_type("storage_options", Mapping, "a mapping"),
     _of_type("timeout_s", numbers.Real, "a number of seconds"),
@@ -124,6 +138,7 @@ _TYPES: tuple[_Rule, ...] = (
     _of_type("resume", bool, "True or False"),
     _of_type("metadata", Mapping, "a mapping"),
     _callable_or_none("on_event"),
+    ("trace", lambda options: options.trace is None or _is_path(options.trace), "a path or None"),
     _callable_or_none("wrap_store"),
 )
 
@@ -143,6 +158,11 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
+    (
+        "trace",
+        lambda options: options.trace is None or _is_trace(os.fspath(options.trace)),
+        "a local file, with no other placeholders than {rank} and {verb}",
+    ),
     (
         "metadata",
         lambda options: _is_json(options.metadata),

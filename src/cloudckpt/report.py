@@ -53,7 +53,13 @@ class SaveReport:
     plan_s: float
     """From set-up to the start of writing: planning and its collectives."""
     write_s: float
-    """Staging and upload."""
+    """Staging and upload, which overlap, from the first to the last byte."""
+    stage_s: float = 0.0
+    """Of the writing phase, the seconds that its connections together spent on copies and checksums; this includes
+    their waits for room in `Options.staging_bytes`."""
+    transfer_s: float = 0.0
+    """Of the writing phase, the seconds that its connections together spent in calls to the store, waits between tries
+    included."""
     commit_s: float
     """Building and putting the manifest; 0 on all ranks but the coordinator."""
 
@@ -89,8 +95,16 @@ class LoadReport:
     num_hedges: int = 0
     """Ranges that were asked for once more on another connection, because they took far longer than their peers."""
     plan_s: float
-    """Manifest and planning."""
+    """Manifest and planning, with its collectives."""
+    manifest_s: float = 0.0
+    """Of `plan_s`, what it took to find, fetch and decode the manifest."""
     read_s: float
+    """Reading, checking and placing, which overlap, from the first to the last byte."""
+    transfer_s: float = 0.0
+    """Of the reading phase, the seconds that its connections together spent in calls to the store, waits between tries
+    included."""
+    stage_s: float = 0.0
+    """Of the reading phase, the seconds that its connections together spent on checksums."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
     """What `load_latest` passed over to get here, the newest first."""
 

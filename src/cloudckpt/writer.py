@@ -19,6 +19,7 @@ from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
 from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._trace import new_recorder, now_ns
 from cloudckpt._uri import is_valid_location, parse_location
 from cloudckpt.errors import CloudckptError, portable
 from cloudckpt.options import Options
@@ -50,6 +51,7 @@ class ObjectStoreWriter(StorageWriter):
         self._transforms = WriteTransforms(_extensions)
         self._save_id = str(uuid.uuid4())
         self._job: SaveJob | None = None
+        self._begun_ns = 0
 
     @property
     def checkpoint_id(self) -> str:
@@ -92,13 +94,17 @@ class ObjectStoreWriter(StorageWriter):
         # Without collectives there is no coordinator: each rank commits a checkpoint of its own.
         is_alone = not kwargs.get("use_collectives", True)
         location = self._location.child(f"rank-{rank}") if is_alone else self._location
-        context = Context(location, self._options, rank=rank)
+        recorder = new_recorder(self._options.trace, verb="save", uri=location.uri)
+        recorder.open(rank)
+        context = Context(location, self._options, rank=rank, recorder=recorder)
         self._job = SaveJob(context, save_id=self._save_id, transforms=self._transforms)
-        if is_alone:
-            self._job.check_beside(Context(self._location, self._options, rank=rank))
-        if is_coordinator or is_alone:
-            self._job.check(overwrite=self._overwrite)
-        context.emit("save.set_up")
+        self._begun_ns = now_ns()
+        with recorder.step("set_up"):
+            if is_alone:
+                self._job.check_beside(Context(self._location, self._options, rank=rank, recorder=recorder))
+            if is_coordinator or is_alone:
+                self._job.check(overwrite=self._overwrite)
+            context.emit("save.set_up")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this save's ticket."""
@@ -113,7 +119,10 @@ class ObjectStoreWriter(StorageWriter):
         """Upload this rank's items, all of them or none."""
         future: Future[list[WriteResult]] = Future()
         try:
-            future.set_result(self._begun().write(plan, planner))
+            job = self._begun()
+            job.recorder.span("plan", self._begun_ns)
+            with job.recorder.step("write"):
+                future.set_result(job.write(plan, planner))
         except CloudckptError:
             raise
         except Exception as error:
@@ -135,10 +144,17 @@ class ObjectStoreWriter(StorageWriter):
             for of_rank in results
             for result in of_rank
         }
-        self._begun().commit(metadata, results)
+        job = self._begun()
+        with job.recorder.step("commit"):
+            job.commit(metadata, results)
         metadata.version = DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self._storage_meta()
+
+    def flush_trace(self) -> None:
+        """Write what `Options.trace` has got since the last step: each of them does so at its end."""
+        if self._job is not None:
+            self._job.recorder.flush()
 
     def discard(self) -> None:
         """Remove what this rank wrote in its last save.

@@ -32,6 +32,7 @@ from cloudckpt._manifest.torch_metadata import manifest_of
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.write import write_items
 from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._trace import Recorder
 from cloudckpt.errors import (
     CheckpointExistsError,
     CloudckptError,
@@ -69,6 +70,10 @@ class SaveJob:
         self._number = 0
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._context.recorder
 
     def check(self, *, overwrite: bool) -> None:
         """On whoever will commit: find the number of the commit, before any byte moves."""
@@ -134,6 +139,8 @@ class SaveJob:
         if isinstance(ticket, Ticket) and ticket.nonce == self.ticket.nonce and ticket.attempt is not None:
             self._attempt, self._resumed = ticket.attempt, ticket.resumed
         context = self._context
+        recorder = context.recorder
+        staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         written = write_items(
             context,
             plan.items,
@@ -154,6 +161,8 @@ class SaveJob:
             num_retries=context.retrier.num_retries,
             plan_s=begun_s - self._started_s,
             write_s=time.monotonic() - begun_s,
+            stage_s=recorder.seconds("stage") - staged_s,
+            transfer_s=recorder.seconds("transfer") - transferred_s,
             commit_s=0.0,
         )
         context.emit("save.written", num_bytes=self.report.num_bytes)

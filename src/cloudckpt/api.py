@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt._async import AsyncSave, background_group, require_cpu_backend, wait_for_previous
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
-from cloudckpt._group import Call, begin, failure_by_loss, in_company
+from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
@@ -191,6 +191,8 @@ def load(
         for is_last in (False, True):
             try:
                 with _in_company(reader, process_group, doing="loading", alone=no_dist) as group:
+                    if isinstance(reader, ObjectStoreReader) and isinstance(group, MetGroup):
+                        reader.find_together(group)
                     state_dict_loader.load(
                         state_dict,
                         storage_reader=reader,
@@ -265,6 +267,8 @@ def _writer(
 
 
 def _with_report(metadata: Metadata, writer: StorageWriter) -> SavedMetadata:
+    if isinstance(writer, ObjectStoreWriter):
+        writer.flush_trace()
     values = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Metadata)}
     return SavedMetadata(**values, report=writer.report if isinstance(writer, ObjectStoreWriter) else None)
 
@@ -273,6 +277,8 @@ def _failed_save(error: CheckpointException, writer: StorageWriter) -> Checkpoin
     # Every rank has been told that the save failed, so each can remove what it wrote. Not so where the manifest may
     # be there, or a rank that was given up may yet put it: then the data belongs to it.
     may_be_committed = any(isinstance(cause, (CommitUnknownError, RankLostError)) for cause in causes_of(error))
-    if isinstance(writer, ObjectStoreWriter) and not may_be_committed:
-        writer.discard()
+    if isinstance(writer, ObjectStoreWriter):
+        if not may_be_committed:
+            writer.discard()
+        writer.flush_trace()
     return failure_of(error, what=f"saving {getattr(writer, 'checkpoint_id', 'the checkpoint')}")

@@ -1,0 +1,1 @@
+"""What several ranks need, read by one of them and handed on to the others."""

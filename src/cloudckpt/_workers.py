@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -17,19 +18,31 @@ from typing_extensions import Self
 
 _T = TypeVar("_T")
 
+_WATCH_EVERY_S = 0.1
+
 
 class Workers:
-    """A fixed number of threads, started as they are needed, that run tasks in the order of their submission.
+    """Threads, started as they are needed, that run tasks in the order of their submission.
 
-    Tasks must not raise: whoever submits them takes care of their results. Used as a context, which ends when all
-    tasks have.
+    No more run at once than `width` says, which may change with every task that ends: then further ones are started,
+    or some wait. Tasks must not raise: whoever submits them takes care of their results. Used as a context, which ends
+    when all tasks have. While there is something to do, `watch` is called ten times a second, in a thread of its own.
     """
 
-    def __init__(self, num_threads: int, *, name: str) -> None:
-        self._num_threads = num_threads
+    def __init__(self, width: int | Callable[[], int], *, name: str, watch: Callable[[], None] | None = None) -> None:
+        self._width = width if callable(width) else lambda: width
         self._name = name
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._watch = watch
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._has_room = threading.Condition(lock)
+        self._tasks: deque[Callable[[], None]] = deque()
         self._threads: list[threading.Thread] = []
+        self._num_running = 0
+        self._num_idle = 0
+        self._is_joining = False
+        self._has_ended = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -39,42 +52,95 @@ class Workers:
     ) -> None:
         self.join()
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Run `task` as soon as a thread is free."""
-        self._tasks.put(task)
-        if len(self._threads) < self._num_threads:
+    def submit(self, task: Callable[[], None], *, most_for_each: int | None = None) -> None:
+        """Run `task` as soon as a thread is free; but wait first until there is less to do than `most_for_each` tasks
+        for each request of the width, those that run included.
+        """
+        with self._changed:
+            if most_for_each is not None:
+                self._has_room.wait_for(
+                    lambda: len(self._tasks) + self._num_running < most_for_each * self._current_width()
+                )
+            self._tasks.append(task)
+            self._make_way()
+
+    def join(self) -> None:
+        """Wait until all tasks have run. Nothing can be submitted afterwards."""
+        with self._changed:
+            self._is_joining = True
+            self._changed.notify_all()
+        for thread in self._threads:  # which may start others until they end
+            thread.join()
+        self._has_ended.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _current_width(self) -> int:
+        return max(self._width(), 1)
+
+    def _make_way(self) -> None:
+        """With the lock held: have as many threads at work as there is room and work for."""
+        num_wanted = min(self._current_width() - self._num_running, len(self._tasks))
+        if num_wanted > 0:
+            self._changed.notify(num_wanted)
+        for _ in range(self._num_idle, num_wanted):
+            if len(self._threads) >= self._current_width():
+                break
             # Not a daemon: the interpreter waits for it.
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=False)
             try:
                 thread.start()
-            except RuntimeError:  # the system's limit; those that there are do the work
+            except RuntimeError:  # the system's limit, or the interpreter ends: those that there are do the work
                 if not self._threads:
                     raise
-            else:
-                self._threads.append(thread)
-
-    def join(self) -> None:
-        """Wait until all tasks have run. Nothing can be submitted afterwards."""
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+                break
+            self._threads.append(thread)
+        if self._watch is not None and self._watcher is None and len(self._threads) > 1:
+            self._watcher = threading.Thread(target=self._keep_watch, name=f"{self._name}-watch", daemon=False)
+            self._watcher.start()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task()
+        while (task := self._next()) is not None:
+            try:
+                task()
+            finally:
+                with self._changed:
+                    self._num_running -= 1
+                    self._make_way()
+                    self._has_room.notify_all()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            while not self._tasks or self._num_running >= self._current_width():
+                if self._is_joining and not self._tasks:
+                    return None
+                self._num_idle += 1
+                self._changed.wait()
+                self._num_idle -= 1
+            self._num_running += 1
+            task = self._tasks.popleft()
+            if self._is_joining and not self._tasks:
+                self._changed.notify_all()  # there is nothing left to wait for
+            return task
+
+    def _keep_watch(self) -> None:
+        assert self._watch is not None  # noqa: S101  # there is no watcher without
+        while not self._has_ended.wait(_WATCH_EVERY_S):
+            self._watch()
 
 
 def each_done(
     items: Sequence[_T],
     work: Callable[[_T], None],
     *,
-    num_threads: int,
+    num_threads: int | Callable[[], int],
     name: str,
     on_failure: Callable[[], None],
+    watch: Callable[[], None] | None = None,
 ) -> Generator[_T, None, None]:
     """Run `work` on all `items` in threads, and give each item in this thread once it is done.
+
+    `num_threads` and `watch` are as the width and `watch` of `Workers`.
 
     Raises the first failure; what has not begun by then, or when the iterator is closed, is not begun any more. Ends,
     in every case, only when nothing is running; `on_failure` is called before that is waited for.
@@ -91,7 +157,7 @@ def each_done(
             error = caught
         ended.put((item, error))
 
-    with Workers(num_threads, name=name) as workers:
+    with Workers(num_threads, name=name, watch=watch) as workers:
         try:
             for item in items:
                 workers.submit(functools.partial(run, item))

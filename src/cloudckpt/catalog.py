@@ -14,7 +14,7 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
 from cloudckpt.errors import CheckpointError, InvalidURIError, ObjectNotFoundError
-from cloudckpt.options import Options
+from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
@@ -50,7 +50,13 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
     def look(name: str) -> None:
         committed_at[name] = _committed_at(store, name, retrier)
 
-    for _ in each_done(names, look, num_threads=options.connections, name="cloudckpt-list", on_failure=retrier.stop):
+    for _ in each_done(
+        names,
+        look,
+        num_threads=options.connections or FIRST_CONNECTIONS,
+        name="cloudckpt-list",
+        on_failure=retrier.stop,
+    ):
         pass
     found = [
         CheckpointInfo(uri=location.child(name).uri, name=name, committed_at=moment)

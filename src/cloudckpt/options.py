@@ -24,6 +24,11 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
+FIRST_CONNECTIONS = 8
+"""Where `Options.connections` is None, to begin with."""
+MOST_CONNECTIONS = 32
+"""Where `Options.connections` is None, of one rank."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -38,8 +43,9 @@ class Options:
     """The longest that anything waits without progress."""
     retries: int = 5
     """How often a call that failed in passing is tried again, within `timeout_s` of its last progress."""
-    connections: int = 8
-    """Requests in flight at once, per rank."""
+    connections: int | None = None
+    """Requests in flight at once, per rank. None: 8 to begin with, and up to 32 for as long as more of them bring more;
+    fewer where a host has many ranks (``LOCAL_WORLD_SIZE``), and where the store asks to slow down."""
     part_bytes: int = 32 * MIB
     """Size of an upload's parts; grows by itself where an object would need too many."""
     object_bytes: int = 4 * GIB
@@ -92,6 +98,10 @@ def _of_type(name: str, kind: type[Any], what: str) -> _Rule:
     return name, is_good, what
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def _callable_or_none(name: str) -> _Rule:
     def is_good(options: Options) -> bool:
         value = getattr(options, name)
@@ -124,7 +134,6 @@ _TYPES: tuple[_Rule, ...] = (
         _of_type(name, numbers.Integral, "a whole number")
         for name in (
             "retries",
-            "connections",
             "part_bytes",
             "object_bytes",
             "tile_bytes",
@@ -133,6 +142,11 @@ _TYPES: tuple[_Rule, ...] = (
             "request_bytes",
             "max_gap_bytes",
         )
+    ),
+    (
+        "connections",
+        lambda options: options.connections is None or _is_whole(options.connections),
+        "a whole number or None",
     ),
     _of_type("verify", bool, "True or False"),
     _of_type("resume", bool, "True or False"),
@@ -145,7 +159,7 @@ _TYPES: tuple[_Rule, ...] = (
 _BOUNDS: tuple[_Rule, ...] = (
     ("timeout_s", lambda options: 0 < options.timeout_s < math.inf, "positive and finite"),
     ("retries", lambda options: options.retries >= 0, "at least 0"),
-    ("connections", lambda options: options.connections >= 1, "at least 1"),
+    ("connections", lambda options: options.connections is None or options.connections >= 1, "at least 1"),
     ("part_bytes", lambda options: options.part_bytes >= options.tile_bytes, "at least tile_bytes"),
     ("object_bytes", lambda options: options.object_bytes >= 1, "positive"),
     (

@@ -13,8 +13,10 @@ from tests.transfer.conftest import FakeClock
 from tests.wrapped import FaultyStore, permanent
 
 from cloudckpt._manifest.receipts import ObjectReceipt
+from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.upload import UploadSession
+from cloudckpt._transfer.width import Bounds, Width
 from cloudckpt.errors import (
     AccessDeniedError,
     ChecksumRefusedError,
@@ -64,12 +66,16 @@ def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
     return FaultyStore(MemoryStore(f"upload-{request.node.nodeid.replace('/', '-')}", limits=LIMITS))
 
 
+def hedger_of(connections: int) -> Hedger:
+    return Hedger(Width(Bounds(first=connections, most=connections)), budget_bytes=0)
+
+
 def session_of(store: Store, *, connections: int = 3, retries: int = 3) -> UploadSession:
     return UploadSession(
         store,
         Retrier(retries=retries, timeout_s=100),
         cleaner=Retrier(retries=retries, timeout_s=100),
-        connections=connections,
+        hedger=hedger_of(connections),
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         resumable=False,
@@ -316,7 +322,7 @@ def test_events_count_every_part_and_object_once(store: FaultyStore) -> None:
         store,
         Retrier(retries=3, timeout_s=100),
         cleaner=Retrier(retries=3, timeout_s=100),
-        connections=1,
+        hedger=hedger_of(1),
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         resumable=False,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 from cloudckpt._trace import Recorder
+from cloudckpt._transfer.hedged import HedgedStore
+from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.traced import TracedStore
+from cloudckpt._transfer.width import Width, bounds_of
 from cloudckpt._uri import Location
 from cloudckpt.options import Options
 from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
+
+_SCHEMES_OF_CONNECTIONS = ("s3", "gs")
 
 
 class Context:
@@ -21,6 +28,13 @@ class Context:
         self.rank = rank
         self.recorder = recorder if recorder is not None else Recorder()
         self.retrier = self.new_retrier()
+        bounds = bounds_of(
+            options.connections, ranks_of_host=_ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
+        )
+        self.first_connections = bounds.first
+        # Where only few requests fit into what a load may hold, none of it is left for second ones.
+        self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
+        self.hedger = Hedger(Width(bounds), budget_bytes=self.hedge_bytes)
         self._store: Store | None = None
 
     def new_retrier(self) -> Retrier:
@@ -40,10 +54,17 @@ class Context:
     def store(self) -> Store:
         if self._store is None:
             store = open_store(self.location, self.options)
-            self._store = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
+            traced = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
+            self._store = HedgedStore(traced, self.hedger)
         return self._store
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0) -> None:
         """Tell the user's `Options.on_event`."""
         if self.options.on_event is not None:
             self.options.on_event(Event(name=name, uri=self.uri, rank=self.rank, key=key, num_bytes=num_bytes))
+
+
+def _ranks_of_host() -> int:
+    """As torchrun says it; 1 where it does not."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else 1

@@ -113,7 +113,7 @@ class LoadJob:
     def _request_bytes(self, num_bytes: int) -> int:
         """Large reads cost the client least, but a load should have some for every connection."""
         options = self._context.options
-        share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * options.connections)
+        share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * self._context.first_connections)
         return min(max(share_bytes, _SMALL_REQUEST_BYTES), options.request_bytes)
 
     def _consumer_of(self, item: ReadItem, planner: LoadPlanner) -> Consumer:
@@ -166,7 +166,7 @@ class LoadJob:
             if index not in outstanding:  # empty
                 self._finish(consumer, planner)
         targets = [consumer.target for consumer in consumers]
-        arena = Arena(budget_bytes=options.read_bytes, pinned=cuda_in_use())
+        arena = Arena(budget_bytes=options.read_bytes - self._context.hedge_bytes, pinned=cuda_in_use())
         in_inference_mode = torch.is_inference_mode_enabled()  # which is a matter of each thread
 
         def fetch_request(request: Request) -> None:
@@ -176,9 +176,10 @@ class LoadJob:
         done = each_done(
             requests,
             fetch_request,
-            num_threads=options.connections,
+            num_threads=self._context.hedger.width,
             name="cloudckpt-read",
             on_failure=self._context.retrier.stop,
+            watch=self._context.hedger.watch,
         )
         with contextlib.closing(done):
             for request in done:

@@ -40,7 +40,7 @@ class VerifyJob:
         self._contents: list[Contents] = []
         self._arena = Arena(budget_bytes=context.options.read_bytes, pinned=False)
         self._read_bytes = max(
-            min(context.options.request_bytes, context.options.read_bytes // context.options.connections),
+            min(context.options.request_bytes, context.options.read_bytes // context.first_connections),
             _MIN_READ_BYTES,
         )
         # Filled by many threads, a list by one of them at a time.
@@ -64,7 +64,7 @@ class VerifyJob:
         done = each_done(
             items,
             work,
-            num_threads=context.options.connections,
+            num_threads=context.first_connections,
             name="cloudckpt-verify",
             on_failure=context.retrier.stop,
         )

@@ -58,7 +58,7 @@ def write_items(
         context.store,
         context.retrier,
         cleaner=context.new_retrier(),
-        connections=options.connections,
+        hedger=context.hedger,
         part_bytes=options.part_bytes,
         tile_bytes=options.tile_bytes,
         resumable=options.resume,
@@ -98,7 +98,7 @@ def _groups(context: Context, items: Sequence[WriteItem], transforms: WriteTrans
         object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
     if not context.store.capabilities.multipart:
         # An object is then one part: it is staged whole, and only several of them go out side by side.
-        share_bytes = options.staging_bytes // options.connections
+        share_bytes = options.staging_bytes // context.first_connections
         object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
     for group in pack([estimated_bytes(item) for item in items], object_bytes=object_bytes):
         yield [items[i] for i in group]

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
+from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.resume import Body, HeldParts, Leftover, Salvage
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.staging import opened_part
@@ -54,7 +55,7 @@ class UploadSession:
         retrier: Retrier,
         *,
         cleaner: Retrier,
-        connections: int,
+        hedger: Hedger,
         part_bytes: int,
         tile_bytes: int,
         resumable: bool,
@@ -67,15 +68,13 @@ class UploadSession:
         self._cleaner = cleaner
         self._part_bytes = part_bytes
         self._tile_bytes = tile_bytes
-        self._connections = connections
+        self._hedger = hedger
         self._resumable = resumable
-        self._salvage = Salvage(store, retrier, tile_bytes=tile_bytes, connections=connections)
+        self._salvage = Salvage(store, retrier, tile_bytes=tile_bytes, connections=hedger.width())
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
-        self._workers = Workers(connections, name="cloudckpt-upload")
-        # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
-        self._slots = threading.BoundedSemaphore(2 * connections)
+        self._workers = self._new_workers()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._open: dict[str, _Object] = {}
@@ -159,11 +158,13 @@ class UploadSession:
         missing = [part for part in target.parts if part.number not in target.crc32cs]
         tasks = [functools.partial(self._upload, target, part) for part in missing]
         for task in tasks or [functools.partial(self._complete, target)]:
-            self._slots.acquire()
+            # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
+            self._workers.submit(functools.partial(self._run, target, task), most_for_each=2)
             if self._failure is not None:
-                self._slots.release()
                 raise self._failure
-            self._workers.submit(functools.partial(self._run, target, task))
+
+    def _new_workers(self) -> Workers:
+        return Workers(self._hedger.width, name="cloudckpt-upload", watch=self._hedger.watch)
 
     def _parts_of(self, key: str, size_bytes: int) -> list[Part]:
         limits = self._store.limits
@@ -177,7 +178,7 @@ class UploadSession:
         """Wait for every object submitted, and return their receipts in the order of submission."""
         self._workers.join()
         if self._failure is None and self._given_up:
-            self._workers = Workers(self._connections, name="cloudckpt-upload")
+            self._workers = self._new_workers()
             for target in self._given_up:
                 self._send(self._fresh(target.key, target.body, target.parts))
             self._workers.join()
@@ -194,8 +195,6 @@ class UploadSession:
                 self._give_up(target, error)
             else:
                 self._fail(_explained(error))
-        finally:
-            self._slots.release()
 
     def _give_up(self, target: _Object, error: StoreError) -> None:
         """What is there of the object is of no use after all: all of it is sent, once the others have been."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cloudckpt._uri import Location, parse_location
 from cloudckpt.errors import InvalidOptionError
+from cloudckpt.options import MOST_CONNECTIONS
 
 if TYPE_CHECKING:
     import os
@@ -34,7 +35,7 @@ def _opened(location: Location, options: Options) -> Store:
             location.path,
             storage_options=options.storage_options,
             timeout_s=options.timeout_s,
-            connections=options.connections,
+            connections=options.connections or MOST_CONNECTIONS,
         )
     if location.scheme == "gs":
         from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
@@ -44,7 +45,7 @@ def _opened(location: Location, options: Options) -> Store:
             location.path,
             storage_options=options.storage_options,
             timeout_s=options.timeout_s,
-            connections=options.connections,
+            connections=options.connections or MOST_CONNECTIONS,
         )
     if location.scheme == "file":
         from cloudckpt.stores.local import LocalStore  # noqa: PLC0415

@@ -1,0 +1,106 @@
+"""How many requests should be in flight: a decision from what requests took, without a clock or a thread of its own.
+
+See ``docs/design/014-concurrency-and-tails.md``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cloudckpt.options import FIRST_CONNECTIONS, MOST_CONNECTIONS
+
+_MOST_PER_HOST = 128
+_DOUBLING = 2.0
+_PROBING = 1.25
+_LEAST_GAIN = 0.5
+"""Of what would be gained if every request stayed as fast as it was."""
+_SHORTEST_HOLD = 4
+_LONGEST_HOLD = 64
+
+
+class Bounds(NamedTuple):
+    """Of a width."""
+
+    first: int
+    most: int
+
+
+def bounds_of(connections: int | None, *, ranks_of_host: int, is_remote: bool) -> Bounds:
+    """`connections` as they are, if the caller says how many; else a share of what the ranks of one host may use.
+
+    What is not reached over a network gets no faster by more requests than there are to begin with.
+    """
+    if connections is not None:
+        return Bounds(first=connections, most=connections)
+    share = max(_MOST_PER_HOST // max(ranks_of_host, 1), 1)
+    first = min(FIRST_CONNECTIONS, share)
+    return Bounds(first=first, most=max(min(MOST_CONNECTIONS, share), first) if is_remote else first)
+
+
+class Width:
+    """The number of requests to have in flight, as a climber that goes up only where that pays.
+
+    It judges in rounds: what the requests that began in a round took, on average for each byte, times the width, is
+    the round's throughput. From `Bounds.first` it doubles, for as long as a wider round gains at least half of what it
+    would if every request stayed as fast; a step that does not is taken back, and after a while, which gets longer
+    with each failure, a smaller one is tried. Where the store asks to slow down, it halves, once for all requests that
+    were under way, and never goes up at once. Not safe to share between threads by itself.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self.width = bounds.first
+        self._before: tuple[int, float] | None = None
+        """Width and throughput, while a step up is on trial."""
+        self._factor = _DOUBLING
+        self._hold = _SHORTEST_HOLD
+        self._num_rounds_to_hold = 0
+        self._stepped_back_s = 0.0
+        self._begin_round(0.0)
+
+    def done(self, *, begun_s: float, ended_s: float, num_bytes: int) -> None:
+        """A request came to a good end. Times are of one clock."""
+        if begun_s < self._round_begun_s:  # part of it ran at another width
+            return
+        self._num_requests += 1
+        self._num_bytes += num_bytes
+        self._spent_s += ended_s - begun_s
+        if self._num_requests >= (self.width + 1) // 2:
+            self._end_round(ended_s)
+
+    def throttled(self, *, begun_s: float, ended_s: float) -> None:
+        """The store asked to slow down."""
+        if begun_s < self._stepped_back_s:
+            return  # it is part of what the last step back was for
+        self.width = max(self.width // 2, 1)
+        self._before, self._factor = None, _PROBING
+        self._hold_on()
+        self._begin_round(ended_s)
+        self._stepped_back_s = ended_s
+
+    def _end_round(self, now_s: float) -> None:
+        throughput = self.width * self._num_bytes / max(self._spent_s, 1e-9)
+        if self._before is not None:
+            width, earlier = self._before
+            self._before = None
+            gain = throughput / max(earlier, 1e-9) - 1
+            if self.width > self._bounds.first and gain < _LEAST_GAIN * (self.width / width - 1):
+                self.width, self._factor = width, _PROBING
+                self._hold_on()
+            else:
+                self._hold = _SHORTEST_HOLD
+        if self._num_rounds_to_hold:
+            self._num_rounds_to_hold -= 1
+        elif self.width < self._bounds.most:
+            self._before = self.width, throughput
+            self.width = min(max(int(self.width * self._factor), self.width + 1), self._bounds.most)
+        self._begin_round(now_s)
+
+    def _hold_on(self) -> None:
+        self._num_rounds_to_hold = self._hold
+        self._hold = min(self._hold * 2, _LONGEST_HOLD)
+
+    def _begin_round(self, now_s: float) -> None:
+        self._round_begun_s = now_s
+        self._num_requests = self._num_bytes = 0
+        self._spent_s = 0.0

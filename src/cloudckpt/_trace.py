@@ -55,6 +55,10 @@ class Recorder:
         self._moved_bytes = 0
         self._sampled_ns = now_ns()
 
+    def __reduce__(self) -> tuple[Callable[..., Recorder], tuple[object, ...]]:
+        """What has been recorded stays in its process; the copy begins anew."""
+        return (Recorder, ()) if self.timeline is None else (_recorder_of, self.timeline.subject)
+
     def spent(self, phase: Phase, begun_ns: int) -> None:
         """Count the time since `begun_ns`, which this thread has spent on it."""
         spent_ns = now_ns() - begun_ns
@@ -153,6 +157,10 @@ def new_recorder(trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str) 
     return Recorder(None if trace is None else Timeline(trace, verb=verb, uri=uri))
 
 
+def _recorder_of(trace: str | os.PathLike[str], verb: Verb, uri: str) -> Recorder:
+    return new_recorder(trace, verb=verb, uri=uri)
+
+
 def trace_path(trace: str | os.PathLike[str], *, rank: int, verb: Verb) -> Path:
     """A rank's file; where the name has no ``{rank}``, rank 0 gets ``trace.json`` and rank 1 ``trace.1.json``."""
     name = os.fspath(trace).replace("{verb}", verb)
@@ -179,9 +187,8 @@ class Timeline:
     """
 
     def __init__(self, trace: str | os.PathLike[str], *, verb: Verb, uri: str) -> None:
-        self._trace = trace
-        self._verb: Verb = verb
-        self._uri = uri
+        self.subject: tuple[str | os.PathLike[str], Verb, str] = (trace, verb, uri)
+        self._trace, self._verb, self._uri = self.subject
         # Lanes of several ranks lie beside each other only on a clock that they share.
         self._epoch_ns = time.time_ns() - now_ns()
         self._lock = threading.Lock()
@@ -275,7 +282,6 @@ class Timeline:
                 "args": {"name": f"{self._verb} {self._uri}, rank {self._rank}"},
             }
         ]
-        names += [{"ph": "M", "name": "process_sort_index", "pid": self._rank, "args": {"sort_index": self._rank}}]
         for (_, name), lane in self._lanes.items():
             common = {"ph": "M", "pid": self._rank, "tid": lane}
             names.append({**common, "name": "thread_name", "args": {"name": name}})

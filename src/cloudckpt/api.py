@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt._async import AsyncSave, background_group, require_cpu_backend, wait_for_previous
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
-from cloudckpt._group import Call, begin, failure_by_loss, in_company
+from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
@@ -191,6 +191,8 @@ def load(
         for is_last in (False, True):
             try:
                 with _in_company(reader, process_group, doing="loading", alone=no_dist) as group:
+                    if isinstance(reader, ObjectStoreReader) and isinstance(group, MetGroup):
+                        reader.find_together(group)
                     state_dict_loader.load(
                         state_dict,
                         storage_reader=reader,

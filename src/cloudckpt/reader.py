@@ -16,11 +16,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cloudckpt._commit.resolve import holds_torch_checkpoint, resolve
+from cloudckpt._group import MetGroup
 from cloudckpt._legacy import TorchCheckpointReader
+from cloudckpt._manifest.codec import decode, encode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.load import LoadJob
+from cloudckpt._share.found import Found, handed_on
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._trace import new_recorder
 from cloudckpt._uri import is_valid_location, parse_location
@@ -95,6 +98,8 @@ class ObjectStoreReader(StorageReader):
         self._started_s = time.monotonic()
         self._metadata: Metadata | None = None
         self._context = self._manifest = self._torch_reader = None
+        self._found: Found | None = None
+        self._found_here: tuple[Context, Manifest] | None = None
         self.report = self.failure = None
         self._manifest_s = 0.0
         self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri)
@@ -113,6 +118,16 @@ class ObjectStoreReader(StorageReader):
         if rank is None:
             self._recorder.flush()
 
+    def find_together(self, group: MetGroup) -> None:
+        """For `cloudckpt.load`: have the coordinator of `group` find the manifest, once, for all of its ranks.
+
+        It counts for the next `read_metadata`. A rank that reads from elsewhere looks for itself, and so do all where
+        the coordinator finds no manifest. Raises `RankLostError` where not all ranks come.
+        """
+        self._started_s = time.monotonic()
+        found = handed_on(group, self._find() if group.rank() == 0 else None)
+        self._found = found if found.uri == self._location.uri else None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature; it looks for the name "kwargs"
         """Torch's view of the checkpoint.
 
@@ -122,7 +137,9 @@ class ObjectStoreReader(StorageReader):
         rank = kwargs.get("rank")
         try:
             if rank is None:
-                self.failure, self._started_s = None, time.monotonic()
+                self.failure = None
+                if self._found is None:
+                    self._started_s = time.monotonic()
                 if self._reporting_rank is not None:
                     self._recorder.open(self._reporting_rank)
                 return self._read_metadata(rank=None)
@@ -187,7 +204,7 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # A load that has begun belongs to its process.
-        return {**self.__dict__, "_context": None, "_torch_reader": None}
+        return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None}
 
     def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         begun_s = time.monotonic()
@@ -224,12 +241,35 @@ class ObjectStoreReader(StorageReader):
         context.emit("load.done", num_bytes=loaded.num_bytes_read)
         _log.info("loaded %s", self.report)
 
+    def _find(self) -> Found:
+        uri = self._location.uri
+        context = Context(self._location, self._options, rank=0, recorder=self._recorder)
+        try:
+            manifest = resolve(context.store, context.retrier).manifest
+            self._found_here = context, manifest
+            return Found(uri=uri, document=encode(manifest))
+        except CheckpointNotFoundError:
+            return Found(uri=uri)  # it may be one of torch's, or one that each rank saved for itself
+        except CloudckptError as error:
+            return Found(uri=uri, error=error)
+        except Exception:  # noqa: BLE001  # the others are waiting; it comes again where torch reports it
+            return Found(uri=uri)
+
     def _read_metadata(self, *, rank: int | None) -> Metadata:
         self._context = self._manifest = self._torch_reader = None
         location = self._location if rank is None else self._location.child(f"rank-{rank}")
         context = Context(location, self._options, rank=rank or 0, recorder=self._recorder)
+        found, found_here = (self._found, self._found_here) if rank is None else (None, None)
+        self._found = self._found_here = None
+        if found is not None and found.error is not None:
+            raise found.error
         try:
-            manifest = resolve(context.store, context.retrier).manifest
+            if found_here is not None:
+                context, manifest = found_here
+            elif found is not None and found.document is not None:
+                manifest = decode(found.document, uri=context.uri)
+            else:
+                manifest = resolve(context.store, context.retrier).manifest
         except CheckpointNotFoundError:
             if not context.retrier.call(lambda: holds_torch_checkpoint(context.store)):
                 raise

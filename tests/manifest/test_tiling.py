@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cloudckpt._manifest.tiling import fills_once
+from cloudckpt._manifest.tiling import arrays_fill_once, fills_once
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Shape = tuple[int, ...]
@@ -59,6 +59,26 @@ def test_says_what_counting_says(case: tuple[Shape, list[Block]]) -> None:
     for offsets, lengths in blocks:
         counts[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] += 1
     assert fills_once(blocks, shape) == bool((counts == 1).all())
+    assert filled_by_arrays(blocks, shape) == bool((counts == 1).all())
+
+
+def filled_by_arrays(blocks: list[Block], shape: Shape) -> bool:
+    size = (len(blocks), len(shape))
+    offsets = np.array([offsets for offsets, _ in blocks], dtype=np.int64).reshape(size)
+    return arrays_fill_once(offsets, np.array([n for _, n in blocks], dtype=np.int64).reshape(size), shape)
+
+
+def test_arrays_of_any_size_are_judged() -> None:
+    """If this fails, corners whose positions do not fit into one number let holes and overlaps pass."""
+    side = 2**31
+    blocks = [
+        ((row * side // 2, column * side // 2, 0), (side // 2, side // 2, 1)) for row in range(2) for column in range(2)
+    ]
+    assert filled_by_arrays(blocks, (side, side, 1))
+    assert not filled_by_arrays([*blocks[:3], blocks[0]], (side, side, 1))
+    halved = [((*offsets[:2], low), (*lengths[:2], side // 2)) for offsets, lengths in blocks for low in (0, side // 2)]
+    assert filled_by_arrays(halved, (side, side, side))
+    assert not filled_by_arrays([*halved[:7], halved[0]], (side, side, side))
 
 
 def test_equal_volume_is_not_enough() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._manifest.codec import decode, encode
 from cloudckpt._manifest.model import Manifest
@@ -81,7 +82,11 @@ def made(metadata: Metadata, receipts: Receipts, **changes: Any) -> Manifest:
         "user_metadata": {},
         **changes,
     }
-    return manifest_of(metadata, receipts, **settings)
+    results = [
+        [WriteResult(index=index, size_in_bytes=r.end - r.begin, storage_data=r) for index, r in of_rank.items()]
+        for of_rank in receipts
+    ]
+    return manifest_of(metadata, results, **settings)
 
 
 def sample() -> Metadata:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 _MAX_SPLIT_DIMS = 8  # every block costs 2 ** that many steps; no device mesh has as many dimensions
+_MAX_SORTED_DIMS = 3  # of a million blocks, sorting more corners takes more memory than counting them
+_MAX_INT64 = 2**63 - 1
+
+Integers = npt.NDArray[np.int64]
 
 
 def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
@@ -31,3 +40,36 @@ def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape:
                 odd = sum(1 for _, direction in corner if direction != sign) % 2
                 corners[tuple(position for position, _ in corner)] += -sign if odd else sign
     return not any(corners.values())
+
+
+def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int]) -> bool:
+    """`fills_once` for many blocks, one per row of ``[num_blocks, num_dims]``, all of which lie inside of `shape`.
+
+    The same corners are counted, by sorting. Where they are too many or too far apart for that, `fills_once` decides.
+    """
+    extents = np.array(shape, dtype=np.int64)
+    is_filled = (lengths != 0).all(axis=1)
+    if not is_filled.all():
+        offsets, lengths = offsets[is_filled], lengths[is_filled]
+    split: list[int] = np.flatnonzero((lengths != extents).any(axis=0)).tolist()
+    sides = [shape[dim] + 1 for dim in split]
+    if len(lengths) == 0 or 0 in shape or len(split) > _MAX_SORTED_DIMS or math.prod(sides) > _MAX_INT64:
+        return fills_once(_rows(offsets, lengths), tuple(shape))
+    # A corner's position as one number, each with its sign; the last row is the whole array, to be taken away.
+    begins = np.vstack([offsets[:, split], np.zeros((1, len(split)), dtype=np.int64)])
+    ends = np.vstack([offsets[:, split] + lengths[:, split], extents[None, split]])
+    codes = np.zeros((len(begins), 1), dtype=np.int64)
+    signs = np.ones((len(begins), 1), dtype=np.int8)
+    signs[-1] = -1
+    for dim, side in enumerate(sides):
+        codes = np.hstack([codes * side + begins[:, dim : dim + 1], codes * side + ends[:, dim : dim + 1]])
+        signs = np.hstack([signs, -signs])
+    order = np.argsort(codes, axis=None)
+    codes, signs = codes.ravel()[order], signs.ravel()[order]
+    first = np.flatnonzero(np.concatenate(([True], codes[1:] != codes[:-1])))
+    return not np.add.reduceat(signs, first, dtype=np.int64).any()
+
+
+def _rows(offsets: Integers, lengths: Integers) -> Iterable[tuple[tuple[int, ...], tuple[int, ...]]]:
+    rows: Any = zip(offsets.tolist(), lengths.tolist(), strict=True)
+    return ((tuple(begin), tuple(length)) for begin, length in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._manifest.codec import pack_tiles
 from cloudckpt._manifest.model import (
@@ -31,8 +31,9 @@ from cloudckpt._manifest.model import (
     StoredTensor,
     StoredValue,
 )
-from cloudckpt._manifest.receipts import ItemLocation, ItemReceipt
+from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
 from cloudckpt._manifest.torch_dtypes import dtype_name, dtype_of
+from cloudckpt._manifest.torch_views import ItemLocations, StoredChunks
 from cloudckpt._manifest.validate import problems_of
 from cloudckpt._version import __version__
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
@@ -45,7 +46,7 @@ DCP_VERSION = "1.0.0"
 
 def manifest_of(
     metadata: Metadata,
-    receipts: Sequence[Mapping[MetadataIndex, ItemReceipt]],
+    results: Sequence[Sequence[WriteResult]],
     *,
     uri: str,
     attempt: str,
@@ -53,29 +54,24 @@ def manifest_of(
     tile_bytes: int,
     user_metadata: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of a save that planned `metadata` and wrote `receipts`, one mapping per rank.
+    """The manifest of a save that planned `metadata` and wrote `results`, one sequence per rank.
 
     Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3) and can be loaded
     again, and `UnsupportedValueError` for what the manifest cannot hold.
     """
-    written: dict[MetadataIndex, ItemReceipt] = {}
-    for of_rank in receipts:
-        written.update(of_rank)
-    objects: dict[str, int] = {}
-    stored_objects: list[StoredObject] = []
-    for receipt in written.values():
-        stored_in = receipt.stored_in
-        if stored_in.key not in objects:
-            objects[stored_in.key] = len(stored_objects)
-            stored_objects.append(
-                StoredObject(key=stored_in.key, size=stored_in.size_bytes, crc32c=pack_tiles(stored_in.tile_crc32cs))
-            )
+    written: defaultdict[str, dict[tuple[int, ...] | None, ItemReceipt]] = defaultdict(dict)
+    for of_rank in results:
+        for result in of_rank:
+            written[result.index.fqn][result.index.offset] = result.storage_data
+    stored_objects = _stored_objects(results, written.values())
+    objects = {stored.key: number for number, stored in enumerate(stored_objects)}
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, StoredValue] = {}
     missing: list[str] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            found = [written.get(MetadataIndex(fqn, chunk.offsets)) for chunk in entry.chunks]
+            at = written[fqn]
+            found = [at.get(chunk.offsets) for chunk in entry.chunks]
             missing += [
                 f"{fqn}{list(chunk.offsets)}"
                 for chunk, receipt in zip(entry.chunks, found, strict=True)
@@ -84,7 +80,7 @@ def manifest_of(
             if not missing:
                 tensors[fqn] = _stored_tensor(fqn, entry, [r for r in found if r is not None], objects, uri)
         else:
-            stored = written.get(MetadataIndex(fqn))
+            stored = written[fqn].get(None)
             if stored is None:
                 missing.append(fqn)
             else:
@@ -107,7 +103,7 @@ def manifest_of(
         version=(FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
         created_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds"),
-        world_size=len(receipts),
+        world_size=len(results),
         software={
             "cloudckpt": __version__,
             "torch": str(torch.__version__),
@@ -133,45 +129,44 @@ def manifest_of(
 
 
 def metadata_of(manifest: Manifest, *, checkpoint_id: Any, load_id: str) -> Metadata:
-    """Torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to a `ItemLocation`."""
-    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage_data: dict[MetadataIndex, ItemLocation] = {}
-    for fqn, tensor in manifest.tensors.items():
-        transforms = tuple(tensor.transforms)
-        chunks = []
-        for chunk in tensor.chunks:
-            offsets, lengths = torch.Size(chunk.offsets), torch.Size(chunk.lengths)
-            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=lengths))
-            storage_data[MetadataIndex(fqn, offsets)] = ItemLocation(
-                object_index=chunk.object_index,
-                begin=chunk.begin,
-                end=chunk.end,
-                dtype=tensor.dtype,
-                lengths=chunk.lengths,
-                transforms=transforms,
-            )
-        properties = TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad)
-        state_dict_metadata[fqn] = TensorStorageMetadata(
-            properties=properties, size=torch.Size(tensor.shape), chunks=chunks
+    """Torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to an `ItemLocation`.
+
+    Takes time and memory by the number of tensors, not of chunks: both they and the locations are made when asked for.
+    """
+    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        fqn: TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
+            size=torch.Size(tensor.shape),
+            chunks=StoredChunks(tensor.chunks),  # type: ignore[arg-type]  # torch reads it as a sequence
         )
-    for fqn, value in manifest.values.items():
-        state_dict_metadata[fqn] = BytesStorageMetadata()
-        storage_data[MetadataIndex(fqn)] = ItemLocation(
-            object_index=value.object_index,
-            begin=value.begin,
-            end=value.end,
-            dtype=None,
-            lengths=(),
-            transforms=tuple(value.transforms),
-        )
+        for fqn, tensor in manifest.tensors.items()
+    }
+    state_dict_metadata.update((fqn, BytesStorageMetadata()) for fqn in manifest.values)
     nesting = manifest.nesting
     return Metadata(
         state_dict_metadata=state_dict_metadata,
         planner_data=None if nesting is None else {fqn: tuple(path) for fqn, path in nesting.items()},
-        storage_data=storage_data,
+        storage_data=ItemLocations(manifest),
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=manifest.save_id, load_id=load_id),
         version=DCP_VERSION,
     )
+
+
+def _stored_objects(
+    results: Sequence[Sequence[WriteResult]], written: Iterable[Mapping[Any, ItemReceipt]]
+) -> list[StoredObject]:
+    """The objects that hold anything that counts, in the ranks' order: a later result hides an earlier one."""
+    used = {receipt.stored_in.key for at in written for receipt in at.values()}
+    found: dict[str, ObjectReceipt] = {}
+    for of_rank in results:
+        for result in of_rank:
+            stored_in = result.storage_data.stored_in
+            if stored_in.key not in found and stored_in.key in used:
+                found[stored_in.key] = stored_in
+    return [
+        StoredObject(key=key, size=stored_in.size_bytes, crc32c=pack_tiles(stored_in.tile_crc32cs))
+        for key, stored_in in found.items()
+    ]
 
 
 def _stored_tensor(
@@ -195,7 +190,7 @@ def _stored_tensor(
         chunks=[
             Chunk(
                 tuple(chunk.offsets),
-                tuple(chunk.sizes),
+                receipt.lengths,  # equal to the planned ones, and one object less for each chunk
                 objects[receipt.stored_in.key],
                 receipt.begin,
                 receipt.end,

@@ -6,9 +6,12 @@ import base64
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
-from cloudckpt._manifest.tiling import fills_once
+from cloudckpt._manifest.sound import are_sound
+from cloudckpt._manifest.tiling import Integers, fills_once
 
 _MAX_NDIM = 64  # torch's own limit
 _MAX_BYTES = 2**63 - 1
@@ -16,6 +19,7 @@ _MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
 _MAX_KEY_LENGTH = 1024
 _MAX_EMPTY_PLACES = 1_000_000  # of lists: what they cost is nothing, and no state dict has as many
+_MIN_CHUNKS_OF_ARRAYS = 16  # for fewer, making arrays takes longer than looking at each
 _NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
 
 
@@ -34,8 +38,10 @@ def problems_of(manifest: Manifest) -> list[str]:
         problems.append(f"world_size is {manifest.world_size}")
     if problems:
         return problems  # ranges cannot be judged against objects that are wrong themselves
+    object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
     for fqn, tensor in manifest.tensors.items():
-        problems.extend(f"tensor {fqn!r}: {text}" for text in _tensor_problems(tensor, manifest.objects))
+        found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
+        problems.extend(f"tensor {fqn!r}: {text}" for text in found)
     for fqn, value in manifest.values.items():
         problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
     both = manifest.tensors.keys() & manifest.values.keys()
@@ -121,7 +127,9 @@ def _num_base64_bytes(text: str) -> int:
         return -1
 
 
-def _tensor_problems(tensor: StoredTensor, objects: Sequence[StoredObject]) -> Iterator[str]:
+def _tensor_problems(
+    tensor: StoredTensor, objects: Sequence[StoredObject], object_sizes_bytes: Integers
+) -> Iterator[str]:
     itemsize_bytes = ITEMSIZE_BYTES.get(tensor.dtype)
     if itemsize_bytes is None:
         yield f"dtype {tensor.dtype!r:.80} is unknown"
@@ -132,12 +140,14 @@ def _tensor_problems(tensor: StoredTensor, objects: Sequence[StoredObject]) -> I
     if math.prod(tensor.shape) * itemsize_bytes > _MAX_BYTES:
         yield f"shape {tensor.shape!r:.200} is too large"
         return
-    are_sound = True
+    if len(tensor.chunks) >= _MIN_CHUNKS_OF_ARRAYS and are_sound(tensor, itemsize_bytes, object_sizes_bytes):
+        return
+    in_place = True
     for index, chunk in enumerate(tensor.chunks):
         for text in _chunk_problems(chunk, tensor, itemsize_bytes, objects):
-            are_sound = False
+            in_place = False
             yield f"chunk {index}: {text}"
-    if are_sound and not fills_once(((chunk.offsets, chunk.lengths) for chunk in tensor.chunks), tensor.shape):
+    if in_place and not fills_once(((chunk.offsets, chunk.lengths) for chunk in tensor.chunks), tensor.shape):
         volume = sum(math.prod(chunk.lengths) for chunk in tensor.chunks)
         yield f"its chunks do not fill it, each element once: they hold {volume} elements of {math.prod(tensor.shape)}"
 

@@ -172,12 +172,11 @@ class SaveJob:
         """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote."""
         begun_s = time.monotonic()
         context = self._context
-        receipts = [{result.index: result.storage_data for result in of_rank} for of_rank in results]
-        keys = {receipt.stored_in.key for of_rank in receipts for receipt in of_rank.values()}
+        keys = {result.storage_data.stored_in.key for of_rank in results for result in of_rank}
         try:
             manifest = manifest_of(
                 metadata,
-                receipts,
+                results,
                 uri=context.uri,
                 attempt=self._attempt,
                 save_id=self._save_id,

@@ -1,0 +1,62 @@
+"""Finding chunks of a tensor without a look at all of them: a job of 16,384 ranks has as many of each tensor."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from cloudckpt._manifest.model import Chunk
+
+
+def position_of(chunks: Sequence[Chunk], offsets: tuple[int, ...]) -> int | None:
+    """Where the chunk at `offsets` stands that holds anything, as far as searching by halves can tell.
+
+    None does not mean that there is none: the chunks may stand in any order.
+    """
+    position = bisect_left(chunks, offsets, key=_offsets)
+    while position < len(chunks) and chunks[position].offsets == offsets:
+        if 0 not in chunks[position].lengths:
+            return position
+        position += 1
+    return None
+
+
+def meeting(chunks: Sequence[Chunk], offsets: Sequence[int], lengths: Sequence[int]) -> list[int] | None:
+    """The positions of the chunks that hold any of the box at `offsets`; None where only looking at each can tell.
+
+    They are searched for by halves, which finds them all if they stand in order, as ranks write them. That none is
+    missing is certain all the same: the chunks of a valid manifest hold each element once, so those that were found
+    must hold as many elements of the box as it has.
+    """
+    if not chunks or not offsets or 0 in lengths:
+        return None
+    first, last = chunks[0].offsets, chunks[-1].offsets
+    dim = next((dim for dim in range(len(offsets)) if first[dim] != last[dim]), 0)
+
+    def begin(chunk: Chunk) -> int:
+        return chunk.offsets[dim]
+
+    end = bisect_left(chunks, offsets[dim] + lengths[dim], key=begin)
+    at_or_before = bisect_right(chunks, offsets[dim], 0, end, key=begin)
+    if not at_or_before:
+        return None
+    found: list[int] = []
+    num_held = 0
+    for position in range(bisect_left(chunks, begin(chunks[at_or_before - 1]), 0, end, key=begin), end):
+        shared = _num_shared(chunks[position], offsets, lengths)
+        if shared:
+            found.append(position)
+            num_held += shared
+    return found if num_held == math.prod(lengths) else None
+
+
+def _num_shared(chunk: Chunk, offsets: Sequence[int], lengths: Sequence[int]) -> int:
+    return math.prod(
+        max(0, min(at + length, begin + extent) - max(at, begin))
+        for at, length, begin, extent in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)
+    )
+
+
+def _offsets(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.offsets

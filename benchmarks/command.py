@@ -1,0 +1,192 @@
+"""The command line: `python -m benchmarks --help`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks import envs, servers
+from benchmarks.places import Given, Places
+from benchmarks.provenance import provenance
+from benchmarks.runner import NOT_INSTALLED, Row, Run
+from benchmarks.summary import summary
+from benchmarks.sweeps import SWEEPS, Sweep, Verb
+from benchmarks.systems import SYSTEM_NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA = 1
+INTERRUPTED_STATUS = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Return 0; 1 where a system failed that is installed; 130 after an interrupt, when results are written too."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.setup_envs:
+        for environment in envs.ENVIRONMENTS.values():
+            _say(f"{environment.system}: {envs.set_up(environment, ROOT)}")
+        return 0
+    sweep, given = _sweep(parser, arguments)
+    if arguments.list:
+        print(_listing(sweep))
+        return 0
+    rows: list[Row] = []
+    versions: dict[str, dict[str, str]] = {}
+    about = provenance(ROOT)
+    was_interrupted = False
+    try:
+        _measure(arguments, sweep, given, rows=rows, versions=versions)
+    except KeyboardInterrupt:
+        was_interrupted = True
+        _say("interrupted: what was measured until here follows")
+    finally:
+        document = {
+            "schema": SCHEMA,
+            "provenance": {**about, "versions": versions},
+            "sweep": sweep.name,
+            "parameters": _parameters(arguments, sweep),
+            "cells": [row.to_json() for row in rows],
+        }
+        if arguments.results is not None:
+            arguments.results.parent.mkdir(parents=True, exist_ok=True)
+            arguments.results.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    print(summary(document))
+    if was_interrupted:
+        return INTERRUPTED_STATUS
+    failed = [row for row in rows if row.failed is not None and not row.failed.startswith(NOT_INSTALLED)]
+    return 1 if failed else 0
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    sweep: Sweep,
+    given: Given | None,
+    *,
+    rows: list[Row],
+    versions: dict[str, dict[str, str]],
+) -> None:
+    binary = arguments.fasts3_binary
+    if binary is None and arguments.fasts3_source is not None:
+        binary = servers.build_fasts3(arguments.fasts3_source, ROOT / "build" / "fasts3")
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-logs-")))
+        places = Places(stack, fasts3_binary=binary, given=given, local_parent=_local_parent(arguments))
+        has_tls = any(cell.wire == "tls" for cell in sweep.cells)
+        run = Run(
+            places=places,
+            environment=servers.environment(places.certificates.ca_bundle if has_tls else None)
+            if given is None
+            else dict(os.environ),
+            pythons={
+                "s3fs": arguments.python_s3fs,
+                "s3fs-tuned": arguments.python_s3fs,
+                "s3torchconnector": arguments.python_s3torchconnector,
+            },
+            options=dict(arguments.option),
+            timeout_s=arguments.timeout_s,
+            logs=logs,
+            root=ROOT,
+            progress=_say,
+            rows=rows,
+            versions=versions,
+        )
+        run.measure(sweep)
+
+
+def _sweep(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Sweep, Given | None]:
+    """What to measure, and on which store of the user's."""
+    if arguments.repetitions is not None and arguments.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+    if arguments.uri is not None and arguments.bucket is not None:
+        parser.error("--uri and --bucket say the same; give one of them")
+    if arguments.endpoint_url is not None and arguments.uri is None and arguments.bucket is None:
+        parser.error("--endpoint-url needs --bucket, or --uri s3://…")
+    sweep = SWEEPS[arguments.sweep]
+    given = None
+    uri = arguments.uri or (f"s3://{arguments.bucket}" if arguments.bucket else None)
+    if uri is not None and "://" not in uri:
+        arguments.local_dir = Path(uri)
+        sweep = replace(sweep, cells=tuple(cell for cell in sweep.cells if cell.server == "path"))
+    elif uri is not None:
+        given = Given(uri=uri, endpoint_url=arguments.endpoint_url, region=arguments.region)
+        sweep = sweep.on_given()
+    sweep = sweep.chosen(cells=arguments.cells, verbs=arguments.verbs, systems=arguments.systems)
+    if arguments.repetitions is not None:
+        sweep = replace(sweep, repetitions=arguments.repetitions)
+    if not sweep.cells:
+        parser.error(f"no cell of {sweep.name} is left; --list shows them")
+    return sweep, given
+
+
+def _listing(sweep: Sweep) -> str:
+    lines = [f"{one.name}: {one.about}" for one in SWEEPS.values()]
+    lines += ["", f"{sweep.name}, {sweep.repetitions} repetitions:"]
+    width = max(len(cell.path) for cell in sweep.cells)
+    lines += [f"  {cell.path:{width}}  {' '.join(cell.systems)}" for cell in sweep.cells]
+    return "\n".join(lines)
+
+
+def _local_parent(arguments: argparse.Namespace) -> Path:
+    memory = Path("/dev/shm")  # noqa: S108  # a tmpfs, where the disk does not decide
+    return arguments.local_dir or (memory if memory.is_dir() else Path(tempfile.gettempdir()))
+
+
+def _parameters(arguments: argparse.Namespace, sweep: Sweep) -> dict[str, Any]:
+    given = {name: value for name, value in vars(arguments).items() if name not in ("results", "list", "setup_envs")}
+    return {**given, "repetitions": sweep.repetitions, "local_dir": _local_parent(arguments)}
+
+
+def _say(text: str) -> None:
+    """Progress goes to standard error, so that the output is the table alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Save and load with cloudckpt and its rivals, in turn. See benchmarks/README.md.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--sweep", choices=list(SWEEPS), default="short", help="what to measure")
+    add("--list", action="store_true", help="show the sweeps and the cells chosen, and stop")
+    add("--cells", nargs="+", default=[], metavar="PATTERN", help="only those whose path, as --list has it, holds one")
+    add("--verbs", nargs="+", default=[], choices=get_args(Verb), help="only these")
+    add("--systems", nargs="+", default=[], choices=SYSTEM_NAMES, help="only these")
+    add("--repetitions", type=int, help="counted ones, after a warm-up; the sweep's own where absent")
+    add("--results", type=Path, metavar="FILE", help="write samples, versions, machine and parameters there, as JSON")
+    add("--uri", help="a store to measure on: s3://bucket/prefix, gs://bucket/prefix, or a path")
+    add("--endpoint-url", help="of the S3-compatible server that has it; Amazon S3 where absent")
+    add("--bucket", help="on that server: short for --uri s3://BUCKET")
+    add("--region", help="of that server")
+    add("--fasts3-binary", type=Path, default=_from_environment("FASTS3"), help="a server in memory, built ($FASTS3)")
+    add("--fasts3-source", type=Path, help="its cargo project, to be built")
+    add("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of cloudckpt.Options")
+    add("--local-dir", type=Path, help="where paths are saved to; /dev/shm by default")
+    add("--python-s3fs", metavar="PYTHON", help="interpreter with torch and s3fs")
+    add("--python-s3torchconnector", metavar="PYTHON", help="interpreter with torch and s3torchconnector[dcp]")
+    add("--setup-envs", action="store_true", help="make environments for the rivals beside the repository, and stop")
+    add("--timeout-s", type=float, default=600, help="for one save or load")
+    return parser
+
+
+def _from_environment(name: str) -> Path | None:
+    value = os.environ.get(name)
+    return Path(value) if value else None

@@ -1,0 +1,82 @@
+"""Interpreters for rivals whose dependencies do not get on with ours: s3fs pins a botocore of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalEnvironment:
+    """What to install for one rival, and where its interpreter is looked for."""
+
+    system: str
+    requirements: tuple[str, ...]
+
+    def directory(self, root: Path) -> Path:
+        return root / f".benchenv-{self.system}"
+
+    def python(self, root: Path) -> Path:
+        return self.directory(root) / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+ENVIRONMENTS: Mapping[str, RivalEnvironment] = {
+    environment.system: environment
+    for environment in (
+        # With boto3 left free pip finds a botocore that aiobotocore takes; pinned, it falls back to s3fs 0.4.
+        RivalEnvironment(system="s3fs", requirements=("s3fs>=2026.1", "boto3")),
+        RivalEnvironment(system="s3torchconnector", requirements=("s3torchconnector[dcp]>=1.5",)),
+    )
+}
+
+_OF_ANOTHER = {"s3fs-tuned": "s3fs"}
+
+
+def set_up(environment: RivalEnvironment, root: Path) -> Path:
+    """Make the environment unless it is there, and return its interpreter.
+
+    It sees this environment's torch, which is large, through a path file; its own packages come first.
+    """
+    python = environment.python(root)
+    directory = environment.directory(root)
+    ready = directory / "ready"
+    wanted = "\n".join(environment.requirements)
+    if ready.is_file() and ready.read_text() == wanted:
+        return python
+    venv.create(directory, with_pip=True, clear=True)
+    _purelib(python).joinpath("main-environment.pth").write_text(f"{_torch_parent()}\n")
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *environment.requirements],
+        check=True,
+    )
+    ready.write_text(wanted)
+    return python
+
+
+def interpreter(system: str, *, given: str | None, root: Path) -> str:
+    """The interpreter for one system: as given, else of its own environment, else the one that runs this."""
+    if given is not None:
+        return given
+    environment = ENVIRONMENTS.get(_OF_ANOTHER.get(system, system))
+    if environment is not None and environment.python(root).is_file():
+        return str(environment.python(root))
+    return sys.executable
+
+
+def _torch_parent() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("torch is not installed in the environment that runs the benchmark")
+    return Path(spec.origin).parent.parent
+
+
+def _purelib(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    answer = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return Path(answer.stdout.strip())

@@ -1,0 +1,191 @@
+"""What the machine itself allows: a thread pool on bare sockets, one copy of the memory, one write to a disk.
+
+None of it checks, signs or promises anything: it says how fast a client could be, not what one should do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from benchmarks.systems import Outcome, Settings, System
+
+_REQUEST_BYTES = 32 << 20
+_TIMEOUT_S = 120.0
+_LARGEST_HEAD_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One object, and the memory that it is sent from or received into."""
+
+    key: str
+    views: tuple[memoryview, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(view.nbytes for view in self.views)
+
+
+class Limit(System):
+    """Moves the same bytes as the others, with nothing around them."""
+
+    name = "limit"
+    schemes = ("s3", "")
+    module = "cloudckpt"
+    distributions = ("torch", "cloudckpt")
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._num_connections = (
+            self.library.Options(**settings.options).connections or 8
+        )  # what is adapted begins there
+        self._buffers: list[torch.Tensor] = []
+
+    def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Send it, or write it to a file and wait for the disk."""
+        if "://" in uri:
+            self._transfer(state_dict, uri, _send)
+        else:
+            directory = Path(uri)
+            directory.mkdir(parents=True, exist_ok=True)
+            _write(directory / str(_rank()), _views(state_dict))
+        return Outcome()
+
+    def load(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Receive it; copy it in memory, for a path."""
+        if "://" in uri:
+            self._transfer(state_dict, uri, _receive)
+            return Outcome(num_bytes_read=sum(view.nbytes for view in _views(state_dict)))
+        return self._copy(state_dict)
+
+    def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Copy it in memory."""
+        del uri
+        return self._copy(state_dict)
+
+    def _copy(self, state_dict: dict[str, Any]) -> Outcome:
+        sources = [_local(tensor) for tensor in state_dict.values()]
+        if [source.shape for source in sources] != [buffer.shape for buffer in self._buffers]:
+            self._buffers = [torch.zeros_like(source) for source in sources]
+        started_s = time.perf_counter()
+        for buffer, source in zip(self._buffers, sources, strict=True):
+            buffer.copy_(source)
+        return Outcome(blocking_s=time.perf_counter() - started_s)
+
+    def _transfer(
+        self, state_dict: dict[str, Any], uri: str, exchange: Callable[[socket.socket, _Request], None]
+    ) -> None:
+        # A list's iterator, unlike a generator, may be shared by threads.
+        todo = iter(list(_requests(_views(state_dict), f"/{uri.partition('://')[2]}/{_rank()}")))
+        with ThreadPoolExecutor(self._num_connections) as pool:
+            for done in [pool.submit(self._work, todo, exchange) for _ in range(self._num_connections)]:
+                done.result()
+
+    def _work(self, todo: Iterator[_Request], exchange: Callable[[socket.socket, _Request], None]) -> None:
+        with self._connected() as connection:
+            for request in todo:
+                exchange(connection, request)
+
+    def _connected(self) -> socket.socket:
+        parts = urlsplit(self.settings.endpoint_url or "")
+        if not parts.hostname or not parts.port:
+            raise ValueError("bare sockets need an endpoint with a port")
+        connection = socket.create_connection((parts.hostname, parts.port), timeout=_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if parts.scheme == "http":
+            return connection
+        context = ssl.create_default_context(cafile=self.settings.ca_bundle)
+        return context.wrap_socket(connection, server_hostname=parts.hostname)
+
+
+def _send(connection: socket.socket, request: _Request) -> None:
+    head = f"PUT {request.key} HTTP/1.1\r\nHost: limit\r\nContent-Length: {request.num_bytes}\r\n\r\n"
+    connection.sendall(head.encode())
+    for view in request.views:
+        connection.sendall(view)
+    rest = _body_after_head(connection)
+    if rest:
+        raise ValueError(f"{request.key}: an answer of {len(rest)} bytes to a put")
+
+
+def _receive(connection: socket.socket, request: _Request) -> None:
+    connection.sendall(f"GET {request.key} HTTP/1.1\r\nHost: limit\r\n\r\n".encode())
+    rest = _body_after_head(connection)
+    for view in request.views:
+        begin = min(len(rest), view.nbytes)
+        view[:begin] = rest[:begin]
+        rest = rest[begin:]
+        while begin < view.nbytes:
+            received = connection.recv_into(view[begin:])
+            if received == 0:
+                raise ConnectionError(f"{request.key}: the answer ended early")
+            begin += received
+
+
+def _body_after_head(connection: socket.socket) -> bytes:
+    """Reads an answer's head; what came of its body along with it."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        piece = connection.recv(_LARGEST_HEAD_BYTES)
+        received += piece
+        if not piece or len(received) > 2 * _LARGEST_HEAD_BYTES:
+            raise ConnectionError(f"no answer, but {received[:100]!r}")
+    head, _, rest = received.partition(b"\r\n\r\n")
+    if head.split(b" ", 2)[1] != b"200":
+        raise ConnectionError(f"answered with {head[:100]!r}")
+    return rest
+
+
+def _requests(views: Iterable[memoryview], prefix: str) -> Iterator[_Request]:
+    """The views in requests of `_REQUEST_BYTES`, the last one smaller."""
+    numbers = itertools.count()
+    pending: list[memoryview] = []
+    pending_bytes = 0
+    for whole in views:
+        view = whole
+        while view.nbytes:
+            taken = view[: _REQUEST_BYTES - pending_bytes]
+            view = view[taken.nbytes :]
+            pending.append(taken)
+            pending_bytes += taken.nbytes
+            if pending_bytes == _REQUEST_BYTES:
+                yield _Request(key=f"{prefix}-{next(numbers)}", views=tuple(pending))
+                pending, pending_bytes = [], 0
+    if pending:
+        yield _Request(key=f"{prefix}-{next(numbers)}", views=tuple(pending))
+
+
+def _write(path: Path, views: Iterable[memoryview]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for whole in views:
+            view = whole
+            while view.nbytes:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _views(state_dict: dict[str, Any]) -> list[memoryview]:
+    return [memoryview(_local(tensor).reshape(-1).numpy()).cast("B") for tensor in state_dict.values()]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,186 @@
+"""The object stores that systems are measured against: how to reach them, and how to empty them between turns."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from cloudckpt.options import Options
+from cloudckpt.stores import open_store
+from cloudckpt.testing.servers import Program, ask, clean_environment, moto_server, reserved_port, running
+from cloudckpt.testing.servers.moto import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
+
+START_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 60.0
+BUCKET = "benchmark"
+
+
+class Server(abc.ABC):
+    """An endpoint, and a place on it that is the run's own."""
+
+    endpoint_url: str | None
+    """None where the client's own configuration says it."""
+    region: str | None
+    uri: str
+    """Everything the run stores lies under it."""
+    checks_signatures = True
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget all that the run stored, so that no system finds memory or disk already in use."""
+
+    def num_bytes_sent(self) -> int | None:
+        """Bytes of all the answers since the last reset; None where it keeps no count."""
+        return None
+
+
+class _Local(Server):
+    """One that was started for the run."""
+
+    region = REGION
+    uri = f"s3://{BUCKET}"
+
+    def __init__(self, endpoint_url: str) -> None:
+        self.endpoint_url = endpoint_url
+
+
+class _Fasts3(_Local):
+    checks_signatures = False
+
+    def reset(self) -> None:
+        self._get("/_reset")
+
+    def num_bytes_sent(self) -> int:
+        text = self._get("/_stats")
+        found = re.search(r"\bout (\d+)\b", text)
+        if found is None:
+            raise RuntimeError(f"fasts3 counts no bytes sent: {text!r}")
+        return int(found[1])
+
+    def _get(self, path: str) -> str:
+        status, text = ask(str(self.endpoint_url), "GET", path, timeout_s=CALL_TIMEOUT_S)
+        if status != 200:
+            raise RuntimeError(f"{self.endpoint_url}{path} was answered with {status}: {text}")
+        return text
+
+
+class _Emptied(_Local):
+    """Any other one."""
+
+    def reset(self) -> None:
+        _empty(self.uri, _options_of(self))
+
+
+class _Given(Server):
+    """The user's own: what the run stored is deleted, and nothing else."""
+
+    def __init__(self, uri: str, *, endpoint_url: str | None, region: str | None) -> None:
+        self.endpoint_url = endpoint_url
+        self.region = region
+        self.uri = uri
+
+    def reset(self) -> None:
+        _empty(self.uri, _options_of(self))
+
+
+def environment(ca_bundle: Path | None) -> dict[str, str]:
+    """A worker's, that leads it to the servers started here and to none of the user's."""
+    certificates = {} if ca_bundle is None else {name: str(ca_bundle) for name in ("AWS_CA_BUNDLE", "SSL_CERT_FILE")}
+    return {
+        **clean_environment(),
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET_ACCESS_KEY,
+        "AWS_DEFAULT_REGION": REGION,
+        **certificates,
+    }
+
+
+@contextlib.contextmanager
+def fasts3(binary: Path, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> Iterator[Server]:
+    """A server in memory that checks nothing and so measures the client.
+
+    It takes `latency_s` to the first byte of each answer, and gives a connection `bytes_per_s`; 0: all it can.
+    """
+    with reserved_port() as port:
+        server = _Fasts3(f"http://127.0.0.1:{port}")
+
+        def is_ready(_timeout_s: float) -> bool:
+            with contextlib.suppress(OSError):
+                server.reset()
+                return True
+            return False
+
+        program = Program(
+            name="fasts3",
+            command=[binary.absolute(), str(port), f"{latency_s * 1e3:.0f}", f"{bytes_per_s / 1e6:g}"],
+            environment=clean_environment(),
+            is_ready=is_ready,
+        )
+        with running(program, start_timeout_s=START_TIMEOUT_S):
+            yield server
+
+
+@contextlib.contextmanager
+def moto() -> Iterator[Server]:
+    """The server of moto: everywhere at hand and right, but so slow that only small sizes make sense."""
+    with moto_server() as started:
+        started.create_bucket(BUCKET)
+        yield _Emptied(started.endpoint_url)
+
+
+@contextlib.contextmanager
+def rgw() -> Iterator[Server]:
+    """Ceph's RADOS Gateway on a cluster of its own: what a service costs that does all that a service does."""
+    ceph = importlib.import_module("tests.integration.servers.ceph")
+    with ceph.ceph_rgw() as started:
+        started.create_bucket(BUCKET)
+        yield _Emptied(started.endpoint_url)
+
+
+@contextlib.contextmanager
+def given(uri: str, *, endpoint_url: str | None, region: str | None) -> Iterator[Server]:
+    """What runs already; `uri` is a prefix that is the run's own, and empty at the end."""
+    server = _Given(uri, endpoint_url=endpoint_url, region=region)
+    try:
+        yield server
+    finally:
+        server.reset()
+
+
+STARTED_HERE: Mapping[str, Any] = {"moto": moto, "rgw": rgw}
+
+
+def start(name: str) -> AbstractContextManager[Server]:
+    """One of `STARTED_HERE`."""
+    started: AbstractContextManager[Server] = STARTED_HERE[name]()
+    return started
+
+
+def build_fasts3(source: Path, target: Path) -> Path:
+    """Compile the server with cargo into `target` and return the binary."""
+    cargo = shutil.which("cargo") or str(Path.home() / ".cargo" / "bin" / "cargo")
+    subprocess.run([cargo, "build", "--release", "--quiet", "--target-dir", str(target)], cwd=source, check=True)
+    return target / "release" / "fasts3"
+
+
+def _options_of(server: Server) -> dict[str, Any]:
+    credentials = (
+        {"access_key_id": ACCESS_KEY_ID, "secret_access_key": SECRET_ACCESS_KEY} if isinstance(server, _Local) else {}
+    )
+    wanted = {"endpoint_url": server.endpoint_url, "region": server.region, **credentials}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _empty(uri: str, storage_options: Mapping[str, Any]) -> None:
+    store = open_store(uri, Options(storage_options=storage_options, timeout_s=CALL_TIMEOUT_S))
+    store.delete([found.key for found in store.list()])
+    for upload in store.list_uploads():
+        store.abort_multipart(upload.key, upload.upload_id)

@@ -1,0 +1,256 @@
+"""The systems that are compared. Each imports its library late, for each may live in its own environment.
+
+What is timed is what a user runs for one checkpoint: making the writer or reader, with its client, and the
+save or load itself. Rivals run with their own defaults, but for `s3fs-tuned` and where a comment says so.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+TUNED_THREADS = 8
+TUNED_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a system needs to know of a cell."""
+
+    endpoint_url: str | None
+    region: str | None
+    ca_bundle: str | None
+    """The file of certificates that the server's is checked with; None for the system's own."""
+    no_dist: bool
+    """True where there is one process and no process group."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `cloudckpt.Options` that differ from the defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a system says of what it did; None where it does not say."""
+
+    blocking_s: float | None = None
+    """How long training waited."""
+    num_bytes_read: int | None = None
+    """From the store."""
+
+
+class System(abc.ABC):
+    """One way to save and load with torch's distributed checkpoint."""
+
+    name: ClassVar[str]
+    schemes: ClassVar[tuple[str, ...]]
+    """Of the URIs that it takes; empty text for paths."""
+    module: ClassVar[str]
+    distributions: ClassVar[tuple[str, ...]]
+    """What its version is made of, as pip names it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.library: Any = importlib.import_module(self.module)
+
+    @classmethod
+    def require(cls) -> None:
+        """Raises ImportError where the system is not installed in this interpreter."""
+        importlib.import_module(cls.module)
+
+    @abc.abstractmethod
+    def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Save, and return when the checkpoint is complete."""
+
+    @abc.abstractmethod
+    def load(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Load in place."""
+
+    @abc.abstractmethod
+    def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Save in the background, and return when the checkpoint is complete."""
+
+
+class _Rival(System):
+    """A pair of torch's storage writer and reader."""
+
+    def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        dcp.save(state_dict, storage_writer=self.writer(uri), no_dist=self.settings.no_dist)
+        return Outcome()
+
+    def load(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        dcp.load(state_dict, storage_reader=self.reader(uri), no_dist=self.settings.no_dist)
+        return Outcome()
+
+    def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        started_s = time.perf_counter()
+        response = dcp.async_save(state_dict, storage_writer=self.writer(uri), no_dist=self.settings.no_dist)
+        if isinstance(response, Future):
+            blocking_s = time.perf_counter() - started_s
+            response.result()
+        else:
+            response.staging_completion.result()
+            blocking_s = time.perf_counter() - started_s
+            response.upload_completion.result()
+        return Outcome(blocking_s=blocking_s)
+
+    @abc.abstractmethod
+    def writer(self, uri: str) -> Any:
+        """A new writer for `uri`."""
+
+    @abc.abstractmethod
+    def reader(self, uri: str) -> Any:
+        """A new reader for `uri`."""
+
+
+class FileSystemRival(_Rival):
+    """The writer and reader of torch itself, for paths."""
+
+    name = "filesystem"
+    schemes = ("",)
+    module = "torch"
+    distributions = ("torch",)
+
+    def writer(self, uri: str) -> Any:
+        return FileSystemWriter(uri)
+
+    def reader(self, uri: str) -> Any:
+        return FileSystemReader(uri)
+
+
+class S3fsRival(_Rival):
+    """The fsspec writer and reader of torch, on s3fs."""
+
+    name = "s3fs"
+    schemes = ("s3",)
+    module = "s3fs"
+    distributions = ("torch", "s3fs", "aiobotocore", "botocore")
+
+    def writer(self, uri: str) -> Any:
+        # The default, sync_files=True, calls os.sync() here, which flushes the disks and does nothing for S3.
+        return FsspecWriter(uri, sync_files=False, **self._writer_options(), **self._storage_options())
+
+    def reader(self, uri: str) -> Any:
+        return FsspecReader(uri, **self._storage_options())
+
+    def _writer_options(self) -> dict[str, Any]:
+        return {}
+
+    def _storage_options(self) -> dict[str, Any]:
+        client = {"region_name": self.settings.region, "verify": self.settings.ca_bundle}
+        return {
+            "endpoint_url": self.settings.endpoint_url,
+            "client_kwargs": {name: value for name, value in client.items() if value is not None},
+        }
+
+
+class TunedS3fsRival(S3fsRival):
+    """The same with what its documentation offers for speed: threads, larger blocks, more requests at once."""
+
+    name = "s3fs-tuned"
+
+    def _writer_options(self) -> dict[str, Any]:
+        return {"thread_count": TUNED_THREADS}
+
+    def _storage_options(self) -> dict[str, Any]:
+        return {
+            **super()._storage_options(),
+            "default_block_size": TUNED_BLOCK_BYTES,
+            "default_cache_type": "readahead",
+            "max_concurrency": 2 * TUNED_THREADS,
+            "config_kwargs": {"max_pool_connections": 4 * TUNED_THREADS},
+        }
+
+
+class S3TorchConnectorRival(_Rival):
+    """The connector of AWS, s3torchconnector."""
+
+    name = "s3torchconnector"
+    schemes = ("s3",)
+    module = "s3torchconnector.dcp"
+    distributions = ("torch", "s3torchconnector", "s3torchconnectorclient")
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.client_config: Any = importlib.import_module("s3torchconnector").S3ClientConfig
+
+    def writer(self, uri: str) -> Any:
+        return self._pointed(self.library.S3StorageWriter(self.settings.region, uri, **self._client_config()))
+
+    def reader(self, uri: str) -> Any:
+        return self._pointed(self.library.S3StorageReader(self.settings.region, uri, **self._client_config()))
+
+    def _client_config(self) -> dict[str, Any]:
+        path_style = self.settings.endpoint_url is not None
+        return {"s3client_config": self.client_config(force_path_style=path_style)}
+
+    def _pointed(self, storage: Any) -> Any:
+        # Its DCP classes take no endpoint. The native client is made on first use, so this comes in time. Certificates
+        # it takes from SSL_CERT_FILE alone.
+        storage.fs._client._endpoint = self.settings.endpoint_url  # noqa: SLF001
+        return storage
+
+
+class Cloudckpt(System):
+    """cloudckpt on an object store."""
+
+    name = "cloudckpt"
+    schemes = ("s3", "gs")
+    module = "cloudckpt"
+    distributions = ("torch", "cloudckpt", "boto3", "botocore", "awscrt")
+
+    def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        self.library.save(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
+        return Outcome()
+
+    def load(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        report = self.library.load(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
+        return Outcome(num_bytes_read=report.num_bytes_read)
+
+    def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        started_s = time.perf_counter()
+        handle = self.library.async_save(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
+        handle.staged.result()
+        blocking_s = time.perf_counter() - started_s
+        handle.result()
+        return Outcome(blocking_s=blocking_s)
+
+    def _options(self) -> Any:
+        return self.library.Options(storage_options=self._storage_options(), **self.settings.options)
+
+    def _storage_options(self) -> dict[str, Any]:
+        settings = self.settings
+        wanted = {"endpoint_url": settings.endpoint_url, "region": settings.region, "verify": settings.ca_bundle}
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
+class CloudckptPath(Cloudckpt):
+    """cloudckpt on a directory."""
+
+    name = "cloudckpt-path"
+    schemes = ("",)
+    distributions = ("torch", "cloudckpt", "awscrt")
+
+    def _storage_options(self) -> dict[str, Any]:
+        return {}
+
+
+_SYSTEMS = (Cloudckpt, S3TorchConnectorRival, S3fsRival, TunedS3fsRival, CloudckptPath, FileSystemRival)
+SYSTEM_NAMES = (*(system.name for system in _SYSTEMS), "limit")
+"""In the order of tables."""
+
+
+def system_named(name: str) -> type[System]:
+    """The class of that system; what the limits need is imported for them alone."""
+    if name == "limit":
+        limits = importlib.import_module("benchmarks.limits")
+        limit: type[System] = limits.Limit
+        return limit
+    return next(system for system in _SYSTEMS if system.name == name)

@@ -1,0 +1,143 @@
+"""One turn of one system: what is done in it, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from benchmarks.fleet import Measured
+from benchmarks.payloads import Payload
+from benchmarks.state import Layout
+from benchmarks.sweeps import NUM_PARTS_OF_A_SHARD, Cell, Verb
+
+Item = TypeVar("Item")
+
+
+class Ranks(Protocol):
+    """What a turn needs of a `Fleet`."""
+
+    def do(self, command: str) -> object: ...
+    def prepare(self, payload: Payload, layout: Layout) -> None: ...
+    def measure(self, verb: Verb, uri: str) -> list[Measured]: ...
+
+
+class Store(Protocol):
+    """What a turn needs of a `Place`."""
+
+    def new_uri(self, system: str) -> str: ...
+    def clear(self) -> None: ...
+    def num_bytes_sent(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One operation of all ranks together."""
+
+    repetition: int
+    """0 is the warm-up, whose time does not count; its memory does, for a first save must fit as well."""
+    wall_s: float
+    """Of the slowest rank."""
+    cpu_s: float
+    """Of all ranks together."""
+    peak_bytes: int | None
+    """Over the tensors, of the rank with the most; None where it could not be measured."""
+    num_bytes_read: int | None
+    """Of all ranks: as the server counts where it does, as the system reports otherwise; None where neither does."""
+    blocking_s: float | None
+    """Of the rank that waited longest."""
+
+
+def rotated(items: Sequence[Item], turn: int) -> list[Item]:
+    """`items` beginning with another one at each `turn`, so that none always runs first."""
+    start = turn % len(items) if items else 0
+    return [*items[start:], *items[:start]]
+
+
+def num_bytes_of(verb: Verb, payload: Payload) -> int:
+    """What the verb moves or wants, each byte counted once."""
+    if verb != "resharded_load":
+        return payload.num_bytes
+    whole = sum(group.count * group.tensor_bytes for group in payload.tensors if not group.shape)
+    return whole + (payload.num_bytes - whole) // NUM_PARTS_OF_A_SHARD
+
+
+def turn(cell: Cell, ranks: Ranks, store: Store, *, system: str, repetition: int) -> Iterator[tuple[Verb, Sample]]:
+    """Do what the cell says once, and hand out each sample as it is there.
+
+    Only what is counted is yielded: a load needs a save. In the warm-up, repetition 0, all that is loaded is compared
+    to the bit, outside of what is timed. Stored bytes are forgotten after each part.
+    """
+    this = _Turn(cell=cell, ranks=ranks, store=store, system=system, repetition=repetition)
+    wanted = set(cell.verbs)
+    if wanted & {"save", "load", "async_blocking"}:
+        yield from this.sharded(wanted)
+    if "shared_load" in wanted:
+        yield "shared_load", this.load_after_save("shared_load", saved="replicated", wanted="replicated")
+    if "resharded_load" in wanted:
+        yield "resharded_load", this.load_after_save("resharded_load", saved="sharded", wanted="part")
+    ranks.do("release")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    cell: Cell
+    ranks: Ranks
+    store: Store
+    system: str
+    repetition: int
+
+    def sharded(self, wanted: Collection[Verb]) -> Iterator[tuple[Verb, Sample]]:
+        """Save, load and save in the background, as far as it is wanted, with the same tensors."""
+        self.ranks.prepare(self.cell.payload, "sharded")
+        if "save" in wanted or "load" in wanted:
+            uri = self.store.new_uri(self.system)
+            saved = self._measured("save", uri)
+            if "save" in wanted:
+                yield "save", saved
+            if "load" in wanted:
+                yield "load", self._loaded("load", uri)
+            self.store.clear()
+        if "async_blocking" in wanted:
+            yield "async_blocking", self._measured("async_blocking", self.store.new_uri(self.system))
+            self.store.clear()
+
+    def load_after_save(self, verb: Verb, *, saved: Layout, wanted: Layout) -> Sample:
+        """Save in one layout and load in another."""
+        self.ranks.prepare(self.cell.payload, saved)
+        uri = self.store.new_uri(self.system)
+        self.ranks.measure("save", uri)
+        if wanted != saved:
+            self.ranks.prepare(self.cell.payload, wanted)
+        sample = self._loaded(verb, uri)
+        self.store.clear()
+        return sample
+
+    def _loaded(self, verb: Verb, uri: str) -> Sample:
+        self.ranks.do("zero")
+        sample = self._measured(verb, uri)
+        if self.repetition == 0:
+            self.ranks.do("verify")
+        return sample
+
+    def _measured(self, verb: Verb, uri: str) -> Sample:
+        before = self.store.num_bytes_sent()
+        of_ranks = self.ranks.measure(verb, uri)
+        after = self.store.num_bytes_sent()
+        sent = None if before is None or after is None else after - before
+        return _sample(of_ranks, self.repetition, num_bytes_sent=sent if "load" in verb else None)
+
+
+def _sample(of_ranks: Sequence[Measured], repetition: int, *, num_bytes_sent: int | None) -> Sample:
+    peaks = [one.usage.extra_peak_bytes for one in of_ranks if one.usage.extra_peak_bytes is not None]
+    blocked = [one.outcome.blocking_s for one in of_ranks if one.outcome.blocking_s is not None]
+    read = [one.outcome.num_bytes_read for one in of_ranks if one.outcome.num_bytes_read is not None]
+    num_bytes_read = sum(read) if len(read) == len(of_ranks) else None
+    return Sample(
+        repetition=repetition,
+        wall_s=max(one.usage.wall_s for one in of_ranks),
+        cpu_s=sum(one.usage.cpu_s for one in of_ranks),
+        peak_bytes=max(peaks, default=None),
+        num_bytes_read=num_bytes_sent if num_bytes_sent is not None else num_bytes_read,
+        blocking_s=max(blocked, default=None),
+    )

@@ -1,0 +1,74 @@
+"""What lies between a client and a server: nothing, TLS, or a slow line."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.integration.servers.packages import from_debian
+
+from benchmarks.certificates import HOST, Certificates
+from benchmarks.servers import START_TIMEOUT_S
+from cloudckpt.testing.servers import Program, clean_environment, reserved_port, running
+from cloudckpt.testing.wire import Delay, Rule, Throttle, Wire
+
+_TERMINATOR = """\
+global
+  nbthread 2
+defaults
+  mode tcp
+  timeout connect 10s
+  timeout client 10m
+  timeout server 10m
+listen tls
+  bind 127.0.0.1:{port} ssl crt {certificate}
+  server store {target}
+"""
+
+
+@contextlib.contextmanager
+def tls(endpoint_url: str, certificates: Certificates) -> Iterator[str]:
+    """The address of a TLS terminator in front of `endpoint_url`: a process whose seconds are not the client's."""
+    target = _host_and_port(endpoint_url)
+    with tempfile.TemporaryDirectory(prefix="benchmark-tls-") as directory, reserved_port() as port:
+        configuration = Path(directory) / "haproxy.cfg"
+        configuration.write_text(_TERMINATOR.format(port=port, certificate=certificates.server, target=target))
+        program = Program(
+            name="haproxy",
+            command=[from_debian("haproxy", "haproxy"), "-db", "-q", "-f", configuration],
+            environment=clean_environment(),
+            is_ready=lambda timeout_s: _accepts(port, timeout_s),
+        )
+        with running(program, start_timeout_s=START_TIMEOUT_S):
+            yield f"https://{HOST}:{port}"
+
+
+@contextlib.contextmanager
+def slow(endpoint_url: str, *, latency_s: float, bytes_per_s: float) -> Iterator[str]:
+    """The address of a proxy that holds each request back, and each connection to a rate."""
+    _host_and_port(endpoint_url)
+    throttle = Throttle(request_bytes_per_s=bytes_per_s, answer_bytes_per_s=bytes_per_s)
+    with (
+        Wire(endpoint_url, Rule(action=throttle, times=None)) as rate,
+        Wire(rate.url, Rule(action=Delay(delay_s=latency_s), times=None)) as line,
+    ):
+        yield line.url
+
+
+def _host_and_port(endpoint_url: str) -> str:
+    parts = urlsplit(endpoint_url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(f"only a plain http:// endpoint can be given another wire, not {endpoint_url}")
+    return f"{parts.hostname}:{parts.port or 80}"
+
+
+def _accepts(port: int, timeout_s: float) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""One rank of one system: a process in that system's interpreter that obeys commands from its standard input.
+
+A command is one line of JSON, `{"do": …}`; its answer is one line of JSON, `{"ok": …}` or `{"error": …}`.
+Whatever libraries print goes to standard error. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.measure import measured
+from benchmarks.payloads import Payload
+from benchmarks.state import Layout, State
+from benchmarks.sweeps import NUM_PARTS_OF_A_SHARD, Verb
+from benchmarks.systems import Outcome, Settings, System, system_named
+
+_PART = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What one worker is told when it starts."""
+
+    system: str
+    rank: int
+    num_ranks: int
+    rendezvous_path: str
+    """A file that does not exist yet, where the ranks of one system meet; unused by a single rank."""
+    timeout_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSpec:
+        return cls(**json.loads(text))
+
+
+class Worker:
+    """The tensors of one rank, and the system that saves and loads them."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._kind = system_named(spec.system)
+        self._kind.require()
+        self._system: System | None = None
+        self._state: State | None = None
+        self._mesh = self._join_group() if spec.num_ranks > 1 else None
+        self._layout = contextlib.ExitStack()
+
+    def versions(self) -> dict[str, str]:
+        return {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in self._kind.distributions},
+        }
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        """Use these `Settings` from here on."""
+        self._system = self._kind(Settings(**settings))
+
+    def prepare(self, payload: dict[str, Any], layout: Layout) -> int:
+        """Make this rank's tensors, filled with what belongs there; returns their bytes."""
+        self.release()
+        mesh = self._mesh
+        if layout == "part":
+            mesh = self._layout.enter_context(_mesh_of_a_pretended_job())
+        self._state = State(Payload.of_json(payload), layout, mesh)
+        self._state.fill()
+        return self._state.num_bytes
+
+    def zero(self) -> None:
+        self._its_state.zero()
+
+    def verify(self) -> None:
+        """Raise ValueError unless each tensor holds what `prepare` put there, to the bit."""
+        self._its_state.verify()
+
+    def release(self) -> None:
+        self._state = None
+        self._layout.close()
+
+    def measure(self, verb: Verb, uri: str) -> dict[str, Any]:
+        """Do it once; the fields of a `Usage` and of an `Outcome`."""
+        system, state_dict = self._its_system, self._its_state.state_dict
+        operations: dict[Verb, Callable[[], Outcome]] = {
+            "save": lambda: system.save(state_dict, uri),
+            "load": lambda: system.load(state_dict, uri),
+            "async_blocking": lambda: system.async_save(state_dict, uri),
+            "resharded_load": lambda: system.load(state_dict, uri),
+            "shared_load": lambda: system.load(state_dict, uri),
+        }
+        if self._mesh is not None:
+            dist.barrier()
+        usage, outcome = measured(operations[verb])
+        return {"usage": dataclasses.asdict(usage), "outcome": dataclasses.asdict(outcome)}
+
+    @property
+    def _its_system(self) -> System:
+        if self._system is None:
+            raise RuntimeError("configure comes first")
+        return self._system
+
+    @property
+    def _its_state(self) -> State:
+        if self._state is None:
+            raise RuntimeError("prepare comes first")
+        return self._state
+
+    def _join_group(self) -> DeviceMesh:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self._spec.rendezvous_path}",
+            rank=self._spec.rank,
+            world_size=self._spec.num_ranks,
+            timeout=timedelta(seconds=self._spec.timeout_s),
+        )
+        return init_device_mesh("cpu", (self._spec.num_ranks,))
+
+
+@contextlib.contextmanager
+def _mesh_of_a_pretended_job() -> Iterator[DeviceMesh]:
+    """The mesh that one rank of a larger job would see: a load by this rank alone wants its part of each tensor."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  # registers its backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=_PART, world_size=NUM_PARTS_OF_A_SHARD)
+    try:
+        yield init_device_mesh("cpu", (NUM_PARTS_OF_A_SHARD,))
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    """Serve commands until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(run: Callable[[], object]) -> bool:
+        try:
+            line = {"ok": run()}
+        # CheckpointException, which dcp raises, is a BaseException.
+        except BaseException as error:  # noqa: BLE001
+            traceback.print_exc()
+            line = {
+                "error": "".join(traceback.format_exception_only(error)).strip(),
+                "kind": type(error).__name__,
+            }
+        print(json.dumps(line), file=answers, flush=True)
+        return "ok" in line
+
+    worker: Worker
+
+    def start() -> dict[str, str]:
+        nonlocal worker
+        worker = Worker(WorkerSpec.from_json(sys.argv[1]))
+        return worker.versions()
+
+    if not answer(start):
+        return
+    for command in sys.stdin:
+        request = json.loads(command)
+        operation = getattr(worker, request.pop("do"))
+        answer(lambda operation=operation, request=request: operation(**request))
+    sys.stderr.flush()
+    # Libraries leave threads behind that may not end; nothing here needs them to.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -235,7 +235,7 @@ class Timeline:
     def flush(self) -> None:
         """Make the file whole, with all events so far."""
         with self._lock:
-            if self._path is not None and self._buffer:
+            if self._path is not None and (self._buffer or self._num_left_out):
                 self._write()
 
     def _write(self) -> None:

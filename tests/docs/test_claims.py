@@ -84,7 +84,7 @@ def test_reports_add_up(tmp_path: Path) -> None:
     assert saved.attempt in files[0].as_posix()
     assert saved.num_requests > saved.num_objects
     assert saved.num_retries == 0
-    assert min(saved.plan_s, saved.write_s, saved.commit_s) > 0
+    assert min(saved.plan_s, saved.write_s, saved.commit_s, saved.stage_s, saved.transfer_s) > 0
     assert saved.bytes_per_s == pytest.approx(saved.num_bytes / saved.write_s)
     names = [event.name for event in events]
     assert names[0] == "save.set_up"
@@ -96,7 +96,8 @@ def test_reports_add_up(tmp_path: Path) -> None:
     assert loaded.attempt == saved.attempt
     assert loaded.num_bytes_wanted > 256 * KIB
     assert loaded.num_bytes_wanted <= loaded.num_bytes_read <= saved.num_bytes
-    assert min(loaded.plan_s, loaded.read_s) > 0
+    assert min(loaded.plan_s, loaded.read_s, loaded.manifest_s, loaded.stage_s, loaded.transfer_s) > 0
+    assert loaded.manifest_s < loaded.plan_s
     assert sum(event.num_bytes for event in events if event.name == "load.range_read") == loaded.num_bytes_read
     assert [events[0].name, events[-1].name] == ["load.planned", "load.done"]
 

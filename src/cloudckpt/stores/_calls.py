@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -68,11 +68,13 @@ def follow(connection: socket.socket | None) -> None:
         scope.follow(connection)
 
 
-def make_cancellable(pool_classes_by_scheme: MutableMapping[str, Any]) -> None:
-    """Have the connections of urllib3's pools, given as its ``PoolManager`` knows them, say when they are used."""
-    for scheme, pool in list(pool_classes_by_scheme.items()):
-        followed = type(pool.ConnectionCls.__name__, (_Followed, pool.ConnectionCls), {})
-        pool_classes_by_scheme[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": followed})
+def cancellable(pool_classes_by_scheme: Mapping[str, Any]) -> dict[str, Any]:
+    """Pools of urllib3, as its ``PoolManager`` knows them, whose connections say when they are used."""
+    followed: dict[str, Any] = {}
+    for scheme, pool in pool_classes_by_scheme.items():
+        connection = type(pool.ConnectionCls.__name__, (_Followed, pool.ConnectionCls), {})
+        followed[scheme] = type(pool.__name__, (pool,), {"ConnectionCls": connection})
+    return followed
 
 
 class _Followed:

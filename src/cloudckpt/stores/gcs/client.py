@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.stores._calls import cancellable
 from cloudckpt.stores._clear_text import is_clear, warn_of_clear_text
 from cloudckpt.stores._client_cache import ClientCache, Environment
 from cloudckpt.stores.gcs.credentials import find_credentials
@@ -206,6 +207,7 @@ def _http_session(credentials: Any, *, most_connections: int) -> tuple[Any, Any]
     # A refused token is renewed by us: the library would send the same body again, which is at its end by then.
     http = AuthorizedSession(credentials, refresh_status_codes=(), auth_request=auth_request)  # type: ignore[no-untyped-call]
     adapter = HTTPAdapter(pool_connections=2, pool_maxsize=most_connections, max_retries=0)
+    adapter.poolmanager.pool_classes_by_scheme = cancellable(adapter.poolmanager.pool_classes_by_scheme)
     http.mount("https://", adapter)
     http.mount("http://", adapter)
     http.headers["User-Agent"] = f"cloudckpt/{__version__}"

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.stores._calls import cancellable
 from cloudckpt.stores._clear_text import warn_of_clear_text
 from cloudckpt.stores._client_cache import ClientCache, Environment
 
@@ -196,6 +197,8 @@ def _boto3_client(key: ClientKey) -> Any:
             user_agent_extra=f"cloudckpt/{__version__}",
         ),
     )
+    pool_classes = client._endpoint.http_session._pool_classes_by_scheme  # noqa: SLF001  # botocore has no other door
+    pool_classes.update(cancellable(pool_classes))
     # Stores that do not answer it cost a second's wait each time.
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
     client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)

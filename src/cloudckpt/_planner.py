@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from cloudckpt._narrow import narrowed
 from cloudckpt.errors import StateDictMismatchError
 
 _MAX_SHOWN = 10
@@ -17,14 +18,20 @@ _MAX_COMPARED = 5000
 
 
 class ExplainingLoadPlanner(DefaultLoadPlanner):
-    """Raises `StateDictMismatchError` with every entry that does not fit, not only the first."""
+    """Raises `StateDictMismatchError` with every entry that does not fit, not only the first.
+
+    A plan takes time by what the rank asks for, not by how many ranks saved.
+    """
 
     def __init__(self, uri: str) -> None:
         super().__init__()
         self._uri = uri
 
     def create_local_plan(self) -> LoadPlan:
+        whole = self.metadata
+        assert whole is not None  # noqa: S101  # set up before it plans
         try:
+            self.metadata = narrowed(whole, self.state_dict)
             return super().create_local_plan()
         except (RuntimeError, ValueError) as error:
             missing, reshaped = self._mismatches()
@@ -40,6 +47,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 "missing",
                 uri=self._uri,
             ) from error
+        finally:
+            self.metadata = whole
 
     def _mismatches(self) -> tuple[list[str], list[str]]:
         """The FQNs that the checkpoint lacks, and a sentence for each that it has in another shape."""

@@ -16,6 +16,8 @@ _LEAST_GAIN = 0.5
 """Of what would be gained if every request stayed as fast as it was."""
 _SHORTEST_HOLD = 4
 _LONGEST_HOLD = 64
+_SHORTEST_LIFT = 32
+_LONGEST_LIFT = 512
 
 
 class Bounds(NamedTuple):
@@ -44,7 +46,8 @@ class Width:
     the round's throughput. From `Bounds.first` it doubles, for as long as a wider round gains at least half of what it
     would if every request stayed as fast; a step that does not is taken back, and after a while, which gets longer
     with each failure, a smaller one is tried. Where the store asks to slow down, it halves, once for all requests that
-    were under way, and never goes up at once. Not safe to share between threads by itself.
+    were under way, and does not come back to where it was for a while, which gets longer too. Not safe to share
+    between threads by itself.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -55,6 +58,10 @@ class Width:
         self._factor = _DOUBLING
         self._hold = _SHORTEST_HOLD
         self._num_rounds_to_hold = 0
+        self._ceiling = bounds.most
+        """Below where the store last asked to slow down."""
+        self._lift = _SHORTEST_LIFT
+        self._num_rounds_to_lift = 0
         self._stepped_back_s = 0.0
         self._begin_round(0.0)
 
@@ -72,9 +79,12 @@ class Width:
         """The store asked to slow down."""
         if begun_s < self._stepped_back_s:
             return  # it is part of what the last step back was for
+        self._ceiling = max(self.width - 1, 1)
+        self._num_rounds_to_lift = self._lift
+        self._lift = min(self._lift * 2, _LONGEST_LIFT)
         self.width = max(self.width // 2, 1)
         self._before, self._factor = None, _PROBING
-        self._hold_on()
+        self._num_rounds_to_hold = _SHORTEST_HOLD
         self._begin_round(ended_s)
         self._stepped_back_s = ended_s
 
@@ -86,19 +96,20 @@ class Width:
             gain = throughput / max(earlier, 1e-9) - 1
             if self.width > self._bounds.first and gain < _LEAST_GAIN * (self.width / width - 1):
                 self.width, self._factor = width, _PROBING
-                self._hold_on()
+                self._num_rounds_to_hold = self._hold
+                self._hold = min(self._hold * 2, _LONGEST_HOLD)
             else:
                 self._hold = _SHORTEST_HOLD
+        if self._num_rounds_to_lift:
+            self._num_rounds_to_lift -= 1
+        else:
+            self._ceiling = self._bounds.most
         if self._num_rounds_to_hold:
             self._num_rounds_to_hold -= 1
-        elif self.width < self._bounds.most:
+        elif self.width < self._ceiling:
             self._before = self.width, throughput
-            self.width = min(max(int(self.width * self._factor), self.width + 1), self._bounds.most)
+            self.width = min(max(int(self.width * self._factor), self.width + 1), self._ceiling)
         self._begin_round(now_s)
-
-    def _hold_on(self) -> None:
-        self._num_rounds_to_hold = self._hold
-        self._hold = min(self._hold * 2, _LONGEST_HOLD)
 
     def _begin_round(self, now_s: float) -> None:
         self._round_begun_s = now_s

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from cloudckpt._async import AsyncSave, background_group, require_cpu_backend, wait_for_previous
+from cloudckpt._collecting import rare_collections
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
 from cloudckpt._planner import ExplainingLoadPlanner
+from cloudckpt._save_planner import BalancedSavePlanner, in_one
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
 from cloudckpt._uri import redacted
@@ -66,11 +68,15 @@ def save(
         wait_for_previous()  # it may be one of the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     try:
-        with _in_company(writer, process_group, doing="saving", alone=no_dist or not use_collectives) as group:
+        with (
+            rare_collections(),
+            _in_company(writer, process_group, doing="saving", alone=no_dist or not use_collectives) as group,
+        ):
+            is_balanced = planner is None and isinstance(writer, ObjectStoreWriter)
             metadata = state_dict_saver.save(
-                state_dict,
+                in_one(state_dict) if is_balanced else state_dict,
                 storage_writer=writer,
-                planner=planner,
+                planner=BalancedSavePlanner() if is_balanced else planner,
                 process_group=group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
@@ -125,6 +131,8 @@ def async_save(
         if use_collectives and isinstance(writer, ObjectStoreWriter):
             call = _begun_in_background(writer, process_group)
         process_group = call.group if call is not None else background_group(process_group)
+    if planner is None and isinstance(writer, ObjectStoreWriter):
+        planner = BalancedSavePlanner()
     own_stager = None
     if async_stager is None and not isinstance(writer, AsyncStager):
         async_stager = own_stager = SnapshotStager()

@@ -1,0 +1,163 @@
+"""The planner that `cloudckpt.save` uses: torch's default, with what several ranks hold spread evenly over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+
+from cloudckpt._plan.balance import Held, Share, spread
+from cloudckpt.options import MIB
+
+_MIN_PIECE_BYTES = 1 * MIB
+_VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
+_WHOLE = ""
+
+
+class _Whole:
+    """A state dict with its Stateful objects' own in their place. torch would make a log record for each entry."""
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict = state_dict
+
+
+def in_one(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict` for `BalancedSavePlanner`, in a form that costs torch little; its ``Stateful``s are asked here."""
+    return {_WHOLE: _Whole({key: _state_of(value) for key, value in state_dict.items()})}
+
+
+def _state_of(value: Any) -> Any:
+    # The check of the protocol takes longer than all that is done with a small tensor.
+    if type(value) is torch.Tensor:
+        return value
+    return value.state_dict() if isinstance(value, Stateful) else value
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceItem(WriteItem):
+    """Some rows of what a rank's own plan has as one item."""
+
+    whole: MetadataIndex | None = None
+    """Of that item."""
+
+
+class BalancedSavePlanner(DefaultSavePlanner):
+    """Spreads replicated tensors by bytes, the largest first, and cuts those that would make a rank the straggler.
+
+    torch's planner takes them as they come, and whole. Each rank's own shards count too, wherever they stand.
+    """
+
+    def __init__(self, *, min_piece_bytes: int = _MIN_PIECE_BYTES) -> None:
+        super().__init__()
+        self._min_piece_bytes = min_piece_bytes
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        whole = state_dict.get(_WHOLE)
+        entries = whole.state_dict if isinstance(whole, _Whole) else state_dict
+        super().set_up_planner(entries, storage_meta, is_coordinator)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return super().create_global_plan(balanced(all_plans, min_piece_bytes=self._min_piece_bytes))
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if not isinstance(write_item, PieceItem):
+            return super().resolve_data(write_item)
+        whole, data = write_item.whole, write_item.tensor_data
+        assert whole is not None and whole.offset is not None and write_item.index.offset is not None  # noqa: S101, PT018  # so it is made
+        assert data is not None  # noqa: S101  # likewise
+        tensor: torch.Tensor = self.lookup_object(whole)
+        for dim, length in enumerate(data.chunk.sizes):
+            tensor = tensor.narrow(dim, write_item.index.offset[dim] - whole.offset[dim], length)
+        return tensor
+
+
+def balanced(plans: Sequence[SavePlan], *, min_piece_bytes: int) -> list[SavePlan]:
+    """The ranks' plans with every item in one of them alone, whole or in pieces."""
+    if len(plans) == 1:
+        return list(plans)
+    found: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            found.setdefault(item.index, []).append((rank, item))
+    own_bytes = [0] * len(plans)
+    held: dict[MetadataIndex, Held] = {}
+    for index, copies in found.items():
+        rank, item = copies[0]
+        if len(copies) == 1:
+            own_bytes[rank] += _num_bytes(item)
+        else:
+            held[index] = _held(copies)
+    shares = spread(list(held.values()), own_bytes=own_bytes, min_piece_bytes=min_piece_bytes)
+    shares_of = dict(zip(held, shares, strict=True))
+    return [
+        dataclasses.replace(plan, items=list(_kept(plan.items, rank, shares_of))) for rank, plan in enumerate(plans)
+    ]
+
+
+def _kept(
+    items: Iterable[WriteItem], rank: int, shares_of: Mapping[MetadataIndex, Sequence[Share]]
+) -> Iterable[WriteItem]:
+    for item in items:
+        shares = shares_of.get(item.index)
+        if shares is None:
+            yield item
+            continue
+        for share in shares:
+            if share.rank == rank:
+                yield item if len(shares) == 1 else _piece(item, share)
+
+
+def _held(copies: Sequence[tuple[int, WriteItem]]) -> Held:
+    ranks, items = zip(*copies, strict=True)
+    first = items[0].tensor_data
+    num_rows = 1
+    # Where ranks hold different things under one name, one of them is saved, as torch does, and no mixture.
+    if first is not None and all(_is_alike(first, item.tensor_data) for item in items):
+        num_rows = max(first.chunk.sizes[_cut_dim(first.chunk.sizes)], 1) if first.chunk.sizes else 1
+    return Held(ranks=ranks, num_bytes=_num_bytes(items[0]), num_rows=num_rows)
+
+
+def _is_alike(first: Any, other: Any) -> bool:
+    return other is not None and (first.chunk.sizes, first.properties.dtype, first.size) == (
+        other.chunk.sizes,
+        other.properties.dtype,
+        other.size,
+    )
+
+
+def _cut_dim(sizes: Sequence[int]) -> int:
+    """The outermost that can be cut: its runs of rows lie together in memory."""
+    return next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+
+
+def _piece(item: WriteItem, share: Share) -> PieceItem:
+    data = item.tensor_data
+    assert data is not None  # noqa: S101  # only tensors are cut
+    dim = _cut_dim(data.chunk.sizes)
+    offsets, sizes = list(data.chunk.offsets), list(data.chunk.sizes)
+    offsets[dim] += share.begin_row
+    sizes[dim] = share.end_row - share.begin_row
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    return PieceItem(
+        index=MetadataIndex(item.index.fqn, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=dataclasses.replace(data, chunk=chunk),
+        whole=item.index,
+    )
+
+
+def _num_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return _VALUE_BYTES
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

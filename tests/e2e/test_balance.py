@@ -1,0 +1,73 @@
+"""No rank saves much more than the others of what all of them hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import LocalPlace, Place
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import cloudckpt
+
+
+def replicated_state() -> dict[str, Tensor]:
+    """As DDP has it: one tensor larger than any rank's part, and small ones before and after it."""
+    generator = torch.Generator().manual_seed(5)
+    rows = {"first": 100, "embedding": 48 * 1024, "head": 9 * 1024, "last": 100}
+    return {name: torch.randn(count, 256, generator=generator) for name, count in rows.items()}
+
+
+def save_replicated(uri: str) -> int:
+    metadata = cloudckpt.save({"model": replicated_state()}, uri)
+    assert metadata.report is not None
+    return metadata.report.num_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_replicated_tensors_are_spread_by_bytes(place: Place, num_ranks: int) -> None:
+    """If this fails, a DDP job waits for the rank that saves the largest tensors while the others are idle."""
+    uri = place.uri()
+    sent_bytes = run_ranks(save_replicated, uri, world_size=num_ranks)
+    assert sum(sent_bytes) < 1.01 * sum(tensor.nbytes for tensor in replicated_state().values())
+    assert max(sent_bytes) <= 1.1 * sum(sent_bytes) / num_ranks, sent_bytes
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in replicated_state().items()}
+    cloudckpt.load({"model": loaded}, uri)
+    assert_same(loaded, replicated_state())
+
+
+def hybrid_state() -> dict[str, DTensor]:
+    """As HSDP has it: shards of rows, each on two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return {
+        name: distribute_tensor(tensor, mesh, (Replicate(), Shard(0))) for name, tensor in replicated_state().items()
+    }
+
+
+def save_hybrid(uri: str) -> int:
+    metadata = cloudckpt.save({"model": hybrid_state()}, uri)
+    assert metadata.report is not None
+    return metadata.report.num_bytes
+
+
+def load_hybrid(uri: str) -> None:
+    state = hybrid_state()
+    for tensor in state.values():
+        tensor.to_local().zero_()
+    cloudckpt.load({"model": state}, uri)
+    for name, tensor in hybrid_state().items():
+        assert torch.equal(state[name].to_local(), tensor.to_local())
+
+
+def test_replicas_of_shards_are_spread_by_bytes(local: LocalPlace) -> None:
+    """If this fails, one replica of an HSDP job saves what both hold, or the pieces of a shard come back mixed up."""
+    uri = local.uri()
+    sent_bytes = run_ranks(save_hybrid, uri, world_size=4)
+    assert max(sent_bytes) <= 1.1 * sum(sent_bytes) / 4, sent_bytes
+    run_ranks(load_hybrid, uri, world_size=4)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in replicated_state().items()}
+    cloudckpt.load({"model": loaded}, uri)
+    assert_same(loaded, replicated_state())

@@ -157,8 +157,9 @@ class SaveJob:
             num_bytes=sum(receipt.size_bytes for receipt in written.objects) - written.num_reused_bytes,
             num_reused_bytes=written.num_reused_bytes,
             num_objects=len(written.objects),
-            num_requests=context.retrier.num_requests,
+            num_requests=context.retrier.num_requests + context.hedger.num_hedges,
             num_retries=context.retrier.num_retries,
+            num_hedges=context.hedger.num_hedges,
             plan_s=begun_s - self._started_s,
             write_s=time.monotonic() - begun_s,
             stage_s=recorder.seconds("stage") - staged_s,
@@ -195,7 +196,7 @@ class SaveJob:
         if self.report is not None:
             self.report = dataclasses.replace(
                 self.report,
-                num_requests=context.retrier.num_requests,
+                num_requests=context.retrier.num_requests + context.hedger.num_hedges,
                 num_retries=context.retrier.num_retries,
                 commit_s=time.monotonic() - begun_s,
             )

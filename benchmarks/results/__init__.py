@@ -1,0 +1,1 @@
+"""What is made of a run's results: tables, bars, comparisons of two runs, plots and a page."""

@@ -1,0 +1,132 @@
+"""The simulated job: what each rank plans and says that it wrote, as torch and cloudckpt would have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from awscrt.checksums import crc32c
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
+from cloudckpt._manifest.torch_dtypes import dtype_name
+from cloudckpt._plan.layout import Entry, lay_out, storage_order
+
+TILE_BYTES = 2**20
+ATTEMPT = "20260131T235959123Z-1f2e3d4c5b6a"
+_PARAMETERS = 100
+_KINDS = (
+    ("model.{}.weight", torch.bfloat16),
+    ("optimizer.state.{}.weight.exp_avg", torch.float32),
+    ("optimizer.state.{}.weight.exp_avg_sq", torch.float32),
+)
+NUM_TENSORS = _PARAMETERS * len(_KINDS)
+_VALUES = ("optimizer.param_groups.lr", "step")
+_VALUE_BYTES = 512
+_ROWS, _COLUMNS = 64, 4096  # of one rank's shard
+_TENSOR_PARALLEL = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """One tensor of the job."""
+
+    fqn: str
+    dtype: torch.dtype
+    is_on_mesh: bool
+    """Whether it is split along two dimensions, as by tensor parallelism beside FSDP; else by rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """`num_ranks` ranks with one shard of each of 300 tensors: 100 parameters with their Adam moments, a third of
+    them on a mesh of two dimensions; and two values that all ranks hold.
+    """
+
+    num_ranks: int
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_ranks * NUM_TENSORS
+
+    @cached_property
+    def tensors(self) -> list[Sharded]:
+        return [
+            Sharded(fqn=name.format(f"layers.{number}"), dtype=dtype, is_on_mesh=number % 3 == 2)
+            for number in range(_PARAMETERS)
+            for name, dtype in _KINDS
+        ]
+
+    def shape_of(self, tensor: Sharded) -> torch.Size:
+        columns = _TENSOR_PARALLEL if tensor.is_on_mesh else 1
+        return torch.Size((self.num_ranks // columns * _ROWS, columns * _COLUMNS))
+
+    def chunk_of(self, tensor: Sharded, rank: int, *, num_ranks: int | None = None) -> ChunkStorageMetadata:
+        """What `rank` holds of it; with `num_ranks`, in a job of another size that holds the same tensors."""
+        columns = _TENSOR_PARALLEL if tensor.is_on_mesh else 1
+        rows = self.shape_of(tensor)[0] * columns // (num_ranks or self.num_ranks)
+        row, column = divmod(rank, columns)
+        return ChunkStorageMetadata(
+            offsets=torch.Size((row * rows, column * _COLUMNS)), sizes=torch.Size((rows, _COLUMNS))
+        )
+
+    def plan_of(self, rank: int) -> SavePlan:
+        """The local plan that torch's default planner makes on that rank."""
+        items = []
+        for tensor in self.tensors:
+            chunk = self.chunk_of(tensor, rank)
+            data = TensorWriteData(
+                chunk=chunk, properties=TensorProperties(dtype=tensor.dtype), size=self.shape_of(tensor)
+            )
+            index = MetadataIndex(tensor.fqn, chunk.offsets)
+            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        items += [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO) for fqn in _VALUES]
+        fqns = [item.index.fqn for item in items]
+        return SavePlan(items=items, planner_data={fqn: tuple(fqn.split(".")) for fqn in fqns})
+
+    def results_of(self, plan: SavePlan, rank: int) -> list[WriteResult]:
+        """What that rank says it wrote, where all of the global `plan` for it went into one object."""
+        entries = [_entry(item) for item in plan.items]
+        order = storage_order(entries)
+        layout = lay_out([entries[i] for i in order])
+        stored_in = ObjectReceipt(
+            key=f"data/{ATTEMPT}/{rank}-0.safetensors",
+            size_bytes=layout.size_bytes,
+            tile_crc32cs=tuple(
+                (rank * 2654435761 + tile * 40503) % 2**32 for tile in range(-(-layout.size_bytes // TILE_BYTES))
+            ),
+        )
+        results = []
+        for i, begin in zip(order, layout.begins, strict=True):
+            item, entry = plan.items[i], entries[i]
+            receipt = ItemReceipt(
+                stored_in=stored_in,
+                begin=begin,
+                end=begin + entry.num_bytes,
+                dtype=entry.dtype,
+                lengths=entry.shape if entry.dtype else (),
+                transforms=(),
+            )
+            results.append(WriteResult(index=item.index, size_in_bytes=entry.num_bytes, storage_data=receipt))
+        return results
+
+
+def _checksums(rank: int, num_tiles: int) -> tuple[int, ...]:
+    """As hard to compress as real ones."""
+    return tuple(crc32c(b"%d-%d" % (rank, tile)) for tile in range(num_tiles))
+
+
+def _entry(item: WriteItem) -> Entry:
+    if item.tensor_data is None:
+        return Entry(fqn=item.index.fqn, dtype=None, shape=(_VALUE_BYTES,), offsets=None, num_bytes=_VALUE_BYTES)
+    chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+    return Entry(
+        fqn=item.index.fqn,
+        dtype=dtype_name(dtype),
+        shape=tuple(chunk.sizes),
+        offsets=tuple(chunk.offsets),
+        num_bytes=chunk.sizes.numel() * dtype.itemsize,
+    )

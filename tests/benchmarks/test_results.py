@@ -14,6 +14,7 @@ from benchmarks.results.model import MIB, MalformedResultsError, Place, parsed, 
 from benchmarks.results.report import failures, text
 
 from benchmarks import compare as command
+from benchmarks import show
 
 GB = 10**9
 
@@ -302,3 +303,12 @@ def test_the_command_prints_the_comparison_or_what_is_wrong(tmp_path: Any, capsy
     (tmp_path / "b.json").write_text("[]")
     assert command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
     assert "b.json: not the results of a run" in capsys.readouterr().err
+
+
+def test_results_of_an_earlier_run_are_shown_again(tmp_path: Any, capsys: Any) -> None:
+    """If this fails, the bars of a run that took an hour are gone with the terminal."""
+    (tmp_path / "a.json").write_text(json.dumps(document(cell("cloudckpt", "save", [1.0, 1.0]))))
+    assert show.main([str(tmp_path / "a.json")]) == 0
+    assert "Of 18 bars" in capsys.readouterr().out
+    assert show.main([str(tmp_path / "b.json")]) == 2
+    assert "b.json cannot be read" in capsys.readouterr().err

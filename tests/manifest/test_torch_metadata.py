@@ -6,6 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -142,7 +143,7 @@ def test_the_dtype_that_was_written_counts() -> None:
     for index, receipt in receipts[0].items():
         if index.fqn == "w":
             halved = receipt.begin + (receipt.end - receipt.begin) // 2
-            receipts[0][index] = dataclasses.replace(receipt, dtype="bfloat16", end=halved)
+            receipts[0][index] = msgspec.structs.replace(receipt, dtype="bfloat16", end=halved)
     rebuilt = metadata_of(made(metadata, receipts), checkpoint_id=URI, load_id="")
     entry = rebuilt.state_dict_metadata["w"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -177,7 +178,7 @@ def test_another_shape_than_planned_is_refused() -> None:
     metadata = sample()
     receipts = receipts_of(metadata, 1)
     index = next(index for index in receipts[0] if index.fqn == "w")
-    receipts[0][index] = dataclasses.replace(receipts[0][index], lengths=(1, 3))
+    receipts[0][index] = msgspec.structs.replace(receipts[0][index], lengths=(1, 3))
     with pytest.raises(IncompleteSaveError, match=r"w\[0, 0\]"):
         made(metadata, receipts)
 
@@ -188,7 +189,7 @@ def test_ranks_that_wrote_different_types_are_refused(change: dict[str, Any]) ->
     metadata = sample()
     receipts = receipts_of(metadata, 3)
     index, receipt = next((index, r) for index, r in receipts[1].items() if index.fqn == "w")
-    receipts[1][index] = dataclasses.replace(receipt, **change)
+    receipts[1][index] = msgspec.structs.replace(receipt, **change)
     with pytest.raises(UnsupportedValueError, match=r"'w' .* different types"):
         made(metadata, receipts)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectReceipt:
@@ -14,8 +16,7 @@ class ObjectReceipt:
     tile_crc32cs: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemReceipt:
+class ItemReceipt(msgspec.Struct, frozen=True, gc=False):  # in torch's gathering, a quarter of a dataclass's time
     """Where one write item came to lie. All items of one object share one `ObjectReceipt`."""
 
     stored_in: ObjectReceipt

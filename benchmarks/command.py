@@ -15,8 +15,9 @@ from typing import Any, get_args
 from benchmarks import envs, servers
 from benchmarks.places import Given, Places
 from benchmarks.provenance import provenance
+from benchmarks.results.report import text
+from benchmarks.results.report import text
 from benchmarks.runner import NOT_INSTALLED, Row, Run
-from benchmarks.summary import summary
 from benchmarks.sweeps import SWEEPS, Sweep, Verb
 from benchmarks.systems import SYSTEM_NAMES
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.results is not None:
             arguments.results.parent.mkdir(parents=True, exist_ok=True)
             arguments.results.write_text(json.dumps(document, indent=1, default=str) + "\n")
-    print(summary(document))
+    print(text(document), end="")
     if was_interrupted:
         return INTERRUPTED_STATUS
     failed = [row for row in rows if row.failed is not None and not row.failed.startswith(NOT_INSTALLED)]

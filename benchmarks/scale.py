@@ -33,12 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     """Return 0, or 1 where `--check-bars` was given and a bar was missed."""
     arguments = _arguments(argv)
     if arguments.one is not None:
-        print(json.dumps(_measured(arguments.one)))
+        print(json.dumps(_measured(arguments.one, with_planning=arguments.one <= arguments.plan_up_to)))
         return 0
     sizes = []
     for num_ranks in sorted(set(arguments.ranks)):
         print(f"{num_ranks} ranks, {num_ranks * NUM_TENSORS:,} chunks …", file=sys.stderr, flush=True)
-        sizes.append(_in_own_process(num_ranks))
+        sizes.append(_in_own_process(num_ranks, arguments.plan_up_to))
     lines = verdicts(sizes)
     print(table(sizes))
     print()
@@ -51,16 +51,16 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if arguments.check_bars and not all(is_met for is_met, _ in lines) else 0
 
 
-def _measured(num_ranks: int) -> dict[str, Any]:
+def _measured(num_ranks: int, *, with_planning: bool) -> dict[str, Any]:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     job = Job(num_ranks=num_ranks)
-    outcome = simulate(job)
+    outcome = simulate(job, with_planning=with_planning)
     return {"num_ranks": num_ranks, "num_chunks": job.num_chunks, **dataclasses.asdict(outcome)}
 
 
-def _in_own_process(num_ranks: int) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--one", str(num_ranks)]
+def _in_own_process(num_ranks: int, plan_up_to: int) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--one", str(num_ranks), "--plan-up-to", str(plan_up_to)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
@@ -84,6 +84,13 @@ def _document(sizes: list[dict[str, Any]], lines: list[tuple[bool, str]]) -> dic
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=_ranks, nargs="+", default=DEFAULT_RANKS, help="sizes of job, multiples of 16")
+    parser.add_argument(
+        "--plan-up-to",
+        type=int,
+        default=DEFAULT_RANKS[-1],
+        metavar="RANKS",
+        help="of larger jobs leave out torch's global plan, which takes most of the time and memory",
+    )
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--plot", type=Path, help="draw the growth there (PNG; needs matplotlib)")
     parser.add_argument("--check-bars", action="store_true", help="exit with 1 if a bar is missed")

@@ -7,7 +7,14 @@ from functools import cached_property
 
 import torch
 from awscrt.checksums import crc32c
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -73,7 +80,20 @@ class Job:
             offsets=torch.Size((row * rows, column * _COLUMNS)), sizes=torch.Size((rows, _COLUMNS))
         )
 
-    def plan_of(self, rank: int) -> SavePlan:
+    def metadata(self) -> Metadata:
+        """What torch's default planner makes of all ranks' plans."""
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            tensor.fqn: TensorStorageMetadata(
+                properties=TensorProperties(dtype=tensor.dtype),
+                size=self.shape_of(tensor),
+                chunks=[self.chunk_of(tensor, rank) for rank in range(self.num_ranks)],
+            )
+            for tensor in self.tensors
+        }
+        entries.update((fqn, BytesStorageMetadata()) for fqn in _VALUES)
+        return Metadata(entries, planner_data={fqn: tuple(fqn.split(".")) for fqn in entries})
+
+    def plan_of(self, rank: int, *, with_values: bool = True) -> SavePlan:
         """The local plan that torch's default planner makes on that rank."""
         items = []
         for tensor in self.tensors:
@@ -83,7 +103,8 @@ class Job:
             )
             index = MetadataIndex(tensor.fqn, chunk.offsets)
             items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        items += [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO) for fqn in _VALUES]
+        if with_values:
+            items += [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO) for fqn in _VALUES]
         fqns = [item.index.fqn for item in items]
         return SavePlan(items=items, planner_data={fqn: tuple(fqn.split(".")) for fqn in fqns})
 

@@ -60,21 +60,31 @@ class _Shard:
         return [self._chunk]
 
 
-def simulate(job: Job) -> Outcome:
-    """One save, then one load; what a phase leaves and the next needs no more is dropped between them."""
+def simulate(job: Job, *, with_planning: bool) -> Outcome:
+    """One save, then one load; what a phase leaves and the next needs no more is dropped between them.
+
+    Without planning, the save begins where torch's planner has ended: most of the time and memory is its own.
+    """
     torch.set_num_threads(1)
     clock = Clock()
     sizes_bytes: dict[str, int] = {}
     if (base_bytes := resident_bytes()) is not None:
         sizes_bytes["process at the start"] = base_bytes
-    document = _save(job, clock, sizes_bytes)
+    document = _save(job, clock, sizes_bytes, with_planning=with_planning)
     gc.collect()
     _load(job, document, clock)
     return Outcome(phases=clock.phases, sizes_bytes=sizes_bytes)
 
 
-def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int]) -> bytes:
-    metadata, results = _written(job, clock, sizes_bytes)
+def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int], *, with_planning: bool) -> bytes:
+    if with_planning:
+        plans, metadata = _planned(job, clock, sizes_bytes)
+        results = _gathered((job.results_of(plan, rank) for rank, plan in enumerate(plans)), clock, sizes_bytes)
+        del plans
+    else:
+        metadata = job.metadata()
+        made = (job.results_of(job.plan_of(rank, with_values=not rank), rank) for rank in range(job.num_ranks))
+        results = _gathered(made, clock, sizes_bytes)
     with clock.phase(BUILD):
         manifest = manifest_of(
             metadata, results, uri=URI, attempt=ATTEMPT, save_id="simulated", tile_bytes=TILE_BYTES, user_metadata={}
@@ -87,20 +97,22 @@ def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int]) -> bytes:
     return document
 
 
-def _written(job: Job, clock: Clock, sizes_bytes: dict[str, int]) -> tuple[Metadata, list[list[WriteResult]]]:
-    """Up to what the coordinator has before it commits; the messages go through pickle, as torch sends them."""
+def _planned(job: Job, clock: Clock, sizes_bytes: dict[str, int]) -> tuple[list[SavePlan], Metadata]:
     plans: list[SavePlan] = []
     for message in _sent((job.plan_of(rank) for rank in range(job.num_ranks)), "plan of one rank", sizes_bytes):
         with clock.phase(GATHER_PLANS):
             plans.append(pickle.loads(message))  # noqa: S301  # made here
     with clock.phase(GLOBAL_PLAN):
-        plans, metadata = DefaultSavePlanner().create_global_plan(plans)
+        return DefaultSavePlanner().create_global_plan(plans)
+
+
+def _gathered(made: Iterable[list[WriteResult]], clock: Clock, sizes_bytes: dict[str, int]) -> list[list[WriteResult]]:
+    """What the coordinator has before it commits; the messages go through pickle, as torch sends them."""
     results: list[list[WriteResult]] = []
-    made = (job.results_of(plan, rank) for rank, plan in enumerate(plans))
     for message in _sent(made, "receipts of one rank", sizes_bytes):
         with clock.phase(GATHER_RECEIPTS):
             results.append(pickle.loads(message))  # noqa: S301  # made here
-    return metadata, results
+    return results
 
 
 def _sent(made: Iterable[Any], name: str, sizes_bytes: dict[str, int]) -> Iterable[bytes]:

@@ -69,7 +69,7 @@ def test_a_save_and_a_load_are_drawn_whole(trace: Path) -> None:
     assert loaded is not None
     timeline = verb_of(trace, "load")
     assert timeline.num_bytes("read_into") == loaded.num_bytes_read
-    assert {"plan", "manifest", "read", "checksum"} <= {event["name"] for event in timeline.events}
+    assert {"plan", "manifest", "read", "checksum", "stage", "place"} <= {event["name"] for event in timeline.events}
 
 
 def test_each_connection_has_a_lane_of_its_own(trace: Path) -> None:

@@ -104,7 +104,8 @@ class LoadReport:
     """Of the reading phase, the seconds that its connections together spent in calls to the store, waits between tries
     included."""
     stage_s: float = 0.0
-    """Of the reading phase, the seconds that its connections together spent on checksums."""
+    """Of the reading phase, the seconds that its connections together spent on checksums and on copies
+    of what could not be received in its place; this includes their waits for room in `Options.read_bytes`."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
     """What `load_latest` passed over to get here, the newest first."""
 

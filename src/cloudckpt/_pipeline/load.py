@@ -29,6 +29,7 @@ from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import ReadTransforms, chunk_of
 from cloudckpt._stage.values import harmless_copy
 from cloudckpt._transfer.download import fetch, fetch_verified
+from cloudckpt._transfer.staging import placing
 from cloudckpt._workers import each_done
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -192,7 +193,7 @@ class LoadJob:
     def _fetch(self, request: Request, consumers: Sequence[Consumer], targets: Sequence[Target], arena: Arena) -> None:
         context, manifest = self._context, self._manifest
         key = manifest.objects[request.object_index].key
-        with opened(request, targets, arena) as views:
+        with placing(opened(request, targets, arena), key=key, recorder=context.recorder) as views:
             try:
                 if context.options.verify:
                     first, last = request.begin // manifest.tile_bytes, -(-request.end // manifest.tile_bytes)

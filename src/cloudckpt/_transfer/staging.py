@@ -1,9 +1,10 @@
-"""A part on its way to the store: its bytes in memory, and their checksums."""
+"""Bytes on their way between tensors and a store: what is done to them in memory, for reports and timelines."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from cloudckpt._trace import Recorder, now_ns
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
@@ -25,3 +26,19 @@ def opened_part(
         recorder.span("checksum", checksum_begun_ns, key=key, part=part.number, size=part.size_bytes)
         recorder.spent("stage", begun_ns)
         yield views, values, whole
+
+
+@contextlib.contextmanager
+def placing(opened: AbstractContextManager[Views], *, key: str, recorder: Recorder) -> Iterator[Views]:
+    """What `opened` gives. Its beginning counts as staging, and so does its end, which puts the bytes in their places.
+
+    `key` is for the timeline.
+    """
+    begun_ns = now_ns()
+    with opened as views:
+        recorder.span("stage", begun_ns, key=key)
+        recorder.spent("stage", begun_ns)
+        yield views
+        begun_ns = now_ns()
+    recorder.span("place", begun_ns, key=key)
+    recorder.spent("stage", begun_ns)

@@ -45,7 +45,8 @@ class Options:
     """How often a call that failed in passing is tried again, within `timeout_s` of its last progress."""
     connections: int | None = None
     """Requests in flight at once, per rank. None: 8 to begin with, and up to 32 for as long as more of them bring more;
-    fewer where a host has many ranks (``LOCAL_WORLD_SIZE``), and where the store asks to slow down."""
+    fewer where a host has many ranks (``LOCAL_WORLD_SIZE``), and where the store asks to slow down. For a path, as many
+    as the rank has cores, from 2 to 8."""
     part_bytes: int = 32 * MIB
     """Size of an upload's parts; grows by itself where an object would need too many."""
     object_bytes: int = 4 * GIB

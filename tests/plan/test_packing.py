@@ -34,6 +34,11 @@ def test_no_object_gets_more_tensors_than_a_header_can_name() -> None:
     assert [len(group) for group in groups] == [MAX_TENSORS_PER_OBJECT, MAX_TENSORS_PER_OBJECT, 1]
 
 
+def test_fewer_tensors_can_be_asked_for() -> None:
+    """If this fails, a save of many small tensors sends nothing until all of them have been laid out."""
+    assert pack([1] * 10, object_bytes=GIB, max_tensors=4) == [range(4), range(4, 8), range(8, 10)]
+
+
 def assert_accepted(parts: list[Part], size_bytes: int, tile_bytes: int, limits: Limits) -> None:
     assert [part.number for part in parts] == list(range(1, len(parts) + 1))
     position = 0

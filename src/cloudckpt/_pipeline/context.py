@@ -11,12 +11,13 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.traced import TracedStore
 from cloudckpt._transfer.width import Width, bounds_of
 from cloudckpt._uri import Location
-from cloudckpt.options import Options
+from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
 _SCHEMES_OF_CONNECTIONS = ("s3", "gs")
+_LEAST_FOR_FILES = 2  # while one waits for its device, another can copy
 
 
 class Context:
@@ -28,8 +29,11 @@ class Context:
         self.rank = rank
         self.recorder = recorder if recorder is not None else Recorder()
         self.retrier = self.new_retrier()
+        connections = options.connections
+        if connections is None and location.scheme == "file":
+            connections = _threads_for_files()
         bounds = bounds_of(
-            options.connections, ranks_of_host=_ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
+            connections, ranks_of_host=_ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
         )
         self.first_connections = bounds.first
         # Where only few requests fit into what a load may hold, none of it is left for second ones.
@@ -68,3 +72,9 @@ def _ranks_of_host() -> int:
     """As torchrun says it; 1 where it does not."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(number) if number.isdecimal() else 1
+
+
+def _threads_for_files() -> int:
+    """As many as this rank has cores: a file's bytes are copied by the CPU, and threads beyond cost it a fifth more."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(num_cores // max(_ranks_of_host(), 1), _LEAST_FOR_FILES), FIRST_CONNECTIONS)

@@ -23,6 +23,8 @@ from cloudckpt._transfer.resume import find_leftovers
 from cloudckpt._transfer.upload import UploadSession
 from cloudckpt.options import MIB
 
+# Nothing of an object can be sent before all of its tensors have their places; meanwhile the one before it goes out.
+_MAX_TENSORS_PER_OBJECT = 4096
 # Transformed tensors have to be held until their object's layout is known.
 _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 
@@ -100,7 +102,8 @@ def _groups(context: Context, items: Sequence[WriteItem], transforms: WriteTrans
         # An object is then one part: it is staged whole, and only several of them go out side by side.
         share_bytes = options.staging_bytes // context.first_connections
         object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
-    for group in pack([estimated_bytes(item) for item in items], object_bytes=object_bytes):
+    sizes_bytes = [estimated_bytes(item) for item in items]
+    for group in pack(sizes_bytes, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
         yield [items[i] for i in group]
 
 

@@ -11,12 +11,12 @@ from cloudckpt.stores.base import Limits, Part
 MAX_TENSORS_PER_OBJECT = 100_000
 
 
-def pack(sizes_bytes: Sequence[int], *, object_bytes: int) -> list[range]:
-    """Consecutive groups of `sizes_bytes` whose sums stay within `object_bytes`, but for a single larger one."""
+def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
+    """Consecutive groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
     groups: list[range] = []
     begin, filled_bytes = 0, 0
     for index, size_bytes in enumerate(sizes_bytes):
-        full = filled_bytes + size_bytes > object_bytes or index - begin >= MAX_TENSORS_PER_OBJECT
+        full = filled_bytes + size_bytes > object_bytes or index - begin >= max_tensors
         if index > begin and full:
             groups.append(range(begin, index))
             begin, filled_bytes = index, 0

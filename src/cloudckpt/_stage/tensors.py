@@ -50,10 +50,13 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, writable, without a copy. It keeps the memory alive."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    # Not reshape(-1): a dimension of length 1 may have any stride, and then keeps it.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.shape or tensor.stride(-1) != 1:
+        # Not reshape(-1): a dimension of length 1 may have any stride, and then keeps it.
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
 
 
 def synchronize(contents: Iterable[object]) -> None:

@@ -54,6 +54,95 @@ def test_closing_the_iterator_early_ends_the_threads():
     assert threading.active_count() == before
 
 
+class Gate:
+    """Tasks that say when they run, and wait to be let through."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_let_through = 0
+        self.num_begun = 0
+
+    def task(self) -> None:
+        with self._changed:
+            self.num_begun += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._num_let_through > 0, _TIMEOUT_S)
+            self._num_let_through -= 1
+
+    def let_through(self, number: int) -> None:
+        with self._changed:
+            self._num_let_through += number
+            self._changed.notify_all()
+
+    def wait_for(self, num_begun: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_begun >= num_begun, _TIMEOUT_S)
+
+
+def test_a_width_that_grows_is_followed_when_a_task_ends():
+    """A transfer that finds that more connections pay would go on with as few as it began with."""
+    gate, width = Gate(), [1]
+    with Workers(lambda: width[0], name="t") as workers:
+        for _ in range(10):
+            workers.submit(gate.task)
+        gate.wait_for(1)
+        width[0] = 4
+        gate.let_through(1)
+        gate.wait_for(5)  # the one that ended, and four at once
+        gate.let_through(9)
+    assert gate.num_begun == 10
+
+
+def test_a_width_that_shrinks_is_followed_and_everything_is_still_done():
+    """A store that asks to slow down would be asked by as many connections as before, or a task would be lost."""
+    gate, width = Gate(), [4]
+    with Workers(lambda: width[0], name="t") as workers:
+        for _ in range(10):
+            workers.submit(gate.task)
+        gate.wait_for(4)
+        width[0] = 1
+        for number in range(1, 10):
+            gate.let_through(1)
+            gate.wait_for(max(4, number + 1))
+            assert gate.num_begun == max(4, number + 1)
+        gate.let_through(1)
+    assert gate.num_begun == 10
+
+
+def test_submitting_waits_until_there_is_room():
+    """What is prepared for the network would pile up in memory while the network is slow."""
+    gate, submitted = Gate(), []
+    with Workers(2, name="t") as workers:
+
+        def submit() -> None:
+            for number in range(8):
+                workers.submit(gate.task, most_for_each=2)
+                submitted.append(number)
+
+        thread = threading.Thread(target=submit)
+        thread.start()
+        gate.wait_for(2)
+        for number in range(1, 5):
+            assert len(submitted) <= 3 + number
+            gate.let_through(1)
+            gate.wait_for(2 + number)
+        gate.let_through(4)
+        thread.join(_TIMEOUT_S)
+        assert not thread.is_alive()
+    assert submitted == list(range(8))
+
+
+def test_somebody_watches_while_there_is_work_and_nobody_afterwards():
+    """Requests that stall would not be noticed, or a thread would be left for each save."""
+    gate, watched = Gate(), threading.Event()
+    with Workers(2, name="t", watch=watched.set) as workers:
+        workers.submit(gate.task)
+        workers.submit(gate.task)
+        assert watched.wait(_TIMEOUT_S)
+        gate.let_through(2)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("t-")]
+
+
 @pytest.mark.parametrize("how", ["cloudckpt.async_save(sd, uri)", "dcp.async_save(sd, storage_writer=W(uri))"])
 def test_a_background_save_outlives_the_end_of_the_script(tmp_path, how):
     """A thread pool of the standard library refuses work at exit, so the last checkpoint of a script would be lost."""

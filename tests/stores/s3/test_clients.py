@@ -45,6 +45,28 @@ def test_no_client_is_made_before_the_first_request() -> None:
     assert len(clients._clients) == 0
 
 
+def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save and a load at once would close each other's connections, and open and greet anew for each request."""
+    num_calls = 8  # of two connections each, by four stores
+    all_under_way = threading.Barrier(num_calls, timeout=30)
+    answer = scripted.any_s3()
+
+    def answer_together(connection: Any, request: Any) -> None:
+        all_under_way.wait()
+        answer(connection, request)
+
+    server = scripted.serve(answer_together)
+    stores = [server.store(prefix=f"p{number % 4}") for number in range(num_calls)]
+    with ThreadPoolExecutor(num_calls) as pool:
+        for _ in range(2):
+            list(pool.map(lambda store: store.read_into("k", 0, [memoryview(bytearray(10))]), stores))
+    assert len(clients._clients) == 1
+    assert server.num_connections == num_calls
+    assert "pool is full" not in caplog.text
+
+
 def test_stores_of_one_configuration_share_a_client(scripted: Any) -> None:
     """Each save would open its connections anew."""
     server = scripted.serve(scripted.any_s3())

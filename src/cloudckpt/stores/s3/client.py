@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_CLIENTS = 16
 _SPARE_CONNECTIONS = 4
+_STORES_AT_ONCE = 4
 _LONGEST_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
 # As in s3.eu-west-1, s3-fips.us-gov-west-1, s3-us-west-2, s3-accelerate, s3express-use1-az4.us-east-1. S3 on Outposts
@@ -192,7 +193,9 @@ def _boto3_client(key: ClientKey) -> Any:
             connect_timeout=config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
             # Short of the whole patience, so that one dead connection leaves time for another try.
             read_timeout=config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
-            max_pool_connections=key.connections + _SPARE_CONNECTIONS,
+            # How many are kept, not how many there may be. Stores of one configuration share them: a save and a load at
+            # once would otherwise close what both need, and open a connection for each request.
+            max_pool_connections=_STORES_AT_ONCE * key.connections + _SPARE_CONNECTIONS,
             tcp_keepalive=True,
             user_agent_extra=f"cloudckpt/{__version__}",
         ),

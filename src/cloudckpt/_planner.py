@@ -1,38 +1,76 @@
-"""The planner that `cloudckpt.load` uses: torch's default, with errors that say what to do."""
+"""The planner that `cloudckpt.load` uses: torch's default, faster, and with errors that say what to do."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from cloudckpt._narrow import narrowed
 from cloudckpt.errors import StateDictMismatchError
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_NEVER_STATEFUL = _PLAIN_TYPES | {DTensor, bool, int, float, str, bytes, dict, list, tuple, type(None)}
+
+
+@contextlib.contextmanager
+def planned(
+    state_dict: dict[str, Any], planner: LoadPlanner | None, uri: str
+) -> Iterator[tuple[dict[str, Any], LoadPlanner]]:
+    """The state dict and planner for torch's `load`, to be called within the block.
+
+    torch asks of each entry twice whether it is a ``Stateful``, which takes longer than all else that is done with a
+    small tensor. Where none can be and `planner` is None, torch is handed an empty dict, and the planner knows better.
+    """
+    if planner is not None or not all(map(_is_never_stateful, state_dict.values())):
+        yield state_dict, planner if planner is not None else ExplainingLoadPlanner(uri)
+        return
+    entries = {key: state_dict[key] for key in sorted(state_dict)}
+    yield {}, ExplainingLoadPlanner(uri, entries=entries)
+    state_dict.update(entries)  # as torch does, and as it does only after a load that succeeded
+
+
+def _is_never_stateful(value: object) -> bool:
+    return type(value) in _NEVER_STATEFUL and not hasattr(value, "state_dict")
 
 
 class ExplainingLoadPlanner(DefaultLoadPlanner):
     """Raises `StateDictMismatchError` with every entry that does not fit, not only the first.
 
-    A plan takes time by what the rank asks for, not by how many ranks saved.
+    A plan takes time by what the rank asks for, not by how many ranks saved. Tensors that are wanted as they were
+    saved, whole and in one chunk, are planned without torch's search for what overlaps.
+
+    `entries`, if given, is what is loaded, whatever torch's `load` hands over: see `planned`.
     """
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, *, entries: dict[str, Any] | None = None) -> None:
         super().__init__()
         self._uri = uri
+        self._entries = entries
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        super().set_up_planner(state_dict if self._entries is None else self._entries, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         whole = self.metadata
         assert whole is not None  # noqa: S101  # set up before it plans
         try:
             self.metadata = narrowed(whole, self.state_dict)
-            return super().create_local_plan()
+            return self._local_plan()
         except (RuntimeError, ValueError) as error:
             missing, reshaped = self._mismatches()
             if not missing and not reshaped:
@@ -49,6 +87,21 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             ) from error
         finally:
             self.metadata = whole
+
+    def _local_plan(self) -> LoadPlan:
+        assert self.metadata is not None  # noqa: S101  # set up before it plans
+        if not self._saved.keys() <= self.state_dict.keys():  # then torch also looks for the names of older versions
+            return super().create_local_plan()
+        items: list[ReadItem] = []
+        rest: dict[str, Any] = {}
+        for fqn, value in self.state_dict.items():
+            item = _whole_tensor(fqn, value, self._saved.get(fqn))
+            if item is None:
+                rest[fqn] = value
+            else:
+                items.append(item)
+        items += create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load).items
+        return LoadPlan(items)
 
     def _mismatches(self) -> tuple[list[str], list[str]]:
         """The FQNs that the checkpoint lacks, and a sentence for each that it has in another shape."""
@@ -74,3 +127,23 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     def _saved(self) -> Mapping[str, object]:
         assert self.metadata is not None  # noqa: S101  # set up before it plans
         return self.metadata.state_dict_metadata
+
+
+def _whole_tensor(fqn: str, value: object, saved: object) -> ReadItem | None:
+    """The one read of a plain tensor that was saved as one chunk; None where it is anything else."""
+    if type(value) not in _PLAIN_TYPES or not isinstance(saved, TensorStorageMetadata) or len(saved.chunks) != 1:
+        return None
+    assert isinstance(value, torch.Tensor)  # noqa: S101  # by its type
+    (chunk,) = saved.chunks
+    size = value.size()
+    if not size == saved.size == chunk.sizes or 0 in size:
+        return None
+    index = MetadataIndex(fqn, chunk.offsets, 0)
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=chunk.offsets,
+        storage_index=index,
+        storage_offsets=chunk.offsets,
+        lengths=size,
+    )

@@ -21,7 +21,7 @@ from cloudckpt._async import AsyncSave, background_group, require_cpu_backend, w
 from cloudckpt._collecting import rare_collections
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
-from cloudckpt._planner import ExplainingLoadPlanner
+from cloudckpt._planner import planned
 from cloudckpt._save_planner import BalancedSavePlanner, in_one
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
@@ -198,13 +198,17 @@ def load(
     try:
         for is_last in (False, True):
             try:
-                with _in_company(reader, process_group, doing="loading", alone=no_dist) as group:
+                with (
+                    rare_collections(),
+                    planned(state_dict, planner, where) as (wanted, chosen_planner),
+                    _in_company(reader, process_group, doing="loading", alone=no_dist) as group,
+                ):
                     if isinstance(reader, ObjectStoreReader) and isinstance(group, MetGroup):
                         reader.find_together(group)
                     state_dict_loader.load(
-                        state_dict,
+                        wanted,
                         storage_reader=reader,
-                        planner=planner if planner is not None else ExplainingLoadPlanner(where),
+                        planner=chosen_planner,
                         process_group=group,
                         no_dist=no_dist,
                     )

@@ -59,8 +59,10 @@ class Options:
     """Most memory that a load uses besides the tensors themselves."""
     request_bytes: int = 32 * MIB
     """Largest ranged read; longer runs are split into parallel ones, and a small load into smaller ones."""
-    max_gap_bytes: int = 1 * MIB
-    """Two wanted ranges that lie no further apart are read as one."""
+    max_gap_bytes: int = 512 * KIB
+    """Two wanted ranges that lie no further apart are read as one, since a request would cost more than the gap."""
+    max_over_read: float = 0.1
+    """Larger gaps are read where that saves requests, while they come to no more than this share of what is wanted."""
     verify: bool = True
     """Check every byte that is read against the checksum recorded at save."""
     commit: Literal["conditional", "unconditional"] = "conditional"
@@ -149,6 +151,7 @@ _TYPES: tuple[_Rule, ...] = (
         lambda options: options.connections is None or _is_whole(options.connections),
         "a whole number or None",
     ),
+    _of_type("max_over_read", numbers.Real, "a number"),
     _of_type("verify", bool, "True or False"),
     _of_type("resume", bool, "True or False"),
     _of_type("metadata", Mapping, "a mapping"),
@@ -172,6 +175,7 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
     ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
+    ("max_over_read", lambda options: 0 <= options.max_over_read < math.inf, "at least 0 and finite"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
     (
         "trace",

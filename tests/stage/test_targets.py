@@ -48,6 +48,7 @@ def fill(
         tile_bytes=TILE_BYTES,
         request_bytes=request_bytes,
         max_gap_bytes=max_gap_bytes,
+        max_over_read=0.0,
     )
     for request in requests:
         with opened(request, targets, arena) as views:
@@ -237,7 +238,9 @@ def test_what_fails_leaves_the_targets_alone() -> None:
     tensor = torch.zeros(16, dtype=torch.float64)
     target = TensorTarget(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
     (want,) = target.wants(0, max_gap_bytes=0)
-    (request,) = plan_requests([want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0)
+    (request,) = plan_requests(
+        [want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0, max_over_read=0.0
+    )
     arena = Arena(budget_bytes=1 << 20, pinned=False)
 
     def read() -> None:

@@ -7,20 +7,21 @@ import dataclasses
 import io
 import math
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+from cloudckpt._collecting import rare_collections
 from cloudckpt._commit.resolve import resolve
 from cloudckpt._manifest.codec import unpack_tiles
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._pipeline.consumers import Consumer, consumers_of, names_in
 from cloudckpt._pipeline.context import Context
-from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, plan_requests
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
@@ -42,21 +43,10 @@ from cloudckpt.errors import (
 from cloudckpt.options import MIB
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
-_MAX_NAMES = 5
 _MIN_REQUESTS_PER_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB
 _UNSEEN_BYTES = 16 * MIB
 """Of values and transformed chunks of one object, as much as is believed to be there without a look."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Consumer:
-    """One read item and what it fills; `tensor` is None for a Python object."""
-
-    item: ReadItem
-    location: ItemLocation
-    target: Target
-    tensor: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +78,9 @@ class LoadJob:
 
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> Loaded:
         """Fetch all that the plan asks for, and finish each item as its last byte arrives."""
-        options = self._context.options
-        consumers = [self._consumer_of(item, planner) for item in plan.items]
-        synchronize(consumer.tensor for consumer in consumers)
-        wants = [
-            want
-            for index, consumer in enumerate(consumers)
-            for want in consumer.target.wants(index, max_gap_bytes=options.max_gap_bytes)
-        ]
-        keep_apart([consumer.target for consumer in consumers if isinstance(consumer.target, TensorTarget)])
-        requests = plan_requests(
-            wants,
-            object_sizes_bytes={index: stored.size for index, stored in enumerate(self._manifest.objects)},
-            tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
-            request_bytes=self._request_bytes(sum(want.end - want.begin for want in wants)),
-            max_gap_bytes=options.max_gap_bytes,
-        )
+        with rare_collections():
+            consumers = consumers_of(plan.items, planner, self._storage_data, uri=self._context.uri)
+            requests = self._requests_for(consumers)
         self._check_claims(requests, consumers)
         self._execute(requests, consumers, planner)
         return Loaded(
@@ -111,27 +88,29 @@ class LoadJob:
             num_bytes_read=sum(request.end - request.begin for request in requests),
         )
 
+    def _requests_for(self, consumers: Sequence[Consumer]) -> list[Request]:
+        options = self._context.options
+        synchronize(consumer.tensor for consumer in consumers)
+        wants = [
+            want
+            for index, consumer in enumerate(consumers)
+            for want in consumer.target.wants(index, max_gap_bytes=options.max_gap_bytes)
+        ]
+        keep_apart(consumer.target for consumer in consumers if isinstance(consumer.target, TensorTarget))
+        return plan_requests(
+            wants,
+            object_sizes_bytes={index: stored.size for index, stored in enumerate(self._manifest.objects)},
+            tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
+            request_bytes=self._request_bytes(sum(want.end - want.begin for want in wants)),
+            max_gap_bytes=options.max_gap_bytes,
+            max_over_read=options.max_over_read,
+        )
+
     def _request_bytes(self, num_bytes: int) -> int:
         """Large reads cost the client least, but a load should have some for every connection."""
         options = self._context.options
         share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * self._context.first_connections)
         return min(max(share_bytes, _SMALL_REQUEST_BYTES), options.request_bytes)
-
-    def _consumer_of(self, item: ReadItem, planner: LoadPlanner) -> Consumer:
-        fqn, uri = item.storage_index.fqn, self._context.uri
-        location = self._storage_data.get(item.storage_index)
-        if location is None:
-            raise CorruptCheckpointError(f"{uri} has no data for {fqn!r} at {item.storage_index.offset}", uri=uri)
-        if item.type is LoadItemType.BYTE_IO:
-            return Consumer(item=item, location=location, target=BytesTarget(location), tensor=None)
-        tensor = planner.resolve_tensor(item).detach()
-        if tuple(tensor.shape) != tuple(item.lengths):
-            raise CloudckptError(
-                f"{fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {tuple(item.lengths)}"
-            )
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        target: Target = BytesTarget(location) if location.transforms else TensorTarget(location, box, tensor)
-        return Consumer(item=item, location=location, target=target, tensor=tensor)
 
     def _check_claims(self, requests: Sequence[Request], consumers: Sequence[Consumer]) -> None:
         """Before memory is taken on the manifest's word alone: the objects have to be as large as it says."""
@@ -162,9 +141,12 @@ class LoadJob:
 
     def _execute(self, requests: Sequence[Request], consumers: Sequence[Consumer], planner: LoadPlanner) -> None:
         options = self._context.options
-        outstanding = Counter(want.consumer for request in requests for want in request.wants)
-        for index, consumer in enumerate(consumers):
-            if index not in outstanding:  # empty
+        outstanding = [0] * len(consumers)
+        for request in requests:
+            for want in request.wants:
+                outstanding[want.consumer] += 1
+        for consumer, num_wants in zip(consumers, outstanding, strict=True):
+            if not num_wants:  # empty
                 self._finish(consumer, planner)
         targets = [consumer.target for consumer in consumers]
         arena = Arena(budget_bytes=options.read_bytes - self._context.hedge_bytes, pinned=cuda_in_use())
@@ -205,12 +187,12 @@ class LoadJob:
                         views=views,
                         tile_bytes=manifest.tile_bytes,
                         expected_crc32cs=self._tiles_of(request.object_index)[first:last],
-                        holding=lambda begin, end: _names(request, consumers, begin, end),
+                        holding=lambda begin, end: names_in(request, consumers, begin, end),
                     )
                 else:
                     fetch(context.store, context.retrier, key=key, begin=request.begin, views=views)
             except ObjectNotFoundError as error:
-                raise self._vanished(error, _names(request, consumers, request.begin, request.end)) from error
+                raise self._vanished(error, names_in(request, consumers, request.begin, request.end)) from error
         context.emit("load.range_read", key=key, num_bytes=request.end - request.begin)
 
     def _vanished(self, error: ObjectNotFoundError, names: str) -> CloudckptError:
@@ -280,14 +262,3 @@ class LoadJob:
         if self._allow_pickle:
             return io.BytesIO(content)
         return harmless_copy(content, item.storage_index.fqn, uri=self._context.uri)
-
-
-def _names(request: Request, consumers: Sequence[Consumer], begin: int, end: int) -> str:
-    """The tensors and values that bytes ``[begin, end)`` of the request's object belong to, for a message."""
-    fqns = {
-        consumers[want.consumer].item.storage_index.fqn: None
-        for want in request.wants
-        if want.begin < end and want.end > begin
-    }
-    shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
-    return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")

@@ -56,7 +56,7 @@ class BytesTarget:
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:  # noqa: ARG002  # one range has no gaps
         at = self._location
-        return [Want(consumer=consumer, object_index=at.object_index, begin=at.begin, end=at.end)]
+        return [Want(consumer, at.object_index, at.begin, at.end, is_held=True)]
 
     def direct_view(self, begin: int, end: int) -> memoryview:
         return memoryview(self.content)[begin - self._location.begin : end - self._location.begin]
@@ -72,6 +72,18 @@ class TensorTarget:
     copied, which converts dtypes, moves to devices and honours strides.
     """
 
+    __slots__ = (
+        "_box",
+        "_dtype",
+        "_is_direct",
+        "_itemsize_bytes",
+        "_location",
+        "_run_begins",
+        "_run_bytes",
+        "_target",
+        "num_bytes",
+    )
+
     def __init__(self, location: ItemLocation, box: Box, target: torch.Tensor) -> None:
         assert location.dtype is not None  # noqa: S101  # the caller chose by it
         self._location = location
@@ -80,40 +92,46 @@ class TensorTarget:
         self._dtype = dtype_of(location.dtype)
         self._target = target
         self.num_bytes = math.prod(box.lengths) * self._itemsize_bytes
+        self._is_direct = False
         self._run_begins: list[int] = []
         self._run_bytes = 0
-        self._memory: memoryview | None = None
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:
         at, size = self._location, self._itemsize_bytes
-        runs = [
-            (at.begin + begin * size, at.begin + end * size)
-            for begin, end in runs_of(at.lengths, self._box, max_gap=max_gap_bytes // size)
-        ]
+        if self._box.lengths == at.lengths:
+            runs = [(at.begin, at.begin + self.num_bytes)] if self.num_bytes else []
+        else:
+            runs = [
+                (at.begin + begin * size, at.begin + end * size)
+                for begin, end in runs_of(at.lengths, self._box, max_gap=max_gap_bytes // size)
+            ]
         holds_only_wanted = sum(end - begin for begin, end in runs) == self.num_bytes
-        if holds_only_wanted and is_viewable(self._target) and self._target.dtype == self._dtype:
-            self._memory = bytes_view(self._target)
+        if holds_only_wanted and self._target.dtype == self._dtype and is_viewable(self._target):
+            self._is_direct = True
             self._run_begins = [begin for begin, _ in runs]
             self._run_bytes = runs[0][1] - runs[0][0] if runs else 0
-        return [Want(consumer=consumer, object_index=at.object_index, begin=begin, end=end) for begin, end in runs]
+        return [Want(consumer, at.object_index, begin, end) for begin, end in runs]
 
     @property
     def direct_range(self) -> tuple[int, int] | None:
         """The addresses that are filled directly; None where nothing is."""
-        if self._memory is None or not self._memory.nbytes:
+        if not self._is_direct or not self.num_bytes:
             return None
-        return self._target.data_ptr(), self._target.data_ptr() + self._memory.nbytes
+        address = self._target.data_ptr()
+        return address, address + self.num_bytes
 
     def copy_instead(self) -> None:
         """Do not fill the tensor's memory directly."""
-        self._memory = None
+        self._is_direct = False
 
     def direct_view(self, begin: int, end: int) -> memoryview | None:
-        if self._memory is None:
+        if not self._is_direct:
             return None
         run = bisect.bisect_right(self._run_begins, begin) - 1
         offset = run * self._run_bytes + begin - self._run_begins[run]
-        return self._memory[offset : offset + end - begin]
+        # Made only now: the views of all tensors of a large model would be some ten thousand objects.
+        memory = bytes_view(self._target)
+        return memory if end - begin == len(memory) else memory[offset : offset + end - begin]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
         first = (begin - self._location.begin) // self._itemsize_bytes
@@ -139,11 +157,14 @@ def keep_apart(targets: Iterable[TensorTarget]) -> None:
 
     Two reads into one piece of memory would find each other's bytes when they check their own.
     """
-    direct = sorted((target.direct_range, index, target) for index, target in enumerate(targets) if target.direct_range)
+    direct: list[tuple[int, int, int, TensorTarget]] = []
+    for target in targets:
+        address_range = target.direct_range
+        if address_range is not None:
+            direct.append((*address_range, len(direct), target))
+    direct.sort()
     reached, holder = 0, None
-    for address_range, _, target in direct:
-        assert address_range is not None  # noqa: S101  # filtered above
-        begin, end = address_range
+    for begin, end, _, target in direct:
         if begin < reached and holder is not None:
             holder.copy_instead()
             target.copy_instead()

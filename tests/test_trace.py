@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, state_of
 from tests.timelines import Timeline, overlaps_of, problems_of
 from torch.distributed.checkpoint.api import CheckpointException
@@ -162,6 +163,20 @@ def test_a_failed_load_is_drawn(trace: Path) -> None:
     with pytest.raises(CheckpointException):
         cloudckpt.load(state_of(), fresh_uri(), no_dist=True, options=Options(trace=trace))
     assert verb_of(trace, "load").named("list")
+
+
+def test_torchs_own_calls_are_drawn_too(trace: Path) -> None:
+    """If this fails, only cloudckpt's own functions leave a timeline, and none of a failure."""
+    uri, options = fresh_uri(), Options(trace=trace, **SMALL)
+    dcp.save(MANY, storage_writer=ObjectStoreWriter(uri, options=options), no_dist=True)
+    assert verb_of(trace, "save").named("commit")
+    dcp.load(
+        {name: torch.zeros(5000) for name in MANY}, storage_reader=ObjectStoreReader(uri, options=options), no_dist=True
+    )
+    assert verb_of(trace, "load").named("read")
+    with pytest.raises(CheckpointException):
+        dcp.save(MANY, storage_writer=ObjectStoreWriter(uri, options=options), no_dist=True)
+    assert verb_of(trace, "save").named("set_up")[0]["args"] == {"error": "CheckpointExistsError"}
 
 
 def test_the_file_is_valid_all_the_while(trace: Path) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -12,6 +13,8 @@ from benchmarks.results.bars import BARS, LARGE, LOCAL, SHARED, SLOW, SMALL, TLS
 from benchmarks.results.comparison import compare, compared
 from benchmarks.results.model import MIB, MalformedResultsError, Place, parsed, read
 from benchmarks.results.report import failures, text
+from benchmarks.runner import Row
+from benchmarks.sweeps import SWEEPS
 
 from benchmarks import compare as command
 from benchmarks import show
@@ -167,6 +170,17 @@ def test_bars_are_those_that_were_asked_for() -> None:
         assert asked[f"{verb}, 60 ms, 80 MB/s", "GB/s ÷ bare sockets' over such connections"] == ("≥", 0.9, None)
         assert asked[f"{verb}, memory", "most MiB over the tensors"] == ("≤", 256, 128)
         assert asked[f"{verb}, local path", "GB/s ÷ torch FileSystemWriter's or Reader's"] == ("≥", 1.5, None)
+
+
+def test_the_sweep_of_the_bars_measures_each_of_them() -> None:
+    """If this fails, a bar looks for a cell that no run has, and is never judged."""
+    rows = []
+    for one in SWEEPS["bars"].cells:
+        for system, verb in itertools.product(one.systems, one.verbs):
+            row = Row(cell=one, verb=verb, system=system).to_json()
+            rows.append({**row, "samples": [sample(1, 1.0, peak_bytes=1, num_bytes_read=1)], "failed": None})
+    unmeasured = [one.bar.name for one in verdicts(parsed(document(*rows))) if one.found is None]
+    assert unmeasured == []
 
 
 def test_a_bar_that_is_missed_says_by_how_much() -> None:

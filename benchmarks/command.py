@@ -16,7 +16,6 @@ from benchmarks import envs, servers
 from benchmarks.places import Given, Places
 from benchmarks.provenance import provenance
 from benchmarks.results.report import text
-from benchmarks.results.report import text
 from benchmarks.runner import NOT_INSTALLED, Row, Run
 from benchmarks.sweeps import SWEEPS, Sweep, Verb
 from benchmarks.systems import SYSTEM_NAMES

@@ -58,6 +58,7 @@ class Row:
             "server": self.cell.server,
             "wire": self.cell.wire,
             "num_ranks": self.cell.num_ranks,
+            "connections": self.cell.connections,
             "num_bytes": num_bytes_of(self.verb, self.cell.payload),
             "samples": [dataclasses.asdict(sample) for sample in self.samples],
             "failed": self.failed,
@@ -142,6 +143,7 @@ class Run:
             ca_bundle=place.ca_bundle,
             no_dist=cell.num_ranks == 1,
             options=self.options,
+            connections=cell.connections,
         )
         for number, system in enumerate(cell.systems):
             scheme = place.root.partition("://")[0] if "://" in place.root else ""

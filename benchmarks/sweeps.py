@@ -37,6 +37,12 @@ class Cell:
     server: ServerName = "fasts3"
     wire: WireName = "http"
     systems: tuple[str, ...] = S3_SYSTEMS
+    connections: int | None = None
+    """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
+
+    def __post_init__(self) -> None:
+        if "resharded_load" in self.verbs and self.num_ranks > 1:
+            raise ValueError("a resharded load pretends to be one rank of a job, and so runs in one process")
 
     @property
     def path(self) -> str:
@@ -82,7 +88,13 @@ class Sweep:
     def on_given(self) -> Sweep:
         """The same on a store that is the user's, over its own wire; each cell once."""
         moved = [
-            replace(cell, server="given", wire="http", systems=tuple(one for one in cell.systems if one != "limit"))
+            replace(
+                cell,
+                server="given",
+                wire="http",
+                connections=None,
+                systems=tuple(one for one in cell.systems if one != "limit"),
+            )
             for cell in self.cells
             if cell.server != "path"
         ]
@@ -128,7 +140,7 @@ _BARS = Sweep(
         Cell(payload=SIXTY_FOUR, systems=(*S3_SYSTEMS, "limit")),
         Cell(payload=SIXTY_FOUR, wire="tls", systems=("cloudckpt", "s3torchconnector", "limit")),
         Cell(payload=MANY_SMALL, systems=("cloudckpt",)),
-        Cell(payload=SIXTY_FOUR, wire="slow", systems=("cloudckpt", "limit")),
+        Cell(payload=SIXTY_FOUR, wire="slow", systems=("cloudckpt", "limit"), connections=8),
         Cell(payload=FEW_LARGE, systems=("cloudckpt",)),
         Cell(payload=SIXTY_FOUR, verbs=("resharded_load",), systems=("cloudckpt", "s3torchconnector")),
         Cell(payload=SIXTY_FOUR, server="path", wire="none", systems=(*PATH_SYSTEMS, "limit")),

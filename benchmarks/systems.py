@@ -34,6 +34,8 @@ class Settings:
     """True where there is one process and no process group."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `cloudckpt.Options` that differ from the defaults."""
+    connections: int | None = None
+    """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +225,10 @@ class Cloudckpt(System):
         return Outcome(blocking_s=blocking_s)
 
     def _options(self) -> Any:
-        return self.library.Options(storage_options=self._storage_options(), **self.settings.options)
+        options = dict(self.settings.options)
+        if self.settings.connections is not None:
+            options["connections"] = self.settings.connections
+        return self.library.Options(storage_options=self._storage_options(), **options)
 
     def _storage_options(self) -> dict[str, Any]:
         settings = self.settings

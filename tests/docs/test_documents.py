@@ -109,6 +109,10 @@ def problem_of(command: str) -> str | None:
         names = set(re.findall(r"^(\w+) = ", known[1], re.MULTILINE))
         missing = [extra for group in extras for extra in group.split(",") if extra not in names]
         return f"no extras {missing}" if missing else None
+    if words[:2] == ["python", "-m"]:
+        module = ROOT / words[2].replace(".", "/")
+        there = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        return None if there else f"no module {words[2]}"
     if words[0] in ("python", "torchrun"):
         files = [word for word in words if word.endswith(".py")]
         return None if files and all((ROOT / name).is_file() for name in files) else f"no files {files}"

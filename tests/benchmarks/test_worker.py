@@ -1,0 +1,150 @@
+"""One rank and its tensors, and processes that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+
+import pytest
+import torch
+from benchmarks.fleet import Fleet, NotInstalledError, WorkerFailedError
+from benchmarks.payloads import KIB, MIB, Payload, Tensors, uniform
+from benchmarks.state import State
+from benchmarks.systems import Settings
+from benchmarks.worker import Worker, WorkerSpec
+
+PAYLOAD = Payload(
+    name="mixed",
+    tensors=(
+        *uniform(3, 64 * KIB).tensors,
+        Tensors(name="norm", count=1, shape=(64,)),
+        Tensors(name="step", count=2, shape=()),
+    ),
+)
+SETTINGS = Settings(endpoint_url=None, region=None, ca_bundle=None, no_dist=True)
+
+
+def spec(system="filesystem", *, num_ranks=1, rank=0, rendezvous_path=""):
+    return WorkerSpec(system=system, rank=rank, num_ranks=num_ranks, rendezvous_path=rendezvous_path, timeout_s=60)
+
+
+def test_spec_survives_the_command_line():
+    """A worker would measure something else than its parent asked for."""
+    assert WorkerSpec.from_json(spec().to_json()) == spec()
+
+
+def test_verify_finds_a_single_flipped_bit():
+    """A system that loads wrong values would be compared as if it worked."""
+    state = State(PAYLOAD, "sharded", None)
+    state.fill()
+    state.verify()
+    state.state_dict["weight.1"].view(dtype=torch.int32)[3, 7] ^= 1
+    with pytest.raises(ValueError, match=r"1 tensors hold other values than were saved, the first is weight\.1"):
+        state.verify()
+
+
+def test_verify_looks_behind_the_first_block():
+    """Of a large tensor only the beginning would be compared."""
+    state = State(uniform(1, 33 * MIB), "sharded", None)
+    state.fill()
+    state.verify()
+    state.state_dict["weight.0"].view(dtype=torch.int32)[-1, -1] ^= 1
+    with pytest.raises(ValueError, match=r"weight\.0"):
+        state.verify()
+
+
+def test_tensors_differ_and_are_finite():
+    """A store or a client could gain from equal tensors, or stumble over NaN where memory is compared as floats."""
+    state = State(PAYLOAD, "sharded", None)
+    state.fill()
+    tensors = list(state.state_dict.values())
+    assert state.num_bytes == PAYLOAD.num_bytes
+    assert not tensors[0].equal(tensors[1])
+    assert not tensors[4].equal(tensors[5])
+    assert all(tensor.isfinite().all() for tensor in tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.parametrize("system", ["filesystem", "cloudckpt-path"])
+def test_a_part_of_each_shard_is_loaded(system, tmp_path):
+    """A resharded load would want all of the tensors, or other rows than those that it is compared with."""
+    worker = Worker(spec(system))
+    worker.configure(dataclasses.asdict(SETTINGS))
+    payload = dataclasses.asdict(PAYLOAD)
+    worker.prepare(payload, "sharded")
+    worker.measure("save", str(tmp_path / "checkpoint"))
+    assert worker.prepare(payload, "part") == 3 * 8 * KIB + 32 + 2 * 4
+    worker.zero()
+    with pytest.raises(ValueError, match="6 tensors"):
+        worker.verify()
+    worker.measure("resharded_load", str(tmp_path / "checkpoint"))
+    worker.verify()
+    worker.release()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def fleets(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(*specs):
+            fleet = Fleet(sys.executable, specs, environment=dict(os.environ), log_directory=tmp_path)
+            stack.callback(fleet.close)
+            return fleet
+
+        yield start
+
+
+@pytest.mark.multirank
+def test_two_ranks_save_and_load(fleets, tmp_path):
+    """The ranks would not meet, or each would save all of the tensors instead of its half."""
+    rendezvous = str(tmp_path / "rendezvous")
+    fleet = fleets(*(spec(num_ranks=2, rank=rank, rendezvous_path=rendezvous) for rank in range(2)))
+    assert "torch" in fleet.versions()
+    uri = str(tmp_path / "checkpoint")
+    fleet.configure(dataclasses.replace(SETTINGS, no_dist=False))
+    fleet.prepare(PAYLOAD, "sharded")
+    saved = fleet.measure("save", uri)
+    fleet.do("zero")
+    fleet.measure("load", uri)
+    fleet.do("verify")
+    assert len(saved) == 2
+    assert all(one.usage.wall_s > 0 for one in saved)
+    sizes = [path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.distcp")]
+    assert len(sizes) == 2
+    assert all(3 * 32 * KIB <= size < 3 * 64 * KIB for size in sizes)
+
+
+def test_failure_of_a_worker_is_told(fleets, tmp_path):
+    """A failed load would be counted, or its cause be lost with the process; or the worker could not go on."""
+    fleet = fleets(spec())
+    fleet.versions()
+    fleet.configure(SETTINGS)
+    fleet.prepare(PAYLOAD, "sharded")
+    with pytest.raises(WorkerFailedError, match=r"(?s)filesystem rank 0 failed.*CheckpointException"):
+        fleet.measure("load", str(tmp_path / "absent"))
+    fleet.do("verify")
+
+
+def test_dead_worker_is_told(fleets):
+    """The benchmark would hang on a worker that crashed."""
+    fleet = fleets(spec())
+    fleet.versions()
+    fleet._ranks[0]._process.kill()
+    with pytest.raises(WorkerFailedError, match="filesystem rank 0 has died"):
+        fleet.prepare(PAYLOAD, "sharded")
+
+
+def test_absent_library_is_told_apart(fleets, monkeypatch):
+    """A rival that is not installed would look like one that fails."""
+    monkeypatch.setenv("PYTHONNOUSERSITE", "1")
+    try:
+        import s3fs  # noqa: F401, PLC0415
+    except ImportError:
+        with pytest.raises(NotInstalledError, match="s3fs"):
+            fleets(spec("s3fs")).versions()
+    else:
+        assert "s3fs" in fleets(spec("s3fs")).versions()

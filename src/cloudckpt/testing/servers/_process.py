@@ -151,7 +151,9 @@ class ServerProcess:
         output, line = _pipe(supervisor.stdout), b""
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
-            chunk = os.read(output.fileno(), _LONGEST_LOG_BYTES) if ready else b""
+            if not ready:
+                raise RuntimeError(self._failure(f"did not start within {self.start_timeout_s:g} s"))
+            chunk = os.read(output.fileno(), _LONGEST_LOG_BYTES)
             if not chunk:
                 raise RuntimeError(self._failure("could not be run"))
             line += chunk

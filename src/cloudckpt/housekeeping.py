@@ -67,6 +67,8 @@ class GarbageReport:
     """Locations of which it could not be told what counts there, so that nothing was removed."""
     failed: tuple[Spared, ...]
     """What was to go, or to be looked at, and could not."""
+    is_nothing_there: bool = False
+    """Whether nothing under `root` is cloudckpt's, be it garbage or not: perhaps it is not the place that was meant."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -109,6 +111,8 @@ class GarbageReport:
             f"{self.root}: {_count(self.num_objects, 'object')} of {_size(self.num_bytes)} and "
             f"{_count(self.num_uploads, 'unfinished upload')} {done}{how}"
         )
+        if self.is_nothing_there:
+            yield f"{self.root}: nothing of cloudckpt's lies there; is it the right place?"
 
 
 def gc(
@@ -169,7 +173,12 @@ def gc(
         if not plan.is_empty:
             found.append(_garbage(uri, prefix, plan))
     report = GarbageReport(
-        root=location.uri, dry_run=dry_run, locations=tuple(found), skipped=tuple(skipped), failed=tuple(failed)
+        root=location.uri,
+        dry_run=dry_run,
+        locations=tuple(found),
+        skipped=tuple(skipped),
+        failed=tuple(failed),
+        is_nothing_there=not inventory.locations,
     )
     if dry_run:
         print(report)  # noqa: T201  # what a dry run is for

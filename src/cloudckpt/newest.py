@@ -16,15 +16,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from cloudckpt._commit.resolve import read_log
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._group import in_company
+from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import redacted
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints
-from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import LoadReport, SkippedCheckpoint
+from cloudckpt.stores.open import open_store
 from cloudckpt.verification import verify
 
 _log = logging.getLogger("cloudckpt")
@@ -136,12 +139,23 @@ def _candidates(root: str | os.PathLike[str], options: Options | None) -> list[s
     """The newest first."""
     found = [info.uri for info in reversed(list_checkpoints(root, options=options))]
     if not found:
+        is_one = _holds_checkpoint(root, options)
+        hint = ", which is a checkpoint itself: cloudckpt.load loads it" if is_one else ""
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed directly under {redacted(root)}. Check the URI; a first run has nothing to "
-            "load, and should say so by not asking (cloudckpt.latest(root) is None)",
+            f"no checkpoint is committed directly under {redacted(root)}{hint}. Check the URI; a first run has nothing "
+            "to load, and should say so by not asking (cloudckpt.latest(root) is None)",
             uri=redacted(root),
         )
     return found
+
+
+def _holds_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
+    options = options or Options()
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    try:
+        return read_log(open_store(root, options), retrier).counting is not None
+    except CloudckptError:
+        return False  # it is only for a hint
 
 
 def _damage_of(uri: str, options: Options | None) -> str | None:

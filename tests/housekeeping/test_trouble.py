@@ -26,6 +26,16 @@ def denied() -> AccessDeniedError:
     return AccessDeniedError("no", key="memory://tests/key", operation="delete")
 
 
+def test_a_place_where_nothing_lies_is_called_that(memory: Memory, uri: str) -> None:
+    """If this fails, gc of a mistyped URI says that all is tidy, and the garbage stays and costs."""
+    report = cloudckpt.gc(f"{memory.root}/mistyped")
+    assert report.is_nothing_there
+    assert "nothing of cloudckpt's lies there" in str(report)
+    report = cloudckpt.gc(uri)
+    assert not report.is_nothing_there
+    assert "nothing of cloudckpt" not in str(report)
+
+
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(memory: Memory, uri: str) -> None:
     """If this fails, a denied key is passed over in silence, or keeps the rest from being removed."""
     memory.at().fail("delete", key_part="0-0", error=denied, times=9)

@@ -182,6 +182,12 @@ def test_nothing_at_all_is_an_error(memory: Memory) -> None:
     assert isinstance(caught.value, CheckpointException)
 
 
+def test_a_checkpoint_is_not_taken_for_a_folder_of_them(run: Memory) -> None:
+    """If this fails, who gives a checkpoint's own URI is told that there is nothing, and starts from scratch."""
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"is a checkpoint itself: cloudckpt\.load"):
+        cloudckpt.load_latest(state_of(), run.uri("step-3"))
+
+
 @pytest.mark.parametrize("verify_first", [False, True])
 def test_nothing_whole_is_an_error_that_lists_all(run: Memory, *, verify_first: bool) -> None:
     """If this fails, training starts from scratch, or nobody learns what became of each checkpoint."""

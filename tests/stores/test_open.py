@@ -87,3 +87,15 @@ def test_no_client_is_imported_for_nothing(location, absent):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_is_no_store_is_refused():
+    """If this fails, a wrapper that forgets to return is an AttributeError somewhere in a save."""
+    with pytest.raises(InvalidOptionError, match="wrap_store must return a store, but it returned None"):
+        open_store("memory://name/run", Options(wrap_store=lambda _: None))
+
+
+def test_what_are_no_options_is_refused():
+    """If this fails, options given as a dict are an AttributeError that names a private attribute."""
+    with pytest.raises(InvalidOptionError, match=r"must be a cloudckpt\.Options, not dict"):
+        open_store("memory://name/run", {"retries": 3})

@@ -6,23 +6,34 @@ from typing import TYPE_CHECKING
 
 from cloudckpt._uri import Location, parse_location
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.options import MOST_CONNECTIONS
+from cloudckpt.options import MOST_CONNECTIONS, Options
 
 if TYPE_CHECKING:
     import os
 
-    from cloudckpt.options import Options
     from cloudckpt.stores.base import Store
 
 
 def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Store:
     """The store rooted at `uri`. Nothing is contacted before its first call.
 
-    Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have, and
-    `MissingDependencyError` where its package is not installed.
+    Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have or `options` or a
+    `wrap_store` that are none, and `MissingDependencyError` where its package is not installed.
     """
+    if not isinstance(options, Options):  # type checkers see it; a notebook does not
+        raise InvalidOptionError(
+            f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"
+        )
     store = _opened(parse_location(uri), options)
-    return store if options.wrap_store is None else options.wrap_store(store)
+    if options.wrap_store is None:
+        return store
+    wrapped = options.wrap_store(store)
+    if not hasattr(wrapped, "capabilities"):
+        raise InvalidOptionError(
+            f"wrap_store must return a store, but it returned {wrapped!r:.80}: give back the store that it is given, "
+            "or one that stands for it"
+        )
+    return wrapped
 
 
 def _opened(location: Location, options: Options) -> Store:

@@ -6,13 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from benchmarks.results.model import Quantity, Results, Row, Spread, cpu_s_per_gb, gb_per_s, parsed, read_mib
+from benchmarks.results.model import (
+    Quantity,
+    Results,
+    Row,
+    Spread,
+    blocking_s,
+    cpu_s_per_gb,
+    gb_per_s,
+    parsed,
+    peak_mib,
+    read_mib,
+)
 from benchmarks.results.report import NOTHING, Table, markdown, provenance_lines
 
 _QUANTITIES: tuple[tuple[str, Quantity, Literal["more", "less"], int], ...] = (
     ("GB/s", gb_per_s, "more", 2),
     ("CPU s/GB", cpu_s_per_gb, "less", 2),
     ("read MiB", read_mib, "less", 1),
+    ("blocks s", blocking_s, "less", 3),
+    ("peak MiB", peak_mib, "less", 0),
 )
 """What is compared, and what of it is better."""
 

@@ -105,6 +105,10 @@ def read_mib(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Qu
     return None if sample.num_bytes_read is None else sample.num_bytes_read / MIB
 
 
+def peak_mib(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
+    return None if sample.peak_bytes is None else sample.peak_bytes / MIB
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """Median and range of repeated measurements."""

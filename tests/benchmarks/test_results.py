@@ -298,6 +298,14 @@ def test_a_change_beyond_both_ranges_is_one() -> None:
     assert "The runs differ in" not in shown
 
 
+def test_memory_and_waiting_are_compared_too() -> None:
+    """If this fails, a save that takes twice the memory, or stops training for longer, looks like before."""
+    before = document(cell("cloudckpt", "async_blocking", [1.0, 1.0, 1.0], blocking_s=0.5, peak_bytes=10 * MIB))
+    after = document(cell("cloudckpt", "async_blocking", [1.0, 1.0, 1.0], blocking_s=1.0, peak_bytes=20 * MIB))
+    verdicts_of = {one.quantity: one.verdict for one in compared(parsed(before), parsed(after)).changes}
+    assert verdicts_of["blocks s"] == verdicts_of["peak MiB"] == "WORSE"
+
+
 def test_runs_that_cannot_be_compared_say_why() -> None:
     """If this fails, a faster machine looks like a faster program."""
     before, after = document(cell("cloudckpt", "save", [1.0, 1.0])), document(cell("cloudckpt", "load", [1.0, 1.0]))

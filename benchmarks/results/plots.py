@@ -31,6 +31,7 @@ _WIDTH_INCHES = 10.0
 _ROW_INCHES = 0.32
 _MARGIN_INCHES = 1.2
 _DPI = 110
+_LARGEST_MARGIN = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +116,16 @@ def _bars_plot(judged: Sequence[Verdict]) -> Plot:
 
 
 def margin_of(verdict: Verdict) -> float:
-    """How many times what is asked was found; the inverse where less is better. Of the bar, or of a mere stretch."""
+    """How many times what is asked was found; the inverse where less is better. Of the bar, or of a mere stretch.
+
+    Cut off where it is so far away that nothing else could be seen beside it.
+    """
     assert verdict.found is not None  # noqa: S101  # the caller has looked
     limit = verdict.bar.bar if verdict.bar.bar is not None else verdict.bar.stretch
     assert limit is not None  # noqa: S101  # every bar has one of them
-    value = max(verdict.found.value, 1e-9)
-    return value / limit if verdict.bar.sense == "≥" else limit / value
+    value = verdict.found.value
+    more, less = (value, limit) if verdict.bar.sense == "≥" else (limit, value)
+    return min(max(more / less if less else _LARGEST_MARGIN, 1 / _LARGEST_MARGIN), _LARGEST_MARGIN)
 
 
 def _short_name(verdict: Verdict) -> str:

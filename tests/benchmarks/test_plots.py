@@ -92,6 +92,8 @@ def test_margins_say_how_far_a_bar_is_reached() -> None:
     assert margins["save, HTTP", "CPU s/GB"] == pytest.approx(0.30 / 0.25)
     assert margins["save, memory", "most MiB over the tensors"] == pytest.approx(0.5)
     assert margins["save, HTTP", "GB/s ÷ bare sockets'"] < 1  # only a stretch
+    nothing = document(cell("cloudckpt", "save", [1.0, 1.0], cpu_s=1.0, peak_bytes=0))
+    assert [margin_of(one) for one in verdicts(parsed(nothing)) if one.bar.name == "save, memory"] == [16.0]
 
 
 def test_the_page_is_whole_and_needs_nothing_else() -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -41,12 +42,15 @@ def main(argv: list[str] | None = None) -> int:
     versions: dict[str, dict[str, str]] = {}
     about = provenance(ROOT)
     was_interrupted = False
+    # A scheduler ends a job that takes too long so; what was measured is to be kept then, too.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _measure(arguments, sweep, given, rows=rows, versions=versions)
     except KeyboardInterrupt:
         was_interrupted = True
         _say("interrupted: what was measured until here follows")
     finally:
+        signal.signal(signal.SIGTERM, before)
         document = {
             "schema": SCHEMA,
             "provenance": {**about, "versions": versions},

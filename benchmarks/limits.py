@@ -27,6 +27,9 @@ _CONNECTIONS = 8
 """With more of them it gets slower, where the server is on the same machine."""
 _REQUEST_BYTES = 32 << 20
 _TIMEOUT_S = 120.0
+_CREDENTIAL = "AWS4-HMAC-SHA256 Credential=limit/20260101/us-east-1/s3/aws4_request"
+_HEADERS = f"Host: 127.0.0.1\r\nAuthorization: {_CREDENTIAL}\r\n"
+"""Without a signature: moto looks whether there is an authorization, and not at that."""
 _LARGEST_HEAD_BYTES = 64 << 10
 
 
@@ -111,7 +114,7 @@ class Limit(System):
 
 
 def _send(connection: socket.socket, request: _Request) -> None:
-    head = f"PUT {request.key} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {request.num_bytes}\r\n\r\n"
+    head = f"PUT {request.key} HTTP/1.1\r\n{_HEADERS}Content-Length: {request.num_bytes}\r\n\r\n"
     connection.sendall(head.encode())
     for view in request.views:
         connection.sendall(view)
@@ -121,7 +124,7 @@ def _send(connection: socket.socket, request: _Request) -> None:
 
 
 def _receive(connection: socket.socket, request: _Request) -> None:
-    connection.sendall(f"GET {request.key} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+    connection.sendall(f"GET {request.key} HTTP/1.1\r\n{_HEADERS}\r\n".encode())
     rest = _body_after_head(connection)
     for view in request.views:
         begin = min(len(rest), view.nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 import boto3
@@ -37,6 +38,7 @@ def run(tmp_path, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.multirank
+@pytest.mark.timeout(900)  # it starts ten processes that import torch, which takes minutes where others do the same
 def test_small_sweep(sweep, tmp_path, capsys):
     """The benchmark would not run on a machine with nothing but this package, or not record what it measured."""
     sweep(
@@ -80,13 +82,14 @@ def test_small_sweep(sweep, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
 
-def test_an_interrupt_keeps_what_was_measured(sweep, tmp_path, monkeypatch):
-    """Hours of measuring would be lost with one key."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured(sweep, tmp_path, monkeypatch, number):
+    """Hours of measuring would be lost with one key, or with a scheduler's limit."""
     sweep(Cell(payload=SMALL, server="path", wire="none", systems=("filesystem",)), repetitions=3)
 
     def interrupt(text):
         if "2/3" in text:
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
 
     monkeypatch.setattr(command, "_say", interrupt)
     status, document = run(tmp_path)

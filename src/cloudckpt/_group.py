@@ -52,6 +52,8 @@ class MetGroup(dist.ProcessGroup):
     def __init__(self, options: Any, _: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # its form for subclasses
         self.meetings: Meetings = _founding.meetings
+        self._at_end: Callable[[], None] | None = None
+        self._is_scattered = False
         # Not the store that torch offers: by its name it may be that of a group of the same ranks that is gone.
         store = _c10d().PrefixStore("gloo", self.meetings.store)
         self._gloo: Any = _c10d().ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
@@ -61,10 +63,19 @@ class MetGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return _BACKEND
 
+    def call_at_end(self, call: Callable[[], None] | None) -> None:
+        """Have `call` made when this rank comes to the end of its load, whatever its own part in it came to.
+
+        DCP ends a load with the first all-gather after its plans were scattered.
+        """
+        self._at_end, self._is_scattered = call, False
+
     # torch's collectives of objects are two or three of tensors: the sizes first, for which it may have to wait, and
     # what follows in one go.
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        if self._at_end is not None and self._is_scattered:
+            self._at_end()
         return self._together(inputs[0], lambda: self._gloo.allgather(outputs, inputs, opts))
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
@@ -74,6 +85,7 @@ class MetGroup(dist.ProcessGroup):
         return self._together(inputs[0], lambda: self._gloo.gather(outputs, inputs, opts))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
+        self._is_scattered = True
         return self._together(None, lambda: self._gloo.scatter(outputs, inputs, opts))
 
     def barrier(self, opts: Any = None) -> Any:

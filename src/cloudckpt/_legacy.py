@@ -13,9 +13,11 @@ from typing import Any
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt._transfer.download import fetch
 from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsafePickleError
 from cloudckpt.options import MIB
 from cloudckpt.stores.base import Store
 
@@ -29,6 +31,28 @@ class TorchCheckpointReader(FileSystemReader):
         super().__init__("", registry)
         self.fs = _StoreFiles(store, retrier)  # type: ignore[assignment]  # torch's own subclasses do the same
         self.path = ""
+
+
+def read_torch_metadata(
+    store: Store, retrier: Retrier, registry: ExtensionRegistry | None, *, allow_pickle: bool
+) -> tuple[TorchCheckpointReader, Metadata]:
+    """The reader of the checkpoint there, and its metadata; raises `UnsafePickleError` without `allow_pickle`."""
+    uri = store.uri
+    if not allow_pickle:
+        raise UnsafePickleError(
+            f"{uri} holds a checkpoint of torch's own writer, whose .metadata is a pickle: reading it could run "
+            "any code. If you trust who wrote it, pass allow_pickle=True (and save it with cloudckpt afterwards)",
+            uri=uri,
+        )
+    reader = TorchCheckpointReader(store, retrier, registry)
+    try:
+        return reader, reader.read_metadata()
+    except CloudckptError:
+        raise
+    except Exception as error:  # a pickle can raise anything
+        raise CorruptCheckpointError(
+            f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error})", uri=uri
+        ) from error
 
 
 class _StoreFiles(FileSystemBase):

@@ -227,6 +227,7 @@ def load(
                 ) from None
     finally:
         if isinstance(reader, ObjectStoreReader):
+            reader.end_together()
             reader.report_failures_in_set_up(rank=None)
     return reader.report if isinstance(reader, ObjectStoreReader) else None
 

@@ -63,6 +63,9 @@ class Options:
     """Two wanted ranges that lie no further apart are read as one, since a request would cost more than the gap."""
     max_over_read: float = 0.1
     """Larger gaps are read where that saves requests, while they come to no more than this share of what is wanted."""
+    share_reads: Literal["auto", "always", "never"] = "auto"
+    """Whether bytes that several ranks of one machine load are read by one of them, which hands them on: where four
+    or more want the same, and 16 MiB of it, from other than local files; wherever it can be done; or not at all."""
     verify: bool = True
     """Check every byte that is read against the checksum recorded at save."""
     commit: Literal["conditional", "unconditional"] = "conditional"
@@ -174,6 +177,7 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("staging_bytes", lambda options: options.staging_bytes >= options.part_bytes, "at least part_bytes"),
     ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
     ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
+    ("share_reads", lambda options: options.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
     ("max_over_read", lambda options: 0 <= options.max_over_read < math.inf, "at least 0 and finite"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),

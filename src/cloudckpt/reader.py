@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -17,13 +18,15 @@ from torch.futures import Future
 
 from cloudckpt._commit.resolve import holds_torch_checkpoint, resolve
 from cloudckpt._group import MetGroup
-from cloudckpt._legacy import TorchCheckpointReader
-from cloudckpt._manifest.codec import decode, encode
+from cloudckpt._legacy import TorchCheckpointReader, read_torch_metadata
+from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt._pipeline.context import Context
-from cloudckpt._pipeline.load import LoadJob
-from cloudckpt._share.found import Found, handed_on
+from cloudckpt._pipeline.load import LoadJob, wanted_by
+from cloudckpt._share.deal import Ticket, dealt
+from cloudckpt._share.found import Found, found_at, handed_on
+from cloudckpt._share.session import Session
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._trace import new_recorder
 from cloudckpt._uri import is_valid_location, parse_location
@@ -31,21 +34,12 @@ from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     CloudckptError,
-    CorruptCheckpointError,
-    UnsafePickleError,
     portable,
 )
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 
 _log = logging.getLogger("cloudckpt")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Ticket:
-    """Which commit a rank found; it travels in the plan's ``storage_data``."""
-
-    attempt: str
 
 
 class ObjectStoreReader(StorageReader):
@@ -78,6 +72,7 @@ class ObjectStoreReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._registry = _extension_registry
         self._reporting_rank: int | None = None
+        self._session: Session | None = None
         self.reset()
 
     @property
@@ -98,6 +93,7 @@ class ObjectStoreReader(StorageReader):
         self._started_s = time.monotonic()
         self._metadata: Metadata | None = None
         self._context = self._manifest = self._torch_reader = None
+        self.end_together()
         self._found: Found | None = None
         self._found_here: tuple[Context, Manifest] | None = None
         self.report = self.failure = None
@@ -127,6 +123,13 @@ class ObjectStoreReader(StorageReader):
         self._started_s = time.monotonic()
         found = handed_on(group, self._find() if group.rank() == 0 else None)
         self._found = found if found.uri == self._location.uri else None
+        self._session = Session(group) if self._found is not None else None
+
+    def end_together(self) -> None:
+        """After the load that `find_together` began, on this rank and all others."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature; it looks for the name "kwargs"
         """Torch's view of the checkpoint.
@@ -172,21 +175,31 @@ class ObjectStoreReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach which commit this rank found."""
+        manifest, metadata, session = self._manifest, self._metadata, self._session
         # What each rank saved for itself differs, of course.
-        is_shared = self._context is not None and self._context.location == self._location
-        attempt = self._manifest.attempt if self._manifest is not None and is_shared else ""
-        return dataclasses.replace(plan, storage_data=_Ticket(attempt=attempt))
+        if manifest is None or self._context is None or self._context.location != self._location:
+            return dataclasses.replace(plan, storage_data=Ticket(attempt=""))
+        offer = None
+        if session is not None and metadata is not None:
+            wanted = functools.partial(wanted_by, plan, manifest, metadata.storage_data, self._options)
+            offer = session.offer(wanted, scheme=self._location.scheme, options=self._options)
+        return dataclasses.replace(plan, storage_data=Ticket(attempt=manifest.attempt, offer=offer))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits."""
-        attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, _Ticket)}
+        attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, Ticket)}
         if len(attempts) > 1:
             raise CheckpointChangedError(
                 f"{self.checkpoint_id} was overwritten while the ranks looked at it: they found {len(attempts)} "
                 "different saves. Nothing was loaded; load again",
                 uri=self.checkpoint_id,
             )
-        return plans
+        if self._manifest is None:
+            return plans
+        found = [plan.storage_data if isinstance(plan.storage_data, Ticket) else None for plan in plans]
+        tickets = dealt(found, tile_bytes=self._manifest.tile_bytes, options=self._options)
+        pairs = zip(plans, tickets, strict=True)
+        return [plan if one is None else dataclasses.replace(plan, storage_data=one) for plan, one in pairs]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for. After an error, what the tensors hold is undefined."""
@@ -204,7 +217,7 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         # A load that has begun belongs to its process.
-        return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None}
+        return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None, "_session": None}
 
     def _load(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         begun_s = time.monotonic()
@@ -215,12 +228,16 @@ class ObjectStoreReader(StorageReader):
         recorder = self._recorder
         recorder.span("plan", int(self._started_s * 1e9))
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
+        exchange = None
+        if self._session is not None and isinstance(plan.storage_data, Ticket):
+            exchange = self._session.exchange(plan.storage_data.deal, rank=context.rank, options=self._options)
         job = LoadJob(
             context,
             self._manifest,
             self._metadata.storage_data,
             transforms=ReadTransforms(self._registry),
             allow_pickle=self._allow_pickle,
+            exchange=exchange,
         )
         with recorder.step("read"):
             loaded = job.run(plan, planner)
@@ -230,6 +247,7 @@ class ObjectStoreReader(StorageReader):
             rank=context.rank,
             num_bytes_wanted=loaded.num_bytes_wanted,
             num_bytes_read=loaded.num_bytes_read,
+            num_bytes_received=loaded.num_bytes_received,
             num_requests=context.retrier.num_requests + context.hedger.num_hedges,
             num_retries=context.retrier.num_retries,
             num_hedges=context.hedger.num_hedges,
@@ -243,18 +261,11 @@ class ObjectStoreReader(StorageReader):
         _log.info("loaded %s", self.report)
 
     def _find(self) -> Found:
-        uri = self._location.uri
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)
-        try:
-            manifest = resolve(context.store, context.retrier).manifest
+        found, manifest = found_at(context.uri, lambda: context.store, context.retrier)
+        if manifest is not None:
             self._found_here = context, manifest
-            return Found(uri=uri, document=encode(manifest))
-        except CheckpointNotFoundError:
-            return Found(uri=uri)  # it may be one of torch's, or one that each rank saved for itself
-        except CloudckptError as error:
-            return Found(uri=uri, error=error)
-        except Exception:  # noqa: BLE001  # the others are waiting; it comes again where torch reports it
-            return Found(uri=uri)
+        return found
 
     def _read_metadata(self, *, rank: int | None) -> Metadata:
         self._context = self._manifest = self._torch_reader = None
@@ -282,21 +293,8 @@ class ObjectStoreReader(StorageReader):
         return metadata
 
     def _read_torch_metadata(self, context: Context) -> Metadata:
-        uri = context.uri
-        if not self._allow_pickle:
-            raise UnsafePickleError(
-                f"{uri} holds a checkpoint of torch's own writer, whose .metadata is a pickle: reading it could run "
-                "any code. If you trust who wrote it, pass allow_pickle=True (and save it with cloudckpt afterwards)",
-                uri=uri,
-            )
-        reader = TorchCheckpointReader(context.store, context.retrier, self._registry)
-        try:
-            metadata = reader.read_metadata()
-        except CloudckptError:
-            raise
-        except Exception as error:  # a pickle can raise anything
-            raise CorruptCheckpointError(
-                f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error})", uri=uri
-            ) from error
-        self._torch_reader, self.failure = reader, None
+        self._torch_reader, metadata = read_torch_metadata(
+            context.store, context.retrier, self._registry, allow_pickle=self._allow_pickle
+        )
+        self.failure = None
         return metadata

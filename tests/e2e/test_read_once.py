@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +13,18 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
-from tests.e2e.places import Place
+from tests.e2e.places import LocalPlace, Place
+from tests.e2e.test_waiting import ranks
 from tests.wrapped import FaultyStore
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
+from cloudckpt._share.board import Board
+from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.base import Store
 
 pytestmark = pytest.mark.multirank
@@ -102,3 +114,177 @@ def test_ranks_that_load_from_copies_read_their_own(place: Place) -> None:
         for rank in range(2):
             place.write(key.replace("original", f"copy-{rank}"), place.read(key))
     assert run_ranks(load_from_a_copy, place.root, world_size=2) == [1, 1]
+
+
+# --- The bytes
+
+
+TIMEOUT_S = 30.0
+SMALL = {"tile_bytes": 4096, "part_bytes": 65536, "request_bytes": 65536, "read_bytes": 4 * 65536, "max_gap_bytes": 0}
+
+
+def options(**settings: Any) -> cloudckpt.Options:
+    return cloudckpt.Options(**{"share_reads": "always"} | SMALL | settings)  # type: ignore[arg-type]
+
+
+def same(fill: float) -> torch.Tensor:
+    return torch.arange(1_000_000.0).reshape(1000, 1000) * fill
+
+
+def model(fill: float) -> dict[str, Any]:
+    """What all ranks have alike, what is sharded, what one rank alone has, of all kinds of memory, and objects."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.arange(99_000.0).reshape(990, 100) * fill
+    return {
+        "same": same(fill),
+        "turned": (torch.arange(60_000.0).reshape(200, 300) * fill).t(),
+        "half": torch.full((5001,), fill, dtype=torch.bfloat16),
+        "rows": distribute_tensor(rows, mesh, [Shard(0)]),
+        f"own-{dist.get_rank()}": torch.full((10_000,), fill + dist.get_rank()),
+        "step": int(fill),
+    }
+
+
+def save_model(uri: str) -> None:
+    cloudckpt.save(model(2.0), uri, options=cloudckpt.Options(tile_bytes=4096, part_bytes=65536))
+
+
+def load_model(uri: str, settings: dict[str, Any]) -> tuple[int, int, int]:
+    watched, state = Watched(), model(-1.0)
+    report = cloudckpt.load(state, uri, options=options(wrap_store=watched, **settings))
+    assert_same(state, model(2.0))
+    assert report is not None
+    calls = [call for store in watched.stores for call in store.calls if call.operation == "read_into"]
+    assert sum(call.num_bytes for call in calls) == report.num_bytes_read
+    return report.num_bytes_wanted, report.num_bytes_read, report.num_bytes_received
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_what_several_ranks_want_is_read_once(place: Place, num_ranks: int, verify: bool) -> None:  # noqa: FBT001  # pytest's
+    """If this fails, every replica fetches the whole model from the store, or some rank gets other bytes than saved."""
+    run_ranks(save_model, place.uri(), world_size=num_ranks)
+    told = run_ranks(load_model, place.uri(), {"verify": verify}, world_size=num_ranks)
+    num_unique = 4 * (1_000_000 + 60_000 + 99_000 + num_ranks * 10_000) + 2 * 5001
+    assert sum(read for _, read, _ in told) <= 1.1 * num_unique
+    for wanted, read, received in told:
+        assert read + received >= wanted
+        assert read <= 1.3 * num_unique / num_ranks  # none reads what is for all
+        assert received > 0.9 * (wanted - read)
+
+
+@pytest.mark.parametrize("settings", [{"share_reads": "never"}, {"share_reads": "auto"}], ids=str)
+def test_ranks_share_only_where_it_pays_or_is_asked_for(place: Place, settings: dict[str, Any]) -> None:
+    """If this fails, small loads wait for each other, or an option is not listened to."""
+    run_ranks(save_model, place.uri(), world_size=2)
+    for wanted, read, received in run_ranks(load_model, place.uri(), settings, world_size=2):
+        assert received == 0
+        assert read >= wanted
+
+
+class Disturbed(Watched):
+    """Has a rank do something at its `number`-th read of data."""
+
+    def __init__(self, rank: int, number: int, deed: str) -> None:
+        super().__init__()
+        self.rank, self.number, self.deed = rank, number, deed
+
+    def __call__(self, store: Store) -> Store:
+        wrapped = Disturbance(store, self)
+        self.stores.append(wrapped)
+        return wrapped
+
+
+class Disturbance(FaultyStore):
+    def __init__(self, inner: Store, told: Disturbed) -> None:
+        super().__init__(inner)
+        self.told = told
+
+    def read_into(self, key: str, offset_bytes: int, views: Any) -> None:
+        if dist.get_rank() == self.told.rank and "data/" in key and self.count("read_into") >= self.told.number:
+            if self.told.deed == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise AccessDeniedError("no longer allowed", key=key, operation="read_into")
+        super().read_into(key, offset_bytes, views)
+
+
+def load_or_fail(uri: str, deed: str) -> tuple[float, str, tuple[int, ...], bool]:
+    begun_s, state = time.monotonic(), model(-1.0)
+    watched = Disturbed(1, 5, deed)
+    try:
+        cloudckpt.load(state, uri, options=options(wrap_store=watched, timeout_s=TIMEOUT_S))
+    except cloudckpt.CloudckptError as error:
+        failures: dict[int, Any] = getattr(error, "failures", {})
+        is_whole = dist.get_rank() == 1 or torch.equal(state["same"], same(2.0))
+        return time.monotonic() - begun_s, type(error).__name__, tuple(sorted(failures)), is_whole
+    return time.monotonic() - begun_s, "", (), False
+
+
+def test_where_a_reader_fails_the_others_read_for_themselves(place: Place) -> None:
+    """If this fails, one rank's failed read leaves the others waiting for bytes, or with wrong ones."""
+    run_ranks(save_model, place.uri(), world_size=3)
+    for elapsed_s, name, failures, is_whole in run_ranks(load_or_fail, place.uri(), "failed", world_size=3):
+        assert (name, failures, is_whole) == ("AccessDeniedError", (1,), True)
+        assert elapsed_s < TIMEOUT_S
+
+
+def save_and_load_disturbed(uri: str) -> tuple[float, str, tuple[int, ...], bool]:
+    save_model(uri)
+    return load_or_fail(uri, "killed")
+
+
+def test_a_rank_that_is_killed_in_the_middle_is_named_in_time(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, a killed rank leaves the others waiting for the bytes that it was to read."""
+    with ranks(save_and_load_disturbed, local.uri(), size=3, scratch=tmp_path) as running:
+        for rank in (0, 2):
+            elapsed_s, name, failures, is_whole = running.told_by(rank)
+            assert (name, failures, is_whole) == ("RankLostError", (1,), True)
+            assert elapsed_s < TIMEOUT_S
+
+
+class FailsToFinish(DefaultLoadPlanner):
+    """On one rank, which so never comes to read."""
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        if dist.get_rank() == 1:
+            raise LookupError("no plan here")
+        return super().finish_plan(central_plan)
+
+
+def load_with_failing_planner(uri: str) -> tuple[float, list[int], bool]:
+    begun_s, state = time.monotonic(), model(-1.0)
+    with pytest.raises(CheckpointException) as caught:
+        cloudckpt.load(state, uri, planner=FailsToFinish(), options=options(timeout_s=TIMEOUT_S))
+    return (
+        time.monotonic() - begun_s,
+        sorted(caught.value.failures),
+        dist.get_rank() == 1 or torch.equal(state["same"], same(2.0)),
+    )
+
+
+def test_a_rank_that_never_comes_to_read_is_not_waited_for(place: Place) -> None:
+    """If this fails, ranks wait all of their patience for the bytes of one whose planner has failed."""
+    run_ranks(save_model, place.uri(), world_size=3)
+    for elapsed_s, failures, is_whole in run_ranks(load_with_failing_planner, place.uri(), world_size=3):
+        assert failures == [1]
+        assert is_whole
+        assert elapsed_s < TIMEOUT_S
+
+
+def load_with_damage_on_the_way(uri: str) -> tuple[int, int, int]:
+    write = Board.write
+
+    def damaged(board: Board, number: int, views: Any, *, place: int) -> None:
+        write(board, number, [memoryview(bytearray(sum(map(len, views))))], place=place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "write", damaged)
+        return load_model(uri, {})
+
+
+def test_bytes_that_are_damaged_between_ranks_are_read_again(place: Place) -> None:
+    """If this fails, what one rank checked and another got is loaded unchecked (G4)."""
+    run_ranks(save_model, place.uri(), world_size=2)
+    for wanted, read, received in run_ranks(load_with_damage_on_the_way, place.uri(), world_size=2):
+        assert received == 0
+        assert read >= wanted

@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
-import math
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from cloudckpt._collecting import rare_collections
 from cloudckpt._commit.resolve import resolve
 from cloudckpt._manifest.codec import unpack_tiles
-from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
 from cloudckpt._pipeline.consumers import Consumer, consumers_of, names_in
 from cloudckpt._pipeline.context import Context
-from cloudckpt._plan.reads import Request, plan_requests
+from cloudckpt._pipeline.finish import Finisher
+from cloudckpt._pipeline.shares import Shares
+from cloudckpt._plan.reads import Request, Want, plan_requests
+from cloudckpt._share.exchange import Exchange
+from cloudckpt._share.plan import Range
+from cloudckpt._share.wanted import wanted_ranges
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
 from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget, keep_apart
 from cloudckpt._stage.tensors import synchronize
-from cloudckpt._stage.transforms import ReadTransforms, chunk_of
-from cloudckpt._stage.values import harmless_copy
+from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt._transfer.checksum import tile_crc32cs
 from cloudckpt._transfer.download import fetch, fetch_verified
 from cloudckpt._transfer.staging import placing
 from cloudckpt._workers import each_done
 from cloudckpt.errors import (
     CheckpointChangedError,
-    CheckpointError,
     CheckpointNotFoundError,
     CloudckptError,
     CorruptCheckpointError,
     ObjectNotFoundError,
 )
-from cloudckpt.options import MIB
+from cloudckpt.options import MIB, Options
+from cloudckpt.stores.base import Views
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
+_NO_BOUND = 1 << 62
 _MIN_REQUESTS_PER_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB
 _UNSEEN_BYTES = 16 * MIB
@@ -55,6 +58,11 @@ class Loaded:
 
     num_bytes_wanted: int
     num_bytes_read: int
+    num_bytes_received: int
+
+
+class _MissedError(Exception):
+    """Another rank's bytes did not come whole."""
 
 
 class LoadJob:
@@ -68,27 +76,30 @@ class LoadJob:
         *,
         transforms: ReadTransforms,
         allow_pickle: bool,
+        exchange: Exchange | None,
     ) -> None:
         self._context = context
         self._manifest = manifest
         self._storage_data = storage_data
-        self._transforms = transforms
-        self._allow_pickle = allow_pickle
+        self._finisher = Finisher(context, transforms=transforms, allow_pickle=allow_pickle)
+        self._exchange = exchange
         self._tiles: dict[int, array[int]] = {}
+        self._object_sizes_bytes = {index: stored.size for index, stored in enumerate(manifest.objects)}
 
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> Loaded:
         """Fetch all that the plan asks for, and finish each item as its last byte arrives."""
         with rare_collections():
             consumers = consumers_of(plan.items, planner, self._storage_data, uri=self._context.uri)
-            requests = self._requests_for(consumers)
-        self._check_claims(requests, consumers)
-        self._execute(requests, consumers, planner)
+            shares, requests = self._requests_for(consumers)
+        self._check_claims([*requests, *shares.to_take], consumers)
+        self._execute(requests, shares, consumers, planner)
         return Loaded(
             num_bytes_wanted=sum(consumer.target.num_bytes for consumer in consumers),
-            num_bytes_read=sum(request.end - request.begin for request in requests),
+            num_bytes_read=sum(request.num_bytes for request in requests) + shares.num_bytes_missed,
+            num_bytes_received=shares.num_bytes_taken,
         )
 
-    def _requests_for(self, consumers: Sequence[Consumer]) -> list[Request]:
+    def _requests_for(self, consumers: Sequence[Consumer]) -> tuple[Shares, list[Request]]:
         options = self._context.options
         synchronize(consumer.tensor for consumer in consumers)
         wants = [
@@ -97,13 +108,21 @@ class LoadJob:
             for want in consumer.target.wants(index, max_gap_bytes=options.max_gap_bytes)
         ]
         keep_apart(consumer.target for consumer in consumers if isinstance(consumer.target, TensorTarget))
+        shares = Shares(self._exchange, wants, requests_for=lambda some: self._planned(some, request_bytes=_NO_BOUND))
+        rest_bytes = sum(want.end - want.begin for want in shares.rest)
+        rest = self._planned(shares.rest, request_bytes=self._request_bytes(rest_bytes))
+        return shares, [*shares.to_read, *rest]
+
+    def _planned(self, wants: Sequence[Want], *, request_bytes: int) -> list[Request]:
+        options = self._context.options
         return plan_requests(
             wants,
-            object_sizes_bytes={index: stored.size for index, stored in enumerate(self._manifest.objects)},
+            object_sizes_bytes=self._object_sizes_bytes,
             tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
-            request_bytes=self._request_bytes(sum(want.end - want.begin for want in wants)),
+            request_bytes=request_bytes,
             max_gap_bytes=options.max_gap_bytes,
-            max_over_read=options.max_over_read,
+            # In the gaps may lie what another rank reads.
+            max_over_read=options.max_over_read if self._exchange is None else 0.0,
         )
 
     def _request_bytes(self, num_bytes: int) -> int:
@@ -139,46 +158,55 @@ class LoadJob:
                 uri=context.uri,
             )
 
-    def _execute(self, requests: Sequence[Request], consumers: Sequence[Consumer], planner: LoadPlanner) -> None:
+    def _execute(
+        self, requests: Sequence[Request], shares: Shares, consumers: Sequence[Consumer], planner: LoadPlanner
+    ) -> None:
         options = self._context.options
-        outstanding = [0] * len(consumers)
-        for request in requests:
-            for want in request.wants:
-                outstanding[want.consumer] += 1
-        for consumer, num_wants in zip(consumers, outstanding, strict=True):
-            if not num_wants:  # empty
-                self._finish(consumer, planner)
         targets = [consumer.target for consumer in consumers]
-        arena = Arena(budget_bytes=options.read_bytes - self._context.hedge_bytes, pinned=cuda_in_use())
+        budget_bytes = options.read_bytes - self._context.hedge_bytes - shares.ring_bytes
+        arena = Arena(budget_bytes=budget_bytes, pinned=cuda_in_use())
         in_inference_mode = torch.is_inference_mode_enabled()  # which is a matter of each thread
 
         def fetch_request(request: Request) -> None:
-            with torch.inference_mode(in_inference_mode):
-                self._fetch(request, consumers, targets, arena)
+            with torch.inference_mode(in_inference_mode), shares.handing_on(request) as hand_on:
+                self._fetch(request, consumers, targets, arena, hand_on)
 
-        done = each_done(
-            requests,
-            fetch_request,
-            num_threads=self._context.hedger.width,
-            name="cloudckpt-read",
-            on_failure=self._context.retrier.stop,
-            watch=self._context.hedger.watch,
-        )
-        with contextlib.closing(done):
-            for request in done:
-                for want in request.wants:
-                    outstanding[want.consumer] -= 1
-                    if not outstanding[want.consumer]:
-                        # Planners need not be thread-safe, so items are finished here.
-                        self._finish(consumers[want.consumer], planner)
+        def take_request(request: Request, fill: Callable[[Views], bool]) -> bool:
+            with torch.inference_mode(in_inference_mode), contextlib.suppress(_MissedError):
+                self._take(request, targets, arena, fill)
+                return True
+            return False
 
-    def _fetch(self, request: Request, consumers: Sequence[Consumer], targets: Sequence[Target], arena: Arena) -> None:
+        def stop() -> None:
+            self._context.retrier.stop()
+            shares.stop()
+
+        def read(some: Sequence[Request]) -> Generator[Request, None, None]:
+            return each_done(
+                some,
+                fetch_request,
+                num_threads=self._context.hedger.width,
+                name="cloudckpt-read",
+                on_failure=stop,
+                watch=self._context.hedger.watch,
+            )
+
+        with contextlib.closing(shares.each_done(requests, read=read, take=take_request)) as done:
+            self._finisher.finish_all(consumers, planner, [*requests, *shares.to_take], done)
+
+    def _fetch(
+        self,
+        request: Request,
+        consumers: Sequence[Consumer],
+        targets: Sequence[Target],
+        arena: Arena,
+        hand_on: Callable[[Views], None],
+    ) -> None:
         context, manifest = self._context, self._manifest
         key = manifest.objects[request.object_index].key
         with placing(opened(request, targets, arena), key=key, recorder=context.recorder) as views:
             try:
                 if context.options.verify:
-                    first, last = request.begin // manifest.tile_bytes, -(-request.end // manifest.tile_bytes)
                     fetch_verified(
                         context.store,
                         context.retrier,
@@ -186,13 +214,14 @@ class LoadJob:
                         begin=request.begin,
                         views=views,
                         tile_bytes=manifest.tile_bytes,
-                        expected_crc32cs=self._tiles_of(request.object_index)[first:last],
+                        expected_crc32cs=self._tiles_of(request),
                         holding=lambda begin, end: names_in(request, consumers, begin, end),
                     )
                 else:
                     fetch(context.store, context.retrier, key=key, begin=request.begin, views=views)
             except ObjectNotFoundError as error:
                 raise self._vanished(error, names_in(request, consumers, request.begin, request.end)) from error
+            hand_on(views)
         context.emit("load.range_read", key=key, num_bytes=request.end - request.begin)
 
     def _vanished(self, error: ObjectNotFoundError, names: str) -> CloudckptError:
@@ -212,53 +241,30 @@ class LoadJob:
             f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
         )
 
-    def _tiles_of(self, object_index: int) -> array[int]:
-        if object_index not in self._tiles:
-            self._tiles[object_index] = unpack_tiles(self._manifest.objects[object_index].crc32c)
-        return self._tiles[object_index]
+    def _take(self, request: Request, targets: Sequence[Target], arena: Arena, fill: Callable[[Views], bool]) -> None:
+        with opened(request, targets, arena) as views:
+            is_whole = fill(views)
+            # The other rank has checked them, but nobody knows what becomes of them on the way from there.
+            if is_whole and self._context.options.verify:
+                is_whole = tile_crc32cs(views, self._manifest.tile_bytes) == list(self._tiles_of(request))
+            if not is_whole:
+                raise _MissedError
 
-    def _finish(self, consumer: Consumer, planner: LoadPlanner) -> None:
-        """All bytes of this item are there."""
-        item, location, target = consumer.item, consumer.location, consumer.target
-        if isinstance(target, BytesTarget):
-            content: bytes | bytearray = target.content
-            target.release()
-            if location.transforms:
-                content = self._untransformed(consumer, content)
-            if consumer.tensor is None:
-                planner.load_bytes(item, self._value(item, content))
-                return
-            assert location.dtype is not None  # noqa: S101  # it is a tensor's
-            chunk = chunk_of(content, location.dtype, location.lengths)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                chunk = chunk.narrow(dim, offset, length)
-            consumer.tensor.copy_(chunk)
-        assert consumer.tensor is not None  # noqa: S101  # the value's case returned
-        planner.commit_tensor(item, consumer.tensor)
+    def _tiles_of(self, request: Request) -> array[int]:
+        index, tile_bytes = request.object_index, self._manifest.tile_bytes
+        if index not in self._tiles:
+            self._tiles[index] = unpack_tiles(self._manifest.objects[index].crc32c)
+        return self._tiles[index][request.begin // tile_bytes : -(-request.end // tile_bytes)]
 
-    def _untransformed(self, consumer: Consumer, stored: bytes | bytearray) -> bytearray:
-        item, location, uri = consumer.item, consumer.location, self._context.uri
-        fqn, read_bytes = item.storage_index.fqn, self._context.options.read_bytes
-        if location.dtype is None:
-            content = self._transforms.undo(item, location.transforms, stored, max_bytes=read_bytes)
-            if content is None:
-                raise CheckpointError(
-                    f"the value {fqn!r} of {uri} unpacks to more than Options(read_bytes={read_bytes}). If that is no "
-                    "surprise, load with a larger one",
-                    uri=uri,
-                )
-            return content
-        num_bytes = math.prod(location.lengths) * ITEMSIZE_BYTES[location.dtype]
-        content = self._transforms.undo(item, location.transforms, stored, max_bytes=num_bytes)
-        if content is None or len(content) != num_bytes:
-            raise CorruptCheckpointError(
-                f"{fqn!r} of {uri} unpacks to {'more' if content is None else 'fewer'} than the {num_bytes} bytes that "
-                f"{list(location.lengths)} of {location.dtype} take. Load an older checkpoint",
-                uri=uri,
-            )
-        return content
 
-    def _value(self, item: ReadItem, content: bytes | bytearray) -> io.BytesIO:
-        if self._allow_pickle:
-            return io.BytesIO(content)
-        return harmless_copy(content, item.storage_index.fqn, uri=self._context.uri)
+def wanted_by(
+    plan: LoadPlan, manifest: Manifest, storage_data: Mapping[MetadataIndex, ItemLocation], options: Options
+) -> list[Range]:
+    """The bytes that a load by this plan will read, for others that may want the same; without what is not there."""
+    located = ((storage_data.get(item.storage_index), item) for item in plan.items)
+    return wanted_ranges(
+        ((location, item.storage_offsets, item.lengths) for location, item in located if location is not None),
+        object_sizes_bytes={index: stored.size for index, stored in enumerate(manifest.objects)},
+        tile_bytes=manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
+        max_gap_bytes=options.max_gap_bytes,
+    )

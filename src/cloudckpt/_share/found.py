@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from cloudckpt._commit.resolve import resolve
 from cloudckpt._group import MetGroup
-from cloudckpt.errors import CloudckptError
+from cloudckpt._manifest.codec import encode
+from cloudckpt._manifest.model import Manifest
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
+from cloudckpt.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +23,19 @@ class Found:
     uri: str
     document: bytes | None = None
     error: CloudckptError | None = None
+
+
+def found_at(uri: str, store: Callable[[], Store], retrier: Retrier) -> tuple[Found, Manifest | None]:
+    """What lies there, for `handed_on`. It raises nothing: the others are waiting."""
+    try:
+        manifest = resolve(store(), retrier).manifest
+        return Found(uri=uri, document=encode(manifest)), manifest
+    except CheckpointNotFoundError:
+        return Found(uri=uri), None  # it may be one of torch's, or one that each rank saved for itself
+    except CloudckptError as error:
+        return Found(uri=uri, error=error), None
+    except Exception:  # noqa: BLE001  # it comes again where torch reports it
+        return Found(uri=uri), None
 
 
 def handed_on(group: MetGroup, found: Found | None) -> Found:

@@ -1,0 +1,55 @@
+"""One rank's part in one load that ranks make together: opened before the plans, closed when all have loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cloudckpt._group import MetGroup
+from cloudckpt._share.board import Board
+from cloudckpt._share.deal import Deal, Offer
+from cloudckpt._share.exchange import Exchange
+from cloudckpt._share.plan import Range
+from cloudckpt.options import Options
+
+
+class Session:
+    """The board that this rank shows to others, and its exchange with them."""
+
+    def __init__(self, group: MetGroup) -> None:
+        self._group = group
+        self._board: Board | None = None
+        self._exchange: Exchange | None = None
+        # A rank that never comes to read meets the others there, and they need not wait for its bytes.
+        group.call_at_end(self.leave)
+
+    def offer(self, wanted: Callable[[], list[Range]], *, scheme: str, options: Options) -> Offer | None:
+        """What this rank wants, for others that want the same; None where they are not to share, or cannot."""
+        how = options.share_reads
+        # Of a file system, the machine itself hands on what one rank has read.
+        if how == "never" or (how == "auto" and scheme == "file"):
+            return None
+        self._board = Board.new()
+        if self._board is None:
+            return None
+        return Offer(address=self._board.address, wanted=wanted(), verify=options.verify, insists=how == "always")
+
+    def exchange(self, deal: Deal | None, *, rank: int, options: Options) -> Exchange | None:
+        """With those that `deal` names."""
+        if deal is not None and self._board is not None:
+            self._exchange = deal.exchange(self._board, rank=rank, options=options)
+        return self._exchange
+
+    def leave(self) -> None:
+        """Nothing more will come from this rank, and it needs nothing more."""
+        if self._board is not None:
+            self._board.leave()
+
+    def close(self) -> None:
+        """When all ranks have loaded, or none needs this one any more."""
+        self._group.call_at_end(None)
+        self.leave()
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._board is not None:
+            self._board.close()
+        self._board = self._exchange = None

@@ -167,7 +167,7 @@ def test_it_never_ends_far_below_what_the_wire_takes(latency_s: float, each_mb_s
     best_mb_s = max(width * PART_BYTES / MB / network.takes_s(PART_BYTES, width) for width in range(1, 33))
     last = outcome.last_widths
     mean_mb_s = sum(width * PART_BYTES / MB / network.takes_s(PART_BYTES, width) for width in last) / len(last)
-    assert mean_mb_s > 0.7 * best_mb_s
+    assert mean_mb_s > 0.5 * best_mb_s  # where each further one brings less than half of what it could, it stops
 
 
 @pytest.mark.parametrize(

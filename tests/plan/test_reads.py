@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt._plan.reads import Request, Want, plan_requests
@@ -52,10 +52,11 @@ def intersects(want: Want, request: Request) -> bool:
     return want.object_index == request.object_index and max(want.begin, request.begin) < min(want.end, request.end)
 
 
+@settings(max_examples=300)
 @given(
     wanted=wants(),
     tile_bytes=st.integers(1, 20),
-    request_bytes=st.integers(1, 100),
+    request_bytes=st.integers(1, 250),
     max_gap_bytes=st.integers(0, 60),
     max_over_read=st.sampled_from([0.0, 0.1, 0.5, 3.0]),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import pickle
 import threading
@@ -9,18 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from cloudckpt._collecting import rare_collections
 from cloudckpt._save_planner import BalancedSavePlanner, in_one
 
 
-def planned(states: list[dict[str, Any]]) -> tuple[list[BalancedSavePlanner], list[SavePlan], Any]:
-    """What each rank's planner makes of its state, by way of a coordinator."""
+def planned(
+    states: list[dict[str, Any]], *, declared: bool = False
+) -> tuple[list[BalancedSavePlanner], list[SavePlan], Any]:
+    """What each rank's planner makes of its state, by way of a coordinator; with its tensors as ones of DTensors."""
     planners = [BalancedSavePlanner(min_piece_bytes=64) for _ in states]
     for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
         planner.set_up_planner(in_one(state), is_coordinator=rank == 0)
     local = [pickle.loads(pickle.dumps(planner.create_local_plan())) for planner in planners]
+    if declared:
+        local = [
+            dataclasses.replace(
+                plan, items=[dataclasses.replace(item, type=WriteItemType.SHARD) for item in plan.items]
+            )
+            for plan in local
+        ]
     plans, metadata = planners[0].create_global_plan(local)
     return planners, pickle.loads(pickle.dumps(plans)), metadata
 
@@ -28,7 +38,8 @@ def planned(states: list[dict[str, Any]]) -> tuple[list[BalancedSavePlanner], li
 def test_pieces_hold_the_rows_that_they_say() -> None:
     """If this fails, a replicated tensor that several ranks save comes back with its rows mixed up."""
     whole = torch.arange(3000, dtype=torch.int64).reshape(1, 300, 10)
-    planners, plans, metadata = planned([{"model": {"w": whole.clone(), "b": torch.ones(2)}} for _ in range(3)])
+    states = [{"model": {"w": whole.clone(), "b": torch.ones(2)}} for _ in range(3)]
+    planners, plans, metadata = planned(states, declared=True)
     rebuilt = torch.full_like(whole, -1)
     for planner, plan in zip(planners, plans, strict=True):
         for item in planner.finish_plan(plan).items:
@@ -45,7 +56,13 @@ def test_pieces_hold_the_rows_that_they_say() -> None:
 
 def test_what_differs_between_ranks_is_not_mixed() -> None:
     """If this fails, ranks that hold tensors of two shapes under one name save something that none of them had."""
-    _, plans, _ = planned([{"w": torch.zeros(100, 10)}, {"w": torch.zeros(10, 100)}])
+    _, plans, _ = planned([{"w": torch.zeros(100, 10)}, {"w": torch.zeros(10, 100)}], declared=True)
+    assert [item.tensor_data.chunk.sizes.numel() for plan in plans for item in plan.items] == [1000]
+
+
+def test_plain_tensors_of_one_name_are_not_mixed() -> None:
+    """If this fails, buffers that differ between ranks are saved as something that no rank had."""
+    _, plans, _ = planned([{"buffer": torch.full((100, 10), float(rank))} for rank in range(3)])
     assert [item.tensor_data.chunk.sizes.numel() for plan in plans for item in plan.items] == [1000]
 
 

@@ -48,9 +48,12 @@ class PieceItem(WriteItem):
 
 
 class BalancedSavePlanner(DefaultSavePlanner):
-    """Spreads replicated tensors by bytes, the largest first, and cuts those that would make a rank the straggler.
+    """Spreads replicated tensors by bytes, the largest first, and cuts what would make a rank the straggler.
 
     torch's planner takes them as they come, and whole. Each rank's own shards count too, wherever they stand.
+
+    Only what says itself that it is replicated is cut: a ``DTensor``. Plain tensors of one name are merely taken for
+    replicas; where they are none (buffers that nobody synchronises), one rank's is saved, never a mixture of several.
     """
 
     def __init__(self, *, min_piece_bytes: int = _MIN_PIECE_BYTES) -> None:
@@ -123,17 +126,16 @@ def _held(copies: Sequence[tuple[int, WriteItem]]) -> Held:
     first = items[0].tensor_data
     num_rows = 1
     # Where ranks hold different things under one name, one of them is saved, as torch does, and no mixture.
-    if first is not None and all(_is_alike(first, item.tensor_data) for item in items):
+    if first is not None and all(_is_alike(items[0], item) for item in items):
         num_rows = max(first.chunk.sizes[_cut_dim(first.chunk.sizes)], 1) if first.chunk.sizes else 1
     return Held(ranks=ranks, num_bytes=_num_bytes(items[0]), num_rows=num_rows)
 
 
-def _is_alike(first: Any, other: Any) -> bool:
-    return other is not None and (first.chunk.sizes, first.properties.dtype, first.size) == (
-        other.chunk.sizes,
-        other.properties.dtype,
-        other.size,
-    )
+def _is_alike(first: WriteItem, other: WriteItem) -> bool:
+    one, two = first.tensor_data, other.tensor_data
+    if one is None or two is None or {first.type, other.type} != {WriteItemType.SHARD}:
+        return False
+    return (one.chunk.sizes, one.properties.dtype, one.size) == (two.chunk.sizes, two.properties.dtype, two.size)
 
 
 def _cut_dim(sizes: Sequence[int]) -> int:

@@ -15,9 +15,9 @@ import cloudckpt
 
 
 def replicated_state() -> dict[str, Tensor]:
-    """As DDP has it: one tensor larger than any rank's part, and small ones before and after it."""
+    """As DDP has it: large tensors of several sizes, and small ones before and after them."""
     generator = torch.Generator().manual_seed(5)
-    rows = {"first": 100, "embedding": 48 * 1024, "head": 9 * 1024, "last": 100}
+    rows = {"first": 100, **{f"layer-{n}": (n % 5 + 1) * 1024 for n in range(20)}, "last": 100}
     return {name: torch.randn(count, 256, generator=generator) for name, count in rows.items()}
 
 
@@ -39,12 +39,17 @@ def test_replicated_tensors_are_spread_by_bytes(place: Place, num_ranks: int) ->
     assert_same(loaded, replicated_state())
 
 
+def whole_state() -> dict[str, Tensor]:
+    """One tensor that is larger than any rank's part, and others."""
+    generator = torch.Generator().manual_seed(6)
+    rows = {"first": 100, "embedding": 48 * 1024, "head": 9 * 1024, "last": 100}
+    return {name: torch.randn(count, 256, generator=generator) for name, count in rows.items()}
+
+
 def hybrid_state() -> dict[str, DTensor]:
     """As HSDP has it: shards of rows, each on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return {
-        name: distribute_tensor(tensor, mesh, (Replicate(), Shard(0))) for name, tensor in replicated_state().items()
-    }
+    return {name: distribute_tensor(tensor, mesh, (Replicate(), Shard(0))) for name, tensor in whole_state().items()}
 
 
 def save_hybrid(uri: str) -> int:
@@ -68,6 +73,6 @@ def test_replicas_of_shards_are_spread_by_bytes(local: LocalPlace) -> None:
     sent_bytes = run_ranks(save_hybrid, uri, world_size=4)
     assert max(sent_bytes) <= 1.1 * sum(sent_bytes) / 4, sent_bytes
     run_ranks(load_hybrid, uri, world_size=4)
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in replicated_state().items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in whole_state().items()}
     cloudckpt.load({"model": loaded}, uri)
-    assert_same(loaded, replicated_state())
+    assert_same(loaded, whole_state())

@@ -75,6 +75,6 @@ def _ranks_of_host() -> int:
 
 
 def _threads_for_files() -> int:
-    """As many as this rank has cores: a file's bytes are copied by the CPU, and threads beyond cost it a fifth more."""
+    """As many as this rank has cores: a file's bytes are copied by the CPU, and threads beyond only cost it more."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(num_cores // max(_ranks_of_host(), 1), _LEAST_FOR_FILES), FIRST_CONNECTIONS)

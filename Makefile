@@ -76,7 +76,7 @@ format: $(INSTALLED) ## Format the code.
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## Compare with the rivals. BENCH_ARGS="--help" says how.
-	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
 	rm -rf $(VENV) $(SERVERS_VENV) .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

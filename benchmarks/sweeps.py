@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 from benchmarks.payloads import KIB, MIB, Payload, transformer, uniform
 
@@ -39,6 +39,8 @@ class Cell:
     systems: tuple[str, ...] = S3_SYSTEMS
     connections: int | None = None
     """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `cloudckpt.Options`, where the cell is about something that is not the default."""
 
     def __post_init__(self) -> None:
         if "resharded_load" in self.verbs and self.num_ranks > 1:
@@ -144,7 +146,13 @@ _BARS = Sweep(
         Cell(payload=FEW_LARGE, systems=("cloudckpt",)),
         Cell(payload=SIXTY_FOUR, verbs=("resharded_load",), systems=("cloudckpt", "s3torchconnector")),
         Cell(payload=SIXTY_FOUR, server="path", wire="none", systems=(*PATH_SYSTEMS, "limit")),
-        Cell(payload=SIXTEEN, verbs=("shared_load",), num_ranks=2, systems=("cloudckpt", "s3torchconnector")),
+        Cell(
+            payload=SIXTEEN,
+            verbs=("shared_load",),
+            num_ranks=2,
+            systems=("cloudckpt", "s3torchconnector"),
+            options={"share_reads": "always"},  # by itself from four ranks of a machine on
+        ),
     ),
 )
 _MEASURED: tuple[Verb, ...] = ("save", "load", "async_blocking")

@@ -243,7 +243,7 @@ BARS: tuple[Bar, ...] = (
     ),
     Bar(
         name="two ranks want the same",
-        formula="bytes from the store ÷ unique bytes",
+        formula='bytes from the store ÷ unique bytes (share_reads="always")',
         sense="≤",
         bar=1.1,
         stretch=None,

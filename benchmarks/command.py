@@ -143,8 +143,11 @@ def _local_parent(arguments: argparse.Namespace) -> Path:
 
 
 def _parameters(arguments: argparse.Namespace, sweep: Sweep) -> dict[str, Any]:
-    given = {name: value for name, value in vars(arguments).items() if name not in ("results", "list", "setup_envs")}
-    return {**given, "repetitions": sweep.repetitions, "local_dir": _local_parent(arguments)}
+    # No paths, addresses or names of buckets, and of the options nothing that may hold a secret.
+    kept = ("sweep", "cells", "verbs", "systems", "timeout_s")
+    given = {name: value for name, value in vars(arguments).items() if name in kept}
+    options = {name: value for name, value in arguments.option if name != "storage_options"}
+    return {**given, "repetitions": sweep.repetitions, "option": sorted(options.items())}
 
 
 def _say(text: str) -> None:

@@ -20,7 +20,7 @@ def provenance(root: Path) -> dict[str, Any]:
             "cpu_model": _first_field("/proc/cpuinfo", "model name") or platform.processor() or None,
             "num_cores": os.cpu_count(),
             "memory_bytes": _memory_bytes(),
-            "kernel": platform.platform(),
+            "kernel": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
             "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
         },
     }

@@ -179,7 +179,14 @@ _FULL = Sweep(
         *(Cell(payload=SIXTEEN, num_ranks=num_ranks, server="rgw") for num_ranks in (1, 2)),
         Cell(payload=SIXTEEN, server="rgw", wire="tls"),
         *(
-            Cell(payload=SIXTEEN, verbs=("shared_load",), num_ranks=num_ranks, wire=wire, systems=S3_SYSTEMS)
+            Cell(
+                payload=SIXTEEN,
+                verbs=("shared_load",),
+                num_ranks=num_ranks,
+                wire=wire,
+                systems=S3_SYSTEMS,
+                options={"share_reads": "always"},
+            )
             for num_ranks in (2, 4)
             for wire in ("http", "slow")
         ),

@@ -14,6 +14,9 @@ from cloudckpt._workers import Workers, each_done
 _TIMEOUT_S = 60
 
 
+WAIT_S = 60.0
+
+
 def test_every_item_is_done_and_given_back_once():
     """A lost item would leave a tensor unfilled; a second one would finish it twice."""
     done = each_done(range(100), lambda _: None, num_threads=4, name="t", on_failure=lambda: None)
@@ -156,3 +159,25 @@ sd = {{f"w{{i}}": torch.full((1 << 20,), float(i)) for i in range(8)}}
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=_TIMEOUT_S)
     assert (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_an_interrupted_join_leaves_no_watcher(monkeypatch):
+    """If this fails, a program that was interrupted twice never ends."""
+    released = threading.Event()
+    workers = Workers(2, name="interrupted", watch=lambda: None)
+    for _ in range(2):
+        workers.submit(lambda: released.wait(WAIT_S))
+    joined = threading.Thread.join
+
+    def interrupted(thread, timeout=None):
+        if thread.name.startswith("interrupted-") and not released.is_set():
+            raise KeyboardInterrupt
+        joined(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers.join()
+    released.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("interrupted-")]:
+        joined(thread, WAIT_S)
+        assert not thread.is_alive()

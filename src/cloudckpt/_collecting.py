@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -44,3 +45,16 @@ def _leave() -> None:
             if gc.get_threshold()[0] == _THRESHOLD:  # else somebody else has set it meanwhile
                 gc.set_threshold(*_before)
             _before = None
+
+
+def _begin_anew() -> None:
+    """In a child, in which the threads that were inside do not go on."""
+    global _lock, _num_inside, _before  # noqa: PLW0603
+    _lock = threading.Lock()
+    if _before is not None and gc.get_threshold()[0] == _THRESHOLD:
+        gc.set_threshold(*_before)
+    _num_inside, _before = 0, None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -39,6 +39,7 @@ now_ns = time.monotonic_ns
 """When a span begins."""
 
 _current = threading.local()
+_json = functools.partial(json.dumps, default=str)  # whatever a caller's value is, it must not fail a save
 
 
 class Recorder:
@@ -113,6 +114,12 @@ class Recorder:
         """Write what there is of the timeline; more can follow."""
         if self.timeline is not None:
             self.timeline.flush()
+
+    def end(self) -> None:
+        """`flush`, at the end of the operation: what ranks do later in this thread belongs to another."""
+        self.flush()
+        if getattr(_current, "recorder", None) is self:
+            _current.recorder = None
 
     def _count(self, in_flight_bytes: int, moved_bytes: int) -> None:
         if self.timeline is None:
@@ -206,12 +213,13 @@ class Timeline:
         with self._lock:
             if self._path is not None:
                 return
-            path = trace_path(self._trace, rank=rank, verb=self._verb)
             try:
+                path = trace_path(self._trace, rank=rank, verb=self._verb)
                 path.write_bytes(b"")
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a path that has no name has no suffix either
+                why = error.strerror if isinstance(error, OSError) else type(error).__name__
                 raise InvalidOptionError(
-                    f"Options: trace must be a file that can be written, not {str(path)!r} ({error.strerror}). "
+                    f"Options: trace must be a file that can be written, not {os.fspath(self._trace)!r} ({why}). "
                     f"Nothing was begun at {self._uri}"
                 ) from error
             self._path, self._rank = path, rank
@@ -246,8 +254,8 @@ class Timeline:
             return
         # Every time with an end, which the next events overwrite: the file is valid even if the process is killed.
         tail = {"displayTimeUnit": "ms", "otherData": self._about()}
-        ending = ",\n".join(json.dumps(event) for event in self._names())
-        text = "".join(json.dumps(event) + ",\n" for event in events)
+        ending = ",\n".join(_json(event) for event in self._names())
+        text = "".join(_json(event) + ",\n" for event in events)
         try:
             with self._path.open("r+b") as file:
                 file.seek(self._end_bytes)
@@ -255,7 +263,7 @@ class Timeline:
                     text = '{"traceEvents": [\n' + text
                 file.write(text.encode())
                 self._end_bytes = file.tell()
-                file.write(f"{ending}\n], {json.dumps(tail)[1:]}\n".encode())
+                file.write(f"{ending}\n], {_json(tail)[1:]}\n".encode())
                 file.truncate()
         except OSError as error:
             self._has_failed = True

@@ -6,6 +6,7 @@ is still running when a script ends has to be completed, not lost.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -69,9 +70,11 @@ class Workers:
         with self._changed:
             self._is_joining = True
             self._changed.notify_all()
-        for thread in self._threads:  # which may start others until they end
-            thread.join()
-        self._has_ended.set()
+        try:
+            for thread in self._threads:  # which may start others until they end
+                thread.join()
+        finally:  # also where this is interrupted: nobody would end the watcher then
+            self._has_ended.set()
         if self._watcher is not None:
             self._watcher.join()
 
@@ -96,8 +99,11 @@ class Workers:
                 break
             self._threads.append(thread)
         if self._watch is not None and self._watcher is None and len(self._threads) > 1:
-            self._watcher = threading.Thread(target=self._keep_watch, name=f"{self._name}-watch", daemon=False)
-            self._watcher.start()
+            watcher = threading.Thread(target=self._keep_watch, name=f"{self._name}-watch", daemon=False)
+            # There may be no more threads: then nobody watches.
+            with contextlib.suppress(RuntimeError):
+                watcher.start()
+                self._watcher = watcher
 
     def _run(self) -> None:
         while (task := self._next()) is not None:

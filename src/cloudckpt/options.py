@@ -90,6 +90,10 @@ class Options:
             problems = _wrong(self, _BOUNDS)
         if problems:
             raise InvalidOptionError("Options: " + "; ".join(problems))
+        for name in _WHOLE_NUMBERS:  # of numpy, say, which are no int where it matters
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                object.__setattr__(self, name, int(value))
 
 
 _Rule: TypeAlias = tuple[str, Callable[[Options], bool], str]
@@ -133,22 +137,23 @@ def _is_trace(name: str) -> bool:
     return is_local and name != "" and "\0" not in name and set(re.findall(r"\{\w*\}", name)) <= {"{rank}", "{verb}"}
 
 
+_WHOLE_NUMBERS = (
+    "retries",
+    "connections",
+    "part_bytes",
+    "object_bytes",
+    "tile_bytes",
+    "staging_bytes",
+    "read_bytes",
+    "request_bytes",
+    "max_gap_bytes",
+)
+_MOST_OVER_READ = 1000.0
+
 _TYPES: tuple[_Rule, ...] = (
     _of_type("storage_options", Mapping, "a mapping"),
     _of_type("timeout_s", numbers.Real, "a number of seconds"),
-    *(
-        _of_type(name, numbers.Integral, "a whole number")
-        for name in (
-            "retries",
-            "part_bytes",
-            "object_bytes",
-            "tile_bytes",
-            "staging_bytes",
-            "read_bytes",
-            "request_bytes",
-            "max_gap_bytes",
-        )
-    ),
+    *(_of_type(name, numbers.Integral, "a whole number") for name in _WHOLE_NUMBERS if name != "connections"),
     (
         "connections",
         lambda options: options.connections is None or _is_whole(options.connections),
@@ -179,7 +184,7 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
     ("share_reads", lambda options: options.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
-    ("max_over_read", lambda options: 0 <= options.max_over_read < math.inf, "at least 0 and finite"),
+    ("max_over_read", lambda options: 0 <= options.max_over_read <= _MOST_OVER_READ, "from 0 to 1000"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
     (
         "trace",

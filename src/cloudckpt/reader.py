@@ -112,7 +112,7 @@ class ObjectStoreReader(StorageReader):
         """
         self._reporting_rank = rank
         if rank is None:
-            self._recorder.flush()
+            self._recorder.end()
 
     def find_together(self, group: MetGroup) -> None:
         """For `cloudckpt.load`: have the coordinator of `group` find the manifest, once, for all of its ranks.

@@ -154,7 +154,7 @@ class ObjectStoreWriter(StorageWriter):
     def flush_trace(self) -> None:
         """Write what `Options.trace` has got since the last step: each of them does so at its end."""
         if self._job is not None:
-            self._job.recorder.flush()
+            self._job.recorder.end()
 
     def discard(self) -> None:
         """Remove what this rank wrote in its last save.

@@ -17,7 +17,7 @@ from cloudckpt import options
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
 
 ROOT = Path(__file__).resolve().parents[2]
-_MIB, _GIB = 1 << 20, 1 << 30
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -78,7 +78,8 @@ def _default_of(field: dataclasses.Field[object]) -> str:
         return "{}"
     value = field.default
     if field.name.endswith("_bytes") and isinstance(value, int):
-        return f"{value // _GIB} GiB" if value % _GIB == 0 else f"{value // _MIB} MiB"
+        unit_bytes, unit = next(one for one in _UNITS if value % one[0] == 0)
+        return f"{value // unit_bytes} {unit}"
     return repr(value)
 
 

@@ -155,7 +155,11 @@ def load_model(uri: str, settings: dict[str, Any]) -> tuple[int, int, int]:
     assert_same(state, model(2.0))
     assert report is not None
     calls = [call for store in watched.stores for call in store.calls if call.operation == "read_into"]
-    assert sum(call.num_bytes for call in calls) == report.num_bytes_read
+    num_bytes = sum(call.num_bytes for call in calls)
+    if report.num_retries or report.num_hedges:  # a slow server: what was asked for again counts once
+        assert num_bytes >= report.num_bytes_read, (num_bytes, report)
+    else:
+        assert num_bytes == report.num_bytes_read, (num_bytes, report)
     return report.num_bytes_wanted, report.num_bytes_read, report.num_bytes_received
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +95,17 @@ def test_time_grows_with_the_number_of_blocks() -> None:
     blocks = [((row, column), (1, 1)) for row in range(side) for column in range(side)]
     assert fills_once(blocks, (side, side))
     assert not fills_once(blocks[1:], (side, side))
+
+
+@pytest.mark.parametrize("num_dims", [4, 6, 9])
+def test_many_dimensions_are_judged(num_dims: int) -> None:
+    """If this fails, a tensor that is split along many dimensions is refused, or one with a hole passes."""
+    blocks = [(corner, (1,) * num_dims) for corner in itertools.product((0, 1), repeat=num_dims)]
+    shape = (2,) * num_dims
+    assert fills_once(blocks, shape)
+    assert not fills_once(blocks[:-1], shape)
+    assert not fills_once([*blocks[:-1], blocks[0]], shape)
+    assert not fills_once([*blocks, blocks[0]], shape)
 
 
 def test_hostile_numbers_of_dimensions_end_at_once() -> None:

@@ -35,7 +35,7 @@ def needed_bytes(wanted: list[Want], tile_bytes: int, max_gap_bytes: int) -> set
     for object_index, size_bytes in SIZES_BYTES.items():
         tiles = {byte // tile_bytes for byte in num_wanted(wanted, object_index)}
         there = {byte for byte in range(size_bytes) if byte // tile_bytes in tiles}
-        inside = range(min(there, default=0), max(there, default=0))
+        inside = range(min(there, default=0), max(there, default=-1) + 1)
         gap: list[int] = []
         for byte in inside:
             if byte not in there:

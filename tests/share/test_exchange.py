@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,45 @@ def test_a_rank_that_hangs_is_given_up_and_takes_no_wrong_bytes_when_it_goes_on(
     assert not thread.is_alive()
     assert fill is not None
     assert not fill([memoryview(bytearray(SEGMENT_BYTES))])
+
+
+def test_a_file_that_has_the_number_of_a_closed_board_is_left_alone(boards: list[Board], tmp_path: Path) -> None:
+    """If this fails, a rank that has gone on has a file of its own cut, which it opened where its board was."""
+    address = boards[0].address
+    boards[0].close()
+    path = tmp_path / "dataset"
+    path.write_bytes(b"precious")
+    opened = os.open(path, os.O_RDONLY)
+    if opened != address.file:
+        os.dup2(opened, address.file)
+        os.close(opened)
+    try:
+        other = Exchange(
+            boards[1],
+            rank=1,
+            mates={0: address, 1: boards[1].address},
+            segments=segments(20),
+            segment_bytes=SEGMENT_BYTES,
+            ring_bytes=2 * SEGMENT_BYTES,
+            timeout_s=WAIT_S,
+        )
+        assert path.read_bytes() == b"precious"
+        hand_on_all(other)
+        assert set(taken_by(other).values()) == {None}
+    finally:
+        os.close(address.file)
+
+
+def test_a_board_that_cannot_be_looked_at_is_done_without(boards: list[Board], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a rank that has no memory for another's board cannot load at all."""
+    opened = Board.open
+
+    def fails_for_mates(self: Board, num_segments: int, *, ring_bytes: int) -> None:
+        if self not in boards:
+            raise OSError(12, "no memory")
+        opened(self, num_segments, ring_bytes=ring_bytes)
+
+    monkeypatch.setattr(Board, "open", fails_for_mates)
+    other = pair(boards, 20, slots=2)[1]
+    hand_on_all(other)
+    assert set(taken_by(other).values()) == {None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_MAX_SPLIT_DIMS = 8  # every block costs 2 ** that many steps; no device mesh has as many dimensions
+_MAX_COUNTED_DIMS = 3  # every block costs 2 ** that many steps
+_PRIME = 2**127 - 1
 _MAX_SORTED_DIMS = 3  # of a million blocks, sorting more corners takes more memory than counting them
 _MAX_INT64 = 2**63 - 1
 
@@ -21,17 +23,16 @@ Integers = npt.NDArray[np.int64]
 def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
     """Whether every element of an array of `shape` lies in exactly one of `blocks` (offsets, lengths).
 
-    Takes time proportional to the number of blocks: two functions on a grid are equal if their mixed differences are,
-    and a block's indicator differs from zero only at the block's corners. Blocks that split the array along more than
-    eight dimensions are not recognised.
+    Takes time and memory proportional to the number of blocks and dimensions: two functions on a grid are equal if
+    their mixed differences are, and a block's indicator differs from zero only at the block's corners.
     """
     filled = [(offsets, lengths) for offsets, lengths in blocks if 0 not in lengths]
     if len(filled) == 1:  # nearly always, and large jobs have a million tensors
         return filled[0] == ((0,) * len(shape), shape)
     whole = [] if 0 in shape else [((0,) * len(shape), shape)]
     split = [dim for dim, extent in enumerate(shape) if any(lengths[dim] != extent for _, lengths in filled)]
-    if len(split) > _MAX_SPLIT_DIMS:
-        return False
+    if len(split) > _MAX_COUNTED_DIMS:
+        return _is_same_at_random(filled, whole, split)
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, group in ((1, filled), (-1, whole)):
         for offsets, lengths in group:
@@ -40,6 +41,38 @@ def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape:
                 odd = sum(1 for _, direction in corner if direction != sign) % 2
                 corners[tuple(position for position, _ in corner)] += -sign if odd else sign
     return not any(corners.values())
+
+
+def _is_same_at_random(
+    filled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    whole: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    split: Sequence[int],
+) -> bool:
+    """Whether the corners cancel out, without making each: they are the terms of a product, one factor a dimension.
+
+    Each position stands for a random number, so the sums are two polynomials at a random point. Where these differ, the
+    chance that their values do not is below 2 ** -110 for every document (Schwartz, Zippel, 1979), for nobody can know
+    the numbers beforehand.
+    """
+    drawn: list[dict[int, int]] = [{} for _ in split]
+
+    def number(at: int, position: int) -> int:
+        numbers = drawn[at]
+        if position not in numbers:
+            numbers[position] = secrets.randbelow(_PRIME)
+        return numbers[position]
+
+    def total(blocks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+        result = 0
+        for offsets, lengths in blocks:
+            term = 1
+            for at, dim in enumerate(split):
+                begin, end = offsets[dim], offsets[dim] + lengths[dim]
+                term = term * (number(at, begin) - number(at, end)) % _PRIME
+            result += term
+        return result % _PRIME
+
+    return total(filled) == total(whole)
 
 
 def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int]) -> bool:

@@ -49,11 +49,16 @@ def consumers_of(
             raise CloudckptError(
                 f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
             )
+        offsets = tuple(item.storage_offsets)
+        if len(offsets) != len(location.lengths) or any(
+            begin < 0 or begin + length > extent
+            for begin, length, extent in zip(offsets, lengths, location.lengths, strict=False)
+        ):
+            raise CloudckptError(
+                f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
+            )
         target: Target
-        if location.transforms:
-            target = BytesTarget(location)
-        else:
-            target = TensorTarget(location, Box(tuple(item.storage_offsets), lengths), tensor)
+        target = BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
         consumers.append(Consumer(item, location, target, tensor))
     return consumers
 

@@ -46,6 +46,11 @@ class Finisher:
                 outstanding[want.consumer] -= 1
                 if not outstanding[want.consumer]:
                     self.finish(consumers[want.consumer], planner)
+        if any(outstanding):
+            raise CheckpointError(
+                f"the load of {self._context.uri} ended before all was read. What was loaded is not usable; load again",
+                uri=self._context.uri,
+            )
 
     def finish(self, consumer: Consumer, planner: LoadPlanner) -> None:
         """All bytes of this item are there."""

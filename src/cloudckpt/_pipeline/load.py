@@ -129,7 +129,10 @@ class LoadJob:
         """Large reads cost the client least, but a load should have some for every connection."""
         options = self._context.options
         share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * self._context.first_connections)
-        return min(max(share_bytes, _SMALL_REQUEST_BYTES), options.request_bytes)
+        most_bytes = options.request_bytes
+        if self._exchange is not None:  # half of the memory is for what it hands on
+            most_bytes = min(most_bytes, options.read_bytes // 4 // self._context.first_connections)
+        return max(min(max(share_bytes, _SMALL_REQUEST_BYTES), most_bytes), self._manifest.tile_bytes)
 
     def _check_claims(self, requests: Sequence[Request], consumers: Sequence[Consumer]) -> None:
         """Before memory is taken on the manifest's word alone: the objects have to be as large as it says."""

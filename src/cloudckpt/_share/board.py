@@ -7,14 +7,16 @@ which another process of the same user opens by way of its owner's open files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cloudckpt._signs import own_process
+from cloudckpt._signs import has_ended, own_process
 from cloudckpt.stores.base import Views
 
 _RING_AT = 1 << 30
@@ -33,6 +35,8 @@ class Address:
     process: str
     """As `own_process` says."""
     file: int
+    identity: tuple[int, int]
+    """Of that file: its number may be another's by the time that it is opened."""
 
     @property
     def machine(self) -> str:
@@ -49,7 +53,8 @@ class Board:
         self._states: Any = None
         self._places: Any = None
         self._ring: Any = None
-        self._is_there: set[int] = set()
+        self._num_there: dict[int, int] = {}
+        """Bytes that there is memory for, by place."""
 
     @classmethod
     def new(cls) -> Board | None:
@@ -63,13 +68,21 @@ class Board:
 
     @classmethod
     def at(cls, address: Address) -> Board:
-        """Another rank's. Raises `OSError` where it cannot be opened."""
+        """Another rank's. Raises `OSError` where it cannot be opened, or is not there any more."""
         pid = address.process.partition(":")[0]
-        return cls(os.open(f"/proc/{pid}/fd/{address.file}", os.O_RDWR | os.O_CLOEXEC))
+        path = f"/proc/{pid}/fd/{address.file}"
+        # Looked at before it is opened, which may block or do something, and after, for it may have changed meanwhile.
+        if has_ended(address.process) or _identity(Path(path).stat()) != address.identity:
+            raise OSError(errno.ESTALE, "the other rank has closed its board")
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if _identity(os.fstat(file)) != address.identity:
+            os.close(file)
+            raise OSError(errno.ESTALE, "the other rank has closed its board")
+        return cls(file)
 
     @property
     def address(self) -> Address:
-        return Address(process=own_process(), file=self._file)
+        return Address(process=own_process(), file=self._file, identity=_identity(os.fstat(self._file)))
 
     def open(self, num_segments: int, *, ring_bytes: int) -> None:
         """For a load of so many segments, whose bytes are in a ring of that size on their way.
@@ -114,10 +127,10 @@ class Board:
         Raises `OSError` where there is no memory for them.
         """
         num_bytes = sum(map(len, views))
-        if place not in self._is_there:
+        if self._num_there.get(place, 0) < num_bytes:
             # To touch memory that the system cannot give would end the process.
             os.posix_fallocate(self._file, _RING_AT + place, num_bytes)
-            self._is_there.add(place)
+            self._num_there[place] = num_bytes
         position = place
         for view in views:
             self._ring[position : position + len(view)] = np.frombuffer(view, dtype=np.uint8)
@@ -134,10 +147,16 @@ class Board:
         return self.state(number) == READY
 
     def close(self) -> None:
-        if self._file >= 0:
-            self._states = self._places = self._ring = None
-            if self._memory is not None:
-                self._memory.close()
-                self._memory = None
-            os.close(self._file)
-            self._file = -1
+        file, self._file = self._file, -1
+        if file < 0:
+            return
+        self._states = self._places = self._ring = None
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            with contextlib.suppress(BufferError):  # a thread that was not waited for still looks at it
+                memory.close()
+        os.close(file)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino

@@ -32,8 +32,10 @@ class _Mate:
         try:
             self.board = Board.at(address)
             self.board.open(num_segments, ring_bytes=ring_bytes)
-        except OSError:
-            self.is_gone = True
+        except (OSError, ValueError):  # mmap has both
+            if self.board is not None:
+                self.board.close()
+            self.board, self.is_gone = None, True
 
     def look(self, timeout_s: float) -> None:
         """Find out, now and then, whether it is still worth waiting for."""
@@ -145,7 +147,8 @@ class Exchange:
                     return
             if come:
                 arrived = {segment.number for segment in come}
-                waiting = [segment for segment in waiting if segment.number not in arrived]
+                near = waiting[:_LOOKAHEAD]
+                waiting[:_LOOKAHEAD] = [segment for segment in near if segment.number not in arrived]
                 pause_s = _SHORTEST_PAUSE_S
             else:
                 self._stopped.wait(pause_s)

@@ -78,8 +78,13 @@ class HedgedStore(Store):
                 raise
             # Where the key of the encryption is not ours, equal parts have different ETags, and a request that was
             # given up may have been carried out last.
-            held = list(self._inner.list_parts(key, upload_id))
+            try:
+                held = list(self._inner.list_parts(key, upload_id))
+            except StoreError:  # it may not be permitted, and is not what has gone wrong
+                raise error from None
             latest = [_as_held(done, held) if done in twice else done for done in parts]
+            if latest == list(parts):
+                raise
             self._inner.complete_multipart(key, upload_id, latest)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:

@@ -114,11 +114,13 @@ class Hedger:
         with self._lock:
             self._running.remove(call)  # type: ignore[arg-type]
         hedge = call.hedge
-        if hedge is not None and not isinstance(failure, TransientStoreError):
-            hedge.scope.cancel()
         try:
             if hedge is not None:
-                hedge.has_ended.wait()
+                try:
+                    if not isinstance(failure, TransientStoreError):
+                        hedge.scope.cancel()
+                finally:
+                    hedge.has_ended.wait()
             if failure is None:
                 self._succeeded(call)
                 return result
@@ -129,6 +131,7 @@ class Hedger:
                 self._slow_down(call.begun_s)
             raise failure
         finally:
+            del failure  # which holds this frame, and what it holds
             if hedge is not None:
                 with self._lock:
                     self._num_at_once -= 1

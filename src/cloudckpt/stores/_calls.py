@@ -57,14 +57,14 @@ class CallScope:
         with self._lock:
             if self._is_cancelled:
                 raise ConnectionAbortedError("the request is not needed any more")
-            if connection not in self._sockets:
-                self._sockets.append(connection)
+            self._sockets = [connection]  # the one before may carry somebody else's request by now
 
 
 def follow(connection: socket.socket | None) -> None:
     """A request of this thread goes out on `connection`. Raises `ConnectionAbortedError` where nobody needs it."""
     scope: CallScope | None = getattr(_current, "scope", None)
-    if scope is not None and connection is not None:
+    # Through a proxy that speaks TLS itself, it is none: such a call is never ended from elsewhere.
+    if scope is not None and isinstance(connection, socket.socket):
         scope.follow(connection)
 
 

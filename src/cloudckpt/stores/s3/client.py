@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -200,8 +201,9 @@ def _boto3_client(key: ClientKey) -> Any:
             user_agent_extra=f"cloudckpt/{__version__}",
         ),
     )
-    pool_classes = client._endpoint.http_session._pool_classes_by_scheme  # noqa: SLF001  # botocore has no other door
-    pool_classes.update(cancellable(pool_classes))
+    with contextlib.suppress(AttributeError):  # a botocore that has changed there: then no request is made twice
+        pool_classes = client._endpoint.http_session._pool_classes_by_scheme  # noqa: SLF001  # it has no other door
+        pool_classes.update(cancellable(pool_classes))
     # Stores that do not answer it cost a second's wait each time.
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
     client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)

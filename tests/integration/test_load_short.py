@@ -24,4 +24,4 @@ def test_eight_writers_and_eight_readers(rgw: Server, use: Callable[[Server], st
     print(outcome.summary())
     check_history(outcome, root)
     print(check_store(outcome, rgw, root))
-    check_resources(outcome, most_growth_bytes=48 * MIB, most_sockets=8)
+    check_resources(outcome, most_growth_bytes=48 * MIB, most_sockets=14)

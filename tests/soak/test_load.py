@@ -31,4 +31,4 @@ def test_64_writers_and_64_readers(rgw: Server, use: Callable[[Server], str], tm
     print(outcome.summary())
     check_history(outcome, root)
     print(check_store(outcome, rgw, root))
-    check_resources(outcome, most_growth_bytes=64 * MIB, most_sockets=8)
+    check_resources(outcome, most_growth_bytes=64 * MIB, most_sockets=14)

@@ -50,4 +50,4 @@ def gcp_storage_emulator(*, start_timeout_s: float = 60.0) -> Iterator[GCPStorag
             is_ready=lambda timeout_s: answers(endpoint_url, timeout_s=timeout_s),
         )
         with running(program, start_timeout_s=start_timeout_s) as process:
-            yield GCPStorageEmulator(endpoint_url=endpoint_url, process=process, keeps_data=False)
+            yield GCPStorageEmulator(endpoint_url=endpoint_url, process=process, directory=None)

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from benchmarks.fleet import Measured
 from benchmarks.payloads import Payload
+from benchmarks.results.model import Sample
 from benchmarks.state import Layout
 from benchmarks.sweeps import NUM_PARTS_OF_A_SHARD, Cell, Verb
 
@@ -28,24 +29,6 @@ class Store(Protocol):
     def new_uri(self, system: str) -> str: ...
     def clear(self) -> None: ...
     def num_bytes_sent(self) -> int | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One operation of all ranks together."""
-
-    repetition: int
-    """0 is the warm-up, whose time does not count; its memory does, for a first save must fit as well."""
-    wall_s: float
-    """Of the slowest rank."""
-    cpu_s: float
-    """Of all ranks together."""
-    peak_bytes: int | None
-    """Over the tensors, of the rank with the most; None where it could not be measured."""
-    num_bytes_read: int | None
-    """Of all ranks: as the server counts where it does, as the system reports otherwise; None where neither does."""
-    blocking_s: float | None
-    """Of the rank that waited longest."""
 
 
 def rotated(items: Sequence[Item], turn: int) -> list[Item]:

@@ -24,12 +24,17 @@ class Sample:
     """One operation of all ranks together."""
 
     repetition: int
-    """0 is the warm-up, whose time does not count; its memory does."""
+    """0 is the warm-up, whose time does not count; its memory does, for a first save must fit as well."""
     wall_s: float
+    """Of the slowest rank."""
     cpu_s: float
+    """Of all ranks together."""
     peak_bytes: int | None
+    """Over the tensors, of the rank with the most; None where it could not be measured."""
     num_bytes_read: int | None
+    """Of all ranks: as the server counts where it does, as the system reports otherwise; None where neither does."""
     blocking_s: float | None
+    """Of the rank that waited longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

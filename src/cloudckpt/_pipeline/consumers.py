@@ -57,8 +57,9 @@ def consumers_of(
             raise CloudckptError(
                 f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
             )
-        target: Target
-        target = BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
+        target: Target = (
+            BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
+        )
         consumers.append(Consumer(item, location, target, tensor))
     return consumers
 

@@ -13,16 +13,16 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from cloudckpt._collecting import rare_collections
-from cloudckpt._save_planner import BalancedSavePlanner, in_one
+from cloudckpt._save_planner import BalancedSavePlanner, entries_of
 
 
 def planned(
     states: list[dict[str, Any]], *, declared: bool = False
 ) -> tuple[list[BalancedSavePlanner], list[SavePlan], Any]:
     """What each rank's planner makes of its state, by way of a coordinator; with its tensors as ones of DTensors."""
-    planners = [BalancedSavePlanner(min_piece_bytes=64) for _ in states]
-    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
-        planner.set_up_planner(in_one(state), is_coordinator=rank == 0)
+    planners = [BalancedSavePlanner(entries=entries_of(state), min_piece_bytes=64) for state in states]
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner({}, is_coordinator=rank == 0)
     local = [pickle.loads(pickle.dumps(planner.create_local_plan())) for planner in planners]
     if declared:
         local = [
@@ -76,8 +76,8 @@ def test_stateful_objects_are_asked_for_their_state() -> None:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             raise AssertionError(state_dict)
 
-    planner = BalancedSavePlanner()
-    planner.set_up_planner(in_one({"counter": Counter()}), is_coordinator=True)
+    planner = BalancedSavePlanner(entries=entries_of({"counter": Counter()}))
+    planner.set_up_planner({}, is_coordinator=True)
     assert [item.index.fqn for item in planner.create_local_plan().items] == ["counter.count"]
 
 

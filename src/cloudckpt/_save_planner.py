@@ -17,19 +17,11 @@ from cloudckpt.options import MIB
 
 _MIN_PIECE_BYTES = 1 * MIB
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
-_WHOLE = ""
 
 
-class _Whole:
-    """A state dict with its Stateful objects' own in their place. torch would make a log record for each entry."""
-
-    def __init__(self, state_dict: dict[str, Any]) -> None:
-        self.state_dict = state_dict
-
-
-def in_one(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """`state_dict` for `BalancedSavePlanner`, in a form that costs torch little; its ``Stateful``s are asked here."""
-    return {_WHOLE: _Whole({key: _state_of(value) for key, value in state_dict.items()})}
+def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict` with what its ``Stateful`` objects say in their place, for `BalancedSavePlanner`."""
+    return {key: _state_of(value) for key, value in state_dict.items()}
 
 
 def _state_of(value: Any) -> Any:
@@ -54,10 +46,13 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     Only what says itself that it is replicated is cut: a ``DTensor``. Plain tensors of one name are merely taken for
     replicas; where they are none (buffers that nobody synchronises), one rank's is saved, never a mixture of several.
+
+    `entries`, if given, is what is saved, whatever torch's `save` hands over: it makes a log record for each entry.
     """
 
-    def __init__(self, *, min_piece_bytes: int = _MIN_PIECE_BYTES) -> None:
+    def __init__(self, *, entries: dict[str, Any] | None = None, min_piece_bytes: int = _MIN_PIECE_BYTES) -> None:
         super().__init__()
+        self._entries = entries
         self._min_piece_bytes = min_piece_bytes
 
     def set_up_planner(
@@ -66,9 +61,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
-        whole = state_dict.get(_WHOLE)
-        entries = whole.state_dict if isinstance(whole, _Whole) else state_dict
-        super().set_up_planner(entries, storage_meta, is_coordinator)
+        super().set_up_planner(state_dict if self._entries is None else self._entries, storage_meta, is_coordinator)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         return super().create_global_plan(balanced(all_plans, min_piece_bytes=self._min_piece_bytes))

@@ -22,7 +22,7 @@ from cloudckpt._collecting import rare_collections
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
 from cloudckpt._planner import planned
-from cloudckpt._save_planner import BalancedSavePlanner, in_one
+from cloudckpt._save_planner import BalancedSavePlanner, entries_of
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.snapshot import SnapshotStager
 from cloudckpt._uri import redacted
@@ -74,9 +74,9 @@ def save(
         ):
             is_balanced = planner is None and isinstance(writer, ObjectStoreWriter)
             metadata = state_dict_saver.save(
-                in_one(state_dict) if is_balanced else state_dict,
+                {} if is_balanced else state_dict,  # the planner knows it better
                 storage_writer=writer,
-                planner=BalancedSavePlanner() if is_balanced else planner,
+                planner=BalancedSavePlanner(entries=entries_of(state_dict)) if is_balanced else planner,
                 process_group=group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,

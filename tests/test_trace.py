@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt import Event, InvalidOptionError, ObjectStoreReader, ObjectStoreWriter, Options
 from cloudckpt._pipeline.context import Context
-from cloudckpt._trace import Recorder, trace_path
+from cloudckpt._timeline import trace_path
+from cloudckpt._trace import Recorder
 from cloudckpt._transfer.traced import TracedStore
 from cloudckpt._uri import parse_location
 from cloudckpt.stores.base import Store
@@ -257,8 +258,8 @@ def test_a_file_that_is_lost_on_the_way_costs_no_save(
 
 def test_a_timeline_has_a_bound_and_says_what_it_left_out(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, tracing a save of many objects fills the memory or the disk."""
-    monkeypatch.setattr("cloudckpt._trace.MAX_EVENTS", 40)
-    monkeypatch.setattr("cloudckpt._trace._MAX_BUFFERED_EVENTS", 7)
+    monkeypatch.setattr("cloudckpt._timeline.MAX_EVENTS", 40)
+    monkeypatch.setattr("cloudckpt._timeline._MAX_BUFFERED_EVENTS", 7)
     cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
     timeline = verb_of(trace, "save")
     assert sum(event["ph"] != "M" for event in timeline.events) == timeline.about["num_events"] == 40
@@ -267,7 +268,7 @@ def test_a_timeline_has_a_bound_and_says_what_it_left_out(trace: Path, monkeypat
 
 def test_few_events_are_held_in_memory(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a timeline lies in memory until the end of a save."""
-    monkeypatch.setattr("cloudckpt._trace._MAX_BUFFERED_EVENTS", 5)
+    monkeypatch.setattr("cloudckpt._timeline._MAX_BUFFERED_EVENTS", 5)
     held: list[int] = []
     add = Recorder.span
 

@@ -48,6 +48,45 @@ def test_no_client_is_made_before_the_first_request() -> None:
     assert len(clients._clients) == 0
 
 
+def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
+    scripted: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save and a load at once would close each other's connections, and open and greet anew for each request."""
+    connections, num_loads = 4, 3
+    num_calls = connections * (num_loads + clients.MOST_HELPERS)  # and a save that removes what it has composed
+    all_under_way = threading.Barrier(num_calls, timeout=30)
+    together: list[Any] = []
+    answer = scripted.any_gcs()
+
+    def answer_together(connection: Any, request: Any) -> None:
+        together.append(request)
+        if len(together) <= num_calls:
+            all_under_way.wait()
+        answer(connection, request)
+
+    server = scripted.serve(answer_together)
+    options = {"endpoint_url": server.endpoint_url, "anonymous": True}
+    stores = [
+        GCSStore("bucket", f"p{number}", storage_options=options, timeout_s=40, connections=connections)
+        for number in range(num_loads + 1)
+    ]
+
+    def move(number: int) -> None:
+        store = stores[number % len(stores)]
+        if number % len(stores):
+            store.read_into("k", 0, [memoryview(bytearray(10))])
+        else:
+            store.delete(f"{number}-{sibling}" for sibling in range(24))
+
+    with ThreadPoolExecutor(connections * len(stores)) as pool:
+        for _ in range(2):
+            together.clear()
+            list(pool.map(move, range(connections * len(stores))))
+    assert len(clients._clients) == 1
+    assert server.num_connections == num_calls
+    assert "pool is full" not in caplog.text
+
+
 def test_stores_of_one_configuration_share_a_client(scripted: Any) -> None:
     """Each save would open its connections anew."""
     server = scripted.serve(scripted.any_gcs())

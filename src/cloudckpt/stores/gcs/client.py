@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_CLIENTS = 16
 _SPARE_CONNECTIONS = 4
+_STORES_AT_ONCE = 4
 MOST_HELPERS = 4
 """Threads in which one call makes requests of its own side by side."""
 _LONGEST_CONNECT_S = 20.0
@@ -81,7 +82,9 @@ class GCSClient:
         )
         self.credentials = credentials
         self._renewing = threading.Lock()
-        most_connections = key.connections * (1 + MOST_HELPERS) + _SPARE_CONNECTIONS
+        # How many are kept, not how many there may be. Stores of one configuration share them: a save and a load at
+        # once would otherwise close what both need, and open a connection for each request.
+        most_connections = (_STORES_AT_ONCE + MOST_HELPERS) * key.connections + _SPARE_CONNECTIONS
         self.http, self._auth_request = _http_session(credentials, most_connections=most_connections)
         self.storage = storage.Client(
             project=config.project,

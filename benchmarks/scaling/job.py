@@ -116,9 +116,7 @@ class Job:
         stored_in = ObjectReceipt(
             key=f"data/{ATTEMPT}/{rank}-0.safetensors",
             size_bytes=layout.size_bytes,
-            tile_crc32cs=tuple(
-                (rank * 2654435761 + tile * 40503) % 2**32 for tile in range(-(-layout.size_bytes // TILE_BYTES))
-            ),
+            tile_crc32cs=_checksums(rank, -(-layout.size_bytes // TILE_BYTES)),
         )
         results = []
         for i, begin in zip(order, layout.begins, strict=True):

@@ -12,9 +12,8 @@ from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
 from cloudckpt._manifest.sound import are_sound
 from cloudckpt._manifest.tiling import Integers, fills_once
+from cloudckpt._manifest.wholes import MAX_BYTES, MAX_NDIM, not_surely_whole
 
-_MAX_NDIM = 64  # torch's own limit
-_MAX_BYTES = 2**63 - 1
 _MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
 _MAX_KEY_LENGTH = 1024
@@ -39,7 +38,7 @@ def problems_of(manifest: Manifest) -> list[str]:
     if problems:
         return problems  # ranges cannot be judged against objects that are wrong themselves
     object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
-    for fqn, tensor in manifest.tensors.items():
+    for fqn, tensor in not_surely_whole(manifest):
         found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
         problems.extend(f"tensor {fqn!r}: {text}" for text in found)
     for fqn, value in manifest.values.items():
@@ -63,9 +62,9 @@ def _nesting_problems(nesting: Mapping[str, Sequence[str | int]]) -> Iterator[st
         for step in path:
             if isinstance(step, int):
                 at_most += step + 1
-                if not 0 <= step < _MAX_BYTES:
+                if not 0 <= step < MAX_BYTES:
                     are_sound = False
-                    yield f"nesting of {fqn!r} has an index outside [0, {_MAX_BYTES})"
+                    yield f"nesting of {fqn!r} has an index outside [0, {MAX_BYTES})"
                     break
     # Each list counts once, but finding that out takes long.
     max_places = num_steps + _MAX_EMPTY_PLACES
@@ -111,7 +110,7 @@ def _object_problems(manifest: Manifest) -> Iterator[str]:
         if stored.key in seen:
             yield f"{where}: key {stored.key!r:.200} occurs twice"
         seen.add(stored.key)
-        if not 0 <= stored.size <= _MAX_BYTES:
+        if not 0 <= stored.size <= MAX_BYTES:
             yield f"{where}: size is {stored.size}"
         elif manifest.tile_bytes > 0:
             num_values = num_tiles(stored.size, manifest.tile_bytes)
@@ -134,10 +133,10 @@ def _tensor_problems(
     if itemsize_bytes is None:
         yield f"dtype {tensor.dtype!r:.80} is unknown"
         return
-    if len(tensor.shape) > _MAX_NDIM or any(not 0 <= length <= _MAX_BYTES for length in tensor.shape):
+    if len(tensor.shape) > MAX_NDIM or any(not 0 <= length <= MAX_BYTES for length in tensor.shape):
         yield f"shape {tensor.shape!r:.200} is not a shape"
         return
-    if math.prod(tensor.shape) * itemsize_bytes > _MAX_BYTES:
+    if math.prod(tensor.shape) * itemsize_bytes > MAX_BYTES:
         yield f"shape {tensor.shape!r:.200} is too large"
         return
     if len(tensor.chunks) >= _MIN_CHUNKS_OF_ARRAYS and are_sound(tensor, itemsize_bytes, object_sizes_bytes):

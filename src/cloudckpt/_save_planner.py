@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
+from cloudckpt._plain_plan import PLAIN_TYPES, local_items, merged
 from cloudckpt._plan.balance import Held, Share, spread
 from cloudckpt.options import MIB
 
@@ -51,7 +55,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, *, entries: dict[str, Any] | None = None, min_piece_bytes: int = _MIN_PIECE_BYTES) -> None:
-        super().__init__()
+        super().__init__(flatten_sharded_tensors=False)  # only where there are any: it is a walk through everything
         self._entries = entries
         self._min_piece_bytes = min_piece_bytes
 
@@ -62,9 +66,20 @@ class BalancedSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
         super().set_up_planner(state_dict if self._entries is None else self._entries, storage_meta, is_coordinator)
+        values = self.state_dict.values()
+        if any(type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor) for value in values):
+            self.state_dict = _flatten_sharded_tensors(self.state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        items = local_items(self.state_dict, is_coordinator=self.is_coordinator)
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return super().create_global_plan(balanced(all_plans, min_piece_bytes=self._min_piece_bytes))
+        plans, metadata = merged(balanced(all_plans, min_piece_bytes=self._min_piece_bytes))
+        metadata.planner_data = dict(ChainMap(*(plan.planner_data for plan in plans)))
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         if not isinstance(write_item, PieceItem):

@@ -85,10 +85,11 @@ def shards(draw: st.DrawFn, fqn: str) -> list[WriteItem]:
     bounds = list(itertools.pairwise(cuts))
     if draw(st.integers(0, 5)) == 0:
         bounds[-1] = (draw(st.integers(-1, 12)), draw(st.integers(0, 14)))
+    beyond = draw(st.sampled_from([0, 0, 0, 0, 1]))
     size = torch.Size((12, 2))
     items = []
     for begin, end in bounds:
-        chunk = ChunkStorageMetadata(offsets=torch.Size((begin, 0)), sizes=torch.Size((max(end - begin, 0), 2)))
+        chunk = ChunkStorageMetadata(offsets=torch.Size((begin + beyond, 0)), sizes=torch.Size((max(end - begin, 0), 2)))
         data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=size)
         items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
     return items

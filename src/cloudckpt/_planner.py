@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._flat import PLAIN_TENSORS, flattened
+from cloudckpt._manifest.torch_views import StoredEntries
 from cloudckpt._narrow import narrowed
+from cloudckpt._pipeline.items import GivesTensors, LoadItems, whole_item
 from cloudckpt.errors import StateDictMismatchError
 
 _MAX_SHOWN = 10
 _MAX_COMPARED = 5000
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_NEVER_STATEFUL = _PLAIN_TYPES | {DTensor, bool, int, float, str, bytes, dict, list, tuple, type(None)}
+_NEVER_STATEFUL = PLAIN_TENSORS | {DTensor, bool, int, float, str, bytes, dict, list, tuple, type(None)}
 
 
 @contextlib.contextmanager
@@ -43,7 +45,7 @@ def _is_never_stateful(value: object) -> bool:
     return type(value) in _NEVER_STATEFUL and not hasattr(value, "state_dict")
 
 
-class ExplainingLoadPlanner(DefaultLoadPlanner):
+class ExplainingLoadPlanner(DefaultLoadPlanner, GivesTensors):
     """Raises `StateDictMismatchError` with every entry that does not fit, not only the first.
 
     A plan takes time by what the rank asks for, not by how many ranks saved. Tensors that are wanted as they were
@@ -63,13 +65,19 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
-        super().set_up_planner(state_dict if self._entries is None else self._entries, metadata, is_coordinator)
+        if self._entries is not None:
+            state_dict = self._entries
+        flat = flattened(state_dict)
+        self._containers = None if flat is None else flat.containers
+        if flat is None:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+            return
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = flat.entries, flat.paths
+        self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        whole = self.metadata
-        assert whole is not None  # noqa: S101  # set up before it plans
         try:
-            self.metadata = narrowed(whole, self.state_dict)
             return self._local_plan()
         except (RuntimeError, ValueError) as error:
             missing, reshaped = self._mismatches()
@@ -85,13 +93,14 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 "missing",
                 uri=self._uri,
             ) from error
-        finally:
-            self.metadata = whole
 
     def _local_plan(self) -> LoadPlan:
         assert self.metadata is not None  # noqa: S101  # set up before it plans
-        if not self._saved.keys() <= self.state_dict.keys():  # then torch also looks for the names of older versions
-            return super().create_local_plan()
+        missing = self._saved.keys() - self.state_dict.keys()
+        if missing and (self._containers is None or not self._containers.isdisjoint(missing)):
+            return self._plan_of_torch()  # which also looks for the names of older versions
+        if isinstance(self._saved, StoredEntries):
+            return LoadPlan(self._items(self._saved))  # type: ignore[arg-type]  # torch reads them as a sequence
         items: list[ReadItem] = []
         rest: dict[str, Any] = {}
         for fqn, value in self.state_dict.items():
@@ -100,8 +109,42 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
                 rest[fqn] = value
             else:
                 items.append(item)
-        items += create_default_local_load_plan(rest, self.metadata, not self.allow_partial_load).items
-        return LoadPlan(items)
+        return LoadPlan([*items, *self._items_of(rest)])
+
+    def _plan_of_torch(self) -> LoadPlan:
+        whole = self.metadata
+        assert whole is not None  # noqa: S101  # set up before it plans
+        try:
+            self.metadata = narrowed(whole, self.state_dict)
+            return super().create_local_plan()
+        finally:
+            self.metadata = whole
+
+    def _items(self, saved: StoredEntries) -> LoadItems:
+        fqns: list[str] = []
+        sizes: list[torch.Size] = []
+        rest: dict[str, Any] = {}
+        tensors = saved.tensors
+        for fqn, value in self.state_dict.items():
+            stored = tensors.get(fqn)
+            if stored is not None and len(stored.chunks) == 1 and type(value) in PLAIN_TENSORS:
+                size = value.size()
+                if size == stored.shape and 0 not in size:  # and so the chunk has this size, too
+                    fqns.append(fqn)
+                    sizes.append(size)
+                    continue
+            rest[fqn] = value
+        return LoadItems(fqns, sizes, self._items_of(rest))
+
+    def _items_of(self, rest: dict[str, Any]) -> list[ReadItem]:
+        assert self.metadata is not None  # noqa: S101  # set up before it plans
+        if not rest:
+            return []
+        metadata = narrowed(self.metadata, rest)
+        return create_default_local_load_plan(rest, metadata, not self.allow_partial_load).items
+
+    def tensors_of(self, fqns: Sequence[str]) -> list[torch.Tensor]:
+        return [self.state_dict[fqn] for fqn in fqns]
 
     def _mismatches(self) -> tuple[list[str], list[str]]:
         """The FQNs that the checkpoint lacks, and a sentence for each that it has in another shape."""
@@ -131,19 +174,9 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
 
 def _whole_tensor(fqn: str, value: object, saved: object) -> ReadItem | None:
     """The one read of a plain tensor that was saved as one chunk; None where it is anything else."""
-    if type(value) not in _PLAIN_TYPES or not isinstance(saved, TensorStorageMetadata) or len(saved.chunks) != 1:
+    if type(value) not in PLAIN_TENSORS or not isinstance(saved, TensorStorageMetadata) or len(saved.chunks) != 1:
         return None
     assert isinstance(value, torch.Tensor)  # noqa: S101  # by its type
     (chunk,) = saved.chunks
     size = value.size()
-    if not size == saved.size == chunk.sizes or 0 in size:
-        return None
-    index = MetadataIndex(fqn, chunk.offsets, 0)
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=chunk.offsets,
-        storage_index=index,
-        storage_offsets=chunk.offsets,
-        lengths=size,
-    )
+    return whole_item(fqn, size) if size == saved.size == chunk.sizes and 0 not in size else None

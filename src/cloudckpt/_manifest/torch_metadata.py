@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
@@ -32,8 +30,8 @@ from cloudckpt._manifest.model import (
     StoredValue,
 )
 from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
-from cloudckpt._manifest.torch_dtypes import dtype_name, dtype_of
-from cloudckpt._manifest.torch_views import ItemLocations, StoredChunks
+from cloudckpt._manifest.torch_dtypes import dtype_name
+from cloudckpt._manifest.torch_views import ItemLocations, StoredEntries
 from cloudckpt._manifest.validate import problems_of
 from cloudckpt._version import __version__
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
@@ -128,24 +126,17 @@ def manifest_of(
     return manifest
 
 
-def metadata_of(manifest: Manifest, *, checkpoint_id: Any, load_id: str) -> Metadata:
+def metadata_of(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_lazy: bool = False) -> Metadata:
     """Torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to an `ItemLocation`.
 
     Takes time and memory by the number of tensors, not of chunks: both they and the locations are made when asked for.
+    Where it `is_lazy`, so are the tensors' entries, and the nesting is left out: it is not for code that is not ours.
     """
-    state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        fqn: TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
-            size=torch.Size(tensor.shape),
-            chunks=StoredChunks(tensor.chunks),  # type: ignore[arg-type]  # torch reads it as a sequence
-        )
-        for fqn, tensor in manifest.tensors.items()
-    }
-    state_dict_metadata.update((fqn, BytesStorageMetadata()) for fqn in manifest.values)
+    entries: Any = StoredEntries(manifest)
     nesting = manifest.nesting
     return Metadata(
-        state_dict_metadata=state_dict_metadata,
-        planner_data=None if nesting is None else {fqn: tuple(path) for fqn, path in nesting.items()},
+        state_dict_metadata=entries if is_lazy else dict(entries),
+        planner_data=None if nesting is None or is_lazy else {fqn: tuple(path) for fqn, path in nesting.items()},
         storage_data=ItemLocations(manifest),
         storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=manifest.save_id, load_id=load_id),
         version=DCP_VERSION,

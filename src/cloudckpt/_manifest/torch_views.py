@@ -5,16 +5,23 @@ A load on one rank asks for a few of a million.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, KeysView, Mapping, Sequence
 from typing import Any, overload
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from cloudckpt._manifest.lookup import meeting, position_of
 from cloudckpt._manifest.model import Chunk, Manifest, StoredTensor
 from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._manifest.torch_dtypes import dtype_of
 
 # Made on import, by one thread: see `codec`.
 _CHUNKS_DECODER = msgspec.json.Decoder(list[Chunk])
@@ -61,6 +68,34 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _chunks_from, (msgspec.json.encode(self._chunks),)
+
+
+class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """What is stored, by FQN, in place of torch's dict of it. Every look makes what it returns anew."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.tensors = manifest.tensors
+        self._values = manifest.values
+        self._names = dict.fromkeys([*manifest.tensors, *manifest.values])
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        tensor = self.tensors.get(fqn)
+        if tensor is not None:
+            return torch_entry(tensor)
+        self._values[fqn]
+        return BytesStorageMetadata()
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._names
+
+    def keys(self) -> KeysView[str]:
+        return self._names.keys()  # of which sets are made and compared without Python code
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
@@ -120,6 +155,15 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
             return self._positions[index.fqn][offsets]
         except KeyError:
             raise KeyError(index) from None
+
+
+def torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
+    """Torch's description of one tensor."""
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
+        size=torch.Size(tensor.shape),
+        chunks=StoredChunks(tensor.chunks),  # type: ignore[arg-type]  # torch reads it as a sequence
+    )
 
 
 def _torch_chunk(chunk: Chunk) -> ChunkStorageMetadata:

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from cloudckpt._flat import PLAIN_TENSORS
+
 _MAX_SHOWN = 500  # characters, as in torch
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def local_items(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
@@ -33,7 +34,7 @@ def local_items(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[
     items: list[WriteItem] = []
     alike: dict[tuple[object, ...], TensorWriteData] = {}
     for fqn, value in state_dict.items():
-        if type(value) not in PLAIN_TYPES:
+        if type(value) not in PLAIN_TENSORS:
             items += create_default_local_save_plan({fqn: value}, is_coordinator).items
             continue
         size = value.size()

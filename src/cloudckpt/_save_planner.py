@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 
-from cloudckpt._plain_plan import PLAIN_TYPES, local_items, merged
+from cloudckpt._flat import PLAIN_TENSORS, flattened
+from cloudckpt._plain_plan import local_items, merged
 from cloudckpt._plan.balance import Held, Share, spread
 from cloudckpt.options import MIB
 
@@ -30,7 +30,7 @@ def entries_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 def _state_of(value: Any) -> Any:
     # The check of the protocol takes longer than all that is done with a small tensor.
-    if type(value) is torch.Tensor:
+    if type(value) in PLAIN_TENSORS:
         return value
     return value.state_dict() if isinstance(value, Stateful) else value
 
@@ -55,7 +55,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, *, entries: dict[str, Any] | None = None, min_piece_bytes: int = _MIN_PIECE_BYTES) -> None:
-        super().__init__(flatten_sharded_tensors=False)  # only where there are any: it is a walk through everything
+        super().__init__()
         self._entries = entries
         self._min_piece_bytes = min_piece_bytes
 
@@ -65,10 +65,14 @@ class BalancedSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     ) -> None:
-        super().set_up_planner(state_dict if self._entries is None else self._entries, storage_meta, is_coordinator)
-        values = self.state_dict.values()
-        if any(type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor) for value in values):
-            self.state_dict = _flatten_sharded_tensors(self.state_dict)
+        entries = state_dict if self._entries is None else self._entries
+        # torch flattens otherwise in a process that has loaded a checkpoint of torch before 2.4.
+        flat = flattened(entries) if _version._derived_version is None else None  # noqa: SLF001  # it has no other name
+        if flat is None:
+            super().set_up_planner(entries, storage_meta, is_coordinator)
+            return
+        self.state_dict, self.mappings = flat.entries, flat.paths
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         items = local_items(self.state_dict, is_coordinator=self.is_coordinator)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from cloudckpt.errors import InterruptedReadError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.stores._body import num_bytes
+from cloudckpt.stores._http_receiving import receive, socket_under
 
 if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
@@ -29,7 +30,8 @@ class BodyReader:
     """The body of one response, read on the HTTP connection itself.
 
     `body` is urllib3's response, or botocore's body around it, both of which would copy every byte on its way.
-    `received_bytes` counts what has arrived, but for the piece that was under way when an error was raised.
+    `received_bytes` counts what has arrived, but for a piece of at most 1 MiB that was under way when an error was
+    raised.
     """
 
     def __init__(self, body: Any) -> None:
@@ -42,6 +44,16 @@ class BodyReader:
 
     def fill(self, views: Views) -> bool:
         """Fill `views` one after the other; false where the body ends before they are full."""
+        connection = socket_under(self._source)
+        if connection is None:
+            return self._fill_through_response(views)
+        missing_bytes = num_bytes(views)
+        for count in receive(self._source, connection, views):
+            self.received_bytes += count
+            missing_bytes -= count
+        return not missing_bytes
+
+    def _fill_through_response(self, views: Views) -> bool:
         for view in views:
             start = 0
             while start < view.nbytes:

@@ -1,8 +1,9 @@
 """What each way of moving bytes costs: CPU seconds per GB of uploads and ranged downloads, over HTTP and over TLS.
 
-Starts fasts3 (see README.md) and, before it, haproxy as TLS terminator with a certificate of its own. The candidates
-move the same parts from as many threads, in turns; the time is that of this process, without the servers'. Candidates
-that are not installed are left out.
+Starts fasts3 (see README.md; moto's server where there is none, for a look) and, before it, haproxy as TLS terminator
+with a certificate of its own. The candidates move the same parts from as many threads, in turns; the time is that of
+this process, without the servers'. Candidates that are not installed are left out. After the first turn, which warms
+up, what was sent is read back.
 
     python -m benchmarks.transport --fasts3-binary PATH [--wire tls] [--verb down] [--repetitions 5]
 """
@@ -11,195 +12,192 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
 import importlib.util
 import os
 import resource
-import socket
 import ssl
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.transport_candidates import CANDIDATES, MIB, Candidate, Wire
+import awscrt.checksums
+
+from benchmarks import servers, wires
+from benchmarks.certificates import make_certificates
+from benchmarks.moving import CANDIDATES
+from benchmarks.moving.candidate import MIB, OBJECT, Candidate, Where
+from benchmarks.moving.ours import store_at
+from cloudckpt.stores.base import Store
 
 _ALWAYS = ("bare", "cloudckpt")
-_START_S = 10.0
-# An OpenSSL that is tried out by this variable is for the client alone.
-_SERVERS_ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-_CONFIGURATION = """
-global
-  nbthread 2
-defaults
-  mode http
-  timeout connect 5s
-  timeout client 60s
-  timeout server 60s
-frontend tls
-  bind 127.0.0.1:{tls_port} ssl crt {certificate} alpn http/1.1 ciphersuites {cipher}
-  default_backend s3
-backend s3
-  server s3 127.0.0.1:{http_port}
-"""
 
 Move = Callable[[int, memoryview], None]
 """Moves the part with a number; called from many threads at once."""
 
 
-def main() -> None:
+class Seconds(NamedTuple):
+    """What a GB took."""
+
+    user: float
+    system: float
+    wall: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Print one table for each wire and verb."""
-    arguments = _arguments()
-    installed = {name: CANDIDATES[name] for name in arguments.candidates if name in _ALWAYS or _is_installed(name)}
-    content = memoryview(bytearray(os.urandom(MIB) * arguments.total_mib))
-    target = memoryview(bytearray(content))  # touched, as the tensors of a load are
+    arguments = _arguments(argv)
+    names = [name for name in arguments.candidates if name in _ALWAYS or importlib.util.find_spec(name) is not None]
+    missing = [name for name in arguments.candidates if name not in names]
+    content = bytearray(os.urandom(MIB * arguments.total_mib))
+    part_bytes = arguments.part_mib * MIB
     print(f"{ssl.OPENSSL_VERSION}; Python {sys.version.split()[0]}; {arguments.cipher}; {arguments.threads} threads")
-    with _servers(arguments.fasts3_binary, arguments.cipher) as wires:
-        for wire_name in arguments.wire:
-            wire = wires[wire_name]
-            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", wires["http"].port)) as connection:
-                connection.request("PUT", "/bench/object", body=content)
-                connection.getresponse().read()
-            candidates = {name: make(wire) for name, make in installed.items()}
-            for verb in arguments.verb:
-                memory = content if verb == "up" else target
-                samples = _turns(candidates, verb, memory, arguments, content)
-                _print_table(wire_name, verb, samples)
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    with _served(arguments) as places:
+        plain = store_at(places["http"])
+        plain.put(OBJECT, [memoryview(content)], crc32c=awscrt.checksums.crc32c(content))
+        for wire in arguments.wire:
+            with contextlib.ExitStack() as stack:
+                candidates = {name: CANDIDATES[name](places[wire]) for name in names}
+                for candidate in candidates.values():
+                    stack.callback(candidate.close)
+                for verb in arguments.verb:
+                    turns = Turns(candidates, content, part_bytes=part_bytes, num_threads=arguments.threads)
+                    if verb == "up":
+                        turns.up()
+                        turns.compare_sent(plain)
+                        samples = turns.repeated(turns.up, arguments.repetitions)
+                    else:
+                        turns.down()
+                        samples = turns.repeated(turns.down, arguments.repetitions)
+                    _print_table(wire, verb, samples)
+    return 0
 
 
-def _turns(
-    candidates: dict[str, Candidate], verb: str, memory: memoryview, arguments: argparse.Namespace, content: memoryview
-) -> dict[str, list[tuple[float, float, float]]]:
-    samples: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
-    for repetition in range(arguments.repetitions + 1):  # the first warms up
-        for name, candidate in candidates.items():
-            if verb == "down":
-                memory[:] = bytes(memory.nbytes)
-            move = candidate.up if verb == "up" else candidate.down
-            sample = _measured(move, memory, arguments.part_mib * MIB, arguments.threads)
-            if memory != content:
-                raise RuntimeError(f"{name} moved other bytes")
-            if repetition:
-                samples[name].append(sample)
-    return samples
+class Turns:
+    """The candidates, one after the other, with the same content."""
+
+    def __init__(
+        self, candidates: Mapping[str, Candidate], content: bytearray, *, part_bytes: int, num_threads: int
+    ) -> None:
+        self._candidates = candidates
+        self._content = content
+        self._target = bytearray(content)  # touched, as the tensors of a load are
+        self._part_bytes = part_bytes
+        self._num_threads = num_threads
+
+    def up(self) -> dict[str, Seconds]:
+        """Each sends all parts."""
+        return {name: self._measured(candidate.up, self._content) for name, candidate in self._candidates.items()}
+
+    def down(self) -> dict[str, Seconds]:
+        """Each fetches all parts. Raises `RuntimeError` where others came."""
+        taken = {}
+        for name, candidate in self._candidates.items():
+            self._target[:] = bytes(len(self._target))
+            taken[name] = self._measured(candidate.down, self._target)
+            if self._target != self._content:
+                raise RuntimeError(f"{name} fetched other bytes")
+        return taken
+
+    def compare_sent(self, store: Store) -> None:
+        """Raises `RuntimeError` where other bytes lie there than were to be sent."""
+        num_parts = len(self._content) // self._part_bytes
+        for name, candidate in self._candidates.items():
+            if b"".join(candidate.sent(store, num_parts, self._part_bytes)) != self._content:
+                raise RuntimeError(f"{name} sent other bytes")
+
+    @staticmethod
+    def repeated(turn: Callable[[], dict[str, Seconds]], num_repetitions: int) -> dict[str, list[Seconds]]:
+        samples: dict[str, list[Seconds]] = defaultdict(list)
+        for _ in range(num_repetitions):
+            for name, seconds in turn().items():
+                samples[name].append(seconds)
+        return samples
+
+    def _measured(self, move: Move, content: bytearray) -> Seconds:
+        memory = memoryview(content)
+        numbers = iter(range(len(content) // self._part_bytes))
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                for number in numbers:
+                    move(number, memory[number * self._part_bytes : (number + 1) * self._part_bytes])
+            except BaseException as error:  # noqa: BLE001 (raised below)
+                failures.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(self._num_threads)]
+        before, begun_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wall_s, after = time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF)
+        if failures:
+            raise failures[0]
+        gb = len(content) / 1e9
+        user_s, system_s = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+        return Seconds(user=user_s / gb, system=system_s / gb, wall=wall_s / gb)
 
 
-def _measured(move: Move, memory: memoryview, part_bytes: int, num_threads: int) -> tuple[float, float, float]:
-    """User seconds, system seconds and wall seconds per GB."""
-    numbers = iter(range(memory.nbytes // part_bytes))
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for number in numbers:
-                move(number, memory[number * part_bytes : (number + 1) * part_bytes])
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(num_threads)]
-    before, begun_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    wall_s, after = time.perf_counter() - begun_s, resource.getrusage(resource.RUSAGE_SELF)
-    if failures:
-        raise failures[0]
-    gb = memory.nbytes / 1e9
-    return (after.ru_utime - before.ru_utime) / gb, (after.ru_stime - before.ru_stime) / gb, wall_s / gb
-
-
-def _print_table(wire_name: str, verb: str, samples: dict[str, list[tuple[float, float, float]]]) -> None:
-    print(f"\n{wire_name}, {verb}: medians of {len(next(iter(samples.values())))} (range)")
+def _print_table(wire: str, verb: str, samples: Mapping[str, Sequence[Seconds]]) -> None:
+    print(f"\n{wire}, {verb}: medians of {len(next(iter(samples.values())))} (range)")
     print("| candidate | CPU s/GB | user | system | GB/s |\n|---|---|---|---|---|")
     for name, rows in samples.items():
-        cpu = [user_s + system_s for user_s, system_s, _ in rows]
+        cpu = [row.user + row.system for row in rows]
         user_s, system_s, wall_s = (statistics.median(column) for column in zip(*rows, strict=True))
         cells = f"{statistics.median(cpu):.2f} ({min(cpu):.2f}-{max(cpu):.2f}) | {user_s:.2f} | {system_s:.2f}"
         print(f"| {name} | {cells} | {1 / wall_s:.2f} |", flush=True)
 
 
 @contextlib.contextmanager
-def _servers(binary: Path, cipher: str) -> Iterator[dict[str, Wire]]:
+def _served(arguments: argparse.Namespace) -> Iterator[dict[str, Where]]:
+    """One bucket, by the wires that lead to it."""
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        certificate = scratch / "certificate.pem"
-        key = scratch / "certificate.pem.key"  # where haproxy looks for it
-        subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-        curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-        make = [
-            "openssl",
-            "req",
-            "-x509",
-            *curve,
-            "-nodes",
-            "-keyout",
-            key,
-            "-out",
-            certificate,
-            "-days",
-            "2",
-            *subject,
-        ]
-        subprocess.run(make, check=True, stderr=subprocess.DEVNULL, env=_SERVERS_ENVIRONMENT)
-        http_port, tls_port = _free_port(), _free_port()
-        configuration = scratch / "haproxy.cfg"
-        ports = {"http_port": http_port, "tls_port": tls_port}
-        configuration.write_text(_CONFIGURATION.format(**ports, certificate=certificate, cipher=cipher))
-        for command in ([binary, str(http_port)], ["haproxy", "-db", "-f", configuration]):
-            process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_SERVERS_ENVIRONMENT
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-        for port in (http_port, tls_port):
-            _await(port)
-        yield {
-            "http": Wire(port=http_port, certificate=None),
-            "tls": Wire(port=tls_port, certificate=certificate),
-        }
+        binary = arguments.fasts3_binary
+        server = stack.enter_context(servers.moto() if binary is None else servers.fasts3(binary))
+        plain_url = str(server.endpoint_url)
+        places = {"http": Where(endpoint_url=plain_url, ca_bundle=None, bucket=servers.BUCKET)}
+        if "tls" in arguments.wire:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-certificates-"))
+            certificates = make_certificates(Path(scratch))
+            url = stack.enter_context(wires.tls(plain_url, certificates, cipher=arguments.cipher))
+            places["tls"] = Where(endpoint_url=url, ca_bundle=certificates.ca_bundle, bucket=servers.BUCKET)
+        yield places
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _await(port: int) -> None:
-    end_s = time.monotonic() + _START_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:  # noqa: PERF203 (it waits anyway)
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(0.05)
-        else:
-            return
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fasts3-binary", type=Path, required=True)
+    fasts3 = Path(os.environ["FASTS3"]) if os.environ.get("FASTS3") else None
+    parser.add_argument("--fasts3-binary", type=Path, default=fasts3, help="a server in memory, built ($FASTS3)")
     parser.add_argument("--wire", nargs="+", choices=("http", "tls"), default=["http", "tls"])
     parser.add_argument("--verb", nargs="+", choices=("up", "down"), default=["up", "down"])
     parser.add_argument("--candidates", nargs="+", choices=sorted(CANDIDATES), default=list(CANDIDATES))
     parser.add_argument("--cipher", default="TLS_AES_128_GCM_SHA256", help="what the terminator offers")
-    parser.add_argument("--total-mib", type=int, default=256)
-    parser.add_argument("--part-mib", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=5)
-    return parser.parse_args()
+    parser.add_argument("--total-mib", type=_at_least_one, default=256)
+    parser.add_argument("--part-mib", type=_at_least_one, default=32, help="S3 takes no parts below 5")
+    parser.add_argument("--threads", type=_at_least_one, default=8)
+    parser.add_argument("--repetitions", type=_at_least_one, default=5)
+    arguments = parser.parse_args(argv)
+    if arguments.total_mib % arguments.part_mib:
+        parser.error("--total-mib must be a multiple of --part-mib")
+    return arguments
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.pop("LD_LIBRARY_PATH", None)  # an OpenSSL that is tried out by it is loaded by now; not for the servers
+    sys.exit(main())

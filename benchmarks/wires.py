@@ -25,18 +25,24 @@ defaults
   timeout client 10m
   timeout server 10m
 listen tls
-  bind 127.0.0.1:{port} ssl crt {certificate}
+  bind 127.0.0.1:{port} ssl crt {certificate}{ciphersuites}
   server store {target}
 """
 
 
 @contextlib.contextmanager
-def tls(endpoint_url: str, certificates: Certificates) -> Iterator[str]:
-    """The address of a TLS terminator in front of `endpoint_url`: a process whose seconds are not the client's."""
+def tls(endpoint_url: str, certificates: Certificates, *, cipher: str | None = None) -> Iterator[str]:
+    """The address of a TLS terminator in front of `endpoint_url`: a process whose seconds are not the client's.
+
+    It offers the one `cipher` of TLS 1.3; else all that are usual.
+    """
     target = _host_and_port(endpoint_url)
     with tempfile.TemporaryDirectory(prefix="benchmark-tls-") as directory, reserved_port() as port:
         configuration = Path(directory) / "haproxy.cfg"
-        configuration.write_text(_TERMINATOR.format(port=port, certificate=certificates.server, target=target))
+        ciphersuites = f" ciphersuites {cipher}" if cipher else ""
+        configuration.write_text(
+            _TERMINATOR.format(port=port, certificate=certificates.server, ciphersuites=ciphersuites, target=target)
+        )
         program = Program(
             name="haproxy",
             command=[from_debian("haproxy", "haproxy"), "-db", "-q", "-f", configuration],

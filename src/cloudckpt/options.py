@@ -47,8 +47,9 @@ class Options:
     """Requests in flight at once, per rank. None: 8 to begin with, and up to 32 for as long as more of them bring more;
     fewer where a host has many ranks (``LOCAL_WORLD_SIZE``), and where the store asks to slow down. For a path, as many
     as the rank has cores, from 2 to 8."""
-    part_bytes: int = 32 * MIB
-    """Size of an upload's parts; grows by itself where an object would need too many."""
+    part_bytes: int = 64 * MIB
+    """Largest part of an upload; smaller saves have smaller ones, down to 16 MiB. Grows by itself where an object would
+    need too many."""
     object_bytes: int = 4 * GIB
     """A rank's tensors are packed into objects of about this size; a larger tensor gets one of its own."""
     tile_bytes: int = 1 * MIB
@@ -57,8 +58,9 @@ class Options:
     """Most memory that a save uses for copies of what cannot be sent from where it lies (GPU, strided tensors)."""
     read_bytes: int = 256 * MIB
     """Most memory that a load uses besides the tensors themselves."""
-    request_bytes: int = 32 * MIB
-    """Largest ranged read; longer runs are split into parallel ones, and a small load into smaller ones."""
+    request_bytes: int = 64 * MIB
+    """Largest ranged read; longer runs are split into parallel ones, and smaller loads into smaller ones, down to
+    8 MiB."""
     max_gap_bytes: int = 512 * KIB
     """Two wanted ranges that lie no further apart are read as one, since a request would cost more than the gap."""
     max_over_read: float = 0.1

@@ -340,3 +340,24 @@ def test_a_loser_that_lands_late_fails_no_upload(hedger: Hedger, was_hedged: obj
     store.upload_part("k", "u", part, [], crc32c=8)  # somebody else's bytes
     with pytest.raises(StoreError, match="InvalidPart"):
         hedged.complete_multipart("k", "u", [uploaded])
+
+
+def test_what_width_pays_is_told(clock: Clock) -> None:
+    """If this fails, the next save begins as if nothing were known of the store; or where it had asked to slow down."""
+    told: list[int] = []
+    hedger = Hedger(Width(Bounds(first=2, most=8)), budget_bytes=0, on_width=told.append, clock=clock)
+
+    def in_a_second() -> str:
+        clock.now_s += 1
+        return "done"
+
+    for number in range(20):
+        make(hedger, number, in_a_second)
+    assert told == [4, 8]
+
+    def too_much() -> str:
+        raise ThrottledError("slow down", key="k", operation="put")
+
+    with pytest.raises(ThrottledError):
+        make(hedger, "refused", too_much)
+    assert told == [4, 8, 4]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudckpt._transfer.width import Bounds, Width, bounds_of
+from cloudckpt._transfer.width import Bounds, KnownWidths, Width, bounds_of
 
 MB = 1_000_000
 PART_BYTES = 32 * MB
@@ -179,3 +179,38 @@ def test_ranks_of_one_host_share_what_it_may_use(ranks_of_host: int, expected: t
     assert bounds_of(None, ranks_of_host=ranks_of_host, is_remote=True) == expected
     assert bounds_of(None, ranks_of_host=ranks_of_host, is_remote=False) == (expected[0], expected[0])
     assert bounds_of(5, ranks_of_host=ranks_of_host, is_remote=True) == (5, 5)
+
+
+def test_a_width_that_is_on_trial_is_not_settled() -> None:
+    """If this fails, each short load tries more connections, and the next begins with them whether they paid or not."""
+    width = climber()
+    network = Network(latency_s=0.0005, each_mb_s=5000, all_mb_s=2500)
+    for _ in range(4):
+        transfer(network, width, num_parts=5)  # ends in the trial's round
+    assert width.settled == 8
+
+
+def test_what_a_store_bore_is_where_the_next_save_begins() -> None:
+    """If this fails, each save of a job climbs anew from few connections to as many as the line wants."""
+    width = climber()
+    transfer(Network(), width, num_parts=200)
+    known = KnownWidths()
+    known.note("bucket", width.settled)
+    again = Width(Bounds(first=8, most=32), begin_at=known.of("bucket"))
+    assert again.width == width.width == 32
+    assert known.of("another") is None
+
+
+@pytest.mark.parametrize(("begin_at", "expected"), [(0, 1), (3, 3), (500, 32), (None, 8)])
+def test_no_width_begins_out_of_bounds(begin_at: int | None, expected: int) -> None:
+    """If this fails, what one rank of few came to breaks the bound that many ranks of a host have."""
+    assert Width(Bounds(first=8, most=32), begin_at=begin_at).width == expected
+
+
+def test_not_every_store_is_remembered_for_ever() -> None:
+    """If this fails, a process that visits many buckets keeps a note of each until it ends."""
+    known = KnownWidths()
+    for number in range(1000):
+        known.note(number, number)
+    assert known.of(999) == 999
+    assert known.of(0) is None

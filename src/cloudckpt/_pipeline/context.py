@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 
 from cloudckpt._trace import Recorder
 from cloudckpt._transfer.hedged import HedgedStore
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.traced import TracedStore
-from cloudckpt._transfer.width import Width, bounds_of
+from cloudckpt._transfer.width import KnownWidths, Width, bounds_of
 from cloudckpt._uri import Location
 from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.report import Event, EventName
@@ -18,6 +20,8 @@ from cloudckpt.stores.open import open_store
 
 _SCHEMES_OF_CONNECTIONS = ("s3", "gs")
 _LEAST_FOR_FILES = 2  # while one waits for its device, another can copy
+
+_known_widths = KnownWidths()
 
 
 class Context:
@@ -36,9 +40,18 @@ class Context:
             connections, ranks_of_host=_ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
         )
         self.first_connections = bounds.first
+        self.most_connections = bounds.most
+        self.known_connections: int | None = None
+        """What an earlier save or load of this process came to."""
+        on_width: Callable[[int], None] = _forget
+        if bounds.first < bounds.most:
+            where = (location.scheme, location.authority, str(options.storage_options.get("endpoint_url")))
+            self.known_connections = _known_widths.of(where)
+            on_width = functools.partial(_known_widths.note, where)
         # Where only few requests fit into what a load may hold, none of it is left for second ones.
         self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
-        self.hedger = Hedger(Width(bounds), budget_bytes=self.hedge_bytes)
+        width = Width(bounds, begin_at=self.known_connections)
+        self.hedger = Hedger(width, budget_bytes=self.hedge_bytes, on_width=on_width)
         self._store: Store | None = None
 
     def new_retrier(self) -> Retrier:
@@ -66,6 +79,10 @@ class Context:
         """Tell the user's `Options.on_event`."""
         if self.options.on_event is not None:
             self.options.on_event(Event(name=name, uri=self.uri, rank=self.rank, key=key, num_bytes=num_bytes))
+
+
+def _forget(_width: int) -> None:
+    """Where nothing is to be found out."""
 
 
 def _ranks_of_host() -> int:

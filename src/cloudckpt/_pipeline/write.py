@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._commit.attempt import data_key, data_prefix
 from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
 from cloudckpt._pipeline.context import Context
+from cloudckpt._pipeline.sizes import part_bytes_of
 from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
 from cloudckpt._stage.arena import Arena, cuda_in_use
@@ -55,6 +56,8 @@ def write_items(
     earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
     leftovers = find_leftovers(context.store, context.retrier, earlier)
     arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
+    sizes_bytes = [estimated_bytes(item) for item in items]
+    num_bytes = sum(sizes_bytes)
     placed: list[list[_Placed]] = []
     with UploadSession(
         context.store,
@@ -69,7 +72,7 @@ def write_items(
         on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
     ) as session:
         # Object by object, so that what a planner makes while resolving is not all held at once.
-        for number, group in enumerate(_groups(context, items, transforms)):
+        for number, group in enumerate(_groups(context, items, sizes_bytes, transforms)):
             in_object = list(staged(group, planner, transforms, uri=context.uri))
             in_object = [in_object[i] for i in storage_order([item.entry for item in in_object])]
             layout = lay_out([item.entry for item in in_object])
@@ -82,7 +85,9 @@ def write_items(
             del in_object  # the body holds what it still needs, and only until it is sent
             key = data_key(attempt, context.rank, number)
             found = leftovers.get(key.removeprefix(data_prefix(attempt, context.rank)), [])
-            session.submit(key, PieceBody(pieces, arena), found)
+            body = PieceBody(pieces, arena)
+            part_bytes = part_bytes_of(context, num_bytes, are_copied=2 * body.copied_bytes > body.size_bytes)
+            session.submit(key, body, found, part_bytes=part_bytes)
         objects = session.finish()
     results = [
         item.result(stored_in)
@@ -92,7 +97,9 @@ def write_items(
     return Written(results=results, objects=objects, num_reused_bytes=session.num_reused_bytes)
 
 
-def _groups(context: Context, items: Sequence[WriteItem], transforms: WriteTransforms) -> Iterator[list[WriteItem]]:
+def _groups(
+    context: Context, items: Sequence[WriteItem], sizes_bytes: Sequence[int], transforms: WriteTransforms
+) -> Iterator[list[WriteItem]]:
     """The items of each object."""
     options = context.options
     object_bytes = options.object_bytes
@@ -102,7 +109,6 @@ def _groups(context: Context, items: Sequence[WriteItem], transforms: WriteTrans
         # An object is then one part: it is staged whole, and only several of them go out side by side.
         share_bytes = options.staging_bytes // context.first_connections
         object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
-    sizes_bytes = [estimated_bytes(item) for item in items]
     for group in pack(sizes_bytes, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
         yield [items[i] for i in group]
 

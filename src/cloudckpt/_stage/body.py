@@ -45,6 +45,8 @@ class PieceBody:
         self._begins = [piece.begin for piece in self._pieces]
         self._arena = arena
         self.size_bytes = sum(piece.num_bytes for piece in self._pieces)
+        self.copied_bytes = sum(piece.num_bytes for piece in self._pieces if isinstance(piece.content, torch.Tensor))
+        """Of all of them, those that go through a buffer."""
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:

@@ -26,6 +26,10 @@ class Target(Protocol):
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:
         """The ranges to fetch."""
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the bytes come by way of a buffer; known once `wants` was asked."""
+
     def direct_view(self, begin: int, end: int) -> memoryview | None:
         """The memory that these wanted bytes belong in; None where they have to be copied there."""
 
@@ -57,6 +61,10 @@ class BytesTarget:
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:  # noqa: ARG002  # one range has no gaps
         at = self._location
         return [Want(consumer, at.object_index, at.begin, at.end, is_held=True)]
+
+    @property
+    def is_copied(self) -> bool:
+        return False
 
     def direct_view(self, begin: int, end: int) -> memoryview:
         return memoryview(self.content)[begin - self._location.begin : end - self._location.begin]
@@ -111,6 +119,10 @@ class TensorTarget:
             self._run_begins = [begin for begin, _ in runs]
             self._run_bytes = runs[0][1] - runs[0][0] if runs else 0
         return [Want(consumer, at.object_index, begin, end) for begin, end in runs]
+
+    @property
+    def is_copied(self) -> bool:
+        return not self._is_direct
 
     @property
     def direct_range(self) -> tuple[int, int] | None:

@@ -56,11 +56,20 @@ class Hedger:
     `watch` looks for stragglers; somebody has to call it, again and again. Only a request whose connection can be
     closed is made twice, since whichever of the two loses is ended before its caller goes on: so no loser sends from,
     or writes into, memory that its caller has let go of, and a thread waits for one no longer than a new connection
-    may take. Second requests hold no more than `budget_bytes`. Safe to share between threads.
+    may take. Second requests hold no more than `budget_bytes`. `on_width` is told of each settled change of the width.
+    Safe to share between threads.
     """
 
-    def __init__(self, width: Width, *, budget_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        width: Width,
+        *,
+        budget_bytes: int,
+        on_width: Callable[[int], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._width = width
+        self._on_width = on_width
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -189,11 +198,15 @@ class Hedger:
     def _succeeded(self, call: _Call[_T]) -> None:
         with self._lock:
             ended_s = self._clock()
+            before = self._width.settled
             self._width.done(begun_s=call.begun_s, ended_s=ended_s, num_bytes=call.num_bytes)
+            if self._width.settled != before:
+                self._on_width(self._width.settled)
             self._peers[call.kind].add(num_bytes=call.num_bytes, took_s=ended_s - call.begun_s)
 
     def _slow_down(self, begun_s: float) -> None:
         with self._lock:
             now_s = self._clock()
             self._width.throttled(begun_s=begun_s, ended_s=now_s)
+            self._on_width(self._width.settled)
             self._calm_until_s = now_s + _CALM_S

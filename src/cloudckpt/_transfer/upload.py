@@ -100,13 +100,15 @@ class UploadSession:
         """Bytes of the objects that were on the store already, and were not sent."""
         return self._num_reused_bytes
 
-    def submit(self, key: str, body: Body, leftovers: Sequence[Leftover] = ()) -> None:
+    def submit(
+        self, key: str, body: Body, leftovers: Sequence[Leftover] = (), *, part_bytes: int | None = None
+    ) -> None:
         """Upload `body` to the fresh key `key`; returns once its last part has found a place in the queue.
 
-        What is there already of it, in `leftovers`, is used instead, and its receipt names another key then. Raises the
-        session's first failure, as does `finish`.
+        Its parts are of `part_bytes`, if that is given. What is there of it already, in `leftovers`, is used instead,
+        and its receipt names another key then. Raises the session's first failure, as does `finish`.
         """
-        parts = self._planned(key, body.size_bytes)
+        parts = self._planned(key, body.size_bytes, part_bytes or self._part_bytes)
         finished = self._salvage.finished(body, leftovers)
         if finished is not None:
             with self._lock:
@@ -122,11 +124,16 @@ class UploadSession:
             self._started_keys.append(key)
         self._send(target)
 
-    def _planned(self, key: str, size_bytes: int) -> list[Part] | None:
+    def _planned(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
         """The parts of an upload; None for what is put whole."""
         limits = self._store.limits
-        whole = size_bytes <= min(self._part_bytes, limits.max_put_bytes)
-        return None if whole or not self._store.capabilities.multipart else self._parts_of(key, size_bytes)
+        if size_bytes <= min(part_bytes, limits.max_put_bytes) or not self._store.capabilities.multipart:
+            return None
+        try:
+            return parts_of(size_bytes, part_bytes=part_bytes, tile_bytes=self._tile_bytes, limits=limits)
+        except ValueError as error:
+            url = self._store.url(key)
+            raise UnsupportedOperationError(f"cannot upload {url}: {error}", key=url, operation="put") from error
 
     def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _Object:
         upload_id = None
@@ -165,14 +172,6 @@ class UploadSession:
 
     def _new_workers(self) -> Workers:
         return Workers(self._hedger.width, name="cloudckpt-upload", watch=self._hedger.watch)
-
-    def _parts_of(self, key: str, size_bytes: int) -> list[Part]:
-        limits = self._store.limits
-        try:
-            return parts_of(size_bytes, part_bytes=self._part_bytes, tile_bytes=self._tile_bytes, limits=limits)
-        except ValueError as error:
-            url = self._store.url(key)
-            raise UnsupportedOperationError(f"cannot upload {url}: {error}", key=url, operation="put") from error
 
     def finish(self) -> list[ObjectReceipt]:
         """Wait for every object submitted, and return their receipts in the order of submission."""

@@ -5,6 +5,9 @@ See ``docs/design/014-concurrency-and-tails.md``.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from cloudckpt.options import FIRST_CONNECTIONS, MOST_CONNECTIONS
@@ -18,6 +21,7 @@ _SHORTEST_HOLD = 4
 _LONGEST_HOLD = 64
 _SHORTEST_LIFT = 32
 _LONGEST_LIFT = 512
+_MOST_KNOWN = 256
 
 
 class Bounds(NamedTuple):
@@ -43,16 +47,16 @@ class Width:
     """The number of requests to have in flight, as a climber that goes up only where that pays.
 
     It judges in rounds: what the requests that began in a round took, on average for each byte, times the width, is
-    the round's throughput. From `Bounds.first` it doubles, for as long as a wider round gains at least half of what it
-    would if every request stayed as fast; a step that does not is taken back, and after a while, which gets longer
-    with each failure, a smaller one is tried. Where the store asks to slow down, it halves, once for all requests that
-    were under way, and does not come back to where it was for a while, which gets longer too. Not safe to share
-    between threads by itself.
+    the round's throughput. From `Bounds.first`, or `begin_at`, it doubles, for as long as a wider round gains at least
+    half of what it would if every request stayed as fast; a step that does not is taken back, and after a while, which
+    gets longer with each failure, a smaller one is tried. Where the store asks to slow down, it halves, once for all
+    requests that were under way, and does not come back to where it was for a while, which gets longer too. Not safe to
+    share between threads by itself.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, *, begin_at: int | None = None) -> None:
         self._bounds = bounds
-        self.width = bounds.first
+        self.width = bounds.first if begin_at is None else min(max(begin_at, 1), bounds.most)
         self._before: tuple[int, float] | None = None
         """Width and throughput, while a step up is on trial."""
         self._factor = _DOUBLING
@@ -64,6 +68,11 @@ class Width:
         self._num_rounds_to_lift = 0
         self._stepped_back_s = 0.0
         self._begin_round(0.0)
+
+    @property
+    def settled(self) -> int:
+        """The width, or, while a wider one is on trial, what it was before."""
+        return self.width if self._before is None else self._before[0]
 
     def done(self, *, begun_s: float, ended_s: float, num_bytes: int) -> None:
         """A request came to a good end. Times are of one clock."""
@@ -115,3 +124,27 @@ class Width:
         self._round_begun_s = now_s
         self._num_requests = self._num_bytes = 0
         self._spent_s = 0.0
+
+
+class KnownWidths:
+    """What widths were come to, of the stores that this process used last, so that the next save or load begins there.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._widths: OrderedDict[Hashable, int] = OrderedDict()
+
+    def of(self, store: Hashable) -> int | None:
+        """None for a store that is not known."""
+        with self._lock:
+            return self._widths.get(store)
+
+    def note(self, store: Hashable, width: int) -> None:
+        """`width` is what was come to last."""
+        with self._lock:
+            self._widths[store] = width
+            self._widths.move_to_end(store)
+            if len(self._widths) > _MOST_KNOWN:
+                self._widths.popitem(last=False)

@@ -1,0 +1,70 @@
+"""How large the parts of a save and the reads of a load are: as large as can be, since each costs the client some CPU,
+but so that there are some for every connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cloudckpt._pipeline.context import Context
+from cloudckpt._plan.reads import Request, Want, eased_in
+from cloudckpt._plan.sizes import request_bytes_for
+from cloudckpt.options import MIB
+
+_PARTS_FOR_EACH_CONNECTION = 8
+_SMALL_PART_BYTES = 16 * MIB
+_REQUESTS_FOR_EACH_CONNECTION = 4
+_SMALL_REQUEST_BYTES = 8 * MIB
+
+
+def part_bytes_of(context: Context, num_bytes: int, *, are_copied: bool) -> int:
+    """Of an object's parts, in a save of `num_bytes`; `are_copied` where they are sent from buffers.
+
+    Depends on nothing that another run would find different, since parts of another size cannot be resumed.
+    """
+    options = context.options
+    most_bytes = options.part_bytes
+    if are_copied:  # each part in flight has a buffer
+        most_bytes = min(most_bytes, options.staging_bytes // context.most_connections)
+    return request_bytes_for(
+        num_bytes,
+        connections=context.first_connections,
+        for_each=_PARTS_FOR_EACH_CONNECTION,
+        least_bytes=_SMALL_PART_BYTES,
+        most_bytes=most_bytes,
+    )
+
+
+def request_bytes_of(context: Context, wants: Sequence[Want], copied: Sequence[bool], *, shares: bool) -> int:
+    """Of the reads that bring `wants`; `copied` says of each consumer whether its bytes come by way of a buffer.
+
+    With `shares` the load hands other bytes on, for which half of its memory is kept.
+    """
+    options = context.options
+    connections = context.known_connections or context.first_connections
+    wanted_bytes = copied_bytes = 0
+    for want in wants:
+        num_bytes = want.end - want.begin
+        wanted_bytes += num_bytes
+        copied_bytes += num_bytes * copied[want.consumer]
+    most_bytes = options.request_bytes
+    if shares:
+        most_bytes = min(most_bytes, options.read_bytes // 4 // context.first_connections)
+    elif 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
+        most_bytes = min(most_bytes, (options.read_bytes - context.hedge_bytes) // connections)
+    return request_bytes_for(
+        wanted_bytes,
+        connections=connections,
+        for_each=_REQUESTS_FOR_EACH_CONNECTION,
+        least_bytes=_SMALL_REQUEST_BYTES,
+        most_bytes=most_bytes,
+    )
+
+
+def eased(context: Context, requests: Sequence[Request], *, tile_bytes: int) -> list[Request]:
+    """Small ones first, where it is yet to be found out how many connections pay."""
+    if context.known_connections is not None or context.first_connections == context.most_connections:
+        return list(requests)
+    return eased_in(
+        requests, connections=context.first_connections, tile_bytes=tile_bytes, first_bytes=_SMALL_REQUEST_BYTES
+    )

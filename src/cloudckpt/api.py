@@ -193,7 +193,7 @@ def load(
         reader.reset(_location(uri, checkpoint_id))
     rank = rank_in(process_group, no_dist=no_dist)
     if isinstance(reader, ObjectStoreReader):
-        reader.report_failures_in_set_up(rank=rank)
+        reader.report_failures_in_set_up(rank=rank, own_planner=planner is None)
     where = str(getattr(reader, "checkpoint_id", "the checkpoint"))
     try:
         for is_last in (False, True):

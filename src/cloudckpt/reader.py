@@ -30,12 +30,7 @@ from cloudckpt._share.session import Session
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._trace import new_recorder
 from cloudckpt._uri import is_valid_location, parse_location
-from cloudckpt.errors import (
-    CheckpointChangedError,
-    CheckpointNotFoundError,
-    CloudckptError,
-    portable,
-)
+from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 
@@ -72,6 +67,7 @@ class ObjectStoreReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._registry = _extension_registry
         self._reporting_rank: int | None = None
+        self._is_lazy = False
         self._session: Session | None = None
         self.reset()
 
@@ -105,12 +101,14 @@ class ObjectStoreReader(StorageReader):
         """Whether `checkpoint_id` can be read from, by its form alone."""
         return is_valid_location(checkpoint_id)
 
-    def report_failures_in_set_up(self, *, rank: int | None) -> None:
+    def report_failures_in_set_up(self, *, rank: int | None, own_planner: bool = False) -> None:
         """For `cloudckpt.load`: let `read_metadata` succeed, and `set_up_storage_reader` raise its error; None ends it.
 
-        torch turns what `read_metadata` raises into a log entry and an ``AssertionError`` with its text.
+        torch turns what `read_metadata` raises into a log entry and an ``AssertionError`` with its text. With
+        `own_planner`, no other code sees the metadata, so that entries of tensors need not be made beforehand.
         """
         self._reporting_rank = rank
+        self._is_lazy = own_planner and type(self) is ObjectStoreReader
         if rank is None:
             self._recorder.end()
 
@@ -286,7 +284,7 @@ class ObjectStoreReader(StorageReader):
             if not context.retrier.call(lambda: holds_torch_checkpoint(context.store)):
                 raise
             return self._read_torch_metadata(context)
-        metadata = metadata_of(manifest, checkpoint_id=self.checkpoint_id, load_id=self._load_id)
+        metadata = metadata_of(manifest, checkpoint_id=self.checkpoint_id, load_id=self._load_id, is_lazy=self._is_lazy)
         self._manifest_s = time.monotonic() - self._started_s
         self._recorder.span("manifest", int(self._started_s * 1e9))
         self._context, self._manifest, self.failure = context, manifest, None

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._pipeline.items import GivesTensors, LoadItems
+from cloudckpt._plan.addresses import meeting_another
 from cloudckpt._plan.boxes import Box
-from cloudckpt._plan.reads import Request
-from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._plan.reads import Request, Want
+from cloudckpt._stage.targets import BytesTarget, Fillable, Target, TensorTarget
+from cloudckpt._stage.wholes import Wholes
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError
 
 _MAX_NAMES = 5
 
 
 class Consumer(NamedTuple):
-    """One read item and what it fills; `tensor` is None for a Python object. A load has one for each tensor."""
+    """One read item and what it fills; `tensor` is None for a Python object."""
 
     item: ReadItem
     location: ItemLocation
@@ -27,49 +31,128 @@ class Consumer(NamedTuple):
     tensor: torch.Tensor | None
 
 
+class Consumers:
+    """All that a load fills, numbered: whole tensors first, and then the `others`, each with an item of its own."""
+
+    __slots__ = ("others", "targets", "wholes")
+
+    def __init__(self, wholes: Wholes, others: Sequence[Consumer]) -> None:
+        self.wholes = wholes
+        self.others = others
+        self.targets = Targets(wholes, [consumer.target for consumer in others])
+
+    def __len__(self) -> int:
+        return len(self.wholes) + len(self.others)
+
+    @property
+    def num_bytes(self) -> int:
+        """As many as are wanted."""
+        return self.wholes.num_bytes + sum(consumer.target.num_bytes for consumer in self.others)
+
+    def fqn_of(self, number: int) -> str:
+        """The entry of the state dict that this one fills, or a part of it."""
+        num_whole = len(self.wholes)
+        if number < num_whole:
+            return self.wholes.fqns[number]
+        return self.others[number - num_whole].item.storage_index.fqn
+
+    def wants(self, *, max_gap_bytes: int) -> list[Want]:
+        """The ranges to fetch."""
+        wants = list(self.wholes.wants())
+        for number, consumer in enumerate(self.others, len(self.wholes)):
+            wants += consumer.target.wants(number, max_gap_bytes=max_gap_bytes)
+        return wants
+
+    def keep_apart(self) -> None:
+        """Where tensors share memory, as tied weights do, fill none of them directly. To be called after `wants`.
+
+        Two reads into one piece of memory would find each other's bytes when they check their own.
+        """
+        begins, ends = self.wholes.address_ranges()
+        direct: list[TensorTarget] = []
+        for consumer in self.others:
+            if isinstance(consumer.target, TensorTarget) and consumer.target.direct_range is not None:
+                direct.append(consumer.target)
+                begin, end = consumer.target.direct_range
+                begins.append(begin)
+                ends.append(end)
+        num_whole = len(self.wholes)
+        found = meeting_another(begins, ends)
+        self.wholes.copy_instead(position for position in found if position < num_whole)
+        for position in found:
+            if position >= num_whole:
+                direct[position - num_whole].copy_instead()
+
+    def are_copied(self) -> list[bool]:
+        """Of each, whether its bytes come by way of a buffer. To be called after `keep_apart`."""
+        return [*self.wholes.are_copied(), *(consumer.target.is_copied for consumer in self.others)]
+
+
+class Targets(Sequence[Fillable]):
+    """What the consumers fill, by their numbers."""
+
+    def __init__(self, wholes: Wholes, others: Sequence[Fillable]) -> None:
+        self._wholes, self._others, self._num_whole = wholes, others, len(wholes)
+
+    def __len__(self) -> int:
+        return self._num_whole + len(self._others)
+
+    @overload
+    def __getitem__(self, index: int) -> Fillable: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Fillable]: ...
+    def __getitem__(self, index: int | slice) -> Fillable | list[Fillable]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self._wholes[index] if index < self._num_whole else self._others[index - self._num_whole]
+
+
 def consumers_of(
     items: Sequence[ReadItem],
     planner: LoadPlanner,
+    manifest: Manifest,
     storage_data: Mapping[MetadataIndex, ItemLocation],
     *,
     uri: str,
-) -> list[Consumer]:
-    """Of each item, in order; the planner gives the tensors."""
-    consumers = []
-    for item in items:
-        index = item.storage_index
-        location = storage_data.get(index)
-        if location is None:
-            raise CorruptCheckpointError(f"{uri} has no data for {index.fqn!r} at {index.offset}", uri=uri)
-        if item.type is LoadItemType.BYTE_IO:
-            consumers.append(Consumer(item, location, BytesTarget(location), None))
-            continue
-        tensor, lengths = planner.resolve_tensor(item).detach(), tuple(item.lengths)
-        if tensor.shape != lengths:
-            raise CloudckptError(
-                f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
-            )
-        offsets = tuple(item.storage_offsets)
-        if len(offsets) != len(location.lengths) or any(
-            begin < 0 or begin + length > extent
-            for begin, length, extent in zip(offsets, lengths, location.lengths, strict=False)
-        ):
-            raise CloudckptError(
-                f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
-            )
-        target: Target = (
-            BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
+) -> Consumers:
+    """Of each item; the planner gives the tensors. Whole ones are taken together, where it is used to that."""
+    wholes = Wholes()
+    if isinstance(items, LoadItems) and isinstance(planner, GivesTensors):
+        left = wholes.add(items.fqns, planner.tensors_of(items.fqns), manifest.tensors)
+        items = [*(items[position] for position in left), *items.others]
+    return Consumers(wholes, [_consumer_of(item, planner, storage_data, uri=uri) for item in items])
+
+
+def _consumer_of(
+    item: ReadItem, planner: LoadPlanner, storage_data: Mapping[MetadataIndex, ItemLocation], *, uri: str
+) -> Consumer:
+    index = item.storage_index
+    location = storage_data.get(index)
+    if location is None:
+        raise CorruptCheckpointError(f"{uri} has no data for {index.fqn!r} at {index.offset}", uri=uri)
+    if item.type is LoadItemType.BYTE_IO:
+        return Consumer(item, location, BytesTarget(location), None)
+    tensor, lengths = planner.resolve_tensor(item).detach(), tuple(item.lengths)
+    if tensor.shape != lengths:
+        raise CloudckptError(
+            f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
         )
-        consumers.append(Consumer(item, location, target, tensor))
-    return consumers
+    offsets = tuple(item.storage_offsets)
+    if len(offsets) != len(location.lengths) or any(
+        begin < 0 or begin + length > extent
+        for begin, length, extent in zip(offsets, lengths, location.lengths, strict=False)
+    ):
+        raise CloudckptError(
+            f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
+        )
+    target: Target = (
+        BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
+    )
+    return Consumer(item, location, target, tensor)
 
 
-def names_in(request: Request, consumers: Sequence[Consumer], begin: int, end: int) -> str:
+def names_in(request: Request, consumers: Consumers, begin: int, end: int) -> str:
     """The tensors and values that bytes ``[begin, end)`` of the request's object belong to, for a message."""
-    fqns = {
-        consumers[want.consumer].item.storage_index.fqn: None
-        for want in request.wants
-        if want.begin < end and want.end > begin
-    }
+    fqns = {consumers.fqn_of(want.consumer): None for want in request.wants if want.begin < end and want.end > begin}
     shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
     return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")

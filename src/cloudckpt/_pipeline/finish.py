@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
-from cloudckpt._pipeline.consumers import Consumer
+from cloudckpt._pipeline.consumers import Consumer, Consumers
 from cloudckpt._pipeline.context import Context
 from cloudckpt._plan.reads import Request
 from cloudckpt._stage.targets import BytesTarget
@@ -28,25 +28,29 @@ class Finisher:
 
     def finish_all(
         self,
-        consumers: Sequence[Consumer],
+        consumers: Consumers,
         planner: LoadPlanner,
         requests: Sequence[Request],
         done: Iterable[Request],
     ) -> None:
-        """Finish each of `consumers` as the last of its `requests` is `done`, and at once where it has none."""
-        outstanding = [0] * len(consumers)
-        for request in requests:
-            for want in request.wants:
-                outstanding[want.consumer] += 1
-        for consumer, num_wants in zip(consumers, outstanding, strict=True):
+        """Finish each of `consumers` as the last of its `requests` is `done`, and at once where it has none.
+
+        Whole tensors have no end of their own: there is nothing to be done for them, and the planner is not told.
+        """
+        num_whole, num_left = len(consumers.wholes), len(requests)
+        outstanding = [0] * len(consumers.others)
+        for number in _others(requests, num_whole):
+            outstanding[number] += 1
+        for consumer, num_wants in zip(consumers.others, outstanding, strict=True):
             if not num_wants:  # empty
                 self.finish(consumer, planner)
         for request in done:
-            for want in request.wants:
-                outstanding[want.consumer] -= 1
-                if not outstanding[want.consumer]:
-                    self.finish(consumers[want.consumer], planner)
-        if any(outstanding):
+            num_left -= 1
+            for number in _others([request], num_whole):
+                outstanding[number] -= 1
+                if not outstanding[number]:
+                    self.finish(consumers.others[number], planner)
+        if num_left or any(outstanding):
             raise CheckpointError(
                 f"the load of {self._context.uri} ended before all was read. What was loaded is not usable; load again",
                 uri=self._context.uri,
@@ -97,3 +101,11 @@ class Finisher:
         if self._allow_pickle:
             return io.BytesIO(content)
         return harmless_copy(content, item.storage_index.fqn, uri=self._context.uri)
+
+
+def _others(requests: Iterable[Request], num_whole: int) -> Iterator[int]:
+    """Which of the consumers beyond the first `num_whole` the requests bring some of, once for each want."""
+    for request in requests:
+        for want in request.wants:
+            if want.consumer >= num_whole:
+                yield want.consumer - num_whole

@@ -17,18 +17,17 @@ from cloudckpt._commit.resolve import resolve
 from cloudckpt._manifest.codec import unpack_tiles
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
-from cloudckpt._pipeline.consumers import Consumer, consumers_of, names_in
+from cloudckpt._pipeline.consumers import Consumers, consumers_of, names_in
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.finish import Finisher
 from cloudckpt._pipeline.shares import Shares
-from cloudckpt._pipeline.sizes import eased, request_bytes_of
 from cloudckpt._plan.reads import Request, Want, plan_requests
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.plan import Range
 from cloudckpt._share.wanted import wanted_ranges
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
-from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget, keep_apart
+from cloudckpt._stage.targets import BytesTarget, Fillable
 from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._transfer.checksum import tile_crc32cs
@@ -47,6 +46,8 @@ from cloudckpt.stores.base import Views
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
 _NO_BOUND = 1 << 62
+_MIN_REQUESTS_PER_CONNECTION = 4
+_SMALL_REQUEST_BYTES = 8 * MIB
 _UNSEEN_BYTES = 16 * MIB
 """Of values and transformed chunks of one object, as much as is believed to be there without a look."""
 
@@ -88,30 +89,24 @@ class LoadJob:
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> Loaded:
         """Fetch all that the plan asks for, and finish each item as its last byte arrives."""
         with rare_collections():
-            consumers = consumers_of(plan.items, planner, self._storage_data, uri=self._context.uri)
+            consumers = consumers_of(plan.items, planner, self._manifest, self._storage_data, uri=self._context.uri)
             shares, requests = self._requests_for(consumers)
         self._check_claims([*requests, *shares.to_take], consumers)
         self._execute(requests, shares, consumers, planner)
         return Loaded(
-            num_bytes_wanted=sum(consumer.target.num_bytes for consumer in consumers),
+            num_bytes_wanted=consumers.num_bytes,
             num_bytes_read=sum(request.num_bytes for request in requests) + shares.num_bytes_missed,
             num_bytes_received=shares.num_bytes_taken,
         )
 
-    def _requests_for(self, consumers: Sequence[Consumer]) -> tuple[Shares, list[Request]]:
+    def _requests_for(self, consumers: Consumers) -> tuple[Shares, list[Request]]:
         options = self._context.options
-        synchronize(consumer.tensor for consumer in consumers)
-        wants = [
-            want
-            for index, consumer in enumerate(consumers)
-            for want in consumer.target.wants(index, max_gap_bytes=options.max_gap_bytes)
-        ]
-        keep_apart(consumer.target for consumer in consumers if isinstance(consumer.target, TensorTarget))
+        synchronize(consumer.tensor for consumer in consumers.others)
+        wants = consumers.wants(max_gap_bytes=options.max_gap_bytes)
+        consumers.keep_apart()
         shares = Shares(self._exchange, wants, requests_for=lambda some: self._planned(some, request_bytes=_NO_BOUND))
-        copied = [consumer.target.is_copied for consumer in consumers]
-        request_bytes = request_bytes_of(self._context, shares.rest, copied, shares=self._exchange is not None)
-        rest = self._planned(shares.rest, request_bytes=max(request_bytes, self._manifest.tile_bytes))
-        rest = eased(self._context, rest, tile_bytes=self._tile_bytes)
+        rest_bytes = sum(want.end - want.begin for want in shares.rest)
+        rest = self._planned(shares.rest, request_bytes=self._request_bytes(rest_bytes))
         return shares, [*shares.to_read, *rest]
 
     def _planned(self, wants: Sequence[Want], *, request_bytes: int) -> list[Request]:
@@ -119,22 +114,26 @@ class LoadJob:
         return plan_requests(
             wants,
             object_sizes_bytes=self._object_sizes_bytes,
-            tile_bytes=self._tile_bytes,
+            tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
             request_bytes=request_bytes,
             max_gap_bytes=options.max_gap_bytes,
             # In the gaps may lie what another rank reads.
             max_over_read=options.max_over_read if self._exchange is None else 0.0,
         )
 
-    @property
-    def _tile_bytes(self) -> int:
-        """Reads are of so many bytes, or several times that."""
-        return self._manifest.tile_bytes if self._context.options.verify else _UNVERIFIED_TILE_BYTES
+    def _request_bytes(self, num_bytes: int) -> int:
+        """Large reads cost the client least, but a load should have some for every connection."""
+        options = self._context.options
+        share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * self._context.first_connections)
+        most_bytes = options.request_bytes
+        if self._exchange is not None:  # half of the memory is for what it hands on
+            most_bytes = min(most_bytes, options.read_bytes // 4 // self._context.first_connections)
+        return max(min(max(share_bytes, _SMALL_REQUEST_BYTES), most_bytes), self._manifest.tile_bytes)
 
-    def _check_claims(self, requests: Sequence[Request], consumers: Sequence[Consumer]) -> None:
+    def _check_claims(self, requests: Sequence[Request], consumers: Consumers) -> None:
         """Before memory is taken on the manifest's word alone: the objects have to be as large as it says."""
         held: defaultdict[int, dict[MetadataIndex, ItemLocation]] = defaultdict(dict)
-        for consumer in consumers:
+        for consumer in consumers.others:
             if isinstance(consumer.target, BytesTarget):
                 held[consumer.location.object_index][consumer.item.storage_index] = consumer.location
         claimed = {index: sum(at.end - at.begin for at in items.values()) for index, items in held.items()}
@@ -158,11 +157,9 @@ class LoadJob:
                 uri=context.uri,
             )
 
-    def _execute(
-        self, requests: Sequence[Request], shares: Shares, consumers: Sequence[Consumer], planner: LoadPlanner
-    ) -> None:
+    def _execute(self, requests: Sequence[Request], shares: Shares, consumers: Consumers, planner: LoadPlanner) -> None:
         options = self._context.options
-        targets = [consumer.target for consumer in consumers]
+        targets = consumers.targets
         budget_bytes = options.read_bytes - self._context.hedge_bytes - shares.ring_bytes
         arena = Arena(budget_bytes=budget_bytes, pinned=cuda_in_use())
         in_inference_mode = torch.is_inference_mode_enabled()  # which is a matter of each thread
@@ -197,8 +194,8 @@ class LoadJob:
     def _fetch(
         self,
         request: Request,
-        consumers: Sequence[Consumer],
-        targets: Sequence[Target],
+        consumers: Consumers,
+        targets: Sequence[Fillable],
         arena: Arena,
         hand_on: Callable[[Views], None],
     ) -> None:
@@ -241,7 +238,7 @@ class LoadJob:
             f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
         )
 
-    def _take(self, request: Request, targets: Sequence[Target], arena: Arena, fill: Callable[[Views], bool]) -> None:
+    def _take(self, request: Request, targets: Sequence[Fillable], arena: Arena, fill: Callable[[Views], bool]) -> None:
         with opened(request, targets, arena) as views:
             is_whole = fill(views)
             # The other rank has checked them, but nobody knows what becomes of them on the way from there.

@@ -10,7 +10,7 @@ import torch
 
 from cloudckpt._plan.reads import Request, Want
 from cloudckpt._stage.arena import Arena
-from cloudckpt._stage.targets import Target
+from cloudckpt._stage.targets import Fillable
 from cloudckpt._stage.tensors import bytes_view
 
 _ALIGNMENT_BYTES = 16  # the largest element
@@ -27,7 +27,7 @@ class _Gap:
 
 
 @contextlib.contextmanager
-def opened(request: Request, targets: Sequence[Target], arena: Arena) -> Iterator[list[memoryview]]:
+def opened(request: Request, targets: Sequence[Fillable], arena: Arena) -> Iterator[list[memoryview]]:
     """Views to fill with the request's bytes, in order; left without an error, the targets have got theirs.
 
     Most views are the targets' own memory. Bytes that nobody wants, that have to be converted, or that several want,
@@ -67,7 +67,7 @@ def _gap(begin: int, end: int, position: int) -> _Gap:
     return _Gap(begin=begin, end=end, position=position + (begin - position) % _ALIGNMENT_BYTES)
 
 
-def _copy(want: Want, gaps: Sequence[_Gap], buffer: torch.Tensor, target: Target) -> None:
+def _copy(want: Want, gaps: Sequence[_Gap], buffer: torch.Tensor, target: Fillable) -> None:
     for gap in gaps:
         begin, end = max(want.begin, gap.begin), min(want.end, gap.end)
         if begin < end:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -18,10 +17,20 @@ from cloudckpt._plan.reads import Want
 from cloudckpt._stage.tensors import as_carrier, bytes_view, holds_its_values, is_viewable
 
 
-class Target(Protocol):
-    """Where the bytes of one read item go. Ranges are of the object's bytes."""
+class Fillable(Protocol):
+    """Where bytes of an object go. Ranges are of the object's bytes."""
 
     num_bytes: int
+
+    def direct_view(self, begin: int, end: int) -> memoryview | None:
+        """The memory that these wanted bytes belong in; None where they have to be copied there."""
+
+    def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
+
+
+class Target(Fillable, Protocol):
+    """Where the bytes of one read item go."""
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:
         """The ranges to fetch."""
@@ -29,12 +38,6 @@ class Target(Protocol):
     @property
     def is_copied(self) -> bool:
         """Whether the bytes come by way of a buffer; known once `wants` was asked."""
-
-    def direct_view(self, begin: int, end: int) -> memoryview | None:
-        """The memory that these wanted bytes belong in; None where they have to be copied there."""
-
-    def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
 
 
 class BytesTarget:
@@ -162,23 +165,3 @@ class TensorTarget:
             for dim, (offset, origin, length) in enumerate(pairs):
                 block = block.narrow(dim, offset - origin, length)
             block.copy_(elements.as_strided(common.lengths, strides, elements.storage_offset() + start))
-
-
-def keep_apart(targets: Iterable[TensorTarget]) -> None:
-    """Where tensors share memory, as tied weights do, fill none of them directly.
-
-    Two reads into one piece of memory would find each other's bytes when they check their own.
-    """
-    direct: list[tuple[int, int, int, TensorTarget]] = []
-    for target in targets:
-        address_range = target.direct_range
-        if address_range is not None:
-            direct.append((*address_range, len(direct), target))
-    direct.sort()
-    reached, holder = 0, None
-    for begin, end, _, target in direct:
-        if begin < reached and holder is not None:
-            holder.copy_instead()
-            target.copy_instead()
-        if end > reached:
-            reached, holder = end, target

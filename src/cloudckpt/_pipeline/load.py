@@ -21,6 +21,7 @@ from cloudckpt._pipeline.consumers import Consumers, consumers_of, names_in
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.finish import Finisher
 from cloudckpt._pipeline.shares import Shares
+from cloudckpt._pipeline.sizes import eased, request_bytes_of
 from cloudckpt._plan.reads import Request, Want, plan_requests
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.plan import Range
@@ -46,8 +47,6 @@ from cloudckpt.stores.base import Views
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request
 _NO_BOUND = 1 << 62
-_MIN_REQUESTS_PER_CONNECTION = 4
-_SMALL_REQUEST_BYTES = 8 * MIB
 _UNSEEN_BYTES = 16 * MIB
 """Of values and transformed chunks of one object, as much as is believed to be there without a look."""
 
@@ -105,8 +104,10 @@ class LoadJob:
         wants = consumers.wants(max_gap_bytes=options.max_gap_bytes)
         consumers.keep_apart()
         shares = Shares(self._exchange, wants, requests_for=lambda some: self._planned(some, request_bytes=_NO_BOUND))
-        rest_bytes = sum(want.end - want.begin for want in shares.rest)
-        rest = self._planned(shares.rest, request_bytes=self._request_bytes(rest_bytes))
+        copied = consumers.are_copied()
+        request_bytes = request_bytes_of(self._context, shares.rest, copied, shares=self._exchange is not None)
+        rest = self._planned(shares.rest, request_bytes=max(request_bytes, self._manifest.tile_bytes))
+        rest = eased(self._context, rest, tile_bytes=self._tile_bytes)
         return shares, [*shares.to_read, *rest]
 
     def _planned(self, wants: Sequence[Want], *, request_bytes: int) -> list[Request]:
@@ -114,21 +115,17 @@ class LoadJob:
         return plan_requests(
             wants,
             object_sizes_bytes=self._object_sizes_bytes,
-            tile_bytes=self._manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
+            tile_bytes=self._tile_bytes,
             request_bytes=request_bytes,
             max_gap_bytes=options.max_gap_bytes,
             # In the gaps may lie what another rank reads.
             max_over_read=options.max_over_read if self._exchange is None else 0.0,
         )
 
-    def _request_bytes(self, num_bytes: int) -> int:
-        """Large reads cost the client least, but a load should have some for every connection."""
-        options = self._context.options
-        share_bytes = num_bytes // (_MIN_REQUESTS_PER_CONNECTION * self._context.first_connections)
-        most_bytes = options.request_bytes
-        if self._exchange is not None:  # half of the memory is for what it hands on
-            most_bytes = min(most_bytes, options.read_bytes // 4 // self._context.first_connections)
-        return max(min(max(share_bytes, _SMALL_REQUEST_BYTES), most_bytes), self._manifest.tile_bytes)
+    @property
+    def _tile_bytes(self) -> int:
+        """Reads are of so many bytes, or several times that."""
+        return self._manifest.tile_bytes if self._context.options.verify else _UNVERIFIED_TILE_BYTES
 
     def _check_claims(self, requests: Sequence[Request], consumers: Consumers) -> None:
         """Before memory is taken on the manifest's word alone: the objects have to be as large as it says."""

@@ -40,12 +40,16 @@ def growth_of(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def verdicts(sizes: Sequence[Mapping[str, Any]]) -> list[tuple[bool, str]]:
-    """A line for each bar. A million chunks cost what the largest job's chunks cost each, a million times."""
-    largest = max(sizes, key=lambda size: size["num_chunks"])
-    scale = _MILLION / largest["num_chunks"]
-    seconds = {name: phase["cpu_s"] * scale for name, phase in largest["phases"].items()}
+    """A line for each bar.
+
+    A million chunks cost, a million times, what a chunk costs of the smallest job that has so many; else of the largest.
+    """
+    in_order = sorted(sizes, key=lambda size: size["num_chunks"])
+    nearest = next((size for size in in_order if size["num_chunks"] >= _MILLION), in_order[-1])
+    scale = _MILLION / nearest["num_chunks"]
+    seconds = {name: phase["cpu_s"] * scale for name, phase in nearest["phases"].items()}
     commit_s, decode_s = seconds[BUILD] + seconds[ENCODE], seconds[DECODE]
-    manifest_bytes = largest["sizes_bytes"][MANIFEST_BYTES] * scale
+    manifest_bytes = nearest["sizes_bytes"][MANIFEST_BYTES] * scale
     lines = [
         (commit_s < _MAX_COMMIT_S, f"1 M chunks: build and encode {commit_s:.2f} s of one core (bar: {_MAX_COMMIT_S})"),
         (

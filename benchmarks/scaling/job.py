@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 import torch
 from awscrt.checksums import crc32c
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
+from cloudckpt._manifest.receipts import ItemReceipts, ObjectReceipt
 from cloudckpt._manifest.torch_dtypes import dtype_name
 from cloudckpt._plan.layout import Entry, lay_out, storage_order
 
@@ -118,19 +120,21 @@ class Job:
             size_bytes=layout.size_bytes,
             tile_crc32cs=_checksums(rank, -(-layout.size_bytes // TILE_BYTES)),
         )
-        results = []
-        for i, begin in zip(order, layout.begins, strict=True):
-            item, entry = plan.items[i], entries[i]
-            receipt = ItemReceipt(
-                stored_in=stored_in,
-                begin=begin,
-                end=begin + entry.num_bytes,
-                dtype=entry.dtype,
-                lengths=entry.shape if entry.dtype else (),
-                transforms=(),
-            )
-            results.append(WriteResult(index=item.index, size_in_bytes=entry.num_bytes, storage_data=receipt))
-        return results
+        items = [plan.items[i] for i in order]
+        written = [entries[i] for i in order]
+        receipts = ItemReceipts(
+            stored_in=stored_in,
+            fqns=[item.index.fqn for item in items],
+            offsets=[None if item.index.offset is None else tuple(item.index.offset) for item in items],
+            begins=array("q", layout.begins),
+            ends=array("q", map(add, layout.begins, (entry.num_bytes for entry in written))),
+            dtypes=[entry.dtype for entry in written],
+            lengths=[entry.shape if entry.dtype else () for entry in written],
+            transforms=[()] * len(items),
+        )
+        return [
+            WriteResult(index=MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)
+        ]
 
 
 def _checksums(rank: int, num_tiles: int) -> tuple[int, ...]:

@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
+from cloudckpt._collecting import rare_collections
+from cloudckpt._manifest.build import manifest_of
 from cloudckpt._manifest.codec import decode, encode
-from cloudckpt._manifest.torch_metadata import manifest_of, metadata_of
+from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt._manifest.validate import problems_of
 from cloudckpt._narrow import narrowed
 
@@ -70,9 +72,10 @@ def simulate(job: Job, *, with_planning: bool) -> Outcome:
     sizes_bytes: dict[str, int] = {}
     if (base_bytes := resident_bytes()) is not None:
         sizes_bytes["process at the start"] = base_bytes
-    document = _save(job, clock, sizes_bytes, with_planning=with_planning)
-    gc.collect()
-    _load(job, document, clock)
+    with rare_collections():  # as in a save and a load
+        document = _save(job, clock, sizes_bytes, with_planning=with_planning)
+        gc.collect()
+        _load(job, document, clock)
     return Outcome(phases=clock.phases, sizes_bytes=sizes_bytes)
 
 

@@ -40,6 +40,13 @@ def test_quadratic_growth_misses_the_bar() -> None:
     assert growth_of(quadratic)[BUILD] == pytest.approx(2.0)
 
 
+def test_a_million_chunks_are_those_of_the_job_that_has_so_many() -> None:
+    """If this fails, the bar for a million chunks is held to another job, where each chunk costs more or less."""
+    jobs = [size_of(300_000, 2.7), size_of(2_000_000, 6.0), size_of(5_000_000, 50.0)]
+    assert "build and encode 6.00 s" in verdicts(jobs)[0][1]
+    assert "build and encode 18.00 s" in verdicts(jobs[:1])[0][1]
+
+
 def test_the_job_is_one_that_torch_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """If this fails, what is simulated is no checkpoint, or the figures of a run are lost."""
     results = tmp_path / "scale.json"

@@ -42,7 +42,7 @@ def growth_of(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 def verdicts(sizes: Sequence[Mapping[str, Any]]) -> list[tuple[bool, str]]:
     """A line for each bar.
 
-    A million chunks cost, a million times, what a chunk costs of the smallest job that has so many; else of the largest.
+    A million chunks cost, a million times, what one costs in the smallest job that has so many, else in the largest.
     """
     in_order = sorted(sizes, key=lambda size: size["num_chunks"])
     nearest = next((size for size in in_order if size["num_chunks"] >= _MILLION), in_order[-1])

@@ -85,6 +85,10 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 
+    def plain_tensors(self) -> Mapping[str, Any]:
+        """See `cloudckpt._stage.items.KnowsPlainTensors`."""
+        return self.state_dict
+
     def resolve_data(self, write_item: WriteItem) -> Any:
         if not isinstance(write_item, PieceItem):
             return super().resolve_data(write_item)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cloudckpt._manifest.receipts import StoredRange
+from cloudckpt._manifest.stored_ranges import StoredRanges
 from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
@@ -136,14 +136,8 @@ class ObjectStoreWriter(StorageWriter):
         write what was planned; either way what all ranks wrote is removed. Raises `CommitUnknownError`, and removes
         nothing, if the outcome cannot be found out.
         """
-        # torch sends this to all ranks, so it is kept small. Made before the commit: afterwards nothing may fail.
-        storage_data = {
-            result.index: StoredRange(
-                key=result.storage_data.stored_in.key, begin=result.storage_data.begin, end=result.storage_data.end
-            )
-            for of_rank in results
-            for result in of_rank
-        }
+        # Made before the commit: afterwards nothing may fail.
+        storage_data = StoredRanges(result.storage_data for of_rank in results for result in of_rank)
         job = self._begun()
         with job.recorder.step("commit"):
             job.commit(metadata, results)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
+from array import array
 from typing import Any
 
 import msgspec
@@ -22,11 +24,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt._manifest.build import manifest_of
 from cloudckpt._manifest.codec import decode, encode
 from cloudckpt._manifest.model import Manifest
-from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
-from cloudckpt._manifest.torch_metadata import manifest_of, metadata_of
+from cloudckpt._manifest.receipts import ItemReceipts, ObjectReceipt, StoredRange
+from cloudckpt._manifest.stored_ranges import StoredRanges
+from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
+
+
+class ItemReceipt(msgspec.Struct):
+    """Of one item: a row of what `ItemReceipts` has in columns."""
+
+    stored_in: ObjectReceipt
+    begin: int
+    end: int
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+
 
 Receipts = list[dict[MetadataIndex, ItemReceipt]]
 
@@ -84,10 +100,34 @@ def made(metadata: Metadata, receipts: Receipts, **changes: Any) -> Manifest:
         **changes,
     }
     results = [
-        [WriteResult(index=index, size_in_bytes=r.end - r.begin, storage_data=r) for index, r in of_rank.items()]
+        [
+            WriteResult(index=MetadataIndex(columns.stored_in.key), size_in_bytes=0, storage_data=columns)
+            for columns in columns_of(of_rank)
+        ]
         for of_rank in receipts
     ]
     return manifest_of(metadata, results, **settings)
+
+
+def columns_of(of_rank: dict[MetadataIndex, ItemReceipt]) -> list[ItemReceipts]:
+    """Of each object, what that rank would send."""
+    objects = {receipt.stored_in.key: receipt.stored_in for receipt in of_rank.values()}
+    made = []
+    for key, stored_in in objects.items():
+        rows = [(index, receipt) for index, receipt in of_rank.items() if receipt.stored_in.key == key]
+        made.append(
+            ItemReceipts(
+                stored_in=stored_in,
+                fqns=[index.fqn for index, _ in rows],
+                offsets=[None if index.offset is None else tuple(index.offset) for index, _ in rows],
+                begins=array("q", [receipt.begin for _, receipt in rows]),
+                ends=array("q", [receipt.end for _, receipt in rows]),
+                dtypes=[receipt.dtype for _, receipt in rows],
+                lengths=[receipt.lengths for _, receipt in rows],
+                transforms=[receipt.transforms for _, receipt in rows],
+            )
+        )
+    return made
 
 
 def sample() -> Metadata:
@@ -244,3 +284,46 @@ def test_metadata_that_is_no_json_is_refused_before_the_commit(notes: dict[str, 
     """If this fails, the coordinator fails in the middle of the commit, and nobody knows whether it was made."""
     with pytest.raises(UnsupportedValueError, match=r"Options\(metadata=…\)"):
         made(sample(), receipts_of(sample(), 1), user_metadata=notes)
+
+
+@given(num_ranks=st.integers(1, 4))
+def test_ranges_are_those_of_the_receipts(num_ranks: int) -> None:
+    """If this fails, the metadata that a save returns says of some item that it lies elsewhere than it does."""
+    receipts = receipts_of(sample(), num_ranks)
+    expected = {
+        index: StoredRange(key=receipt.stored_in.key, begin=receipt.begin, end=receipt.end)
+        for of_rank in receipts
+        for index, receipt in of_rank.items()
+    }
+    columns = [of_object for of_rank in receipts for of_object in columns_of(of_rank)]
+    ranges = StoredRanges(columns)
+    for given_ranges in (ranges, pickle.loads(pickle.dumps(ranges)), StoredRanges(pickle.loads(pickle.dumps(columns)))):
+        assert given_ranges == expected
+        assert repr(given_ranges) == repr(dict(given_ranges))
+        assert len(given_ranges) == len(expected)
+        with pytest.raises(KeyError, match="absent"):
+            given_ranges[MetadataIndex("absent")]
+    assert MetadataIndex("w") not in ranges  # of a tensor's chunks, none is meant
+
+
+def test_of_two_items_of_one_index_the_later_counts() -> None:
+    """If this fails, the metadata that a save returns and its manifest tell of different bytes."""
+    early, late = receipts_of(sample(), 1)[0], receipts_of(sample(), 1)[0]
+    for index, receipt in late.items():
+        late[index] = msgspec.structs.replace(
+            receipt, stored_in=dataclasses.replace(receipt.stored_in, key="data/attempt/1-0.safetensors")
+        )
+    manifest = made(sample(), [early, late])
+    assert [stored.key for stored in manifest.objects] == ["data/attempt/1-0.safetensors"]
+    ranges = StoredRanges([*columns_of(early), *columns_of(late)])
+    assert {place.key for place in ranges.values()} == {"data/attempt/1-0.safetensors"}
+
+
+def test_many_receipts_of_one_kind_are_small() -> None:
+    """If this fails, the coordinator of a large job waits for what ranks say, of which most is the same for all."""
+    entries: dict[str, Any] = {f"layer.{number:05}": tensor_entry([4]) for number in range(2000)}
+    (columns,) = columns_of(receipts_of(Metadata(state_dict_metadata=entries), 1)[0])
+    shared = msgspec.structs.replace(
+        columns, **{name: getattr(columns, name)[:1] * 2000 for name in ("offsets", "lengths", "dtypes")}
+    )
+    assert len(pickle.dumps(shared)) < 2000 * (len("layer.00000") + 2 * 8 + 15)

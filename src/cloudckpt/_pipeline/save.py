@@ -27,8 +27,8 @@ from cloudckpt._commit.resolve import (
     read_log,
 )
 from cloudckpt._commit.resuming import attempts_to_resume
+from cloudckpt._manifest.build import manifest_of
 from cloudckpt._manifest.model import Manifest
-from cloudckpt._manifest.torch_metadata import manifest_of
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.write import write_items
 from cloudckpt._stage.transforms import WriteTransforms

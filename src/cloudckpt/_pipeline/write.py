@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._commit.attempt import data_key, data_prefix
-from cloudckpt._manifest.receipts import ItemReceipt, ObjectReceipt
+from cloudckpt._manifest.receipts import ItemReceipts, ObjectReceipt
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.sizes import part_bytes_of
 from cloudckpt._plan.layout import lay_out, storage_order
@@ -35,7 +37,7 @@ class Written:
     """What `write_items` did."""
 
     results: list[WriteResult]
-    """One for each item."""
+    """One for each object, with what it holds: torch looks at none of it, and there can be many items."""
     objects: list[ObjectReceipt]
     num_reused_bytes: int
     """Of the objects' bytes, those that were there already."""
@@ -58,7 +60,7 @@ def write_items(
     arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
     sizes_bytes = [estimated_bytes(item) for item in items]
     num_bytes = sum(sizes_bytes)
-    placed: list[list[_Placed]] = []
+    placed: list[Callable[..., ItemReceipts]] = []
     with UploadSession(
         context.store,
         context.retrier,
@@ -81,7 +83,7 @@ def write_items(
             pieces += [
                 piece_of(item.content, begin=begin) for item, begin in zip(in_object, layout.begins, strict=True)
             ]
-            placed.append([_placed(item, begin) for item, begin in zip(in_object, layout.begins, strict=True)])
+            placed.append(_receipts_of(in_object, layout.begins))
             del in_object  # the body holds what it still needs, and only until it is sent
             key = data_key(attempt, context.rank, number)
             found = leftovers.get(key.removeprefix(data_prefix(attempt, context.rank)), [])
@@ -90,9 +92,12 @@ def write_items(
             session.submit(key, body, found, part_bytes=part_bytes)
         objects = session.finish()
     results = [
-        item.result(stored_in)
-        for items_of_object, stored_in in zip(placed, objects, strict=True)
-        for item in items_of_object
+        WriteResult(
+            index=MetadataIndex(stored_in.key),
+            size_in_bytes=stored_in.size_bytes,
+            storage_data=receipts_in(stored_in=stored_in),
+        )
+        for receipts_in, stored_in in zip(placed, objects, strict=True)
     ]
     return Written(results=results, objects=objects, num_reused_bytes=session.num_reused_bytes)
 
@@ -113,35 +118,15 @@ def _groups(
         yield [items[i] for i in group]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """What remains of an item once its object is laid out."""
-
-    index: MetadataIndex
-    begin: int
-    num_bytes: int
-    dtype: str | None
-    lengths: tuple[int, ...]
-    transforms: tuple[str, ...]
-
-    def result(self, stored_in: ObjectReceipt) -> WriteResult:
-        receipt = ItemReceipt(
-            stored_in=stored_in,
-            begin=self.begin,
-            end=self.begin + self.num_bytes,
-            dtype=self.dtype,
-            lengths=self.lengths,
-            transforms=self.transforms,
-        )
-        return WriteResult(index=self.index, size_in_bytes=self.num_bytes, storage_data=receipt)
-
-
-def _placed(item: StagedItem, begin: int) -> _Placed:
-    return _Placed(
-        index=item.index,
-        begin=begin,
-        num_bytes=item.entry.num_bytes,
-        dtype=item.dtype,
-        lengths=item.lengths,
-        transforms=item.transforms,
+def _receipts_of(in_object: Sequence[StagedItem], begins: Sequence[int]) -> Callable[..., ItemReceipts]:
+    """What remains of an object's items once they are laid out; it asks for the object's own receipt (`stored_in`)."""
+    return functools.partial(
+        ItemReceipts,
+        fqns=[item.entry.fqn for item in in_object],
+        offsets=[item.index_offsets for item in in_object],
+        begins=array("q", begins),
+        ends=array("q", [begin + item.entry.num_bytes for item, begin in zip(in_object, begins, strict=True)]),
+        dtypes=[item.dtype for item in in_object],
+        lengths=[item.lengths for item in in_object],
+        transforms=[item.transforms for item in in_object],
     )

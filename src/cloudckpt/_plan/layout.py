@@ -12,8 +12,7 @@ from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
 _ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, each tensor is aligned to its own element
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tensor, or one Python object's bytes (`dtype` None), that goes into an object."""
 
     fqn: str
@@ -53,12 +52,14 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
     for entry in entries:
         relative_begins.append(position)
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
-        header[_unused(name_of(entry), header)] = {
+        name = entry.fqn if entry.offsets is None else name_of(entry)
+        end = position + entry.num_bytes
+        header[name if name not in header else _unused(name, header)] = {
             "dtype": tag or "U8",
             "shape": entry.shape if tag else (entry.num_bytes,),
-            "data_offsets": (position, position + entry.num_bytes),
+            "data_offsets": (position, end),
         }
-        position += entry.num_bytes
+        position = end
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     prefix = len(text).to_bytes(8, "little") + text

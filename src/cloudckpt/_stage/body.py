@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from cloudckpt._plan.boxes import boxes_of
@@ -14,8 +14,7 @@ from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Something at byte `begin` of an object: bytes in memory, or a tensor that must be copied to become bytes."""
 
     begin: int
@@ -44,6 +43,8 @@ class PieceBody:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
         self._begins = [piece.begin for piece in self._pieces]
         self._arena = arena
+        contents = [piece.content for piece in self._pieces if isinstance(piece.content, memoryview)]
+        self._contents = contents if len(contents) == len(self._pieces) else None
         self.size_bytes = sum(piece.num_bytes for piece in self._pieces)
         self.copied_bytes = sum(piece.num_bytes for piece in self._pieces if isinstance(piece.content, torch.Tensor))
         """Of all of them, those that go through a buffer."""
@@ -51,6 +52,9 @@ class PieceBody:
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
         """Views of bytes ``[begin, end)``. Bounds lie on tiles, and so never inside of an element."""
+        if self._contents is not None:
+            yield self._views(self._contents, begin, end)
+            return
         inside = list(self._inside(begin, end))
         copied_bytes = sum(
             _aligned(high - low) for piece, low, high in inside if isinstance(piece.content, torch.Tensor)
@@ -68,6 +72,15 @@ class PieceBody:
                 views.append(bytes_view(target))
                 filled_bytes += _aligned(high - low)
             yield views
+
+    def _views(self, contents: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
+        """The same where nothing is to be copied: all but the first and the last are whole."""
+        first, last = max(bisect.bisect_right(self._begins, begin) - 1, 0), bisect.bisect_left(self._begins, end)
+        views = list(contents[first:last])
+        if views:
+            views[-1] = views[-1][: end - self._begins[last - 1]]
+            views[0] = views[0][max(begin - self._begins[first], 0) :]
+        return views
 
     def _inside(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
         """The pieces in ``[begin, end)``, each with the range of its own bytes that lies there."""

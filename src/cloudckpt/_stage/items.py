@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
+from cloudckpt._flat import PLAIN_TENSORS
 from cloudckpt._manifest.torch_dtypes import dtype_name
 from cloudckpt._plan.layout import Entry
-from cloudckpt._stage.tensors import bytes_view, is_viewable, plain
+from cloudckpt._stage.tensors import bytes_view, is_viewable, plain, quick_view
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt.errors import UnsupportedValueError
 
 _ESTIMATED_VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
+_OF_PLANNERS = frozenset({"resolve_data", "lookup_object", "transform_object"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedItem:
+class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
     """One write item, ready to be laid out. `content` refers to memory; nothing has been copied."""
 
-    index: MetadataIndex
     entry: Entry
+    index_offsets: tuple[int, ...] | None
+    """As its index has them."""
     content: torch.Tensor | memoryview
     dtype: str | None
     lengths: tuple[int, ...]
     transforms: tuple[str, ...]
+
+
+@runtime_checkable
+class KnowsPlainTensors(Protocol):
+    """A planner of ours, which resolves plain tensors as torch's default planner does."""
+
+    def plain_tensors(self) -> Mapping[str, Any]:
+        """The flat state dict: the items of whole tensors in it resolve to what it has under their names."""
 
 
 def estimated_bytes(item: WriteItem) -> int:
@@ -43,12 +54,79 @@ def staged(
     items: Sequence[WriteItem], planner: SavePlanner, transforms: WriteTransforms, *, uri: str
 ) -> Iterator[StagedItem]:
     """The items' data, as the planner gives it. Raises `UnsupportedValueError`, naming the FQN."""
+    known = _plain_tensors_of(planner) if not transforms else {}
+    kinds: dict[int, _Kind | None] = {}
     for item in items:
+        quick = _staged_quickly(item, known, kinds)
+        if quick is not None:
+            yield quick
+            continue
         data = planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
             yield _staged_value(item, data, transforms, uri)
         else:
             yield _staged_tensor(item, data, transforms, uri)
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """What whole tensors of one shape and dtype have in common. `offsets` are all 0."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    name: str
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+def _plain_tensors_of(planner: SavePlanner) -> Mapping[str, Any]:
+    """What `planner` need not be asked for; empty where it may have a way of its own."""
+    if isinstance(planner, KnowsPlainTensors):
+        return planner.plain_tensors()
+    if type(planner) is not DefaultSavePlanner or not _OF_PLANNERS.isdisjoint(vars(planner)):
+        return {}
+    return planner.state_dict
+
+
+def _staged_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _Kind | None]) -> StagedItem | None:
+    """The item's data, where it is a plain tensor that is sent from where it lies; else None.
+
+    `kinds` is what was found out about each ``tensor_data`` before: many items share one.
+    """
+    data, index = item.tensor_data, item.index
+    if data is None or item.type is not WriteItemType.TENSOR:
+        return None
+    tensor: Any = known.get(index.fqn)
+    if type(tensor) not in PLAIN_TENSORS:
+        return None
+    try:
+        kind = kinds[id(data)]
+    except KeyError:
+        kind = kinds[id(data)] = _kind_of(data)
+    if kind is None or tensor.dtype is not kind.dtype or tensor.size() != kind.size or index.offset != kind.offsets:
+        return None
+    content = quick_view(tensor)
+    if content is None:
+        return None
+    entry = Entry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
+    return StagedItem(
+        entry=entry,
+        index_offsets=kind.offsets,
+        content=content,
+        dtype=kind.name,
+        lengths=kind.lengths,
+        transforms=(),
+    )
+
+
+def _kind_of(data: TensorWriteData) -> _Kind | None:
+    size, dtype, offsets = data.size, data.properties.dtype, tuple(data.chunk.offsets)
+    if data.chunk.sizes != size or any(offsets) or len(offsets) != len(size):
+        return None
+    num_bytes = math.prod(size) * dtype.itemsize
+    return _Kind(
+        size=size, dtype=dtype, name=dtype_name(dtype), lengths=tuple(size), offsets=offsets, num_bytes=num_bytes
+    )
 
 
 def _staged_value(item: WriteItem, data: object, transforms: WriteTransforms, uri: str) -> StagedItem:
@@ -62,7 +140,7 @@ def _staged_value(item: WriteItem, data: object, transforms: WriteTransforms, ur
     if transforms:
         content, descriptors = transforms.apply(item, content)
     return StagedItem(
-        index=item.index,
+        index_offsets=_index_offsets(item),
         entry=Entry(fqn=item.index.fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content)),
         content=content,
         dtype=None,
@@ -89,7 +167,7 @@ def _staged_tensor(item: WriteItem, data: object, transforms: WriteTransforms, u
         content, descriptors = transforms.apply(item, _all_bytes(tensor))
         entry = Entry(fqn=fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content))
         return StagedItem(
-            index=item.index,
+            index_offsets=_index_offsets(item),
             entry=entry,
             content=content,
             dtype=dtype,
@@ -104,7 +182,18 @@ def _staged_tensor(item: WriteItem, data: object, transforms: WriteTransforms, u
         offsets=None if is_whole else tuple(planned.chunk.offsets),
         num_bytes=tensor.numel() * tensor.element_size(),
     )
-    return StagedItem(index=item.index, entry=entry, content=tensor, dtype=dtype, lengths=lengths, transforms=())
+    return StagedItem(
+        entry=entry,
+        index_offsets=_index_offsets(item),
+        content=tensor,
+        dtype=dtype,
+        lengths=lengths,
+        transforms=(),
+    )
+
+
+def _index_offsets(item: WriteItem) -> tuple[int, ...] | None:
+    return None if item.index.offset is None else tuple(item.index.offset)
 
 
 def _all_bytes(tensor: torch.Tensor) -> memoryview:

@@ -16,6 +16,13 @@ from cloudckpt.errors import UnsupportedValueError
 # Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+# What numpy knows, and shows as memory that can be taken for bytes.
+_QUICK = {
+    **{dtype: dtype for dtype in (torch.float64, torch.float32, torch.float16)},
+    **{dtype: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)},
+    torch.bfloat16: torch.int16,
+}
+
 
 def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
     """`tensor` as the strided tensor of real memory that it stands for, sharing that memory.
@@ -57,6 +64,22 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
         tensor = tensor.as_strided((tensor.numel(),), (1,))
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array).cast("B")
+
+
+def quick_view(tensor: torch.Tensor) -> memoryview | None:
+    """`bytes_view` of a tensor of no special type, in a third of the time; None where it may not be that simple."""
+    carrier = _QUICK.get(tensor.dtype)
+    if carrier is None:
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    try:
+        if carrier is not tensor.dtype:
+            tensor = tensor.view(carrier)
+        # These refuse whatever has other memory, layouts, order or bits than the values have.
+        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's arrays are buffers
+    except (RuntimeError, TypeError):
+        return None
 
 
 def synchronize(contents: Iterable[object]) -> None:

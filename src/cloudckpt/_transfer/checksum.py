@@ -17,6 +17,10 @@ def tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
     values: list[int] = []
     value, filled_bytes = 0, 0
     for view in views:
+        if len(view) < tile_bytes - filled_bytes:  # as nearly all are where tensors are small
+            value = _crc32c(view, value)
+            filled_bytes += len(view)
+            continue
         position = 0
         while position < len(view):
             step = min(tile_bytes - filled_bytes, len(view) - position)

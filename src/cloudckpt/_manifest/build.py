@@ -1,0 +1,218 @@
+"""The manifest of a save, from what torch's planner planned and what the ranks say they wrote."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from cloudckpt._manifest.codec import pack_tiles
+from cloudckpt._manifest.model import (
+    FORMAT_MAJOR,
+    FORMAT_MINOR,
+    FORMAT_NAME,
+    Chunk,
+    Manifest,
+    StoredObject,
+    StoredTensor,
+    StoredValue,
+)
+from cloudckpt._manifest.receipts import ItemReceipts
+from cloudckpt._manifest.torch_dtypes import dtype_name
+from cloudckpt._manifest.validate import problems_of
+from cloudckpt._version import __version__
+from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
+
+_MAX_SHOWN = 10
+
+_Index: TypeAlias = tuple[str, tuple[int, ...] | None]
+_Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
+"""The number of the receipts that have it, and then what they say of it, in their order."""
+
+
+def manifest_of(
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    *,
+    uri: str,
+    attempt: str,
+    save_id: str,
+    tile_bytes: int,
+    user_metadata: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of a save that planned `metadata` and wrote `results`, one sequence per rank.
+
+    Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3) and can be loaded
+    again, and `UnsupportedValueError` for what the manifest cannot hold.
+    """
+    receipts: list[ItemReceipts] = [result.storage_data for of_rank in results for result in of_rank]
+    written = _written(receipts)
+    objects = _stored_objects(receipts, written)
+    index_of = {key: number for number, key in enumerate(objects)}
+    object_indices = [index_of.get(of_object.stored_in.key, -1) for of_object in receipts]
+    tensors: dict[str, StoredTensor] = {}
+    values: dict[str, StoredValue] = {}
+    missing: list[str] = []
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            tensors[fqn] = _stored_tensor(fqn, entry, written, object_indices, missing=missing, uri=uri)
+            continue
+        item = written.get((fqn, None))
+        if item is None:
+            missing.append(fqn)
+            continue
+        number, begin, end, _, _, transforms = item
+        values[fqn] = StoredValue(
+            object_index=object_indices[number], begin=begin, end=end, transforms=list(transforms)
+        )
+    if missing:
+        more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
+        shown = ", ".join(missing[:_MAX_SHOWN]) + more
+        raise IncompleteSaveError(
+            f"{len(missing)} planned items of {uri} were not written, or not in their planned shape: {shown}. "
+            "Nothing was committed",
+            uri=uri,
+        )
+    manifest = Manifest(
+        format=FORMAT_NAME,
+        version=(FORMAT_MAJOR, FORMAT_MINOR),
+        attempt=attempt,
+        created_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds"),
+        world_size=len(results),
+        software={
+            "cloudckpt": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        tile_bytes=tile_bytes,
+        objects=list(objects.values()),
+        tensors=tensors,
+        values=values,
+        nesting=_nesting_of(metadata.planner_data, tensors.keys() | values.keys(), uri),
+        save_id=save_id,
+        metadata=_json_values(user_metadata, uri),
+    )
+    problems = problems_of(manifest)
+    if problems:
+        raise IncompleteSaveError(
+            f"what was planned for {uri} is no whole checkpoint: {'; '.join(problems[:_MAX_SHOWN])}. Nothing was "
+            "committed. Sharded tensors have to be saved by all of their ranks together (no_dist=False, "
+            "use_collectives=True)",
+            uri=uri,
+        )
+    return manifest
+
+
+def _written(receipts: Sequence[ItemReceipts]) -> dict[_Index, _Item]:
+    """By its index, what was written of each item; a later one hides an earlier one."""
+    written: dict[_Index, _Item] = {}
+    for number, of_object in enumerate(receipts):
+        numbers = [number] * len(of_object.fqns)
+        items = zip(
+            numbers,
+            of_object.begins,
+            of_object.ends,
+            of_object.dtypes,
+            of_object.lengths,
+            of_object.transforms,
+            strict=True,
+        )
+        written.update(zip(zip(of_object.fqns, of_object.offsets, strict=True), items, strict=True))
+    return written
+
+
+def _stored_objects(receipts: Sequence[ItemReceipts], written: Mapping[_Index, _Item]) -> dict[str, StoredObject]:
+    """By their keys, the objects that hold anything that counts, in the ranks' order."""
+    used = {item[0] for item in written.values()}
+    objects: dict[str, StoredObject] = {}
+    for number, of_object in enumerate(receipts):
+        stored_in = of_object.stored_in
+        if number in used and stored_in.key not in objects:
+            objects[stored_in.key] = StoredObject(
+                key=stored_in.key, size=stored_in.size_bytes, crc32c=pack_tiles(stored_in.tile_crc32cs)
+            )
+    return objects
+
+
+def _stored_tensor(
+    fqn: str,
+    entry: TensorStorageMetadata,
+    written: Mapping[_Index, _Item],
+    object_indices: Sequence[int],
+    *,
+    missing: list[str],
+    uri: str,
+) -> StoredTensor:
+    """The tensor, but for what is added to `missing`."""
+    chunks: list[Chunk] = []
+    kinds: set[tuple[str | None, tuple[str, ...]]] = set()
+    for chunk in entry.chunks:
+        item = written.get((fqn, chunk.offsets))
+        if item is None or item[4] != chunk.sizes:
+            missing.append(f"{fqn}{list(chunk.offsets)}")
+            continue
+        number, begin, end, dtype, lengths, transforms = item
+        chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[number], begin, end))
+        kinds.add((dtype, transforms))
+    dtype, transforms = kinds.pop() if len(kinds) == 1 else _kind_of(kinds, fqn, uri)
+    return StoredTensor(
+        dtype=dtype or dtype_name(entry.properties.dtype),
+        shape=tuple(entry.size),
+        chunks=chunks,
+        requires_grad=entry.properties.requires_grad,
+        transforms=list(transforms),
+    )
+
+
+def _kind_of(
+    kinds: Iterable[tuple[str | None, tuple[str, ...]]], fqn: str, uri: str
+) -> tuple[str | None, tuple[str, ...]]:
+    """The dtype and the transforms that all chunks have."""
+    dtypes = {dtype for dtype, _ in kinds if dtype is not None}
+    transforms = {descriptors for _, descriptors in kinds}
+    if len(dtypes) > 1 or len(transforms) > 1:
+        raise UnsupportedValueError(
+            f"the ranks wrote {fqn!r} of {uri} as different types: {sorted(dtypes)}, {sorted(transforms)}. "
+            "Give it one dtype on all ranks",
+            uri=uri,
+        )
+    return (dtypes.pop() if dtypes else None), (transforms.pop() if transforms else ())
+
+
+def _json_values(user_metadata: Mapping[str, Any], uri: str) -> dict[str, Any]:
+    """What a reader will get of the user's metadata."""
+    try:
+        json.dumps(msgspec.to_builtins(user_metadata), allow_nan=False)  # msgspec would make null of NaN
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(user_metadata), type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise UnsupportedValueError(
+            f"Options(metadata=…) cannot be kept in the manifest of {uri}, because it is not JSON: {error}", uri=uri
+        ) from error
+    return values
+
+
+def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, list[str | int]] | None:
+    if planner_data is None:
+        return None
+    known = set(fqns)
+    is_nesting = isinstance(planner_data, Mapping) and all(
+        isinstance(fqn, str)
+        and isinstance(path, (tuple, list))
+        and path
+        and all(isinstance(step, (str, int)) for step in path)
+        for fqn, path in planner_data.items()
+    )
+    if not is_nesting:
+        raise UnsupportedValueError(
+            f"the planner's own data ({type(planner_data).__name__}) cannot be kept in the manifest of {uri}: only the "
+            "nesting of the state dict can. Keep such data in the state dict, or in Options(metadata=…)",
+            uri=uri,
+        )
+    return {fqn: list(path) for fqn, path in planner_data.items() if fqn in known}

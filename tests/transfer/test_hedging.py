@@ -15,7 +15,7 @@ from cloudckpt._transfer.hedged import HedgedStore
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.peers import LEAST_S
 from cloudckpt._transfer.width import Bounds, Width
-from cloudckpt.errors import InterruptedReadError, StoreError, ThrottledError, TransientStoreError
+from cloudckpt.errors import InterruptedReadError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.stores._calls import follow
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
 from cloudckpt.stores.memory import MemoryStore
@@ -361,3 +361,20 @@ def test_what_width_pays_is_told(clock: Clock) -> None:
     with pytest.raises(ThrottledError):
         make(hedger, "refused", too_much)
     assert told == [4, 8, 4]
+
+
+def test_requests_that_time_out_together_are_followed_by_fewer(clock: Clock) -> None:
+    """If this fails, a server that leaves half of the requests waiting gets as many again."""
+    told: list[int] = []
+    hedger = Hedger(Width(Bounds(first=8, most=8)), budget_bytes=SIZE_BYTES, clock=clock, on_width=told.append)
+
+    def late() -> str:
+        clock.now_s += 20
+        raise StoreTimeoutError("no progress", key="k", operation="put")
+
+    for number in range(2):
+        assert hedger.width() == 8
+        with pytest.raises(StoreTimeoutError):
+            make(hedger, number, late)
+    assert hedger.width() == 4
+    assert told == [4]

@@ -23,6 +23,10 @@ class Network:
     all_mb_s: float = 10_000.0
     most_at_once: int = 10_000
     """Of more requests than these, each further one is asked to slow down, after its latency."""
+    served_at_once: int = 10_000
+    """Further ones wait until one of these is done."""
+    timeout_s: float = 20.0
+    """Of a request that waits."""
 
     def takes_s(self, num_bytes: int, num_at_once: int) -> float:
         return self.latency_s + num_bytes / MB / min(self.each_mb_s, self.all_mb_s / num_at_once)
@@ -33,6 +37,7 @@ class Outcome:
     elapsed_s: float
     widths: list[int]
     num_throttled: int
+    num_timeouts: int
 
     @property
     def last_widths(self) -> list[int]:
@@ -47,9 +52,9 @@ class Request:
     is_refused: bool
 
 
-def transfer(network: Network, width: Width, *, num_parts: int) -> Outcome:
+def transfer(network: Network, width: Width, *, num_parts: int, heeds_timeouts: bool = True) -> Outcome:
     """Move so many parts, with as many requests in flight as `width` says at each moment; they share the wire."""
-    now_s, left, num_throttled = 100.0, num_parts, 0
+    now_s, left, num_throttled, num_timeouts = 100.0, num_parts, 0, 0
     running: list[Request] = []
     widths = []
     while left or running:
@@ -58,10 +63,20 @@ def transfer(network: Network, width: Width, *, num_parts: int) -> Outcome:
             size_bytes = 0 if is_refused else PART_BYTES
             running.append(Request(now_s, network.latency_s, size_bytes, is_refused))
             left -= 1
-        rate = min(network.each_mb_s, network.all_mb_s / len(running)) * MB
-        step_s = min(request.latency_left_s + request.bytes_left / rate for request in running)
+        served, waiting = running[: network.served_at_once], running[network.served_at_once :]
+        rate = min(network.each_mb_s, network.all_mb_s / len(served)) * MB
+        step_s = min(request.latency_left_s + request.bytes_left / rate for request in served)
+        step_s = min([step_s, *(request.begun_s + network.timeout_s - now_s for request in waiting)])
         now_s += step_s
-        for request in running:
+        for request in waiting:
+            if now_s - request.begun_s > network.timeout_s - 1e-6:
+                running.remove(request)
+                num_timeouts += 1
+                left += 1
+                if heeds_timeouts:
+                    width.timed_out(begun_s=request.begun_s, ended_s=now_s)
+                widths.append(width.width)
+        for request in served:
             moving_s = max(step_s - request.latency_left_s, 0)
             request.latency_left_s = max(request.latency_left_s - step_s, 0)
             request.bytes_left -= moving_s * rate
@@ -74,7 +89,7 @@ def transfer(network: Network, width: Width, *, num_parts: int) -> Outcome:
             else:
                 width.done(begun_s=request.begun_s, ended_s=now_s, num_bytes=PART_BYTES)
             widths.append(width.width)
-    return Outcome(elapsed_s=now_s - 100.0, widths=widths, num_throttled=num_throttled)
+    return Outcome(elapsed_s=now_s - 100.0, widths=widths, num_throttled=num_throttled, num_timeouts=num_timeouts)
 
 
 def climber(first: int = 8, most: int = 32) -> Width:
@@ -133,6 +148,37 @@ def test_what_passed_is_forgotten() -> None:
         width.throttled(begun_s=10.0 + index, ended_s=10.5 + index)
     assert width.width == 1
     assert transfer(Network(), width, num_parts=3000).widths[-1] == 32
+
+
+def test_a_server_that_leaves_requests_waiting_is_asked_less() -> None:
+    """If this fails, a server of few threads, which refuses nothing, lets requests time out until their retries end."""
+    network = Network(each_mb_s=1.0, served_at_once=4)  # a part takes 32 s
+    heeding = transfer(network, climber(), num_parts=400)
+    deaf = transfer(network, climber(), num_parts=400, heeds_timeouts=False)
+    assert deaf.num_timeouts > 400
+    assert heeding.num_timeouts < 0.15 * 400
+    assert heeding.elapsed_s < 1.05 * deaf.elapsed_s
+    assert heeding.last_widths.count(4) > 0.7 * len(heeding.last_widths)
+
+
+def test_a_connection_that_died_is_no_reason_to_ask_less() -> None:
+    """If this fails, one dead connection in a while keeps a long save at half of what the network gives."""
+    width = climber(first=32)
+    for number in range(400):
+        begun_s = 100.0 + number
+        width.timed_out(begun_s=begun_s - 0.5, ended_s=begun_s)
+        for _ in range(16):  # half of the width, a round
+            width.done(begun_s=begun_s, ended_s=begun_s + 0.4, num_bytes=PART_BYTES)
+        assert width.width == 32
+
+
+def test_what_times_out_together_counts_once() -> None:
+    """If this fails, a line that is cut for a moment leaves one request in flight."""
+    width = climber(first=32)
+    for number in range(32):
+        width.timed_out(begun_s=10.0, ended_s=30.0 + number / 100)
+    assert width.width == 16
+    assert transfer(Network(), width, num_parts=200).widths[-1] == 32
 
 
 def test_a_number_stays_that_number() -> None:

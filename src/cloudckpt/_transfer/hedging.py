@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 from cloudckpt._transfer.peers import Peers, hedges_allowed
 from cloudckpt._transfer.width import Width
-from cloudckpt.errors import ThrottledError, TransientStoreError
+from cloudckpt.errors import StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.stores._calls import CallScope
 
 _T = TypeVar("_T")
@@ -138,6 +138,8 @@ class Hedger:
                 return hedge.take()
             if isinstance(failure, ThrottledError):
                 self._slow_down(call.begun_s)
+            elif isinstance(failure, StoreTimeoutError):
+                self._timed_out(call.begun_s)
             raise failure
         finally:
             del failure  # which holds this frame, and what it holds
@@ -210,3 +212,10 @@ class Hedger:
             self._width.throttled(begun_s=begun_s, ended_s=now_s)
             self._on_width(self._width.settled)
             self._calm_until_s = now_s + _CALM_S
+
+    def _timed_out(self, begun_s: float) -> None:
+        with self._lock:
+            before = self._width.settled
+            self._width.timed_out(begun_s=begun_s, ended_s=self._clock())
+            if self._width.settled != before:
+                self._on_width(self._width.settled)

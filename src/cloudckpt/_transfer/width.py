@@ -21,6 +21,9 @@ _SHORTEST_HOLD = 4
 _LONGEST_HOLD = 64
 _SHORTEST_LIFT = 32
 _LONGEST_LIFT = 512
+_FEWEST_TIMEOUTS = 2
+_TOO_MANY_TIMEOUTS = 4
+"""One in so many of the requests in flight, and at least `_FEWEST_TIMEOUTS`: fewer are connections that died."""
 _MOST_KNOWN = 256
 
 
@@ -50,8 +53,9 @@ class Width:
     the round's throughput. From `Bounds.first`, or `begin_at`, it doubles, for as long as a wider round gains at least
     half of what it would if every request stayed as fast; a step that does not is taken back, and after a while, which
     gets longer with each failure, a smaller one is tried. Where the store asks to slow down, it halves, once for all
-    requests that were under way, and does not come back to where it was for a while, which gets longer too. Not safe to
-    share between threads by itself.
+    requests that were under way, and does not come back to where it was for a while, which gets longer too. Where a
+    quarter of the requests in flight time out before the others have made a round, it halves as well: a server that
+    leaves waiting what it has no time for says nothing else. Not safe to share between threads by itself.
     """
 
     def __init__(self, bounds: Bounds, *, begin_at: int | None = None) -> None:
@@ -91,11 +95,27 @@ class Width:
         self._ceiling = max(self.width - 1, 1)
         self._num_rounds_to_lift = self._lift
         self._lift = min(self._lift * 2, _LONGEST_LIFT)
-        self.width = max(self.width // 2, 1)
-        self._before, self._factor = None, _PROBING
+        self._step_back(ended_s)
+        self._factor = _PROBING
         self._num_rounds_to_hold = _SHORTEST_HOLD
-        self._begin_round(ended_s)
-        self._stepped_back_s = ended_s
+
+    def timed_out(self, *, begun_s: float, ended_s: float) -> None:
+        """A request was given up because nothing moved."""
+        if begun_s < self._stepped_back_s:
+            return
+        self._num_timeouts += 1
+        if self._num_timeouts < max(self.width // _TOO_MANY_TIMEOUTS, _FEWEST_TIMEOUTS):
+            return
+        self._step_back(ended_s)
+        self._factor = _DOUBLING  # nobody has asked for less: what was cut off for a while comes back soon
+        self._num_rounds_to_hold = self._hold
+        self._hold = min(self._hold * 2, _LONGEST_HOLD)
+
+    def _step_back(self, now_s: float) -> None:
+        self.width = max(self.width // 2, 1)
+        self._before = None
+        self._begin_round(now_s)
+        self._stepped_back_s = now_s
 
     def _end_round(self, now_s: float) -> None:
         throughput = self.width * self._num_bytes / max(self._spent_s, 1e-9)
@@ -122,7 +142,7 @@ class Width:
 
     def _begin_round(self, now_s: float) -> None:
         self._round_begun_s = now_s
-        self._num_requests = self._num_bytes = 0
+        self._num_requests = self._num_bytes = self._num_timeouts = 0
         self._spent_s = 0.0
 
 

@@ -8,10 +8,7 @@ import numpy as np
 
 
 def meeting_another(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
-    """The positions of those address ranges ``[begin, end)`` that must not be filled at once with all the others.
-
-    Of two that share a byte, both are among them, or each meets a third that is. Empty ranges meet nothing.
-    """
+    """The positions of those address ranges ``[begin, end)`` that share a byte with another."""
     lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
     order = np.argsort(lows, kind="stable")
     if not (lows[order][1:] < np.maximum.accumulate(highs[order])[:-1]).any():

@@ -39,7 +39,9 @@ class WholeTarget:
         memory.kept_alive = self._tensor
         view = memoryview(memory).cast("B")
         low = begin - self._begin
-        return view[low : min(low + end - begin, self.num_bytes)]
+        if low < 0:
+            raise ValueError(f"byte {begin} lies before the chunk, which begins at {self._begin}")
+        return view[low : min(end - self._begin, self.num_bytes)]
 
 
 def _room_for(num_bytes: int) -> Any:
@@ -55,10 +57,11 @@ def _bytes_type(num_bits: int) -> Any:
 class Wholes:
     """Many of them, numbered."""
 
-    __slots__ = ("_addresses", "_chunks", "_copied", "_tensors", "fqns")
+    __slots__ = ("_addresses", "_chunks", "_copied", "_tensors", "fqns", "num_bytes")
 
     def __init__(self) -> None:
         self.fqns: list[str] = []
+        self.num_bytes = 0
         self._tensors: list[torch.Tensor] = []
         self._chunks: list[Chunk] = []
         self._addresses: list[int] = []
@@ -72,10 +75,6 @@ class Wholes:
         return WholeTarget(
             self._tensors[number], self._addresses[number], self._chunks[number], is_copied=number in self._copied
         )
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(chunk.end - chunk.begin for chunk in self._chunks)
 
     def add(
         self, fqns: Sequence[str], tensors: Sequence[torch.Tensor], stored: Mapping[str, StoredTensor]
@@ -92,7 +91,9 @@ class Wholes:
                 if address:
                     self.fqns.append(fqn)
                     self._tensors.append(tensor)
-                    self._chunks.append(entry.chunks[0])
+                    chunk = entry.chunks[0]
+                    self.num_bytes += chunk.end - chunk.begin
+                    self._chunks.append(chunk)
                     self._addresses.append(address)
                     continue
             others.append(position)

@@ -20,6 +20,7 @@ from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.scatter import opened
 from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
 from cloudckpt._stage.tensors import bytes_view
+from cloudckpt._stage.wholes import Targets, Wholes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -51,7 +52,7 @@ def fill(
         max_over_read=0.0,
     )
     for request in requests:
-        with opened(request, targets, arena) as views:
+        with opened(request, Targets(Wholes(), targets), arena) as views:
             position = request.begin
             for view in views:
                 view[:] = stored[position : position + len(view)]
@@ -244,7 +245,7 @@ def test_what_fails_leaves_the_targets_alone() -> None:
     arena = Arena(budget_bytes=1 << 20, pinned=False)
 
     def read() -> None:
-        with opened(request, [target], arena) as views:
+        with opened(request, Targets(Wholes(), [target]), arena) as views:
             views[0][:] = b"\x01" * 64
             raise OSError("cut")
 

@@ -39,7 +39,7 @@ def test_the_memory_of_the_tensor_is_filled(dtype: torch.dtype) -> None:
     num_bytes = 15 * dtype.itemsize
     expected = torch.tensor([number % 2 for number in range(num_bytes)], dtype=torch.uint8)
     for low, high in ((0, 7), (7, num_bytes)):
-        view = wholes[1].direct_view(BEGIN + low, BEGIN + high)
+        view = wholes.direct_view(1, BEGIN + low, BEGIN + high)
         assert view is not None
         assert (view.format, view.ndim, view.nbytes, view.readonly) == ("B", 1, high - low, False)
         view[:] = bytes(expected[low:high].tolist())
@@ -51,18 +51,19 @@ def test_the_memory_of_the_tensor_is_filled(dtype: torch.dtype) -> None:
 def test_a_view_never_reaches_beyond_the_tensor() -> None:
     """If this fails, a wrong range overwrites whatever lies behind a tensor in memory."""
     wholes, _ = wholes_of(torch.zeros(6))
-    view = wholes[0].direct_view(BEGIN + 20, BEGIN + 100)
+    for low, high in ((20, 25), (-8, 4), (30, 40), (8, 4)):
+        with pytest.raises(ValueError, match="do not lie in the chunk"):
+            wholes.direct_view(0, BEGIN + low, BEGIN + high)
+    view = wholes.direct_view(0, BEGIN + 20, BEGIN + 24)
     assert view is not None
     assert view.nbytes == 4
-    with pytest.raises(ValueError, match="lies before"):
-        wholes[0].direct_view(BEGIN - 8, BEGIN + 4)
 
 
 def test_a_view_keeps_the_memory_alive() -> None:
     """If this fails, a read that ends after a failed load writes into memory that is somebody else's by then."""
     tensor = torch.zeros(1000)
     wholes, _ = wholes_of(tensor)
-    view = wholes[0].direct_view(BEGIN, BEGIN + 4000)
+    view = wholes.direct_view(0, BEGIN, BEGIN + 4000)
     assert view is not None
     kept = weakref.ref(tensor)
     del tensor, wholes
@@ -78,7 +79,7 @@ def test_a_parameter_that_requires_grad_is_filled_like_any_tensor() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     wholes, left = wholes_of(parameter)
     assert left == []
-    wholes[0].copy_from(torch.ones(4).view(torch.uint8), BEGIN)
+    wholes.copy_from(0, torch.ones(4).view(torch.uint8), BEGIN)
     assert torch.equal(parameter.detach(), torch.ones(4))
     assert parameter.grad_fn is None
 
@@ -132,7 +133,7 @@ def test_those_that_are_to_be_copied_are() -> None:
     assert ends == [tensor.data_ptr() + 16] * 2
     wholes.copy_instead([1])
     assert wholes.are_copied() == [False, True]
-    assert wholes[0].direct_view(BEGIN, BEGIN + 16) is not None
-    assert wholes[1].direct_view(BEGIN, BEGIN + 16) is None
-    wholes[1].copy_from(torch.full((2,), 7.0).view(torch.uint8), BEGIN + 8)
+    assert wholes.direct_view(0, BEGIN, BEGIN + 16) is not None
+    assert wholes.direct_view(1, BEGIN, BEGIN + 16) is None
+    wholes.copy_from(1, torch.full((2,), 7.0).view(torch.uint8), BEGIN + 8)
     assert tensor.tolist() == [0, 0, 7, 7]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -15,8 +15,8 @@ from cloudckpt._pipeline.items import GivesTensors, LoadItems
 from cloudckpt._plan.addresses import meeting_another
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, Want
-from cloudckpt._stage.targets import BytesTarget, Fillable, Target, TensorTarget
-from cloudckpt._stage.wholes import Wholes
+from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._stage.wholes import Targets, Wholes
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError
 
 _MAX_NAMES = 5
@@ -86,25 +86,6 @@ class Consumers:
     def are_copied(self) -> list[bool]:
         """Of each, whether its bytes come by way of a buffer. To be called after `keep_apart`."""
         return [*self.wholes.are_copied(), *(consumer.target.is_copied for consumer in self.others)]
-
-
-class Targets(Sequence[Fillable]):
-    """What the consumers fill, by their numbers."""
-
-    def __init__(self, wholes: Wholes, others: Sequence[Fillable]) -> None:
-        self._wholes, self._others, self._num_whole = wholes, others, len(wholes)
-
-    def __len__(self) -> int:
-        return self._num_whole + len(self._others)
-
-    @overload
-    def __getitem__(self, index: int) -> Fillable: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Fillable]: ...
-    def __getitem__(self, index: int | slice) -> Fillable | list[Fillable]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        return self._wholes[index] if index < self._num_whole else self._others[index - self._num_whole]
 
 
 def consumers_of(

@@ -28,9 +28,10 @@ from cloudckpt._share.plan import Range
 from cloudckpt._share.wanted import wanted_ranges
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.scatter import opened
-from cloudckpt._stage.targets import BytesTarget, Fillable
+from cloudckpt._stage.targets import BytesTarget
 from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt._stage.wholes import Targets
 from cloudckpt._transfer.checksum import tile_crc32cs
 from cloudckpt._transfer.download import fetch, fetch_verified
 from cloudckpt._transfer.staging import placing
@@ -192,7 +193,7 @@ class LoadJob:
         self,
         request: Request,
         consumers: Consumers,
-        targets: Sequence[Fillable],
+        targets: Targets,
         arena: Arena,
         hand_on: Callable[[Views], None],
     ) -> None:
@@ -235,7 +236,7 @@ class LoadJob:
             f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
         )
 
-    def _take(self, request: Request, targets: Sequence[Fillable], arena: Arena, fill: Callable[[Views], bool]) -> None:
+    def _take(self, request: Request, targets: Targets, arena: Arena, fill: Callable[[Views], bool]) -> None:
         with opened(request, targets, arena) as views:
             is_whole = fill(views)
             # The other rank has checked them, but nobody knows what becomes of them on the way from there.

@@ -10,8 +10,8 @@ import torch
 
 from cloudckpt._plan.reads import Request, Want
 from cloudckpt._stage.arena import Arena
-from cloudckpt._stage.targets import Fillable
 from cloudckpt._stage.tensors import bytes_view
+from cloudckpt._stage.wholes import Targets
 
 _ALIGNMENT_BYTES = 16  # the largest element
 
@@ -27,7 +27,7 @@ class _Gap:
 
 
 @contextlib.contextmanager
-def opened(request: Request, targets: Sequence[Fillable], arena: Arena) -> Iterator[list[memoryview]]:
+def opened(request: Request, targets: Targets, arena: Arena) -> Iterator[list[memoryview]]:
     """Views to fill with the request's bytes, in order; left without an error, the targets have got theirs.
 
     Most views are the targets' own memory. Bytes that nobody wants, that have to be converted, or that several want,
@@ -39,7 +39,7 @@ def opened(request: Request, targets: Sequence[Fillable], arena: Arena) -> Itera
     position = 0
     for want in request.wants:
         begin, end = max(want.begin, request.begin), min(want.end, request.end)
-        view = None if request.overlapping else targets[want.consumer].direct_view(begin, end)
+        view = None if request.overlapping else targets.direct_view(want.consumer, begin, end)
         if view is None:
             copied.append(want)
             continue
@@ -60,16 +60,16 @@ def opened(request: Request, targets: Sequence[Fillable], arena: Arena) -> Itera
         ]
         gaps = [part for part in parts if isinstance(part, _Gap)]
         for want in copied:
-            _copy(want, gaps, buffer, targets[want.consumer])
+            _copy(want, gaps, buffer, targets)
 
 
 def _gap(begin: int, end: int, position: int) -> _Gap:
     return _Gap(begin=begin, end=end, position=position + (begin - position) % _ALIGNMENT_BYTES)
 
 
-def _copy(want: Want, gaps: Sequence[_Gap], buffer: torch.Tensor, target: Fillable) -> None:
+def _copy(want: Want, gaps: Sequence[_Gap], buffer: torch.Tensor, targets: Targets) -> None:
     for gap in gaps:
         begin, end = max(want.begin, gap.begin), min(want.end, gap.end)
         if begin < end:
             start = gap.position + begin - gap.begin
-            target.copy_from(buffer[start : start + end - begin], begin)
+            targets.copy_from(want.consumer, buffer[start : start + end - begin], begin)

@@ -17,20 +17,10 @@ from cloudckpt._plan.reads import Want
 from cloudckpt._stage.tensors import as_carrier, bytes_view, holds_its_values, is_viewable
 
 
-class Fillable(Protocol):
-    """Where bytes of an object go. Ranges are of the object's bytes."""
+class Target(Protocol):
+    """Where the bytes of one read item go. Ranges are of the object's bytes."""
 
     num_bytes: int
-
-    def direct_view(self, begin: int, end: int) -> memoryview | None:
-        """The memory that these wanted bytes belong in; None where they have to be copied there."""
-
-    def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
-
-
-class Target(Fillable, Protocol):
-    """Where the bytes of one read item go."""
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[Want]:
         """The ranges to fetch."""
@@ -38,6 +28,12 @@ class Target(Fillable, Protocol):
     @property
     def is_copied(self) -> bool:
         """Whether the bytes come by way of a buffer; known once `wants` was asked."""
+
+    def direct_view(self, begin: int, end: int) -> memoryview | None:
+        """The memory that these wanted bytes belong in; None where they have to be copied there."""
+
+    def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
 
 
 class BytesTarget:

@@ -12,50 +12,18 @@ import torch
 from cloudckpt._manifest.model import Chunk, StoredTensor
 from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._plan.reads import Want
+from cloudckpt._stage.targets import Target
 from cloudckpt._stage.tensors import bytes_view
-
-
-class WholeTarget:
-    """A contiguous tensor in memory that gets all bytes of a stored chunk of the same dtype and shape."""
-
-    __slots__ = ("_address", "_begin", "_tensor", "is_copied", "num_bytes")
-
-    def __init__(self, tensor: torch.Tensor, address: int, chunk: Chunk, *, is_copied: bool) -> None:
-        self._tensor = tensor
-        self._address = address
-        self._begin = chunk.begin
-        self.num_bytes = chunk.end - chunk.begin
-        self.is_copied = is_copied
-
-    def direct_view(self, begin: int, end: int) -> memoryview | None:
-        return None if self.is_copied else self._memory(begin, end)
-
-    def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        self._memory(begin, begin + len(source))[:] = bytes_view(source)
-
-    def _memory(self, begin: int, end: int) -> memoryview:
-        # By its address, in a fifth of the time that two tensors and an array as steps on the way would take.
-        memory = _room_for(self.num_bytes).from_address(self._address)
-        memory.kept_alive = self._tensor
-        view = memoryview(memory).cast("B")
-        low = begin - self._begin
-        if low < 0:
-            raise ValueError(f"byte {begin} lies before the chunk, which begins at {self._begin}")
-        return view[low : min(end - self._begin, self.num_bytes)]
-
-
-def _room_for(num_bytes: int) -> Any:
-    """A type of at least so many bytes. A type for each number would take longer to make than a tensor to fill."""
-    return _bytes_type(max(num_bytes - 1, 0).bit_length())
 
 
 @functools.cache
 def _bytes_type(num_bits: int) -> Any:
+    """Of more bytes than it is used for. A type for each number would take longer to make than a tensor to fill."""
     return ctypes.c_ubyte * (1 << num_bits)
 
 
 class Wholes:
-    """Many of them, numbered."""
+    """Contiguous tensors in memory, numbered, each of which gets all bytes of a stored chunk of its dtype and shape."""
 
     __slots__ = ("_addresses", "_chunks", "_copied", "_tensors", "fqns", "num_bytes")
 
@@ -70,11 +38,23 @@ class Wholes:
     def __len__(self) -> int:
         return len(self.fqns)
 
-    def __getitem__(self, number: int) -> WholeTarget:
-        """What is filled. Each call makes one, with nothing that another would have to know."""
-        return WholeTarget(
-            self._tensors[number], self._addresses[number], self._chunks[number], is_copied=number in self._copied
-        )
+    def direct_view(self, number: int, begin: int, end: int) -> memoryview | None:
+        """The memory that bytes ``[begin, end)`` of the object belong in; None where they have to be copied there."""
+        return None if number in self._copied else self._memory(number, begin, end)
+
+    def copy_from(self, number: int, source: torch.Tensor, begin: int) -> None:
+        """Take the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
+        self._memory(number, begin, begin + len(source))[:] = bytes_view(source)
+
+    def _memory(self, number: int, begin: int, end: int) -> memoryview:
+        chunk = self._chunks[number]
+        first, last = chunk.begin, chunk.end
+        if not first <= begin <= end <= last:
+            raise ValueError(f"bytes [{begin}, {end}) do not lie in the chunk of bytes [{first}, {last})")
+        # By its address, in a fifth of the time that two tensors and an array as steps on the way would take.
+        memory = _bytes_type((last - first).bit_length()).from_address(self._addresses[number])
+        memory.kept_alive = self._tensors[number]
+        return memoryview(memory).cast("B")[begin - first : end - first]
 
     def add(
         self, fqns: Sequence[str], tensors: Sequence[torch.Tensor], stored: Mapping[str, StoredTensor]
@@ -115,6 +95,28 @@ class Wholes:
     def are_copied(self) -> list[bool]:
         """Of each, whether its bytes come by way of a buffer."""
         return [number in self._copied for number in range(len(self))]
+
+
+class Targets:
+    """All that a load fills, by the consumers' numbers: whole tensors first, and then the `others`."""
+
+    __slots__ = ("_num_whole", "_others", "_wholes")
+
+    def __init__(self, wholes: Wholes, others: Sequence[Target]) -> None:
+        self._wholes, self._others, self._num_whole = wholes, others, len(wholes)
+
+    def direct_view(self, consumer: int, begin: int, end: int) -> memoryview | None:
+        """As a `Target`'s."""
+        if consumer < self._num_whole:
+            return self._wholes.direct_view(consumer, begin, end)
+        return self._others[consumer - self._num_whole].direct_view(begin, end)
+
+    def copy_from(self, consumer: int, source: torch.Tensor, begin: int) -> None:
+        """As a `Target`'s."""
+        if consumer < self._num_whole:
+            self._wholes.copy_from(consumer, source, begin)
+        else:
+            self._others[consumer - self._num_whole].copy_from(source, begin)
 
 
 def _address_of(tensor: torch.Tensor) -> int:

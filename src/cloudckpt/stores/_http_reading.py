@@ -47,11 +47,12 @@ class BodyReader:
         connection = socket_under(self._source)
         if connection is None:
             return self._fill_through_response(views)
-        missing_bytes = num_bytes(views)
-        for count in receive(self._source, connection, views):
-            self.received_bytes += count
-            missing_bytes -= count
-        return not missing_bytes
+        awaited_bytes, received_before_bytes = self._source.length, self.received_bytes
+        try:
+            receive(self._source, connection, views)
+        finally:
+            self.received_bytes += awaited_bytes - self._source.length
+        return self.received_bytes - received_before_bytes == num_bytes(views)
 
     def _fill_through_response(self, views: Views) -> bool:
         for view in views:

@@ -1,7 +1,7 @@
-"""A plain HTTP body, received off its socket in large pieces, past `http.client` and its buffer.
+"""An HTTP body, received off its socket, past `http.client` and its buffer.
 
-``MSG_WAITALL`` lets the kernel gather megabytes before it wakes the thread, which costs a call, and the GIL, for each
-piece instead of for each packet or so.
+Without TLS, ``MSG_WAITALL`` lets the kernel gather megabytes before it wakes the thread, which costs a call, and the
+GIL, for each piece instead of for each packet or so. With TLS each record is a call; those in between are saved.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import http.client
 import io
 import os
 import socket
+import ssl
 import struct
 import sys
 from collections import deque
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_AT_ONCE_BYTES = 8 * 1024 * 1024
 _MOST_VIEWS_AT_ONCE = 1024  # IOV_MAX
+_RECORD_BYTES = 16 * 1024  # the most that TLS has in one
 _WORTH_IT_BYTES = 256 * 1024
 _SHARE_OF_TIMEOUT = 0.25
 
@@ -31,8 +33,8 @@ _SHARE_OF_TIMEOUT = 0.25
 def socket_under(response: object) -> socket.socket | None:
     """The socket that the rest of the body of `response` can be received from.
 
-    ``None`` where it has to be read through `response`: over TLS, in chunks, without a length, where it is short, and
-    wherever something else than the standard library's own parts lies between.
+    ``None`` where it has to be read through `response`: in chunks, without a length, where it is short, and wherever
+    something else than the standard library's own parts lies between.
     """
     if sys.platform != "linux" or not isinstance(response, http.client.HTTPResponse) or response.chunked:
         return None
@@ -44,16 +46,18 @@ def socket_under(response: object) -> socket.socket | None:
     if type(buffer) is not io.BufferedReader or type(raw) is not socket.SocketIO:
         return None
     # gevent and its like have put their own in the place of socket.socket; a thread of theirs must not block.
-    if type(connection) is not socket.socket or type(socket.socket.recvmsg_into) is not MethodDescriptorType:
+    if type(socket.socket.recvmsg_into) is not MethodDescriptorType:
         return None
-    return connection if connection.gettimeout() else None
+    if type(connection) is ssl.SSLSocket:
+        return connection
+    return connection if type(connection) is socket.socket and connection.gettimeout() else None
 
 
-def receive(response: Any, connection: socket.socket, views: Views) -> Iterator[int]:
-    """Fill `views` one after the other; gives the size of each piece, and ends early where the body does.
+def receive(response: Any, connection: socket.socket, views: Views) -> None:
+    """Fill `views` one after the other, or as far as the body goes.
 
-    The socket's timeout holds as ever: without a byte for as long, and up to a quarter more, it is `TimeoutError`. What
-    came before an error has been counted. `response` knows at each piece how much of the body is left.
+    ``response.length`` says at any time, after an error too, how much of the body has not come. The socket's timeout
+    holds as ever: without a byte for as long, and up to a quarter more, it is `TimeoutError`.
     """
     left = deque(views)
     held_bytes = len(response.fp.peek())
@@ -61,18 +65,36 @@ def receive(response: Any, connection: socket.socket, views: Views) -> Iterator[
         count = response.readinto(left[0][:held_bytes])
         held_bytes -= count
         _drop(left, count)
-        yield count
     if not response.length:
         return
-    with _waiting_in_the_kernel(connection):
-        while left and response.length:
-            buffers = _first(left, min(response.length, _MOST_AT_ONCE_BYTES))
-            count = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+    if isinstance(connection, ssl.SSLSocket):
+        _receive_records(response, connection, left)
+    else:
+        with _waiting_in_the_kernel(connection):
+            _receive_pieces(response, connection, left)
+
+
+def _receive_pieces(response: Any, connection: socket.socket, left: deque[memoryview]) -> None:
+    while left and response.length:
+        buffers = _first(left, min(response.length, _MOST_AT_ONCE_BYTES))
+        count = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+        if not count:
+            return
+        response.length -= count
+        _drop(left, count)
+
+
+def _receive_records(response: Any, connection: ssl.SSLSocket, left: deque[memoryview]) -> None:
+    read: Any = connection.read  # all that recv_into() would do is to call it
+    for view in left:
+        start = 0
+        while start < view.nbytes and response.length:
+            most_bytes = min(_RECORD_BYTES, response.length)
+            count = read(most_bytes, view[start : start + most_bytes])
             if not count:
                 return
+            start += count
             response.length -= count
-            _drop(left, count)
-            yield count
 
 
 @contextlib.contextmanager

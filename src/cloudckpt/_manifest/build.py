@@ -31,8 +31,10 @@ from cloudckpt._version import __version__
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 
 _MAX_SHOWN = 10
+_STEPS = frozenset({str, int})
 
 _Index: TypeAlias = tuple[str, tuple[int, ...] | None]
+_Kind: TypeAlias = tuple[str | None, tuple[str, ...]]
 _Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
 """The number of the receipts that have it, and then what they say of it, in their order."""
 
@@ -152,7 +154,7 @@ def _stored_tensor(
 ) -> StoredTensor:
     """The tensor, but for what is added to `missing`."""
     chunks: list[Chunk] = []
-    kinds: set[tuple[str | None, tuple[str, ...]]] = set()
+    kinds: set[_Kind] = set()
     for chunk in entry.chunks:
         item = written.get((fqn, chunk.offsets))
         if item is None or item[4] != chunk.sizes:
@@ -160,8 +162,10 @@ def _stored_tensor(
             continue
         number, begin, end, dtype, lengths, transforms = item
         chunks.append(Chunk(tuple(chunk.offsets), lengths, object_indices[number], begin, end))
-        kinds.add((dtype, transforms))
-    dtype, transforms = kinds.pop() if len(kinds) == 1 else _kind_of(kinds, fqn, uri)
+        if len(entry.chunks) > 1:
+            kinds.add((dtype, transforms))
+    if len(entry.chunks) != 1 or not chunks:
+        dtype, transforms = _kind_of(kinds, fqn, uri)
     return StoredTensor(
         dtype=dtype or dtype_name(entry.properties.dtype),
         shape=tuple(entry.size),
@@ -171,9 +175,7 @@ def _stored_tensor(
     )
 
 
-def _kind_of(
-    kinds: Iterable[tuple[str | None, tuple[str, ...]]], fqn: str, uri: str
-) -> tuple[str | None, tuple[str, ...]]:
+def _kind_of(kinds: Iterable[_Kind], fqn: str, uri: str) -> _Kind:
     """The dtype and the transforms that all chunks have."""
     dtypes = {dtype for dtype, _ in kinds if dtype is not None}
     transforms = {descriptors for _, descriptors in kinds}
@@ -202,13 +204,7 @@ def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, l
     if planner_data is None:
         return None
     known = set(fqns)
-    is_nesting = isinstance(planner_data, Mapping) and all(
-        isinstance(fqn, str)
-        and isinstance(path, (tuple, list))
-        and path
-        and all(isinstance(step, (str, int)) for step in path)
-        for fqn, path in planner_data.items()
-    )
+    is_nesting = isinstance(planner_data, Mapping) and all(map(_is_path, planner_data, planner_data.values()))
     if not is_nesting:
         raise UnsupportedValueError(
             f"the planner's own data ({type(planner_data).__name__}) cannot be kept in the manifest of {uri}: only the "
@@ -216,3 +212,9 @@ def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, l
             uri=uri,
         )
     return {fqn: list(path) for fqn, path in planner_data.items() if fqn in known}
+
+
+def _is_path(fqn: object, path: object) -> bool:
+    if not (isinstance(fqn, str) and isinstance(path, (tuple, list)) and path):
+        return False
+    return _STEPS.issuperset(map(type, path)) or all(isinstance(step, (str, int)) for step in path)

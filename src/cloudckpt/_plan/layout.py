@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,6 +28,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return 1 if self.dtype is None else ITEMSIZE_BYTES[self.dtype]
 
 
+class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where everything lies in one object."""
@@ -46,7 +52,7 @@ def storage_order(entries: Sequence[Entry]) -> list[int]:
 
 def lay_out(entries: Sequence[Entry]) -> Layout:
     """The layout of an object that holds `entries`, which must be in `storage_order`."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, _HeaderEntry | dict[str, str]] = {"__metadata__": {"format": "pt"}}
     relative_begins: list[int] = []
     position = 0
     for entry in entries:
@@ -54,11 +60,9 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
         tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
         name = entry.fqn if entry.offsets is None else name_of(entry)
         end = position + entry.num_bytes
-        header[name if name not in header else _unused(name, header)] = {
-            "dtype": tag or "U8",
-            "shape": entry.shape if tag else (entry.num_bytes,),
-            "data_offsets": (position, end),
-        }
+        header[name if name not in header else _unused(name, header)] = _HeaderEntry(
+            tag or "U8", entry.shape if tag else (entry.num_bytes,), (position, end)
+        )
         position = end
     text = msgspec.json.encode(header)
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
@@ -78,7 +82,7 @@ def name_of(entry: Entry) -> str:
     return f"{entry.fqn}[{','.join(ranges)}]"
 
 
-def _unused(name: str, header: dict[str, object]) -> str:
+def _unused(name: str, header: Container[str]) -> str:
     """`name`, or the first variant of it that is free: names must be unique, and ``__metadata__`` is taken."""
     variant, count = name, 1
     while variant in header:

@@ -204,7 +204,7 @@ class Scripting:
     json = staticmethod(json_reply)
     error = staticmethod(error_reply)
     hang_up = staticmethod(hang_up)
-    any_gcs = AnyGCS
+    any_store = any_gcs = AnyGCS
     inserted = staticmethod(inserted)
     encoded = staticmethod(encoded)
     tokens = Tokens

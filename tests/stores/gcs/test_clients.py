@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
-import select
-import signal
 import subprocess
 import sys
 import threading
 import tracemalloc
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from awscrt.checksums import crc32c
 from google.auth.credentials import AnonymousCredentials
+from tests.stores.shared_clients import ClientTests
 
 from cloudckpt import errors
-from cloudckpt.stores import _clear_text
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
@@ -40,6 +36,17 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 def client_of(store: GCSStore) -> clients.GCSClient:
     return clients.client_for(store._session._key, store._session._environment)
+
+
+class TestClients(ClientTests):
+    """Of google-cloud-storage."""
+
+    clients = clients
+    store_type = GCSStore
+    credentials: ClassVar = {"anonymous": True}
+    endpoint_variable = "STORAGE_EMULATOR_HOST"
+    another_class = "NEARLINE"
+    locks = (_ended._lock,)
 
 
 def test_no_client_is_made_before_the_first_request() -> None:
@@ -87,45 +94,6 @@ def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
     assert "pool is full" not in caplog.text
 
 
-def test_stores_of_one_configuration_share_a_client(scripted: Any) -> None:
-    """Each save would open its connections anew."""
-    server = scripted.serve(scripted.any_gcs())
-    for _ in range(3):
-        server.store().head("k")
-    server.store(prefix="other").head("k")
-    assert len(clients._clients) == 1
-    assert server.num_connections == 1
-    server.store(storage_class="NEARLINE").head("k")
-    server.store(timeout_s=7).head("k")
-    assert len(clients._clients) == 3
-
-
-def test_threads_that_start_together_make_one_client(scripted: Any) -> None:
-    """Each would look for credentials, and open connections of its own."""
-    server = scripted.serve(scripted.any_gcs())
-    store, barrier = server.store(), threading.Barrier(8, timeout=30)
-
-    def ask() -> int:
-        barrier.wait()
-        return store.head("k").size_bytes
-
-    with ThreadPoolExecutor(8) as pool:
-        sizes = [future.result(30) for future in [pool.submit(ask) for _ in range(8)]]
-    assert sizes == [10] * 8
-    assert len(clients._clients) == 1
-
-
-def test_only_so_many_clients_are_kept(scripted: Any) -> None:
-    """A process that opens stores of ever new configurations would collect sockets without end."""
-    server = scripted.serve(scripted.any_gcs())
-    first = server.store()
-    kept = client_of(first)
-    for number in range(clients._MOST_CLIENTS):
-        client_of(server.store(timeout_s=100 + number))
-    assert len(clients._clients) == clients._MOST_CLIENTS
-    assert client_of(first) is not kept
-
-
 def test_a_pickled_store_works_elsewhere(gcs_server: GCSServer, store: GCSStore) -> None:
     """An async save in a process of its own pickles its writer, and the store with it."""
     store.put("k", X, crc32c=CRC)
@@ -154,38 +122,6 @@ def test_credentials_that_cannot_be_pickled_are_told_before_they_fail(scripted: 
     with pytest.raises(errors.InvalidOptionError, match=r"credentials of the type Unpicklable.*credentials_file"):
         pickle.dumps(store)
     assert pickle.loads(pickle.dumps(server.store(credentials=AnonymousCredentials()))).head("k").size_bytes == 10
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_makes_its_own_client(scripted: Any) -> None:
-    """Parent and child would read each other's answers off one socket."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store()
-    store.read("k", max_bytes=10)
-    reading, writing = os.pipe()
-    with (
-        clients._clients._lock,
-        _ended._lock,
-    ):  # as if other threads were at work in there: the child must not wait for them
-        pid = os.fork()
-        if pid == 0:
-            try:
-                num_inherited = len(clients._clients)
-                store.abort_multipart("k", store.create_multipart("k"))
-                os.write(writing, b"%d %d" % (num_inherited, len(store.read("k", max_bytes=10))))
-            finally:
-                os._exit(0)
-    os.close(writing)
-    try:
-        ready, _, _ = select.select([reading], [], [], 60)
-        assert ready, "the child hangs"
-        assert os.read(reading, 100) == b"0 10"
-    finally:
-        os.close(reading)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    store.read("k", max_bytes=10)
-    assert server.num_connections == 2
 
 
 # Where requests go.
@@ -234,19 +170,6 @@ def test_an_emulators_address_that_is_none_is_told(monkeypatch: pytest.MonkeyPat
     assert "hush" not in str(caught.value)
 
 
-def test_plain_http_to_another_machine_is_warned_about_once() -> None:
-    """Weights would cross the network in the clear without anyone having decided so."""
-    _clear_text.warned_endpoints.clear()
-    with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
-        client_of(open_store(endpoint_url="http://store.example", anonymous=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        client_of(open_store(endpoint_url="http://store.example", anonymous=True, timeout_s=3))
-        client_of(open_store(endpoint_url="https://store.example", anonymous=True))
-        for loopback in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1"):
-            client_of(open_store(endpoint_url=loopback, anonymous=True))
-
-
 def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ModuleNotFoundError would not say which of cloudckpt's extras to install."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
@@ -290,21 +213,3 @@ def test_transfers_copy_nothing(scripted: Any) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 * MIB
-
-
-def test_a_client_is_made_of_the_environment_that_it_is_filed_under(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store opened in a test's environment, and first used after it, would lead later tests to the real service."""
-    here, there = scripted.serve(scripted.any_gcs()), scripted.serve(scripted.any_gcs())
-
-    def opened() -> GCSStore:
-        return GCSStore("bucket", "", storage_options={"anonymous": True}, timeout_s=20, connections=2)
-
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", here.endpoint_url)
-    early = opened()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", there.endpoint_url)
-    early.head("k")
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", here.endpoint_url)
-    opened().head("k")
-    assert (len(here.requests), len(there.requests)) == (1, 1)

@@ -182,7 +182,7 @@ class Scripting:
     reply = staticmethod(reply)
     error = staticmethod(error_reply)
     hang_up = staticmethod(hang_up)
-    any_s3 = staticmethod(any_s3)
+    any_store = any_s3 = staticmethod(any_s3)
 
     def serve(self, *answers: Answer, reads_bodies: bool = True, keeps_bodies: bool = True) -> S3ScriptedServer:
         server = S3ScriptedServer(answers, reads_bodies=reads_bodies, keeps_bodies=keeps_bodies)

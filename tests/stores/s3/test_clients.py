@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
-import select
-import signal
 import subprocess
 import sys
 import threading
 import tracemalloc
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from tests.stores.shared_clients import ClientTests
 
 from cloudckpt import errors
-from cloudckpt.stores import _clear_text
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3 import client as clients
@@ -37,6 +33,16 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 def client_of(store: S3Store) -> clients.S3Client:
     return clients.client_for(store._session._key, store._session._environment)
+
+
+class TestClients(ClientTests):
+    """Of boto3."""
+
+    clients = clients
+    store_type = S3Store
+    credentials: ClassVar = {"access_key_id": "a", "secret_access_key": "b", "region": "eu-west-1"}
+    endpoint_variable = "AWS_ENDPOINT_URL_S3"
+    another_class = "STANDARD_IA"
 
 
 def test_no_client_is_made_before_the_first_request() -> None:
@@ -65,45 +71,6 @@ def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
     assert len(clients._clients) == 1
     assert server.num_connections == num_calls
     assert "pool is full" not in caplog.text
-
-
-def test_stores_of_one_configuration_share_a_client(scripted: Any) -> None:
-    """Each save would open its connections anew."""
-    server = scripted.serve(scripted.any_s3())
-    for _ in range(3):
-        server.store().head("k")
-    server.store(prefix="other").head("k")
-    assert len(clients._clients) == 1
-    assert server.num_connections == 1
-    server.store(storage_class="STANDARD_IA").head("k")
-    server.store(timeout_s=7).head("k")
-    assert len(clients._clients) == 3
-
-
-def test_threads_that_start_together_make_one_client(scripted: Any) -> None:
-    """boto3 cannot make clients in two threads at once, and each would cost a tenth of a second."""
-    server = scripted.serve(scripted.any_s3())
-    store, barrier = server.store(), threading.Barrier(8, timeout=30)
-
-    def ask() -> int:
-        barrier.wait()
-        return store.head("k").size_bytes
-
-    with ThreadPoolExecutor(8) as pool:
-        sizes = [future.result(30) for future in [pool.submit(ask) for _ in range(8)]]
-    assert sizes == [10] * 8
-    assert len(clients._clients) == 1
-
-
-def test_only_so_many_clients_are_kept(scripted: Any) -> None:
-    """A process that opens stores of ever new configurations would collect sockets without end."""
-    server = scripted.serve(scripted.any_s3())
-    first = server.store()
-    kept = client_of(first)
-    for number in range(clients._MOST_CLIENTS):
-        client_of(server.store(timeout_s=100 + number))
-    assert len(clients._clients) == clients._MOST_CLIENTS
-    assert client_of(first) is not kept
 
 
 def test_another_environment_means_another_client(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,34 +109,6 @@ def test_a_pickled_store_works_elsewhere(s3_server: S3Server, store: S3Store) ->
     with context.Pool(1) as pool:
         assert pool.apply_async(store.read, ("k",), {"max_bytes": 10}).get(60) == b"before"
     assert s3_server.endpoint_url not in repr(copy)
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_makes_its_own_client(scripted: Any) -> None:
-    """Parent and child would read each other's answers off one socket."""
-    server = scripted.serve(scripted.any_s3())
-    store = server.store()
-    store.read("k", max_bytes=10)
-    reading, writing = os.pipe()
-    with clients._clients._lock:  # as if another thread were making a client: the child must not wait for it
-        pid = os.fork()
-        if pid == 0:
-            try:
-                num_inherited = len(clients._clients)
-                os.write(writing, b"%d %d" % (num_inherited, len(store.read("k", max_bytes=10))))
-            finally:
-                os._exit(0)
-    os.close(writing)
-    try:
-        ready, _, _ = select.select([reading], [], [], 60)
-        assert ready, "the child hangs"
-        assert os.read(reading, 100) == b"0 10"
-    finally:
-        os.close(reading)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    store.read("k", max_bytes=10)
-    assert server.num_connections == 2
 
 
 def test_the_ordinary_aws_environment_is_enough(
@@ -258,20 +197,6 @@ def test_an_endpoint_in_the_environment_that_is_none_is_told(monkeypatch: pytest
     assert "hush" not in str(caught.value)
 
 
-def test_plain_http_to_another_machine_is_warned_about_once() -> None:
-    """Weights would cross the network in the clear without anyone having decided so."""
-    _clear_text.warned_endpoints.clear()
-    options = {"access_key_id": "a", "secret_access_key": "b"}
-    with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
-        client_of(open_store(endpoint_url="http://store.example", **options))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        client_of(open_store(endpoint_url="http://store.example", timeout_s=3, **options))
-        client_of(open_store(endpoint_url="https://store.example", **options))
-        for loopback in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1", "http://s3.localhost:1"):
-            client_of(open_store(endpoint_url=loopback, **options))
-
-
 def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ModuleNotFoundError would not say which of cloudckpt's extras to install."""
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
@@ -330,22 +255,3 @@ def test_transfers_copy_nothing(scripted: Any) -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 * MIB
-
-
-def test_a_client_is_made_of_the_environment_that_it_is_filed_under(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A store opened in a test's environment, and first used after it, would lead later tests to the real service."""
-    here, there = scripted.serve(scripted.any_s3()), scripted.serve(scripted.any_s3())
-
-    def opened() -> S3Store:
-        options = {"access_key_id": "a", "secret_access_key": "b", "region": "eu-west-1"}
-        return S3Store("bucket", "", storage_options=options, timeout_s=20, connections=2)
-
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", here.endpoint_url)
-    early = opened()
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", there.endpoint_url)
-    early.head("k")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", here.endpoint_url)
-    opened().head("k")
-    assert (len(here.requests), len(there.requests)) == (1, 1)

@@ -167,8 +167,12 @@ class LoadJob:
                 self._fetch(request, consumers, targets, arena, hand_on)
 
         def take_request(request: Request, fill: Callable[[Views], bool]) -> bool:
-            with torch.inference_mode(in_inference_mode), contextlib.suppress(_MissedError):
-                self._take(request, targets, arena, fill)
+            with (
+                torch.inference_mode(in_inference_mode),
+                contextlib.suppress(_MissedError),
+                shares.handing_on(request) as hand_on,
+            ):
+                self._take(request, targets, arena, fill, hand_on)
                 return True
             return False
 
@@ -236,7 +240,14 @@ class LoadJob:
             f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
         )
 
-    def _take(self, request: Request, targets: Targets, arena: Arena, fill: Callable[[Views], bool]) -> None:
+    def _take(
+        self,
+        request: Request,
+        targets: Targets,
+        arena: Arena,
+        fill: Callable[[Views], bool],
+        hand_on: Callable[[Views], None],
+    ) -> None:
         with opened(request, targets, arena) as views:
             is_whole = fill(views)
             # The other rank has checked them, but nobody knows what becomes of them on the way from there.
@@ -244,6 +255,7 @@ class LoadJob:
                 is_whole = tile_crc32cs(views, self._manifest.tile_bytes) == list(self._tiles_of(request))
             if not is_whole:
                 raise _MissedError
+            hand_on(views)
 
     def _tiles_of(self, request: Request) -> array[int]:
         index, tile_bytes = request.object_index, self._manifest.tile_bytes

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import queue
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
-from typing import TypeAlias
 
-from typing_extensions import Self
-
+from cloudckpt._pipeline.taking import Take, Taker
 from cloudckpt._plan.reads import Request, Want
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.plan import Segment
 from cloudckpt.stores.base import Views
-
-_Take: TypeAlias = Callable[[Request, Callable[[Views], bool]], bool]
 
 
 class Shares:
@@ -41,6 +34,9 @@ class Shares:
         self._handed_on: dict[tuple[int, int], Segment] = {}
         self._taken: dict[int, Request] = {}
         self._segments: list[Segment] = []
+        self._relayed: list[Segment] = []
+        self._first_tries: set[int] = set()
+        """Of segments that another machine reads: this rank reads those that do not come."""
         self.to_read: list[Request] = []
         if exchange is None:
             return
@@ -54,7 +50,12 @@ class Shares:
                 self.rest += members
             elif exchange.hands_on(segment):
                 self._handed_on[segment.object_index, segment.begin] = segment
-                self.to_read += requests
+                if exchange.relays(segment) and exchange.inlet is not None:
+                    self._taken[segment.number] = requests[0]
+                    self._relayed.append(segment)
+                    self._first_tries.add(segment.number)
+                else:
+                    self.to_read += requests
             else:
                 self._taken[segment.number] = requests[0]
                 self._segments.append(segment)
@@ -76,7 +77,7 @@ class Shares:
         if segment is None or self._exchange is None:
             yield lambda _: None
             return
-        with self._exchange.place_for(segment) as hand_on:
+        with self._exchange.place_for(segment, is_last_try=segment.number not in self._first_tries) as hand_on:
             yield hand_on
 
     def stop(self) -> None:
@@ -89,74 +90,34 @@ class Shares:
         requests: Sequence[Request],
         *,
         read: Callable[[Sequence[Request]], Generator[Request, None, None]],
-        take: _Take,
+        take: Take,
     ) -> Generator[Request, None, None]:
         """All of `requests` and `to_take`, each once it is done; what others do not bring after all is read, too."""
-        if self._exchange is None or not self._segments:
+        exchange = self._exchange
+        if exchange is None:
             yield from read(requests)
             return
-        with _Taker(self._exchange, self._segments, self._taken, take) as taker:
+        arrivals = [exchange.arrivals(self._segments)] if self._segments else []
+        relays = exchange.inlet.lanes(self._relayed) if exchange.inlet is not None else []
+        with (
+            Taker(arrivals, self._taken, take, stop=exchange.stop) as taker,
+            Taker(relays, self._taken, take, stop=exchange.stop) as relayer,
+        ):
             with contextlib.closing(read(requests)) as done:
                 for request in done:
                     yield request
+                    yield from relayer.taken(wait=False)
                     yield from taker.taken(wait=False)
+            # Whoever waits for ranks of its own machine has first done all that they may be waiting for.
+            yield from relayer.taken(wait=True)
+            self._first_tries.clear()
+            if relayer.missed:
+                yield from read(relayer.missed)
             yield from taker.taken(wait=True)
-        self.num_bytes_taken = taker.num_bytes
-        self.num_bytes_missed = sum(request.num_bytes for request in taker.missed)
+        self.num_bytes_taken = taker.num_bytes + relayer.num_bytes
+        self.num_bytes_missed = sum(request.num_bytes for request in [*taker.missed, *relayer.missed])
         if taker.missed:
             yield from read(taker.missed)
-
-
-class _Taker:
-    """Takes what other ranks hand on, in a thread of its own."""
-
-    def __init__(
-        self, exchange: Exchange, segments: Sequence[Segment], requests: dict[int, Request], take: _Take
-    ) -> None:
-        self.num_bytes = 0
-        self._has_ended = False
-        self.missed: list[Request] = []
-        self._exchange, self._segments, self._requests, self._take = exchange, segments, requests, take
-        self._done: queue.SimpleQueue[Request | BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="cloudckpt-share", daemon=False)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._exchange.stop()
-        self._thread.join()
-
-    def taken(self, *, wait: bool) -> Iterator[Request]:
-        """Those that have come since; `wait` for all."""
-        while not self._has_ended:
-            try:
-                done = self._done.get(block=wait)
-            except queue.Empty:
-                return
-            if done is None:
-                self._has_ended = True
-                return
-            if isinstance(done, BaseException):
-                raise done
-            yield done
-
-    def _run(self) -> None:
-        try:
-            for segment, fill in self._exchange.arrivals(self._segments):
-                request = self._requests[segment.number]
-                if fill is not None and self._take(request, fill):
-                    self.num_bytes += request.num_bytes
-                    self._done.put(request)
-                else:
-                    self.missed.append(request)
-        except BaseException as error:  # noqa: BLE001  # it is raised again where it can be handled
-            self._done.put(error)
-        self._done.put(None)
 
 
 def divided(wants: Sequence[Want], segments: Sequence[Segment]) -> tuple[dict[int, list[Want]], list[Want]]:

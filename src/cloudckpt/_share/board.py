@@ -102,6 +102,10 @@ class Board:
     def state(self, number: int) -> int:
         return int(self._states[number])
 
+    def states(self, numbers: Any) -> Any:
+        """Of several segments, as arrays."""
+        return self._states[numbers]
+
     def num_known(self) -> int:
         """It grows while the owner makes progress."""
         return int(np.count_nonzero(self._states)) if self._states is not None else 0
@@ -137,6 +141,10 @@ class Board:
             position += len(view)
         self._places[number] = place
         self._states[number] = READY
+
+    def written(self, place: int, num_bytes: int) -> memoryview:
+        """What lies at `place`."""
+        return memoryview(self._ring[place : place + num_bytes])
 
     def read(self, number: int, views: Views) -> bool:
         """Fill `views` with the segment's bytes; False where they were given up meanwhile."""

@@ -21,6 +21,9 @@ class Segment:
     end: int
     reader: int
     takers: tuple[int, ...]
+    machine: int | None = None
+    """The one, of those that want the same, whose reader fetches it from the store and sends it to the readers on the
+    others; None where each machine reads for itself."""
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
@@ -46,7 +49,7 @@ def plan_segments(
 ) -> list[Segment]:
     """What is read by one rank for others, in the order of the objects and their bytes.
 
-    `wanted` maps each rank to `merged` ranges. Each byte that `min_ranks` (two or more) want is in at most one
+    `wanted` maps each rank to `merged` ranges. Each byte that `min_ranks` want is in at most one
     segment, and those that want it are that segment's reader and takers, no others; stretches shorter than `min_bytes`
     are left to each rank.
     No segment is longer than `segment_bytes`, and each begins where one could have been cut: at the begin of a wanted
@@ -83,10 +86,15 @@ def plan_segments(
     return segments
 
 
+def num_bytes_in(ranges: Sequence[Range]) -> int:
+    """How many there are in `merged` ranges."""
+    return sum(end - begin for _, begin, end in ranges)
+
+
 def num_repeated_bytes(wanted: Iterable[Sequence[Range]]) -> int:
     """How many bytes would be read more than once, counted as often as they are read again."""
     every = [one for ranges in wanted for one in ranges]
-    return sum(end - begin for _, begin, end in every) - sum(end - begin for _, begin, end in merged(every))
+    return num_bytes_in(every) - num_bytes_in(merged(every))
 
 
 def _stretches(wanted: Mapping[int, Sequence[Range]]) -> Iterator[tuple[Range, tuple[int, ...]]]:

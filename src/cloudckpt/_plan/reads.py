@@ -24,6 +24,9 @@ class Want(NamedTuple):
     """Memory for all of it is taken with its first byte, and given back with its last."""
 
 
+_RANGE = operator.itemgetter(Want._fields.index("begin"), Want._fields.index("end"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One ranged read, and the part of each want that it brings (the wants' own ranges may reach further)."""
@@ -65,7 +68,7 @@ def plan_requests(
     runs: list[Run] = []
     num_wanted_bytes = 0
     for object_index, members in sorted(by_object.items()):
-        members.sort(key=_range_of)
+        members.sort(key=_RANGE)
         for begin, end, num_bytes in _touching(members, tile_bytes, max_gap_bytes):
             runs.append(Run(object_index, begin, min(end, object_sizes_bytes[object_index])))
             num_wanted_bytes += num_bytes
@@ -102,10 +105,6 @@ def eased_in(requests: Sequence[Request], *, connections: int, tile_bytes: int, 
             step_bytes, num_of_step = 2 * step_bytes, 2 * num_of_step
             room += num_of_step
     return eased
-
-
-def _range_of(want: Want) -> tuple[int, int]:
-    return want.begin, want.end
 
 
 def _touching(wants: Sequence[Want], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:

@@ -21,11 +21,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 import cloudckpt
+from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Chunk, StoredTensor
 from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._manifest.torch_views import ItemLocations
 from cloudckpt._pipeline.consumers import Consumer, Consumers
 from cloudckpt._pipeline.finish import Finisher
 from cloudckpt._pipeline.items import LoadItems, whole_item
+from cloudckpt._pipeline.load import wanted_by
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request
 from cloudckpt._planner import ExplainingLoadPlanner
@@ -269,3 +272,16 @@ def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
     consumers.wants(max_gap_bytes=0)
     consumers.keep_apart()
     assert consumers.are_copied() == [True, True, True, False, True]
+
+
+def test_other_ranks_hear_of_the_same_bytes(tmp_path: Path) -> None:
+    """If this fails, bytes that several ranks want are read by each of them, or waited for by some (G8)."""
+    cloudckpt.save(filled(torch.rand), tmp_path / "c", options=OPTIONS)
+    document = (tmp_path / "c" / "manifest.json").read_bytes()
+    manifest = decode(document, uri="here")
+    plan, _ = planned(tmp_path, filled(torch.zeros) | {"plain": torch.zeros(700).double()})
+    storage_data = ItemLocations(manifest)
+    one_by_one: Any = list(plan.items)
+    assert wanted_by(plan, manifest, storage_data, OPTIONS) == wanted_by(
+        LoadPlan(one_by_one), manifest, storage_data, OPTIONS
+    )

@@ -110,7 +110,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
         if tensor is not None:
             if index.offset is None:
                 raise KeyError(index)
-            return _location(tensor, tensor.chunks[self._position(tensor, index)])
+            return location_of(tensor, tensor.chunks[self._position(tensor, index)])
         value = self._manifest.values.get(index.fqn)
         if value is None or index.offset is not None:
             raise KeyError(index)
@@ -170,7 +170,8 @@ def _torch_chunk(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.lengths))
 
 
-def _location(tensor: StoredTensor, chunk: Chunk) -> ItemLocation:
+def location_of(tensor: StoredTensor, chunk: Chunk) -> ItemLocation:
+    """Where a chunk of `tensor` lies."""
     return ItemLocation(
         object_index=chunk.object_index,
         begin=chunk.begin,

@@ -6,20 +6,22 @@ import contextlib
 import dataclasses
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from cloudckpt._collecting import rare_collections
 from cloudckpt._commit.resolve import resolve
 from cloudckpt._manifest.codec import unpack_tiles
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._manifest.torch_views import location_of
 from cloudckpt._pipeline.consumers import Consumers, consumers_of, names_in
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.finish import Finisher
+from cloudckpt._pipeline.items import LoadItems
 from cloudckpt._pipeline.shares import Shares
 from cloudckpt._pipeline.sizes import eased, request_bytes_of
 from cloudckpt._plan.reads import Request, Want, plan_requests
@@ -268,10 +270,24 @@ def wanted_by(
     plan: LoadPlan, manifest: Manifest, storage_data: Mapping[MetadataIndex, ItemLocation], options: Options
 ) -> list[Range]:
     """The bytes that a load by this plan will read, for others that may want the same; without what is not there."""
-    located = ((storage_data.get(item.storage_index), item) for item in plan.items)
     return wanted_ranges(
-        ((location, item.storage_offsets, item.lengths) for location, item in located if location is not None),
+        _located(plan.items, manifest, storage_data),
         object_sizes_bytes={index: stored.size for index, stored in enumerate(manifest.objects)},
         tile_bytes=manifest.tile_bytes if options.verify else _UNVERIFIED_TILE_BYTES,
         max_gap_bytes=options.max_gap_bytes,
     )
+
+
+def _located(
+    items: Sequence[ReadItem], manifest: Manifest, storage_data: Mapping[MetadataIndex, ItemLocation]
+) -> Iterator[tuple[ItemLocation, Sequence[int], Sequence[int]]]:
+    """Where each item's chunk lies, and which block of it the item is for."""
+    if isinstance(items, LoadItems):
+        for tensor in map(manifest.tensors.__getitem__, items.fqns):
+            (chunk,) = tensor.chunks
+            yield location_of(tensor, chunk), chunk.offsets, chunk.lengths
+        items = items.others
+    for item in items:
+        location = storage_data.get(item.storage_index)
+        if location is not None:
+            yield location, item.storage_offsets, item.lengths

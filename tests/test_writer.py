@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from awscrt.checksums import crc32c
 from tests.in_memory import Memory, assert_holds, loaded, state_of, written
-from tests.wrapped import permanent
+from tests.wrapped import Call, WrappedStore, permanent
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -28,7 +31,7 @@ from cloudckpt.errors import (
     NoConditionalCommitError,
     UnsupportedValueError,
 )
-from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.base import Capabilities, Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -300,3 +303,35 @@ def test_strided_tensors_are_staged_within_the_budget(memory: Memory, monkeypatc
     target = {"w": torch.zeros(500, 400)}
     cloudckpt.load(target, memory.uri())
     assert torch.equal(target["w"], state["w"])
+
+
+class Meeting(WrappedStore):
+    """Its first listings end only when three of them have begun."""
+
+    def __init__(self, inner: Store, together: threading.Barrier) -> None:
+        super().__init__(inner)
+        self._together = together
+        self._left = 3
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        if call.operation == "list" and self._left:
+            self._left -= 1
+            self._together.wait()
+        return action()
+
+
+def test_a_far_store_is_asked_all_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, each save waits two answers longer before it begins; or it no longer sees what lies there."""
+    monkeypatch.setattr("cloudckpt._pipeline.save._NEAR", frozenset())
+    together = threading.Barrier(3, timeout=60)
+    cloudckpt.save(state_of(4.0), memory.uri(), options=Options(wrap_store=lambda store: Meeting(store, together)))
+    assert_holds(loaded(memory.uri()), 4.0)
+    with pytest.raises(CheckpointExistsError, match="nothing was written"):
+        cloudckpt.save(state_of(5.0), memory.uri())
+    memory.at("other").inner.put(".metadata", [memoryview(b"torch's")], crc32c=crc32c(b"torch's"))
+    with pytest.raises(CheckpointExistsError, match="nothing was written"):
+        cloudckpt.save(state_of(5.0), memory.uri("other"))
+    memory.at("third").fail("list", error=lambda: AccessDeniedError("s3:ListBucket", key="k", operation="list"))
+    with pytest.raises(AccessDeniedError):
+        cloudckpt.save(state_of(5.0), memory.uri("third"))
+    assert memory.all_keys("third") == []

@@ -29,6 +29,7 @@ from cloudckpt._commit.resolve import (
 from cloudckpt._commit.resuming import attempts_to_resume
 from cloudckpt._manifest.build import manifest_of
 from cloudckpt._manifest.model import Manifest
+from cloudckpt._pipeline.answers import answers
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.write import write_items
 from cloudckpt._stage.transforms import WriteTransforms
@@ -42,6 +43,8 @@ from cloudckpt.errors import (
 from cloudckpt.report import SaveReport
 
 _log = logging.getLogger("cloudckpt")
+_NEAR = frozenset({"file", "memory"})
+"""Schemes of stores that answer sooner than a thread has begun."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +86,15 @@ class SaveJob:
             if entries and not context.retrier.call(lambda: next(iter(context.store.list("data/")), None)):
                 check_ours(context.store, entries, context.retrier)
         else:
-            log = read_log(context.store, context.retrier)
+            store, retrier = context.store, context.retrier
+            log, *others = answers(
+                functools.partial(read_log, store, retrier),
+                functools.partial(retrier.call, lambda: holds_torch_checkpoint(store)),
+                functools.partial(retrier.call, lambda: holds_rank_checkpoints(store)),
+                num_at_once=1 if context.location.scheme in _NEAR else context.first_connections,
+            )
             entries = log.entries
-            others = (holds_torch_checkpoint, holds_rank_checkpoints)
-            if log.counting is not None or any(
-                context.retrier.call(functools.partial(holds, context.store)) for holds in others
-            ):
+            if log.counting is not None or any(others):
                 raise CheckpointExistsError(
                     f"Checkpoint already exists at {uri} and overwrite is False: nothing was written. Choose another "
                     "URI, or pass overwrite=True to replace it atomically",

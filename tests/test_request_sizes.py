@@ -31,7 +31,7 @@ def wants(num_bytes: int) -> list[Want]:
 
 @pytest.mark.parametrize(
     ("num_bytes", "expected_bytes"),
-    [(1, 16 * MIB), (256 * MIB, 16 * MIB), (2 * GIB, 32 * MIB), (3 * GIB, 48 * MIB), (80 * GIB, 64 * MIB)],
+    [(1, 16 * MIB), (256 * MIB, 16 * MIB), (GIB, 32 * MIB), (2 * GIB, 64 * MIB), (80 * GIB, 64 * MIB)],
 )
 def test_parts_are_large_and_yet_enough(num_bytes: int, expected_bytes: int) -> None:
     """If this fails, a small save uses few of its connections, or a large one makes more requests than it has to."""

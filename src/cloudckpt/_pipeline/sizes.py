@@ -11,7 +11,7 @@ from cloudckpt._plan.reads import Request, Want, eased_in
 from cloudckpt._plan.sizes import request_bytes_for
 from cloudckpt.options import MIB
 
-_PARTS_FOR_EACH_CONNECTION = 8
+_PARTS_FOR_EACH_CONNECTION = 4
 _SMALL_PART_BYTES = 16 * MIB
 _REQUESTS_FOR_EACH_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB

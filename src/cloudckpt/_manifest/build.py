@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -33,10 +35,11 @@ from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 _MAX_SHOWN = 10
 _STEPS = frozenset({str, int})
 
-_Index: TypeAlias = tuple[str, tuple[int, ...] | None]
 _Kind: TypeAlias = tuple[str | None, tuple[str, ...]]
 _Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
 """The number of the receipts that have it, and then what they say of it, in their order."""
+_Items: TypeAlias = dict[tuple[int, ...] | None, _Item]
+"""Of one FQN, by their offsets."""
 
 
 def manifest_of(
@@ -64,9 +67,9 @@ def manifest_of(
     missing: list[str] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            tensors[fqn] = _stored_tensor(fqn, entry, written, object_indices, missing=missing, uri=uri)
+            tensors[fqn] = _stored_tensor(fqn, entry, written.get(fqn, {}), object_indices, missing=missing, uri=uri)
             continue
-        item = written.get((fqn, None))
+        item = written.get(fqn, {}).get(None)
         if item is None:
             missing.append(fqn)
             continue
@@ -112,13 +115,12 @@ def manifest_of(
     return manifest
 
 
-def _written(receipts: Sequence[ItemReceipts]) -> dict[_Index, _Item]:
-    """By its index, what was written of each item; a later one hides an earlier one."""
-    written: dict[_Index, _Item] = {}
+def _written(receipts: Sequence[ItemReceipts]) -> dict[str, _Items]:
+    """By its FQN and its offsets, what was written of each item; a later one hides an earlier one."""
+    written: defaultdict[str, _Items] = defaultdict(dict)
     for number, of_object in enumerate(receipts):
-        numbers = [number] * len(of_object.fqns)
         items = zip(
-            numbers,
+            itertools.repeat(number, len(of_object.fqns)),
             of_object.begins,
             of_object.ends,
             of_object.dtypes,
@@ -126,13 +128,14 @@ def _written(receipts: Sequence[ItemReceipts]) -> dict[_Index, _Item]:
             of_object.transforms,
             strict=True,
         )
-        written.update(zip(zip(of_object.fqns, of_object.offsets, strict=True), items, strict=True))
+        for fqn, offsets, item in zip(of_object.fqns, of_object.offsets, items, strict=True):
+            written[fqn][offsets] = item
     return written
 
 
-def _stored_objects(receipts: Sequence[ItemReceipts], written: Mapping[_Index, _Item]) -> dict[str, StoredObject]:
+def _stored_objects(receipts: Sequence[ItemReceipts], written: Mapping[str, _Items]) -> dict[str, StoredObject]:
     """By their keys, the objects that hold anything that counts, in the ranks' order."""
-    used = {item[0] for item in written.values()}
+    used = {item[0] for items in written.values() for item in items.values()}
     objects: dict[str, StoredObject] = {}
     for number, of_object in enumerate(receipts):
         stored_in = of_object.stored_in
@@ -146,7 +149,7 @@ def _stored_objects(receipts: Sequence[ItemReceipts], written: Mapping[_Index, _
 def _stored_tensor(
     fqn: str,
     entry: TensorStorageMetadata,
-    written: Mapping[_Index, _Item],
+    written: _Items,
     object_indices: Sequence[int],
     *,
     missing: list[str],
@@ -156,7 +159,7 @@ def _stored_tensor(
     chunks: list[Chunk] = []
     kinds: set[_Kind] = set()
     for chunk in entry.chunks:
-        item = written.get((fqn, chunk.offsets))
+        item = written.get(chunk.offsets)
         if item is None or item[4] != chunk.sizes:
             missing.append(f"{fqn}{list(chunk.offsets)}")
             continue

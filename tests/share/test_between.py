@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -169,6 +170,27 @@ def test_a_stranger_gets_nothing(entrance: Entrance, opened: Callable[..., Outle
             heard = b""
         assert heard == b""
     assert set(Wanting(entrance.door).all_of(some).values()) == {content(number) for number in range(3)}
+
+
+def test_all_machines_may_come_before_any_of_them_says_a_word(
+    entrance: Entrance, opened: Callable[..., Outlet]
+) -> None:
+    """If this fails, machines of a large job are turned away, and this one's ring waits for them until the timeout."""
+    (segment,) = segments(1)
+    machines = tuple(range(1, 101))
+    outlet = opened([segment], machines=machines)
+    outlet.send(segment.number, memoryview(content(0)))
+    with contextlib.ExitStack() as stack:
+        callers = [
+            stack.enter_context(socket.create_connection((entrance.door.host, entrance.door.port), timeout=WAIT_S))
+            for _ in machines
+        ]
+        # They are let in in their order: by the time of the last, all that are turned away have been.
+        callers[-1].sendall(greeting(entrance.door, machine=machines[-1], wanted=[segment]))
+        assert callers[-1].recv(32) == entrance.door.answer
+        for machine, caller in zip(machines[:-1], callers[:-1], strict=True):
+            caller.sendall(greeting(entrance.door, machine=machine, wanted=[]))
+            assert caller.recv(32) == entrance.door.answer
 
 
 @pytest.mark.parametrize("how", ["is not there", "never answers", "is another", "stops", "breaks off", "sends another"])

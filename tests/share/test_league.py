@@ -147,3 +147,12 @@ def test_machines_that_want_different_things_do_not_share() -> None:
     assert all(deal.between is not None and len(deal.between.doors) == 2 for deal in found)
     other_ranks: Machines = [[[(0, 0, 64)]], [[(0, 0, 64)], [(0, 0, 64)]]]
     assert [deal.between for deal in deals(other_ranks, insists=True)] == [None, None]
+
+
+def test_no_league_takes_more_connections_than_a_process_has() -> None:
+    """If this fails, the ranks of a large job run out of files, and cannot even reach the store any more."""
+    wanted: list[list[Range]] = [[(0, 0, 64)]]
+    for num_machines in (64, 65, 1000):
+        found = leagues_of([wanted] * num_machines)
+        assert sorted(number for one in found for number in one.machines) == list(range(num_machines))
+        assert all(16 < len(one.machines) <= 64 and one.common == tuple(wanted) for one in found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ from cloudckpt._share.plan import Range, Segment, merged, num_bytes_in, plan_seg
 
 _LEAST_ALIKE = 0.8
 """Of all that the ranks of two machines want, as much has to be the same."""
+_MOST_MACHINES = 64
+"""Of a league. A rank has a connection to, and one from, each other machine, and a process often 1024 files."""
 _MOST_TRIED = 64
 """Leagues that a machine is held against: each costs the coordinator a look at all that its ranks want."""
 
@@ -60,7 +63,8 @@ def ranges_without(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Rang
 def leagues_of(machines: Sequence[Sequence[Sequence[Range]]]) -> list[League]:
     """Machines that are alike enough to read for each other, each in one league at most; none is alone.
 
-    `machines` holds, for each of them, what each of its ranks wants, in the order of their places: merged ranges.
+    More than a league may have are in several, of about as many machines each. `machines` holds, for each of them, what
+    each of its ranks wants, in the order of their places: merged ranges.
     """
     found: list[tuple[list[int], list[list[Range]], int]] = []
     for number, wanted in enumerate(machines):
@@ -76,7 +80,18 @@ def leagues_of(machines: Sequence[Sequence[Sequence[Range]]]) -> list[League]:
                 break
         else:
             found.append(([number], [list(ranges) for ranges in wanted], num_bytes))
-    return [League(machines=tuple(members), common=tuple(common)) for members, common, _ in found if len(members) > 1]
+    return [
+        League(machines=tuple(some), common=tuple(common))
+        for members, common, _ in found
+        if len(members) > 1
+        for some in _parted(members)
+    ]
+
+
+def _parted(members: Sequence[int]) -> list[Sequence[int]]:
+    num_parts = -(-len(members) // _MOST_MACHINES)
+    bounds = [len(members) * part // num_parts for part in range(num_parts + 1)]
+    return [members[low:high] for low, high in itertools.pairwise(bounds)]
 
 
 def plan_between(

@@ -16,6 +16,7 @@ from cloudckpt._share.plan import Segment
 from cloudckpt._share.wire import GREETING_BYTES, WANT_BYTES, greeting_of, header, wants_of
 
 _MOST_STRANGERS = 64
+"""Beyond one for each machine, all of which may come before the first has shown the key."""
 _PIECE_BYTES = 1 << 20
 _LOOK_EVERY_S = 0.25
 _CLOSING_S = 5.0
@@ -53,6 +54,7 @@ class Outlet:
         """Those that have not come yet, and since when."""
         self._callers: dict[int, _Caller] = {}
         self._strangers: set[_Caller] = set()
+        self._most_strangers = _MOST_STRANGERS + len(self._awaited)
         self._open = {segment.number: set(self._awaited) for segment in segments}
         """Who has still to get each segment."""
         self._ready: dict[int, memoryview | None] = {}
@@ -136,7 +138,7 @@ class Outlet:
             connection, _ = self._entrance.listener.accept()
         except OSError:
             return
-        if len(self._strangers) >= _MOST_STRANGERS:
+        if len(self._strangers) >= self._most_strangers:
             connection.close()
             return
         connection.setblocking(False)  # noqa: FBT003  # the library's signature

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt._share.board import Address, Board
+from cloudckpt._share.board import READY, Address, Board
 from cloudckpt._share.exchange import Exchange
+from cloudckpt._share.outlet import Outlet
 from cloudckpt._share.plan import Segment, plan_segments
 
 SEGMENT_BYTES = 4096
@@ -183,3 +184,78 @@ def test_a_board_that_cannot_be_looked_at_is_done_without(boards: list[Board], m
     other = pair(boards, 20, slots=2)[1]
     hand_on_all(other)
     assert set(taken_by(other).values()) == {None}
+
+
+def test_segments_are_taken_in_whatever_order_they_come(boards: list[Board]) -> None:
+    """If this fails, a rank's ring fills up with what the others look at only after what that rank reads later."""
+    reader, taker = pair(boards, 400)
+    some = [one for one in reader.segments if reader.hands_on(one)]
+    arrivals = taker.arrivals(some)
+    with reader.place_for(some[-1]) as hand_on:
+        hand_on([memoryview(bytearray(content(some[-1])))])
+    segment, fill = next(arrivals)
+    assert segment.number == some[-1].number
+    assert fill is not None
+    reader.stop()
+    assert {one.number for one, fill in arrivals if fill is None} == {one.number for one in some[:-1]}
+
+
+class NobodyTakes(Outlet):
+    """Sends nothing, to machines that want everything."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.was_asked = threading.Event()
+
+    def send(self, number: int, view: memoryview | None) -> None:
+        self.sent.append(number)
+
+    def is_done(self, number: int) -> bool:
+        self.was_asked.set()
+        return False
+
+    def break_off(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_other_machines_leave_lying_takes_no_room_from_what_comes_from_them(boards: list[Board]) -> None:
+    """If this fails, two machines whose rings are full of what the other wants wait for each other."""
+    own, other = (
+        [dataclasses.replace(one, reader=0, takers=(1,), machine=machine) for one in segments(5)[half]]
+        for machine, half in ((0, slice(0, 3)), (1, slice(3, 5)))
+    )
+    outlet = NobodyTakes()
+    exchange = Exchange(
+        boards[0],
+        rank=0,
+        mates={rank: board.address for rank, board in enumerate(boards)},
+        segments=[*own, *other],
+        segment_bytes=SEGMENT_BYTES,
+        ring_bytes=4 * SEGMENT_BYTES,
+        timeout_s=WAIT_S,
+        machine=0,
+        outlet=outlet,
+    )
+
+    def hand_on(segment: Segment) -> None:
+        with exchange.place_for(segment) as hand:
+            hand([memoryview(bytearray(content(segment)))])
+
+    for one in own[:2]:
+        hand_on(one)
+    waiting = threading.Thread(target=hand_on, args=(own[2],))  # there is room, but not for this one
+    waiting.start()
+    assert outlet.was_asked.wait(WAIT_S)
+    coming = threading.Thread(target=lambda: [hand_on(one) for one in other], daemon=True)
+    coming.start()
+    coming.join(WAIT_S)
+    assert not coming.is_alive()
+    assert outlet.sent == [one.number for one in own[:2]]
+    assert [boards[0].state(one.number) for one in other] == [READY, READY]
+    exchange.stop()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    exchange.close()

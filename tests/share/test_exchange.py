@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cloudckpt._share.board import READY, Address, Board
+from cloudckpt._share.board import READY, TAKEN, Address, Board
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.outlet import Outlet
 from cloudckpt._share.plan import Segment, plan_segments
@@ -244,8 +244,10 @@ def test_what_other_machines_leave_lying_takes_no_room_from_what_comes_from_them
         with exchange.place_for(segment) as hand:
             hand([memoryview(bytearray(content(segment)))])
 
+    boards[1].open(5, ring_bytes=4 * SEGMENT_BYTES)
     for one in own[:2]:
         hand_on(one)
+        boards[1].set_state(one.number, TAKEN)
     waiting = threading.Thread(target=hand_on, args=(own[2],))  # there is room, but not for this one
     waiting.start()
     assert outlet.was_asked.wait(WAIT_S)

@@ -89,7 +89,9 @@ def shards(draw: st.DrawFn, fqn: str) -> list[WriteItem]:
     size = torch.Size((12, 2))
     items = []
     for begin, end in bounds:
-        chunk = ChunkStorageMetadata(offsets=torch.Size((begin + beyond, 0)), sizes=torch.Size((max(end - begin, 0), 2)))
+        chunk = ChunkStorageMetadata(
+            offsets=torch.Size((begin + beyond, 0)), sizes=torch.Size((max(end - begin, 0), 2))
+        )
         data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=size)
         items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
     return items
@@ -120,15 +122,38 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, int, str}
 def test_the_plan_of_many_ranks_is_torchs(plans: list[SavePlan]) -> None:
     """If this fails, shards are lost from a checkpoint, or ones that do not fit together are committed."""
     expected_plans, expected_metadata = create_default_global_save_plan(plans)
-    problems = _validate_global_plan(expected_plans, expected_metadata)
-    if problems:
-        with pytest.raises(ValueError, match="Failed to validate global plan: key:sharded"):
+    verdict: object = _validate_global_plan(expected_plans, expected_metadata)
+    if verdict not in (True, []):
+        shown = "$" if verdict is False else ": key:sharded"  # torch 2.11 names no problems
+        with pytest.raises(ValueError, match=f"Failed to validate global plan{shown}"):
             merged(plans)
         return
     new_plans, metadata = merged(plans)
     assert (new_plans, metadata) == (expected_plans, expected_metadata)
     assert hints_of(new_plans) == hints_of(expected_plans)
     assert list(metadata.state_dict_metadata) == list(expected_metadata.state_dict_metadata)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        ([], None),
+        (["key:w is wrong"], "Failed to validate global plan: key:w is wrong"),
+        (True, None),
+        (False, "Failed to validate global plan"),
+    ],
+)
+def test_the_verdict_of_every_torch_is_understood(
+    monkeypatch: pytest.MonkeyPatch, verdict: object, message: str | None
+) -> None:
+    """If this fails, no save succeeds with the oldest torch, or what it finds wrong with a plan is overlooked."""
+    monkeypatch.setattr("cloudckpt._plain_plan._validate_global_plan", lambda *_: verdict)
+    if message is None:
+        merged([SavePlan([])])
+        return
+    with pytest.raises(ValueError) as raised:
+        merged([SavePlan([])])
+    assert str(raised.value) == message
 
 
 def test_what_is_planned_twice_is_refused() -> None:

@@ -60,9 +60,11 @@ def merged(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     new_plans = [dataclasses.replace(plan, items=[_entered(item, entries) for item in plan.items]) for plan in plans]
     doubtful = {fqn: entry for fqn, entry in entries.items() if not _is_whole(entry)}
-    problems = _validate_global_plan(new_plans, Metadata(doubtful))
-    if problems:
-        summary = "; ".join(problems)
+    verdict: list[str] | bool = _validate_global_plan(new_plans, Metadata(doubtful))
+    if verdict is False:  # torch 2.11 says only whether all is well, and logs what is not
+        raise ValueError("Failed to validate global plan")
+    if isinstance(verdict, list) and verdict:
+        summary = "; ".join(verdict)
         shown = summary[:_MAX_SHOWN] + ("... (truncated)" if len(summary) > _MAX_SHOWN else "")
         raise ValueError(f"Failed to validate global plan: {shown}")
     return new_plans, Metadata(entries)

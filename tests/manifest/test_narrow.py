@@ -112,7 +112,7 @@ def test_another_shape_is_still_explained() -> None:
 def num_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many of torch's chunks, and of our locations, have been made."""
     counts = [0]
-    for name in ("_torch_chunk", "_location"):
+    for name in ("_torch_chunk", "location_of"):
         made = getattr(torch_views, name)
 
         def counted(*arguments: Any, made: Any = made) -> Any:

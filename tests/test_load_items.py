@@ -34,6 +34,7 @@ from cloudckpt._plan.reads import Request
 from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt._stage.targets import TensorTarget
 from cloudckpt._stage.wholes import Wholes
+from cloudckpt.errors import UnsupportedValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -254,6 +255,16 @@ def test_a_load_that_ends_early_is_no_success() -> None:
     finisher.finish_all(consumers, planner, requests, iter(requests))
     with pytest.raises(cloudckpt.CheckpointError, match="ended before all was read"):
         finisher.finish_all(consumers, planner, requests, iter(requests[:1]))
+
+
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner()], ids=["ours", "torch's"])
+def test_freed_memory_is_not_filled(tmp_path: Path, planner: LoadPlanner | None) -> None:
+    """If this fails, a load into a tensor without memory succeeds, and nothing of it is there."""
+    cloudckpt.save({"w": torch.ones(3)}, tmp_path / "x")
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedValueError, match=r"cannot load 'w' .* memory was freed"):
+        cloudckpt.load({"w": freed}, tmp_path / "x", planner=planner)
 
 
 def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:

@@ -239,7 +239,7 @@ class UnsupportedFormatError(CheckpointError):
 
 
 class UnsupportedValueError(CheckpointError):
-    """The state dict holds a value that the format cannot store."""
+    """The state dict holds a value that the format cannot store, or a tensor without memory to load into."""
 
 
 class StateDictMismatchError(CheckpointError):

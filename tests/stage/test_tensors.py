@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.stage.samples import DTYPES
 
-from cloudckpt._stage.tensors import as_carrier, bytes_view, plain
+from cloudckpt._stage.tensors import as_carrier, bytes_view, plain, quick_view
 from cloudckpt.errors import UnsupportedValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -20,6 +20,16 @@ def test_plain_shares_memory() -> None:
     found = plain(parameter, "w", uri=URI)
     assert found.data_ptr() == parameter.data_ptr()
     assert not found.requires_grad
+
+
+def test_freed_memory_is_refused_by_name() -> None:
+    """If this fails, a model that FSDP has put away is saved as whatever happens to lie in memory."""
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    assert quick_view(freed) is None
+    with pytest.raises(UnsupportedValueError, match=r"'w' .* memory was freed"):
+        plain(freed, "w", uri=URI)
+    assert plain(torch.ones(0, 3), "w", uri=URI).shape == (0, 3)  # which never had any
 
 
 def test_conjugates_and_negatives_are_resolved() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from cloudckpt._flat import PLAIN_TENSORS
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.receipts import ItemLocation
 from cloudckpt._pipeline.items import GivesTensors, LoadItems
@@ -16,8 +17,9 @@ from cloudckpt._plan.addresses import meeting_another
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, Want
 from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._stage.tensors import is_freed
 from cloudckpt._stage.wholes import Targets, Wholes
-from cloudckpt.errors import CloudckptError, CorruptCheckpointError
+from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError
 
 _MAX_NAMES = 5
 
@@ -117,6 +119,12 @@ def _consumer_of(
     if tensor.shape != lengths:
         raise CloudckptError(
             f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
+        )
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and is_freed(tensor):
+        raise UnsupportedValueError(
+            f"cannot load {index.fqn!r} of {uri}: the tensor's memory was freed, as FSDP does between uses. Load into "
+            "the state dict that FSDP gives",
+            uri=uri,
         )
     offsets = tuple(item.storage_offsets)
     if len(offsets) != len(location.lengths) or any(

@@ -43,6 +43,8 @@ def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
         what = f"a {type(tensor).__name__}, which wraps other tensors: save those, or convert it to a plain tensor"
     elif dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
         what = f"of dtype {tensor.dtype}, which the format does not have"
+    elif is_freed(tensor):
+        what = "a tensor whose memory was freed, as FSDP does between uses: take the state dict that FSDP gives"
     else:
         return tensor.resolve_conj().resolve_neg()
     raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {what}", uri=uri)
@@ -74,12 +76,19 @@ def quick_view(tensor: torch.Tensor) -> memoryview | None:
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
+        if not tensor.data_ptr():
+            return None  # numpy would make up memory of its own
         if carrier is not tensor.dtype:
             tensor = tensor.view(carrier)
         # These refuse whatever has other memory, layouts, order or bits than the values have.
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's arrays are buffers
     except (RuntimeError, TypeError):
         return None
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor, which wraps no other, has a shape but no memory: its storage was resized to nothing."""
+    return tensor.device.type in {"cpu", "cuda"} and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
 
 
 def synchronize(contents: Iterable[object]) -> None:

@@ -90,5 +90,5 @@ def _host_towards(host: str) -> str | None:
         with socket.socket(family, kind) as any_socket:
             any_socket.connect(address)
             return str(any_socket.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # of a label that DNS has no room for
         return None

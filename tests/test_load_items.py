@@ -32,7 +32,7 @@ from cloudckpt._pipeline.load import wanted_by
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request
 from cloudckpt._planner import ExplainingLoadPlanner
-from cloudckpt._stage.targets import TensorTarget
+from cloudckpt._stage.targets import BytesTarget, TensorTarget, address_range_of
 from cloudckpt._stage.wholes import Wholes
 from cloudckpt.errors import UnsupportedValueError
 
@@ -283,6 +283,32 @@ def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
     consumers.wants(max_gap_bytes=0)
     consumers.keep_apart()
     assert consumers.are_copied() == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["strided", "transformed"])
+def test_what_is_copied_to_counts_as_shared_too(*, is_packed: bool) -> None:
+    """If this fails, a tensor that is loaded beside its transpose is said to be damaged, now and then."""
+    memory, elsewhere = torch.zeros(2, 2), torch.zeros(2, 2)
+    wholes = Wholes()
+    stored = StoredTensor(dtype="float32", shape=(2, 2), chunks=[Chunk((0, 0), (2, 2), 0, 0, 16)])
+    wholes.add(["a", "b"], [memory, elsewhere], dict.fromkeys("ab", stored))
+    location = ItemLocation(object_index=0, begin=16, end=32, dtype="float32", lengths=(2, 2), transforms=())
+    target = BytesTarget(location) if is_packed else TensorTarget(location, Box((0, 0), (2, 2)), memory.t())
+    consumers = Consumers(wholes, [Consumer(whole_item("c", [2, 2]), location, target, memory.t())])
+    consumers.wants(max_gap_bytes=0)
+    consumers.keep_apart()
+    assert consumers.are_copied()[:2] == [True, False]
+
+
+def test_addresses_are_those_that_elements_have() -> None:
+    """If this fails, tensors that share memory are not seen to, or all of a model is copied."""
+    memory = torch.zeros(6, 4)
+    begin = memory.data_ptr()
+    assert address_range_of(memory[1:3]) == (begin + 16, begin + 48)
+    assert address_range_of(memory[:2, 1:2]) == (begin + 4, begin + 24)
+    assert address_range_of(torch.zeros(1).expand(5)[0]) is not None
+    for nowhere in (torch.zeros(0), torch.zeros(2, device="meta"), torch.zeros(2).to_sparse()):
+        assert address_range_of(nowhere) is None
 
 
 def test_other_ranks_hear_of_the_same_bytes(tmp_path: Path) -> None:

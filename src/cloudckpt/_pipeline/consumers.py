@@ -16,7 +16,7 @@ from cloudckpt._pipeline.items import GivesTensors, LoadItems
 from cloudckpt._plan.addresses import meeting_another
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, Want
-from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
+from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget, address_range_of
 from cloudckpt._stage.tensors import is_freed
 from cloudckpt._stage.wholes import Targets, Wholes
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError
@@ -68,22 +68,23 @@ class Consumers:
     def keep_apart(self) -> None:
         """Where tensors share memory, as tied weights do, fill none of them directly. To be called after `wants`.
 
-        Two reads into one piece of memory would find each other's bytes when they check their own.
+        A read into memory that something else is written to would find its bytes when it checks its own.
         """
         begins, ends = self.wholes.address_ranges()
-        direct: list[TensorTarget] = []
+        filled: list[Target] = []
         for consumer in self.others:
-            if isinstance(consumer.target, TensorTarget) and consumer.target.direct_range is not None:
-                direct.append(consumer.target)
-                begin, end = consumer.target.direct_range
-                begins.append(begin)
-                ends.append(end)
+            addresses = _addresses_of(consumer)
+            if addresses is not None:
+                filled.append(consumer.target)
+                begins.append(addresses[0])
+                ends.append(addresses[1])
         num_whole = len(self.wholes)
         found = meeting_another(begins, ends)
         self.wholes.copy_instead(position for position in found if position < num_whole)
         for position in found:
-            if position >= num_whole:
-                direct[position - num_whole].copy_instead()
+            target = filled[position - num_whole] if position >= num_whole else None
+            if isinstance(target, TensorTarget):
+                target.copy_instead()
 
     def are_copied(self) -> list[bool]:
         """Of each, whether its bytes come by way of a buffer. To be called after `keep_apart`."""
@@ -104,6 +105,13 @@ def consumers_of(
         left = wholes.add(items.fqns, planner.tensors_of(items.fqns), manifest.tensors)
         items = [*(items[position] for position in left), *items.others]
     return Consumers(wholes, [_consumer_of(item, planner, storage_data, uri=uri) for item in items])
+
+
+def _addresses_of(consumer: Consumer) -> tuple[int, int] | None:
+    """Of the memory that is written to, be it by a copy."""
+    if isinstance(consumer.target, TensorTarget):
+        return consumer.target.address_range
+    return None if consumer.tensor is None else address_range_of(consumer.tensor)
 
 
 def _consumer_of(

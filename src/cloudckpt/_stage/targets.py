@@ -8,7 +8,9 @@ import threading
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cloudckpt._flat import PLAIN_TENSORS
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.receipts import ItemLocation
 from cloudckpt._manifest.torch_dtypes import dtype_of
@@ -124,12 +126,9 @@ class TensorTarget:
         return not self._is_direct
 
     @property
-    def direct_range(self) -> tuple[int, int] | None:
-        """The addresses that are filled directly; None where nothing is."""
-        if not self._is_direct or not self.num_bytes:
-            return None
-        address = self._target.data_ptr()
-        return address, address + self.num_bytes
+    def address_range(self) -> tuple[int, int] | None:
+        """See `address_range_of`."""
+        return address_range_of(self._target)
 
     def copy_instead(self) -> None:
         """Do not fill the tensor's memory directly."""
@@ -161,3 +160,15 @@ class TensorTarget:
             for dim, (offset, origin, length) in enumerate(pairs):
                 block = block.narrow(dim, offset - origin, length)
             block.copy_(elements.as_strided(common.lengths, strides, elements.storage_offset() + start))
+
+
+def address_range_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The addresses ``[begin, end)`` between which a tensor lies; None where they are none of this process' memory."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    is_wrapper: bool = type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
+    if is_wrapper:
+        return None
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()

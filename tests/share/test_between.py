@@ -193,7 +193,9 @@ def test_all_machines_may_come_before_any_of_them_says_a_word(
             assert caller.recv(32) == entrance.door.answer
 
 
-@pytest.mark.parametrize("how", ["is not there", "never answers", "is another", "stops", "breaks off", "sends another"])
+@pytest.mark.parametrize(
+    "how", ["is not there", "never answers", "is another", "stops", "drips", "breaks off", "sends another"]
+)
 def test_what_does_not_come_is_left_to_this_rank_in_time(how: str) -> None:
     """If this fails, a rank waits without end for another machine, or takes bytes from who is none of its ranks."""
     some = segments(3)
@@ -203,6 +205,7 @@ def test_what_does_not_come_is_left_to_this_rank_in_time(how: str) -> None:
         "never answers": b"",
         "is another": b"x" * 32,
         "stops": door.answer + header(0, SEGMENT_BYTES) + b"half",
+        "drips": door.answer + header(0, SEGMENT_BYTES) + b"half",
         "breaks off": door.answer + header(0, SEGMENT_BYTES) + b"half",
         "sends another": door.answer + header(0, 17) + b"z" * 17,
     }[how]
@@ -218,14 +221,18 @@ def test_what_does_not_come_is_left_to_this_rank_in_time(how: str) -> None:
             kept.append(connection)
             connection.recv(1)
             connection.sendall(words)
+            with contextlib.suppress(OSError):
+                while how == "drips" and time.monotonic() < begun_s + WAIT_S / 2:
+                    threading.Event().wait(0.02)
+                    connection.sendall(b"!")
             if how == "breaks off":
                 connection.close()
 
+        begun_s = time.monotonic()
         thread = threading.Thread(target=serve)
         if how not in ("is not there", "never answers"):
             thread.start()
-        wanting = Wanting(door, timeout_s=1.0 if how in ("never answers", "stops") else WAIT_S)
-        begun_s = time.monotonic()
+        wanting = Wanting(door, timeout_s=1.0 if how in ("never answers", "stops", "drips") else WAIT_S)
         assert wanting.all_of(some) == dict.fromkeys(range(3))
         assert time.monotonic() - begun_s < WAIT_S / 4
         assert wanting.gone == [THERE]

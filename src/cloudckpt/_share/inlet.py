@@ -57,8 +57,8 @@ class _Giver:
 class Inlet:
     """What one rank receives in one load. No other rank is waited for without bound.
 
-    One that gives nothing for half of `timeout_s`, or stops in the middle of a segment for a quarter, is gone: its
-    segments will not come. That is sooner than ranks of this machine give this one up.
+    One that gives nothing, or not all of a segment that it has begun, for half of `timeout_s`, or stops in the middle
+    of one for a quarter, is gone: its segments will not come. That is sooner than ranks of this machine give this one up.
     """
 
     def __init__(
@@ -152,22 +152,24 @@ class Inlet:
         connection = giver.connection
         if connection is None:
             return
+        deadline_s = time.monotonic() + self._patience_s
         try:
             if not giver.is_connected:
                 self._greet(giver, connection)
                 selector.modify(connection, selectors.EVENT_READ, giver)
             elif not giver.has_answered:
-                if not hmac.compare_digest(_received(connection, TOKEN_BYTES), giver.door.answer):
+                answer = _received(connection, TOKEN_BYTES, deadline_s=deadline_s)
+                if not hmac.compare_digest(answer, giver.door.answer):
                     self._give_up(giver, selector)
                     return
                 giver.has_answered = True
                 giver.since_s = time.monotonic()
             else:
-                segment, num_bytes = giver.next(_received(connection, HEADER_BYTES))
+                segment, num_bytes = giver.next(_received(connection, HEADER_BYTES, deadline_s=deadline_s))
                 if num_bytes == 0:
                     yield segment, None
                 else:
-                    body = _Body(connection)
+                    body = _Body(connection, patience_s=self._patience_s)
                     yield segment, body.fill
                     giver.since_s = time.monotonic()
                     if not body.is_whole:  # what follows could not be told from it
@@ -210,30 +212,36 @@ class Inlet:
 class _Body:
     """The bytes of one segment, on their way."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, patience_s: float) -> None:
         self._connection = connection
+        self._patience_s = patience_s
         self.is_whole = False
 
     def fill(self, views: Views) -> bool:
-        """Once only. False where the connection broke, or brought nothing for too long."""
+        """Once only. False where the connection broke, or brought nothing or too little for too long."""
+        deadline_s = time.monotonic() + self._patience_s
         try:
             for view in views:
-                _receive_into(self._connection, view)
+                _receive_into(self._connection, view, deadline_s=deadline_s)
         except OSError:
             return False
         self.is_whole = True
         return True
 
 
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
+def _received(connection: socket.socket, num_bytes: int, *, deadline_s: float) -> bytes:
     found = bytearray(num_bytes)
-    _receive_into(connection, memoryview(found))
+    _receive_into(connection, memoryview(found), deadline_s=deadline_s)
     return bytes(found)
 
 
-def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Raises `OSError` where nothing comes for as long as the socket's timeout says, or the other end has closed."""
+def _receive_into(connection: socket.socket, view: memoryview, *, deadline_s: float) -> None:
+    """Raises `OSError` where the other end has closed, nothing comes for as long as the socket's timeout says, or not
+    all has come by the deadline.
+    """
     while view:
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError("the other rank sends too slowly")
         num_received = connection.recv_into(view)
         if not num_received:
             raise OSError(errno.ECONNRESET, "the other rank has closed the connection")

@@ -58,7 +58,8 @@ class Inlet:
     """What one rank receives in one load. No other rank is waited for without bound.
 
     One that gives nothing, or not all of a segment that it has begun, for half of `timeout_s`, or stops in the middle
-    of one for a quarter, is gone: its segments will not come. That is sooner than ranks of this machine give this one up.
+    of one for a quarter, is gone: its segments will not come. That is sooner than ranks of this machine give up this
+    one.
     """
 
     def __init__(

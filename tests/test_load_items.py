@@ -300,6 +300,34 @@ def test_what_is_copied_to_counts_as_shared_too(*, is_packed: bool) -> None:
     assert consumers.are_copied()[:2] == [True, False]
 
 
+@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.t], ids=["tied", "transposed"])
+def test_of_two_that_fill_one_memory_the_last_is_there(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """If this fails, tied weights that were not tied when they were saved are loaded as a mixture of both."""
+    memory = torch.zeros(2, 2)
+    wholes = Wholes()
+    stored = StoredTensor(dtype="float32", shape=(2, 2), chunks=[Chunk((0, 0), (2, 2), 0, 0, 16)])
+    wholes.add(["a", "b"], [memory, memory], dict.fromkeys("ab", stored))
+    location = ItemLocation(object_index=0, begin=16, end=32, dtype="float32", lengths=(2, 2), transforms=())
+    others = [
+        Consumer(whole_item(name, [2, 2]), location, TensorTarget(location, Box((0, 0), (2, 2)), view(memory)), memory)
+        for name in "cd"
+    ]
+    consumers = Consumers(wholes, others)
+    consumers.wants(max_gap_bytes=0)
+    consumers.keep_apart()
+    for number in (3, 0, 2, 1):
+        source = torch.full((4,), float(number + 1)).view(torch.uint8)
+        consumers.targets.copy_from(number, source, 0 if number < 2 else 16)
+    assert memory.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+    wholes = Wholes()
+    wholes.add(["a", "b"], [memory, memory], dict.fromkeys("ab", stored))
+    consumers = Consumers(wholes, [])
+    consumers.keep_apart()
+    for number in (1, 0):
+        consumers.targets.copy_from(number, torch.full((4,), float(number)).view(torch.uint8), 0)
+    assert memory.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
 def test_addresses_are_those_that_elements_have() -> None:
     """If this fails, tensors that share memory are not seen to, or all of a model is copied."""
     memory = torch.zeros(6, 4)

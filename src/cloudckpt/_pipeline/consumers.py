@@ -68,7 +68,8 @@ class Consumers:
     def keep_apart(self) -> None:
         """Where tensors share memory, as tied weights do, fill none of them directly. To be called after `wants`.
 
-        A read into memory that something else is written to would find its bytes when it checks its own.
+        A read into memory that something else is written to would find its bytes when it checks its own. Of those that
+        fill the same memory, the last is what is there in the end, and no mixture.
         """
         begins, ends = self.wholes.address_ranges()
         filled: list[Target] = []
@@ -85,6 +86,23 @@ class Consumers:
             target = filled[position - num_whole] if position >= num_whole else None
             if isinstance(target, TensorTarget):
                 target.copy_instead()
+        last: dict[tuple[int, int], int] = {}
+        for position in sorted(found):
+            target = filled[position - num_whole] if position >= num_whole else None
+            if target is None or (isinstance(target, TensorTarget) and target.is_dense):
+                earlier = last.get((begins[position], ends[position]))
+                if earlier is not None:
+                    self._drop(earlier, filled)
+                last[begins[position], ends[position]] = position
+
+    def _drop(self, position: int, filled: Sequence[Target]) -> None:
+        num_whole = len(self.wholes)
+        if position < num_whole:
+            self.wholes.drop(position)
+            return
+        target = filled[position - num_whole]
+        assert isinstance(target, TensorTarget)  # noqa: S101  # no other is dense
+        target.drop()
 
     def are_copied(self) -> list[bool]:
         """Of each, whether its bytes come by way of a buffer. To be called after `keep_apart`."""

@@ -85,6 +85,7 @@ class TensorTarget:
         "_box",
         "_dtype",
         "_is_direct",
+        "_is_dropped",
         "_itemsize_bytes",
         "_location",
         "_run_begins",
@@ -101,7 +102,7 @@ class TensorTarget:
         self._dtype = dtype_of(location.dtype)
         self._target = target
         self.num_bytes = math.prod(box.lengths) * self._itemsize_bytes
-        self._is_direct = False
+        self._is_direct = self._is_dropped = False
         self._run_begins: list[int] = []
         self._run_bytes = 0
 
@@ -134,6 +135,16 @@ class TensorTarget:
         """Do not fill the tensor's memory directly."""
         self._is_direct = False
 
+    def drop(self) -> None:
+        """What is copied is not to be seen: another fills the same memory. After `copy_instead`."""
+        self._is_dropped = True
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all bytes of its address range are the tensor's."""
+        addresses = self.address_range
+        return addresses is not None and addresses[1] - addresses[0] == self._target.numel() * self._target.itemsize
+
     def direct_view(self, begin: int, end: int) -> memoryview | None:
         if not self._is_direct:
             return None
@@ -144,6 +155,8 @@ class TensorTarget:
         return memory if end - begin == len(memory) else memory[offset : offset + end - begin]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        if self._is_dropped:
+            return
         first = (begin - self._location.begin) // self._itemsize_bytes
         elements = source.view(self._dtype)
         target = self._target

@@ -25,7 +25,7 @@ def _bytes_type(num_bits: int) -> Any:
 class Wholes:
     """Contiguous tensors in memory, numbered, each of which gets all bytes of a stored chunk of its dtype and shape."""
 
-    __slots__ = ("_addresses", "_chunks", "_copied", "_tensors", "fqns", "num_bytes")
+    __slots__ = ("_addresses", "_chunks", "_copied", "_dropped", "_tensors", "fqns", "num_bytes")
 
     def __init__(self) -> None:
         self.fqns: list[str] = []
@@ -34,6 +34,7 @@ class Wholes:
         self._chunks: list[Chunk] = []
         self._addresses: list[int] = []
         self._copied: frozenset[int] = frozenset()
+        self._dropped: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.fqns)
@@ -44,6 +45,8 @@ class Wholes:
 
     def copy_from(self, number: int, source: torch.Tensor, begin: int) -> None:
         """Take the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
+        if number in self._dropped:
+            return
         self._memory(number, begin, begin + len(source))[:] = bytes_view(source)
 
     def _memory(self, number: int, begin: int, end: int) -> memoryview:
@@ -91,6 +94,10 @@ class Wholes:
     def copy_instead(self, numbers: Iterable[int]) -> None:
         """Do not fill the memory of these directly."""
         self._copied = frozenset(numbers)
+
+    def drop(self, number: int) -> None:
+        """What is copied for this one is not to be seen: another fills the same memory. After `copy_instead`."""
+        self._dropped.add(number)
 
     def are_copied(self) -> list[bool]:
         """Of each, whether its bytes come by way of a buffer."""

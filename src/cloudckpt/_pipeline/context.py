@@ -24,6 +24,15 @@ _LEAST_FOR_FILES = 2  # while one waits for its device, another can copy
 _known_widths = KnownWidths()
 
 
+def _forget_after_fork() -> None:
+    """A thread that is not in the child may have held its lock."""
+    global _known_widths  # noqa: PLW0603  # as above
+    _known_widths = KnownWidths()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
 class Context:
     """One location, seen from one rank of one save or load. Lives in one process; opens its store on first use."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt._plan.reads import Request, Want, eased_in, plan_requests
+from cloudckpt._plan.reads import Request, Want, plan_requests
 
 SIZES_BYTES = {0: 97, 1: 64, 2: 1, 3: 0, 4: 200}
 
@@ -59,7 +59,6 @@ def intersects(want: Want, request: Request) -> bool:
     request_bytes=st.integers(1, 250),
     max_gap_bytes=st.integers(0, 60),
     max_over_read=st.sampled_from([0.0, 0.1, 0.5, 3.0]),
-    first_bytes=st.none() | st.integers(1, 60),
 )
 def test_every_wanted_byte_comes_once(
     *,
@@ -68,7 +67,6 @@ def test_every_wanted_byte_comes_once(
     request_bytes: int,
     max_gap_bytes: int,
     max_over_read: float,
-    first_bytes: int | None,
 ) -> None:
     """If this fails, a load leaves bytes unread, reads them twice, past the end, or more than it may at once."""
     requests = plan_requests(
@@ -79,8 +77,6 @@ def test_every_wanted_byte_comes_once(
         max_gap_bytes=max_gap_bytes,
         max_over_read=max_over_read,
     )
-    if first_bytes is not None:
-        requests = eased_in(requests, connections=2, tile_bytes=tile_bytes, first_bytes=first_bytes)
     longest_bytes = max(request_bytes // tile_bytes, 1) * tile_bytes
     read: Counter[tuple[int, int]] = Counter()
     for request in requests:
@@ -217,31 +213,3 @@ def test_many_wants_are_planned_in_time_that_grows_with_them() -> None:
             max_over_read=0.1,
         )
         assert sum(want is not whole for request in requests for want in request.wants) == num_wants
-
-
-def test_the_first_reads_are_small_and_the_later_ones_large() -> None:
-    """If this fails, a load learns late how many connections pay, or goes on with requests that cost more."""
-    planned = plan_requests(
-        [Want(0, 0, 0, 960)],
-        object_sizes_bytes={0: 960},
-        tile_bytes=10,
-        request_bytes=80,
-        max_gap_bytes=0,
-        max_over_read=0.0,
-    )
-    eased = eased_in(planned, connections=2, tile_bytes=10, first_bytes=20)
-    assert [request.num_bytes for request in eased] == [20] * 4 + [40] * 2 + [80] * 10
-    assert [byte for request in eased for byte in range(request.begin, request.end)] == list(range(960))
-
-
-def test_what_is_held_is_not_cut_to_ease_in() -> None:
-    """If this fails, the memory of one value is taken by the first of many small reads that run at once (G7)."""
-    planned = plan_requests(
-        [Want(0, 0, 0, 400, is_held=True)],
-        object_sizes_bytes={0: 400},
-        tile_bytes=10,
-        request_bytes=400,
-        max_gap_bytes=0,
-        max_over_read=0.0,
-    )
-    assert eased_in(planned, connections=2, tile_bytes=10, first_bytes=20) == planned

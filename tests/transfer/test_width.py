@@ -260,3 +260,18 @@ def test_not_every_store_is_remembered_for_ever() -> None:
         known.note(number, number)
     assert known.of(999) == 999
     assert known.of(0) is None
+
+
+def test_short_rounds_decide_nothing() -> None:
+    """If this fails, connections that are opened, or a moment's other work, pass for a line that wants more of them."""
+    width = climber()
+    now_s = 50.0
+    for _ in range(8):  # the first ones are slow, and the later ones twice as fast
+        width.done(begun_s=now_s, ended_s=now_s + 0.02, num_bytes=MB)
+    for number in range(9):
+        begun_s = now_s + 0.02 * (1 + number)
+        for _ in range(8):
+            width.done(begun_s=begun_s, ended_s=begun_s + 0.01, num_bytes=MB)
+    assert width.width == 8
+    width.done(begun_s=now_s + 0.24, ended_s=now_s + 0.25, num_bytes=MB)
+    assert width.width == 16  # on trial, as there is something to compare it with now

@@ -23,7 +23,7 @@ from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.finish import Finisher
 from cloudckpt._pipeline.items import LoadItems
 from cloudckpt._pipeline.shares import Shares
-from cloudckpt._pipeline.sizes import eased, request_bytes_of
+from cloudckpt._pipeline.sizes import request_bytes_of
 from cloudckpt._plan.reads import Request, Want, plan_requests
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.plan import Range
@@ -110,7 +110,6 @@ class LoadJob:
         copied = consumers.are_copied()
         request_bytes = request_bytes_of(self._context, shares.rest, copied, shares=self._exchange is not None)
         rest = self._planned(shares.rest, request_bytes=max(request_bytes, self._manifest.tile_bytes))
-        rest = eased(self._context, rest, tile_bytes=self._tile_bytes)
         return shares, [*shares.to_read, *rest]
 
     def _planned(self, wants: Sequence[Want], *, request_bytes: int) -> list[Request]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cloudckpt._pipeline.context import Context
-from cloudckpt._plan.reads import Request, Want, eased_in
+from cloudckpt._plan.reads import Want
 from cloudckpt._plan.sizes import request_bytes_for
 from cloudckpt.options import MIB
 
@@ -58,13 +58,4 @@ def request_bytes_of(context: Context, wants: Sequence[Want], copied: Sequence[b
         for_each=_REQUESTS_FOR_EACH_CONNECTION,
         least_bytes=_SMALL_REQUEST_BYTES,
         most_bytes=most_bytes,
-    )
-
-
-def eased(context: Context, requests: Sequence[Request], *, tile_bytes: int) -> list[Request]:
-    """Small ones first, where it is yet to be found out how many connections pay."""
-    if context.known_connections is not None or context.first_connections == context.most_connections:
-        return list(requests)
-    return eased_in(
-        requests, connections=context.first_connections, tile_bytes=tile_bytes, first_bytes=_SMALL_REQUEST_BYTES
     )

@@ -81,32 +81,6 @@ def plan_requests(
     return spread(requests)
 
 
-def eased_in(requests: Sequence[Request], *, connections: int, tile_bytes: int, first_bytes: int) -> list[Request]:
-    """The same bytes in the same order, the first of them in smaller reads, which grow to their full size.
-
-    `connections` reads of about `first_bytes`, twice as many of twice that, and so on: whoever decides by what reads
-    take how many to have in flight learns it early, and the others cost as little as large ones do. Wants that are
-    held are not cut, since memory for them is taken with their first byte.
-    """
-    eased: list[Request] = []
-    step_bytes, num_of_step = first_bytes, connections
-    room = num_of_step
-    for request in requests:
-        if request.num_bytes < 2 * step_bytes or any(want.is_held for want in request.wants):
-            eased.append(request)
-            room -= 1
-        else:
-            run = Run(request.object_index, request.begin, request.end)
-            pieces = _requests_of(request.object_index, request.wants, _cut(run, tile_bytes, step_bytes), tile_bytes)
-            before = len(eased)
-            eased += pieces
-            room -= len(eased) - before
-        while room <= 0:
-            step_bytes, num_of_step = 2 * step_bytes, 2 * num_of_step
-            room += num_of_step
-    return eased
-
-
 def _touching(wants: Sequence[Want], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
     """The stretches of whole tiles that hold `wants`, which are sorted, and how many bytes of each are wanted."""
     begin = end = reached = -1

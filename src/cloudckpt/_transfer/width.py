@@ -5,6 +5,7 @@ See ``docs/design/014-concurrency-and-tails.md``.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -17,6 +18,8 @@ _DOUBLING = 2.0
 _PROBING = 1.25
 _LEAST_GAIN = 0.5
 """Of what would be gained if every request stayed as fast as it was."""
+_SHORTEST_ROUND_S = 0.25
+"""What is shorter says more of connections that are opened, and of other work of the machine, than of the line."""
 _SHORTEST_HOLD = 4
 _LONGEST_HOLD = 64
 _SHORTEST_LIFT = 32
@@ -71,7 +74,10 @@ class Width:
         self._lift = _SHORTEST_LIFT
         self._num_rounds_to_lift = 0
         self._stepped_back_s = 0.0
-        self._begin_round(0.0)
+        self._round_begun_s = self._spent_s = 0.0
+        self._first_begun_s = math.inf
+        """Of what is counted in this round."""
+        self._num_requests = self._num_bytes = self._num_timeouts = 0
 
     @property
     def settled(self) -> int:
@@ -85,7 +91,8 @@ class Width:
         self._num_requests += 1
         self._num_bytes += num_bytes
         self._spent_s += ended_s - begun_s
-        if self._num_requests >= (self.width + 1) // 2:
+        self._first_begun_s = min(self._first_begun_s, begun_s)
+        if self._num_requests >= (self.width + 1) // 2 and ended_s - self._first_begun_s >= _SHORTEST_ROUND_S:
             self._end_round(ended_s)
 
     def throttled(self, *, begun_s: float, ended_s: float) -> None:
@@ -142,6 +149,7 @@ class Width:
 
     def _begin_round(self, now_s: float) -> None:
         self._round_begun_s = now_s
+        self._first_begun_s = math.inf
         self._num_requests = self._num_bytes = self._num_timeouts = 0
         self._spent_s = 0.0
 

@@ -42,7 +42,7 @@ def test_what_a_process_has_learned_does_not_change_the_parts(known: KnownWidths
     """If this fails, a save that is taken up by a new process finds parts of another size and sends all anew."""
     before = part_bytes_of(context(), 2 * GIB, are_copied=False)
     known.note(("s3", "bucket", "None"), 32)
-    assert context().known_connections == 32
+    assert context().known_connections == 16
     assert part_bytes_of(context(), 2 * GIB, are_copied=False) == before
 
 
@@ -67,7 +67,16 @@ def test_what_is_known_of_a_store_sizes_the_reads(known: KnownWidths) -> None:
     """If this fails, a load with many connections has fewer reads than these."""
     assert request_bytes_of(context(), wants(2 * GIB), [False], shares=False) == 64 * MIB
     known.note(("s3", "bucket", "None"), 32)
-    assert request_bytes_of(context(), wants(2 * GIB), [False], shares=False) == 16 * MIB
+    assert request_bytes_of(context(), wants(2 * GIB), [False], shares=False) == 32 * MIB
+
+
+@pytest.mark.parametrize(("known_width", "expected"), [(32, 16), (16, 8), (10, 8), (8, 8), (3, 3), (1, 1)])
+def test_what_was_come_to_has_to_prove_itself_again(known: KnownWidths, known_width: int, expected: int) -> None:
+    """If this fails, connections that seemed to pay once, by chance, are kept for all of a job; or those that a store
+    asked to do without are not done without.
+    """
+    known.note(("s3", "bucket", "None"), known_width)
+    assert context().known_connections == context().hedger.width() == expected
 
 
 def test_stores_are_told_apart(known: KnownWidths) -> None:

@@ -51,11 +51,13 @@ class Context:
         self.first_connections = bounds.first
         self.most_connections = bounds.most
         self.known_connections: int | None = None
-        """What an earlier save or load of this process came to."""
+        """Where to begin, by what an earlier save or load of this process came to."""
         on_width: Callable[[int], None] = _forget
         if bounds.first < bounds.most:
             where = (location.scheme, location.authority, str(options.storage_options.get("endpoint_url")))
-            self.known_connections = _known_widths.of(where)
+            known = _known_widths.of(where)
+            # Twice as many have to prove that they pay each time: what did so by chance is not kept.
+            self.known_connections = None if known is None else max(known // 2, min(known, bounds.first))
             on_width = functools.partial(_known_widths.note, where)
         # Where only few requests fit into what a load may hold, none of it is left for second ones.
         self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0

@@ -25,6 +25,8 @@ Classes follow what a handler would do, not where the error came from::
         ├── CheckpointChangedError          overwritten while it was read: load again
         ├── CommitUnknownError              the answer to the commit was lost: look before you save again
         ├── RankLostError (TimeoutError)    a rank died, hangs or never came: .ranks; restart, load what is committed
+        ├── SaveInFlightError               a background save still runs: wait for its handle, or cancel it
+        ├── SaveCancelledError              `AsyncSave.cancel` ended the save: .ranks; save again if it was wrong
         ├── GarbageLeftError                gc could not remove everything: .report says what is left
         ├── IncompleteSaveError             what was written is not what was planned
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
@@ -67,6 +69,8 @@ __all__ = [
     "ObjectExistsError",
     "ObjectNotFoundError",
     "RankLostError",
+    "SaveCancelledError",
+    "SaveInFlightError",
     "ShortObjectError",
     "StateDictMismatchError",
     "StoreError",
@@ -204,6 +208,18 @@ class RankLostError(CheckpointError, TimeoutError):
     ``ranks`` is empty where it could not be found out which. What this rank wrote is still there: a rank that was
     lost may have committed it. ``ranks`` is this rank alone where it was the others that went on without it.
     """
+
+    def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message, uri=uri)
+        self.ranks = ranks
+
+
+class SaveInFlightError(CheckpointError):
+    """Another background save of this process still runs. ``uri`` is where that one goes; nothing was begun."""
+
+
+class SaveCancelledError(CheckpointError):
+    """The save was cancelled before its commit. ``ranks`` are those that did it; nothing of it is visible."""
 
     def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message, uri=uri)

@@ -73,6 +73,12 @@ class Options:
     """Check every byte that is read against the checksum recorded at save."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store that cannot create-if-absent, and with it lost overwrite protection."""
+    async_mode: Literal["thread", "process"] = "thread"
+    """What uploads an async save: a thread of this process. ``"process"`` is not in force yet."""
+    async_in_flight: Literal["wait", "raise"] = "wait"
+    """What an async save does while another one runs: wait for its end. ``"raise"`` is not in force yet."""
+    async_overlap: bool = False
+    """Whether `async_save` returns while it still copies. Not in force yet: it returns when everything is copied."""
     resume: bool = False
     """Take up what a save with this option that was killed left here: of what is still the same, only the parts that
     are missing are sent. A save that fails then removes nothing."""
@@ -164,6 +170,7 @@ _TYPES: tuple[_Rule, ...] = (
     ),
     _of_type("max_over_read", numbers.Real, "a number"),
     _of_type("verify", bool, "True or False"),
+    _of_type("async_overlap", bool, "True or False"),
     _of_type("resume", bool, "True or False"),
     _of_type("metadata", Mapping, "a mapping"),
     _callable_or_none("on_event"),
@@ -186,6 +193,8 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
     ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
     ("share_reads", lambda options: options.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'"),
+    ("async_mode", lambda options: options.async_mode in ("thread", "process"), "'thread' or 'process'"),
+    ("async_in_flight", lambda options: options.async_in_flight in ("wait", "raise"), "'wait' or 'raise'"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
     ("max_over_read", lambda options: 0 <= options.max_over_read <= _MOST_OVER_READ, "from 0 to 1000"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),

@@ -17,6 +17,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 TILE_BYTES = 64
 
 
+class Filling:
+    """Memory that is filled only while somebody waits for it, and only what is waited for; notes each wait."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.waits: list[tuple[int, int]] = []
+        self._fills = []
+        for tensor in tensors:
+            begin = tensor.data_ptr()
+            self._fills.append((begin, begin + tensor.untyped_storage().nbytes(), tensor, tensor.clone()))
+            tensor.zero_()
+
+    def wait(self, address: int, num_bytes: int) -> None:
+        self.waits.append((address, num_bytes))
+        for begin, end, tensor, values in self._fills:
+            if begin < address + num_bytes and address < end:
+                tensor.copy_(values)
+
+
 class NoArena(Arena):
     """Lends nothing."""
 
@@ -114,3 +132,42 @@ def test_lazy_views_are_not_taken_for_their_memory() -> None:
     assert not is_viewable(values.conj())
     assert not is_viewable(torch._neg_view(torch.ones(3)))
     assert is_viewable(values)
+
+
+def test_a_part_is_opened_once_its_memory_is_there() -> None:
+    """If this fails, a background save uploads memory that its snapshot has not been copied to yet."""
+    first, strided, last = torch.arange(16.0), torch.arange(1.0, 33.0).view(4, 8), torch.arange(2.0, 18.0)
+    expected = b"".join(t.contiguous().numpy().tobytes() for t in (first, strided.t(), last))
+    filling = Filling(first, strided, last)
+    pieces = [piece_of(first, begin=0), piece_of(strided.t(), begin=64), piece_of(last, begin=192)]
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20, pinned=False), filling)
+    assert filling.waits == []
+    assert opened(body, 192, 256) == expected[192:]
+    assert filling.waits == [(last.data_ptr(), 64)]
+    assert opened(body, 0, 64) == expected[:64]
+    assert filling.waits[1:] == [(first.data_ptr(), 64)]
+    assert opened(body, 64, 192) == expected[64:192]
+    assert filling.waits[2:] == [(strided.data_ptr(), 128)]
+
+
+def test_only_what_a_part_holds_is_waited_for() -> None:
+    """If this fails, the first part of a large tensor waits for all of it to be copied."""
+    tensor = torch.arange(64.0)
+    filling = Filling(tensor)
+    body = PieceBody([piece_of(memoryview(bytes(64)), begin=0), piece_of(tensor, begin=64)], NoArena(), filling)
+    opened(body, 64, 128)
+    assert filling.waits == [(tensor.data_ptr(), 64)]
+    opened(body, 192, 320)
+    assert filling.waits[1:] == [(tensor.data_ptr() + 128, 128)]
+
+
+def test_what_ended_the_filling_is_raised() -> None:
+    """If this fails, a save whose snapshot failed uploads what happened to lie there."""
+
+    class Broken:
+        def wait(self, address: int, num_bytes: int) -> None:
+            raise MemoryError("of the snapshot")
+
+    body = PieceBody([piece_of(torch.zeros(16), begin=0)], NoArena(), Broken())
+    with pytest.raises(MemoryError, match="of the snapshot"):
+        opened(body, 0, 64)

@@ -150,3 +150,22 @@ def test_what_is_shown_is_the_memory_itself() -> None:
             tensor[2, 1] = 1
         assert view.nbytes == tensor.nbytes
         assert any(view[-dtype.itemsize :])
+
+
+class _Waits:
+    """Takes note of what is waited for."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, int]] = []
+
+    def wait(self, address: int, num_bytes: int) -> None:
+        self.waits.append((address, num_bytes))
+
+
+def test_only_tensors_that_are_read_here_are_waited_for() -> None:
+    """If this fails, a snapshot's conjugated tensors are read before they are copied, or all of it is waited for."""
+    lazy = torch.complex(torch.arange(4.0), torch.ones(4))
+    planner, waits = DefaultSavePlanner(), _Waits()
+    items = planned(planner, {"plain": torch.zeros(3), "strided": torch.zeros(2, 3).t(), "lazy": lazy.conj()})
+    list(staged(items, planner, WriteTransforms(None), uri=URI, filled=waits))
+    assert waits.waits == [(lazy.data_ptr(), 32)]

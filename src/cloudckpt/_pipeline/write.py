@@ -18,7 +18,7 @@ from cloudckpt._pipeline.sizes import part_bytes_of
 from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
 from cloudckpt._stage.arena import Arena, cuda_in_use
-from cloudckpt._stage.body import PieceBody, piece_of
+from cloudckpt._stage.body import Filled, PieceBody, piece_of
 from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
 from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import WriteTransforms
@@ -51,8 +51,12 @@ def write_items(
     attempt: str,
     resumed: Sequence[str],
     transforms: WriteTransforms,
+    filled: Filled | None = None,
 ) -> Written:
-    """Upload `items`, all or none, to fresh keys under `attempt`; but for what `resumed` attempts have left of them."""
+    """Upload `items`, all or none, to fresh keys under `attempt`; but for what `resumed` attempts have left of them.
+
+    Memory that is still being `filled` is read part by part, as it is there.
+    """
     options = context.options
     # Where objects are written through a stream, a process that was thought dead could still be writing to them.
     earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
@@ -75,7 +79,7 @@ def write_items(
     ) as session:
         # Object by object, so that what a planner makes while resolving is not all held at once.
         for number, group in enumerate(_groups(context, items, sizes_bytes, transforms)):
-            in_object = list(staged(group, planner, transforms, uri=context.uri))
+            in_object = list(staged(group, planner, transforms, uri=context.uri, filled=filled))
             in_object = [in_object[i] for i in storage_order([item.entry for item in in_object])]
             layout = lay_out([item.entry for item in in_object])
             synchronize([item.content for item in in_object])
@@ -87,7 +91,7 @@ def write_items(
             del in_object  # the body holds what it still needs, and only until it is sent
             key = data_key(attempt, context.rank, number)
             found = leftovers.get(key.removeprefix(data_prefix(attempt, context.rank)), [])
-            body = PieceBody(pieces, arena)
+            body = PieceBody(pieces, arena, filled)
             part_bytes = part_bytes_of(context, num_bytes, are_copied=2 * body.copied_bytes > body.size_bytes)
             session.submit(key, body, found, part_bytes=part_bytes)
         objects = session.finish()

@@ -5,13 +5,35 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from cloudckpt._plan.boxes import boxes_of
 from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.targets import address_range_of
 from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
+
+
+class Filled(Protocol):
+    """Memory that is being filled meanwhile, as a snapshot is while it is copied. Many threads may ask at once."""
+
+    def wait(self, address: int, num_bytes: int) -> None:
+        """Until the bytes at these addresses are there; at once for other memory. Raises what ended the filling."""
+
+
+def wait_for(filled: Filled, content: torch.Tensor | memoryview) -> None:
+    """Until all that `content` refers to is there. It may not be read before."""
+    if isinstance(content, memoryview):
+        if len(content):
+            filled.wait(_address_of(content), len(content))
+        return
+    addresses = address_range_of(content)
+    if addresses is not None:
+        begin, end = addresses
+        filled.wait(begin, end - begin)
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +58,13 @@ class PieceBody:
     """Pieces back to back (see `cloudckpt._transfer.upload.Body`).
 
     Tensors that cannot be sent from where they lie (on a GPU, or strided) are copied into a buffer of `arena` when
-    their part is opened, and only that part of them.
+    their part is opened, and only that part of them. Of memory that is still being `filled`, opening a part waits for
+    what it holds.
     """
 
-    def __init__(self, pieces: Sequence[Piece], arena: Arena) -> None:
+    def __init__(self, pieces: Sequence[Piece], arena: Arena, filled: Filled | None = None) -> None:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
+        self._filled = filled
         self._begins = [piece.begin for piece in self._pieces]
         self._arena = arena
         contents = [piece.content for piece in self._pieces if isinstance(piece.content, memoryview)]
@@ -52,6 +76,10 @@ class PieceBody:
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
         """Views of bytes ``[begin, end)``. Bounds lie on tiles, and so never inside of an element."""
+        if self._filled is not None:
+            for piece, low, high in self._inside(begin, end):
+                is_view = isinstance(piece.content, memoryview)
+                wait_for(self._filled, piece.content[low:high] if is_view else piece.content)
         if self._contents is not None:
             yield self._views(self._contents, begin, end)
             return
@@ -91,6 +119,11 @@ class PieceBody:
             low, high = max(begin - piece.begin, 0), min(end - piece.begin, piece.num_bytes)
             if low < high:
                 yield piece, low, high
+
+
+def _address_of(view: memoryview) -> int:
+    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def _aligned(num_bytes: int) -> int:

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, W
 from cloudckpt._flat import PLAIN_TENSORS
 from cloudckpt._manifest.torch_dtypes import dtype_name
 from cloudckpt._plan.layout import Entry
-from cloudckpt._stage.tensors import bytes_view, is_viewable, plain, quick_view
+from cloudckpt._stage.body import Filled, wait_for
+from cloudckpt._stage.tensors import bytes_view, holds_its_values, is_viewable, plain, quick_view
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt.errors import UnsupportedValueError
 
@@ -51,9 +52,18 @@ def estimated_bytes(item: WriteItem) -> int:
 
 
 def staged(
-    items: Sequence[WriteItem], planner: SavePlanner, transforms: WriteTransforms, *, uri: str
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    transforms: WriteTransforms,
+    *,
+    uri: str,
+    filled: Filled | None = None,
 ) -> Iterator[StagedItem]:
-    """The items' data, as the planner gives it. Raises `UnsupportedValueError`, naming the FQN."""
+    """The items' data, as the planner gives it. Raises `UnsupportedValueError`, naming the FQN.
+
+    Of memory that is still being `filled`, tensors that have to be read here are waited for; the rest are only referred
+    to. The planner makes bytes of Python objects here: tensors inside of those have to be there already.
+    """
     known = _plain_tensors_of(planner) if not transforms else {}
     kinds: dict[int, _Kind | None] = {}
     for item in items:
@@ -65,7 +75,7 @@ def staged(
         if item.type is WriteItemType.BYTE_IO:
             yield _staged_value(item, data, transforms, uri)
         else:
-            yield _staged_tensor(item, data, transforms, uri)
+            yield _staged_tensor(item, data, transforms, uri, filled)
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -149,12 +159,16 @@ def _staged_value(item: WriteItem, data: object, transforms: WriteTransforms, ur
     )
 
 
-def _staged_tensor(item: WriteItem, data: object, transforms: WriteTransforms, uri: str) -> StagedItem:
+def _staged_tensor(
+    item: WriteItem, data: object, transforms: WriteTransforms, uri: str, filled: Filled | None
+) -> StagedItem:
     fqn, planned = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or planned is None:
         raise UnsupportedValueError(
             f"the planner gave a {type(data).__name__} for the tensor {fqn!r} of {uri}", uri=uri
         )
+    if filled is not None and (transforms or not holds_its_values(data)):
+        wait_for(filled, data)
     tensor = plain(data, fqn, uri=uri)
     if tensor.shape != planned.chunk.sizes:
         raise UnsupportedValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt.errors import CloudckptError
+from cloudckpt.errors import CloudckptError, SaveCancelledError
 
 _MAX_RANKS = 16  # named in a message
 
@@ -90,13 +90,17 @@ def _let_go(errors: Iterable[BaseException]) -> None:
 
 def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
     ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
-    common: Any = _nearest_common([type(cause) for cause in ours])
+    cancelled = [cause for cause in ours if isinstance(cause, SaveCancelledError)]
+    # Whatever else failed is no reason to look further: somebody wanted it to end.
+    common: Any = SaveCancelledError if cancelled else _nearest_common([type(cause) for cause in ours])
     kind = _class_for(common)
     # Not through __init__: the cause's class and torch's have different ones.
     failure = kind.__new__(kind, step, failures)
     failure.args = (step, failures)
     if ours:
-        failure.__dict__.update(ours[0].__dict__)
+        failure.__dict__.update((cancelled or ours)[0].__dict__)
+    if cancelled:
+        failure.__dict__["ranks"] = tuple(sorted({rank for cause in cancelled for rank in cause.ranks}))
     failure.step, failure.what, failure._failures = step, what, failures  # noqa: SLF001  # torch's __init__ sets it
     return failure
 

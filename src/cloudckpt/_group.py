@@ -229,10 +229,19 @@ def in_company(
     process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float
 ) -> Iterator[dist.ProcessGroup | None]:
     """The group for a call of DCP's in this context. A lost rank is a failure of the call, by torch's own exception."""
-    call = None
     try:
         call = begin(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
+    except RankLostError as error:
+        raise failure_by_loss(error) from None
+    with accompanied(call):
         yield process_group if call is None else call.group
+
+
+@contextlib.contextmanager
+def accompanied(call: Call | None) -> Iterator[None]:
+    """End `call` with this context, in the way in which DCP's call in it ended; see `in_company`."""
+    try:
+        yield
     except CheckpointException:
         _end(call, has_left=False)  # it is the same on all ranks
         raise

@@ -69,6 +69,24 @@ class SaveReport:
         return self.num_bytes / self.write_s if self.write_s > 0 else 0.0
 
 
+SavePhase = Literal["staging", "planning", "uploading", "committing", "committed", "failed", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveProgress:
+    """How far a background save is, on one rank. `AsyncSave.progress` gives it."""
+
+    phase: SavePhase
+    """Copying may go on beside the phases that follow it. ``"committing"`` begins on a rank that does not commit itself
+    when it has sent its part, and lasts until it knows the outcome."""
+    staged_bytes: int
+    """That have been copied."""
+    uploaded_bytes: int
+    """That the store has confirmed, headers included."""
+    total_bytes: int
+    """That this rank sends: 0 before its plan is made, then an estimate, exact at the end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedCheckpoint:
     """A newer checkpoint that `load_latest` could not load, and so passed over."""

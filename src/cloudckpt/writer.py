@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -18,12 +19,23 @@ from cloudckpt._manifest.stored_ranges import StoredRanges
 from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
+from cloudckpt._stage.body import Filled
+from cloudckpt._stage.items import estimated_bytes
 from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._steering import Steering
 from cloudckpt._trace import new_recorder, now_ns
 from cloudckpt._uri import is_valid_location, parse_location
 from cloudckpt.errors import CloudckptError, portable
 from cloudckpt.options import Options
 from cloudckpt.report import SaveReport
+
+
+class Snapshot(Filled, Protocol):
+    """A copy of the state dict, while it is made."""
+
+    @property
+    def completed(self) -> concurrent.futures.Future[None]:
+        """When all of it is there; its exception if that failed."""
 
 
 class ObjectStoreWriter(StorageWriter):
@@ -52,11 +64,24 @@ class ObjectStoreWriter(StorageWriter):
         self._save_id = str(uuid.uuid4())
         self._job: SaveJob | None = None
         self._begun_ns = 0
+        self._steering = Steering()
+        self._snapshot: Snapshot | None = None
+        self._is_deciding = True
 
     @property
     def checkpoint_id(self) -> str:
         """The URI that is written to."""
         return self._location.uri
+
+    @property
+    def options(self) -> Options:
+        """As they were given, or the defaults."""
+        return self._options
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether what is stored is made from the tensors' values."""
+        return bool(self._transforms)
 
     @property
     def timeout_s(self) -> float:
@@ -67,6 +92,10 @@ class ObjectStoreWriter(StorageWriter):
     def report(self) -> SaveReport | None:
         """Of this writer's last save on this rank, once it has written."""
         return self._job.report if self._job is not None else None
+
+    def steer(self, steering: Steering | None, snapshot: Snapshot | None = None) -> None:
+        """Let the next save be watched and cancelled, and read a `snapshot` that is still being made. None: no more."""
+        self._steering, self._snapshot = steering or Steering(), snapshot
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Get ready for another save, to `checkpoint_id` if one is given."""
@@ -97,9 +126,11 @@ class ObjectStoreWriter(StorageWriter):
         recorder = new_recorder(self._options.trace, verb="save", uri=location.uri)
         recorder.open(rank)
         context = Context(location, self._options, rank=rank, recorder=recorder)
+        self._steering.enter("planning")
+        self._is_deciding = is_coordinator or is_alone
         self._job = SaveJob(context, save_id=self._save_id, transforms=self._transforms)
         self._begun_ns = now_ns()
-        with recorder.step("set_up"):
+        with recorder.step("set_up"), self._steering.heeded(self._job.stop):
             if is_alone:
                 self._job.check_beside(Context(self._location, self._options, rank=rank, recorder=recorder))
             if is_coordinator or is_alone:
@@ -113,6 +144,7 @@ class ObjectStoreWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Hand the attempt to all ranks."""
         job = self._begun()
+        self._steering.check()
         return [dataclasses.replace(plan, storage_data=job.handed_out(plan.storage_data)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -121,8 +153,14 @@ class ObjectStoreWriter(StorageWriter):
         try:
             job = self._begun()
             job.recorder.span("plan", self._begun_ns)
-            with job.recorder.step("write"):
-                future.set_result(job.write(plan, planner))
+            self._steering.enter("uploading", total_bytes=sum(map(estimated_bytes, plan.items)))
+            with job.recorder.step("write"), self._steering.heeded(job.stop):
+                results = job.write(plan, planner, filled=self._snapshot, on_sent=self._steering.count_uploaded)
+            if self._snapshot is not None:
+                self._snapshot.completed.result()  # what could not be copied was not sent either
+            if not self._is_deciding:
+                self._steering.consent()
+            future.set_result(results)
         except CloudckptError:
             raise
         except Exception as error:
@@ -139,6 +177,7 @@ class ObjectStoreWriter(StorageWriter):
         # Made before the commit: afterwards nothing may fail.
         storage_data = StoredRanges(result.storage_data for of_rank in results for result in of_rank)
         job = self._begun()
+        self._steering.consent()
         with job.recorder.step("commit"):
             job.commit(metadata, results)
         metadata.version = DCP_VERSION
@@ -160,7 +199,11 @@ class ObjectStoreWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save that has begun belongs to its process.
-        return {**self.__dict__, "_job": None}
+        return {**self.__dict__, "_job": None, "_snapshot": None, "_steering": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._steering = Steering()
 
     def _begun(self) -> SaveJob:
         if self._job is None:

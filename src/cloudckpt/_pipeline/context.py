@@ -52,7 +52,7 @@ class Context:
         self.most_connections = bounds.most
         self.known_connections: int | None = None
         """Where to begin, by what an earlier save or load of this process came to."""
-        on_width: Callable[[int], None] = _forget
+        on_width: Callable[[int], None] = _ignore
         if bounds.first < bounds.most:
             where = (location.scheme, location.authority, str(options.storage_options.get("endpoint_url")))
             known = _known_widths.of(where)
@@ -63,6 +63,8 @@ class Context:
         self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
         width = Width(bounds, begin_at=self.known_connections)
         self.hedger = Hedger(width, budget_bytes=self.hedge_bytes, on_width=on_width)
+        self.on_sent: Callable[[int], None] = _ignore
+        """Told the size of each part that the store has."""
         self._store: Store | None = None
 
     def new_retrier(self) -> Retrier:
@@ -88,12 +90,14 @@ class Context:
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0) -> None:
         """Tell the user's `Options.on_event`."""
+        if name == "save.part_uploaded":
+            self.on_sent(num_bytes)
         if self.options.on_event is not None:
             self.options.on_event(Event(name=name, uri=self.uri, rank=self.rank, key=key, num_bytes=num_bytes))
 
 
-def _forget(_width: int) -> None:
-    """Where nothing is to be found out."""
+def _ignore(_number: int) -> None:
+    """Where nobody wants to know."""
 
 
 def _ranks_of_host() -> int:

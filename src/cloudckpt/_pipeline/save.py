@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -32,14 +32,10 @@ from cloudckpt._manifest.model import Manifest
 from cloudckpt._pipeline.answers import answers
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.write import write_items
+from cloudckpt._stage.body import Filled
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._trace import Recorder
-from cloudckpt.errors import (
-    CheckpointExistsError,
-    CloudckptError,
-    CommitUnknownError,
-    StoreError,
-)
+from cloudckpt.errors import CheckpointExistsError, CloudckptError, CommitUnknownError, StoreError
 from cloudckpt.report import SaveReport
 
 _log = logging.getLogger("cloudckpt")
@@ -73,6 +69,10 @@ class SaveJob:
         self._number = 0
         self._written_keys: list[str] = []
         self._started_s = time.monotonic()
+
+    def stop(self, error: BaseException) -> None:
+        """Make no call to the store any more, but to clean up: `check` and `write` raise `error`. For any thread."""
+        self._context.retrier.stop(error)
 
     @property
     def recorder(self) -> Recorder:
@@ -136,8 +136,15 @@ class SaveJob:
             return ticket
         return dataclasses.replace(ticket, attempt=self._attempt, resumed=self._resumed)
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Upload this rank's items, all of them or none."""
+    def write(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        *,
+        filled: Filled | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> list[WriteResult]:
+        """Upload this rank's items, all of them or none. `on_sent` is told the bytes of each part that is there."""
         begun_s = time.monotonic()
         ticket = plan.storage_data
         # A cached plan brings the ticket of an older save, whose keys are taken. Then this rank's own id stands in:
@@ -145,6 +152,8 @@ class SaveJob:
         if isinstance(ticket, Ticket) and ticket.nonce == self.ticket.nonce and ticket.attempt is not None:
             self._attempt, self._resumed = ticket.attempt, ticket.resumed
         context = self._context
+        if on_sent is not None:
+            context.on_sent = on_sent
         recorder = context.recorder
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         written = write_items(
@@ -154,6 +163,7 @@ class SaveJob:
             attempt=self._attempt,
             resumed=self._resumed,
             transforms=self._transforms,
+            filled=filled,
         )
         self._written_keys = [receipt.key for receipt in written.objects]
         self.report = SaveReport(

@@ -41,6 +41,7 @@ class Retrier:
         self._timeout_s = timeout_s
         self._on_retry = on_retry
         self._stopped = threading.Event()
+        self._refusal: BaseException | None = None
         self._lock = threading.Lock()
         self._num_retries = 0
         self._num_requests = 0
@@ -55,8 +56,9 @@ class Retrier:
         """Attempts so far, over all calls, the first of each included."""
         return self._num_requests
 
-    def stop(self) -> None:
-        """Give up every call that would have to be tried again."""
+    def stop(self, refusal: BaseException | None = None) -> None:
+        """Give up every call that would have to be tried again. From a `refusal` on, none begins: they raise it."""
+        self._refusal = refusal or self._refusal
         self._stopped.set()
 
     def call(self, attempt: Callable[[], _T], *, made_progress: Callable[[], bool] = lambda: False) -> _T:
@@ -74,6 +76,8 @@ class Retrier:
         num_failures = 0
         deadline = time.monotonic() + self._timeout_s
         while True:
+            if self._refusal is not None:
+                raise self._refusal
             with self._lock:
                 self._num_requests += 1
             try:
@@ -93,7 +97,7 @@ class Retrier:
                 begun_ns = now_ns()
                 is_stopped = self._stopped.wait(delay_s)
                 self.recorder.span("backoff", begun_ns, key=error.key, error=type(error).__name__)
-                if is_stopped:
+                if is_stopped and self._refusal is None:
                     raise
 
 

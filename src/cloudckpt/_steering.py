@@ -1,0 +1,117 @@
+"""What a save and whoever waits for it tell each other: how far it is, and whether it is to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+from cloudckpt.errors import SaveCancelledError
+from cloudckpt.report import SavePhase, SaveProgress
+
+
+class Steering:
+    """Of one save on one rank. Safe to use from any thread.
+
+    Whether the save is cancelled or its commit begins is decided under one lock, once: what `cancel` said stays true.
+    """
+
+    def __init__(self, uri: str = "") -> None:
+        self._uri = uri
+        self._lock = threading.Lock()
+        self._phase: SavePhase = "staging"
+        self._cancelled_by: frozenset[int] = frozenset()
+        self._is_decided = False
+        self._stop: Callable[[SaveCancelledError], None] | None = None
+        self._total_bytes = 0
+        self._uploaded_bytes = 0
+
+    def progress(self, *, staged_bytes: int) -> SaveProgress:
+        """As it is now."""
+        with self._lock:
+            return SaveProgress(
+                phase=self._phase,
+                staged_bytes=staged_bytes,
+                uploaded_bytes=self._uploaded_bytes,
+                total_bytes=max(self._total_bytes, self._uploaded_bytes),
+            )
+
+    @property
+    def is_cancelled(self) -> bool:
+        return bool(self._cancelled_by)
+
+    def cancel(self, ranks: Iterable[int]) -> bool:
+        """Whether the save certainly ends without a commit, by the wish of `ranks`.
+
+        False once this rank has consented to the commit: then it is not this rank that decides any more.
+        """
+        with self._lock:
+            if self._is_decided:
+                return False
+            self._cancelled_by |= frozenset(ranks)
+            stop = self._stop
+        if stop is not None:
+            stop(self._error())
+        return True
+
+    def check(self) -> None:
+        """Raise `SaveCancelledError` if the save is cancelled."""
+        if self._cancelled_by:
+            raise self._error()
+
+    def enter(self, phase: SavePhase, *, total_bytes: int | None = None) -> None:
+        """Raise `SaveCancelledError` instead if the save is cancelled."""
+        with self._lock:
+            if not self._cancelled_by:
+                self._phase = phase
+            if total_bytes is not None:
+                self._total_bytes = total_bytes
+        self.check()
+
+    def consent(self) -> None:
+        """Have done this rank's part: it cannot cancel any more. Raise `SaveCancelledError` if it did before."""
+        with self._lock:
+            self._is_decided = not self._cancelled_by
+            if self._is_decided:
+                self._phase = "committing"
+        self.check()
+
+    def end(self, phase: SavePhase) -> None:
+        """The save has ended: there is nothing to decide any more."""
+        with self._lock:
+            self._is_decided, self._stop = True, None
+            self._phase = phase
+            if phase == "committed":
+                self._total_bytes = self._uploaded_bytes
+
+    def count_uploaded(self, num_bytes: int) -> None:
+        with self._lock:
+            self._uploaded_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def heeded(self, stop: Callable[[SaveCancelledError], None]) -> Iterator[None]:
+        """Have `stop` called, in whichever thread, when the save is cancelled in this context.
+
+        What the context raises after that is taken for its consequence.
+        """
+        with self._lock:
+            self._stop = stop
+        self.check()
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+        finally:
+            with self._lock:
+                self._stop = None
+        self.check()
+
+    def _error(self) -> SaveCancelledError:
+        ranks = tuple(sorted(self._cancelled_by))
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        return SaveCancelledError(
+            f"the save to {self._uri} was cancelled by {who} before its commit: nothing of it is visible",
+            uri=self._uri,
+            ranks=ranks,
+        )

@@ -1,0 +1,184 @@
+"""A state dict taken apart into tensors that can be copied as memory, and put together again of their copies."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from cloudckpt._flat import PLAIN_TENSORS
+from cloudckpt.errors import UnsupportedValueError
+
+_UNCHANGING = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
+)
+
+
+class Leaves:
+    """The tensors of a state dict, in its order, and a copy of all else.
+
+    `tensors` are strided and have memory: what is laid out must be put into `put_together` in their order.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._places: list[tuple[Any, Any]] = []
+        self._finishers: list[Callable[[], None]] = []
+        self._default: DefaultStager | None = None
+        self._path: list[str] = []
+        self._root: list[Any] = [None]
+        try:
+            with torch.no_grad():
+                self._take(state_dict, self._root, 0)
+        except (Exception, RecursionError) as error:
+            if isinstance(error, UnsupportedValueError):
+                raise
+            name = ".".join(reversed(self._path[:-1]))
+            raise UnsupportedValueError(
+                f"cannot copy {name!r} for a save in the background: {type(error).__name__}: {error}. Take it out of "
+                "the state dict, or convert it to something that can be copied",
+                uri="",
+            ) from error
+        finally:
+            self._close_default()
+
+    def put_together(self, copies: list[torch.Tensor]) -> dict[str, Any]:
+        """The state dict with `copies` in place of `tensors`."""
+        for (container, key), tensor in zip(self._places, copies, strict=True):
+            container[key] = tensor
+        for finish in self._finishers:
+            finish()
+        result: dict[str, Any] = self._root[0]
+        return result
+
+    def _take(self, value: Any, container: Any, key: Any) -> None:
+        """Put a copy of `value` at `key` of `container`, now or when its tensors are there."""
+        kind = type(value)
+        if kind in PLAIN_TENSORS:
+            self._take_tensor(value, container, key)
+        elif kind in _UNCHANGING:
+            container[key] = value
+        else:
+            try:
+                self._take_other(value, kind, container, key)
+            except BaseException:
+                self._path.append(str(key))
+                raise
+
+    def _take_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
+        if isinstance(value, Mapping):
+            items: Any = OrderedDict() if kind is OrderedDict else {}
+            container[key] = items
+            for name, item in value.items():
+                items[name] = None  # in its place, also where it is put in later
+                self._take(item, items, name)
+        elif kind is list:
+            container[key] = entries = [None] * len(value)
+            self._take_all(value, entries)
+        elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+            entries = [None] * len(value)
+            self._take_all(value, entries)
+            make = tuple if kind is tuple else kind._make  # of namedtuples
+            self._finish(container, key, lambda: make(entries))
+        elif isinstance(value, ShardedTensor):
+            self._take_sharded(value, container, key)
+        elif isinstance(value, DTensor):
+            local: list[Any] = [None]
+            self._take(value._local_tensor, local, 0)  # noqa: SLF001  # to_local() would record a gradient
+            make_again = functools.partial(DTensor, requires_grad=False)
+            self._finish(container, key, lambda: make_again(local[0], value._spec))  # noqa: SLF001  # as torch makes it
+        elif isinstance(value, AsyncCollectiveTensor):
+            self._take(value.wait(), container, key)
+        else:
+            container[key] = self._copied(value)
+
+    def _take_all(self, values: Any, entries: list[Any]) -> None:
+        for number, item in enumerate(values):
+            self._take(item, entries, number)
+
+    def _finish(self, container: Any, key: Any, make: Callable[[], Any]) -> None:
+        def finish() -> None:
+            container[key] = make()
+
+        self._finishers.append(finish)
+
+    def _take_tensor(self, tensor: torch.Tensor, container: Any, key: Any) -> None:
+        if tensor.is_cpu:
+            if (
+                tensor.layout is torch.strided
+                and not tensor.is_quantized
+                and not tensor.is_nested
+                and tensor.data_ptr()
+                and tensor.numel()
+            ):
+                container[key] = None
+                self.tensors.append(tensor)
+                self._places.append((container, key))
+                return
+            container[key] = _odd_copy(tensor)
+        elif tensor.is_meta:
+            container[key] = tensor.detach()  # it has nothing that could change
+        else:
+            container[key] = tensor.detach().to("cpu", copy=True)
+
+    def _take_sharded(self, tensor: ShardedTensor, container: Any, key: Any) -> None:
+        """On the CPU, sharing nothing."""
+        metadata = copy.deepcopy(tensor.metadata())
+        shards = tensor.local_shards()
+        placed = [copy.deepcopy(shard.metadata) for shard in shards]
+        for shard_metadata in [*metadata.shards_metadata, *placed]:
+            if shard_metadata.placement is not None:
+                shard_metadata.placement._device = torch.device("cpu")  # noqa: SLF001  # as ShardedTensor.cpu() does
+        entries: list[Any] = [None] * len(shards)
+        self._take_all([shard.tensor.detach() for shard in shards], entries)
+
+        def make() -> ShardedTensor:
+            return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001  # likewise
+                [Shard(entry, shard_metadata) for entry, shard_metadata in zip(entries, placed, strict=True)],
+                sharded_tensor_metadata=metadata,
+                process_group=tensor._process_group,  # noqa: SLF001
+                init_rrefs=tensor._init_rrefs,  # noqa: SLF001
+            )
+
+        self._finish(container, key, make)
+
+    def _close_default(self) -> None:
+        if self._default is not None:
+            self._default.close()
+
+    def _copied(self, value: Any) -> Any:
+        """By torch's stager, which also brings tensors within objects to the CPU."""
+        if self._default is None:
+            # As dcp.async_save makes its own. Without an accelerator torch refuses anything faster.
+            self._default = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=False,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=False,
+                )
+            )
+        staged: Any = self._default.stage({"": value})
+        return staged[""]
+
+
+def _odd_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor that is no memory with strides, or has none."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        if not tensor.numel():
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        # Its memory was freed: so is that of the copy, and the save says so.
+        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        copied.untyped_storage().resize_(0)
+        return copied
+    return tensor.to("cpu", copy=True)

@@ -1,0 +1,106 @@
+"""Snapshots of state dicts in host memory that is kept from one to the next."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from cloudckpt._stage.copying import copy_to, num_threads_of_rank
+from cloudckpt._stage.laying import lay_out
+from cloudckpt._stage.leaves import Leaves
+from cloudckpt._stage.memory import Pool
+from cloudckpt._stage.staging import Staging
+
+
+class PinnedStager(AsyncStager):
+    """Copies state dicts to host memory that is allocated once and used again for every later one.
+
+    The memory grows when the state dict does, and is freed by `close`. It is pinned where CUDA is in use. Tensors
+    that share memory share it in the copy. CPU tensors are copied with `num_threads` threads: by default as many as
+    this rank has cores.
+
+    For torch's ``dcp.async_save(async_stager=…)`` and for `cloudckpt.async_save`. With `overlapped`, `stage` returns a
+    future at once, and the state dict must not change until it is done. With `shared`, the memory is shared with
+    torch's background process, which then copies nothing; without, that process gets a copy.
+
+    A staged state dict is valid until `close`, or until `begin` is called again. Not safe for use from several
+    threads at once.
+    """
+
+    def __init__(self, *, shared: bool = False, overlapped: bool = False, num_threads: int | None = None) -> None:
+        self._pool = Pool(shared=shared)
+        self._overlapped = overlapped
+        self._num_threads = num_threads
+        self._last: Staging | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of host memory that it has."""
+        return self._pool.num_bytes
+
+    def begin(self, state_dict: dict[str, Any]) -> Staging:
+        """Start to copy `state_dict`, which must not change until the result is complete.
+
+        The memory of the previous snapshot is used again, whoever still refers to it. Raises `UnsupportedValueError`,
+        naming the key, for what cannot be copied, and `MemoryError`.
+        """
+        return self._begin(state_dict, reuse_lent=True)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """A copy of `state_dict` on the CPU (torch's protocol); with `overlapped`, a future of it.
+
+        Memory of tensors of an earlier copy that are still in use, because that is still being saved, is left alone.
+        """
+        staging = self._begin(state_dict, reuse_lent=False)
+        if self._overlapped:
+            return _state_dict_of(staging)
+        staging.completed.result()
+        return staging.state_dict
+
+    def synchronize_staging(self) -> None:
+        """Wait until the last copy is complete (torch's protocol)."""
+        if self._last is not None:
+            self._last.completed.result()
+
+    def close(self) -> None:
+        """Free the memory, once the copy that is being made has ended. It can be used again, and begins anew."""
+        self._wait_for_last()
+        self._pool.close()
+
+    def _wait_for_last(self) -> None:
+        if self._last is not None:
+            with contextlib.suppress(Exception):  # it is whoever asked for that copy who is told
+                self._last.completed.result()
+            self._last = None
+
+    @torch.no_grad()
+    def _begin(self, state_dict: dict[str, Any], *, reuse_lent: bool) -> Staging:
+        self._wait_for_last()
+        leaves = Leaves(state_dict)
+        laid_out = lay_out(leaves.tensors, self._pool, reuse_lent=reuse_lent)
+        staging = Staging(
+            state_dict=leaves.put_together(laid_out.copies),
+            num_bytes=sum(segment.num_bytes for segment in laid_out.segments),
+            blocks=laid_out.blocks,
+        )
+        self._last = staging
+        copy_to(staging, laid_out.segments, num_threads=self._num_threads or num_threads_of_rank())
+        return staging
+
+
+def _state_dict_of(staging: Staging) -> Future[dict[str, Any]]:
+    result: Future[dict[str, Any]] = Future()
+
+    def pass_on(completed: Future[None]) -> None:
+        error = completed.exception()
+        if error is None:
+            result.set_result(staging.state_dict)
+        else:
+            result.set_exception(error)
+
+    staging.completed.add_done_callback(pass_on)
+    return result

@@ -1,0 +1,93 @@
+"""A snapshot of a state dict while it is made, and once it is there."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from cloudckpt._stage.memory import Block
+
+
+class Staging:
+    """A copy of a state dict in host memory, which may still be filled.
+
+    Valid until the stager begins the next one, or is closed.
+    """
+
+    def __init__(self, *, state_dict: dict[str, Any], num_bytes: int, blocks: Sequence[Block]) -> None:
+        self.state_dict = state_dict
+        """Of the same structure, on the CPU; complete only when `completed` is."""
+        self.num_bytes = num_bytes
+        """That are copied."""
+        self.completed: Future[None] = Future()
+        """Done when the last byte has been copied; holds what ended the copying, if it failed."""
+        self._blocks = [(block.address, block.num_bytes, block) for block in blocks]
+        self._changed = threading.Condition()
+        self._copied_bytes = 0
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._tasks: list[range] = []
+        self._is_done = bytearray()
+        self._sources: Sequence[Any] = ()
+
+    @property
+    def copied_bytes(self) -> int:
+        """So far."""
+        return self._copied_bytes
+
+    def wait(self, address: int, num_bytes: int) -> None:
+        """Until the bytes at these addresses are there; at once for memory that is none of the snapshot's.
+
+        Raises what ended the copying.
+        """
+        if self.completed.done():
+            self.completed.result()
+            return
+        first = bisect.bisect_right(self._ends, address)
+        last = bisect.bisect_left(self._begins, address + num_bytes)
+        if first >= last:
+            return
+        low = min(tasks.start for tasks in self._tasks[first:last])
+        high = max(tasks.stop for tasks in self._tasks[first:last])
+        with self._changed:
+            self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[low:high]))
+        if self.completed.done():
+            self.completed.result()
+
+    def segment_of(self, address: int, num_bytes: int) -> tuple[int, int] | None:
+        """Where these bytes lie in shared memory: its file descriptor, and the offset. None where they do not."""
+        for begin, size_bytes, block in self._blocks:
+            if begin <= address and address + num_bytes <= begin + size_bytes:
+                return None if block.descriptor is None else (block.descriptor, address - begin)
+        return None
+
+    def expect(
+        self, segments: Sequence[tuple[int, int]], tasks: Sequence[range], *, num_tasks: int, sources: Sequence[Any]
+    ) -> None:
+        """Of each segment its range of addresses, and the tasks that fill it. `sources` are kept until all are done."""
+        order = sorted(range(len(segments)), key=lambda number: segments[number][0])
+        self._begins = [segments[number][0] for number in order]
+        self._ends = [segments[number][1] for number in order]
+        self._tasks = [tasks[number] for number in order]
+        self._is_done = bytearray(num_tasks)
+        self._sources = sources
+
+    def task_done(self, task: int, num_bytes: int) -> None:
+        """Let those go on that wait for it."""
+        with self._changed:
+            self._is_done[task] = 1
+            self._copied_bytes += num_bytes
+            self._changed.notify_all()
+
+    def end(self, error: BaseException | None) -> None:
+        """Let everybody go on."""
+        self._sources = ()
+        if error is None:
+            self.completed.set_result(None)
+        else:
+            self.completed.set_exception(error)
+        with self._changed:
+            self._changed.notify_all()

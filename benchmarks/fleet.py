@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from benchmarks.measure import Usage
+from benchmarks.outcomes import Outcome, Settings
 from benchmarks.payloads import Payload
-from benchmarks.systems import Outcome, Settings
 
 if TYPE_CHECKING:
     from benchmarks.state import Layout

@@ -6,13 +6,15 @@ import contextlib
 import shutil
 import tempfile
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import servers, wires
 from benchmarks.certificates import Certificates, make_certificates
 from benchmarks.servers import Server
-from benchmarks.sweeps import SLOW_BYTES_PER_S, SLOW_LATENCY_S, Cell, WireName
+from benchmarks.sweeps import CAPPED_BYTES_PER_S, SLOW_BYTES_PER_S, SLOW_LATENCY_S, Cell, WireName
+from benchmarks.training import kept_off_the_loops_core
 
 
 class UnavailableError(RuntimeError):
@@ -68,7 +70,7 @@ class Places:
         self._fasts3_binary = fasts3_binary
         self._given = given
         self._local_parent = local_parent
-        self._servers: dict[tuple[str, bool], Server] = {}
+        self._servers: dict[tuple[str, WireName], Server] = {}
         self._endpoints: dict[tuple[str, WireName], str | None] = {}
         self._certificates: Certificates | None = None
         self._local_root: Path | None = None
@@ -95,13 +97,14 @@ class Places:
         return self._certificates
 
     def _server(self, cell: Cell) -> Server:
-        # Only fasts3 is slow by itself.
-        key = (cell.server, cell.server == "fasts3" and cell.wire == "slow")
+        # Only fasts3 is slow by itself, and only of it one may take the cores that it is given.
+        is_own = cell.server == "fasts3" and cell.wire in ("slow", "capped")
+        key = (cell.server, cell.wire if is_own else "http")
         if key not in self._servers:
             self._servers[key] = self._stack.enter_context(self._started(*key))
         return self._servers[key]
 
-    def _started(self, name: str, is_slow: bool) -> contextlib.AbstractContextManager[Server]:  # noqa: FBT001
+    def _started(self, name: str, wire: WireName) -> contextlib.AbstractContextManager[Server]:
         if name == "given":
             if self._given is None:
                 raise ValueError("no store was given: --uri or --bucket name one")
@@ -114,8 +117,10 @@ class Places:
             return servers.start(name)
         if self._fasts3_binary is None:
             raise ValueError("fasts3 is not there: --fasts3-binary or --fasts3-source says where it is")
-        if is_slow:
+        if wire == "slow":
             return servers.fasts3(self._fasts3_binary, latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_BYTES_PER_S)
+        if wire == "capped":
+            return _kept_off(servers.fasts3(self._fasts3_binary))
         return servers.fasts3(self._fasts3_binary)
 
     def _endpoint(self, cell: Cell, server: Server) -> str | None:
@@ -127,6 +132,9 @@ class Places:
             elif cell.wire == "slow" and cell.server != "fasts3":
                 slow = wires.slow(endpoint_url or "", latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_BYTES_PER_S)
                 endpoint_url = self._stack.enter_context(slow)
+            elif cell.wire == "capped":
+                capped = wires.capped(endpoint_url or "", bytes_per_s=CAPPED_BYTES_PER_S)
+                endpoint_url = self._stack.enter_context(capped)
             self._endpoints[key] = endpoint_url
         return self._endpoints[key]
 
@@ -135,3 +143,12 @@ class Places:
             directory = tempfile.TemporaryDirectory(prefix="cloudckpt-benchmark-", dir=self._local_parent)
             self._local_root = Path(self._stack.enter_context(directory))
         return self._local_root
+
+
+@contextlib.contextmanager
+def _kept_off(starting: contextlib.AbstractContextManager[Server]) -> Iterator[Server]:
+    """A server that leaves the core of a training loop alone."""
+    with contextlib.ExitStack() as stack:
+        with kept_off_the_loops_core():
+            server = stack.enter_context(starting)
+        yield server

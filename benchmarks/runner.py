@@ -11,10 +11,11 @@ from typing import Any
 
 from benchmarks import envs
 from benchmarks.fleet import Fleet, NotInstalledError, WorkerFailedError
+from benchmarks.outcomes import Settings
 from benchmarks.places import Place, Places, UnavailableError
 from benchmarks.results.model import Sample
 from benchmarks.sweeps import Cell, Sweep, Verb
-from benchmarks.systems import Settings, system_named
+from benchmarks.systems import system_named
 from benchmarks.turns import num_bytes_of, rotated, turn
 from benchmarks.worker import WorkerSpec
 

@@ -9,15 +9,21 @@ from typing import Any, Literal, TypeAlias
 
 from benchmarks.payloads import KIB, MIB, Payload, transformer, uniform
 
-Verb: TypeAlias = Literal["save", "load", "async_blocking", "resharded_load", "shared_load"]
+Verb: TypeAlias = Literal["save", "load", "async_blocking", "async_training", "resharded_load", "shared_load"]
 ServerName: TypeAlias = Literal["fasts3", "rgw", "moto", "path", "given"]
-WireName: TypeAlias = Literal["http", "tls", "slow", "none"]
+WireName: TypeAlias = Literal["http", "tls", "slow", "capped", "none"]
+
+IN_BACKGROUND: tuple[Verb, ...] = ("async_blocking", "async_training")
+"""Saves that training goes on beside."""
 
 S3_SYSTEMS = ("cloudckpt", "s3torchconnector", "s3fs", "s3fs-tuned")
+IN_THE_BACKGROUND = ("cloudckpt", "cloudckpt-process", "s3torchconnector")
 PATH_SYSTEMS = ("cloudckpt-path", "filesystem")
 SLOW_LATENCY_S = 0.060
 SLOW_BYTES_PER_S = 80e6
 """To the first byte, and of one connection: about what a real object store gives."""
+CAPPED_BYTES_PER_S = 200e6
+"""Of all connections together, for what is sent."""
 NUM_PARTS_OF_A_SHARD = 8
 """A resharded load wants one of so many equal parts of each shard."""
 
@@ -27,8 +33,9 @@ class Cell:
     """What the systems of a row do in turn.
 
     ``save`` and ``load`` are of all the tensors. ``async_blocking`` is an asynchronous save, of which also counts how
-    long training waits. ``resharded_load`` wants a part of each shard that was saved, in one process. ``shared_load``
-    wants the same tensors on all ranks.
+    long training waits; ``async_training`` is one beside a training loop, which counts how fast that goes.
+    ``resharded_load`` wants a part of each shard that was saved, in one process. ``shared_load`` wants the same tensors
+    on all ranks.
     """
 
     payload: Payload
@@ -204,4 +211,13 @@ _FULL = Sweep(
         ),
     ),
 )
-SWEEPS: Mapping[str, Sweep] = {sweep.name: sweep for sweep in (_SHORT, _BARS, _FULL)}
+_BACKGROUND = Sweep(
+    name="background",
+    about="What saves in the background cost training: how long it waits, and how much slower it goes meanwhile.",
+    repetitions=3,
+    cells=(
+        Cell(payload=SIXTY_FOUR, verbs=("async_blocking",), systems=(*IN_THE_BACKGROUND, "limit")),
+        Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=IN_THE_BACKGROUND),
+    ),
+)
+SWEEPS: Mapping[str, Sweep] = {sweep.name: sweep for sweep in (_SHORT, _BARS, _BACKGROUND, _FULL)}

@@ -9,43 +9,19 @@ from __future__ import annotations
 import abc
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
+from benchmarks import training
+from benchmarks.outcomes import Outcome, Running, Settings
+
 TUNED_THREADS = 8
 TUNED_BLOCK_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a system needs to know of a cell."""
-
-    endpoint_url: str | None
-    region: str | None
-    ca_bundle: str | None
-    """The file of certificates that the server's is checked with; None for the system's own."""
-    no_dist: bool
-    """True where there is one process and no process group."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of `cloudckpt.Options` that differ from the defaults."""
-    connections: int | None = None
-    """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a system says of what it did; None where it does not say."""
-
-    blocking_s: float | None = None
-    """How long training waited."""
-    num_bytes_read: int | None = None
-    """From the store."""
 
 
 class System(abc.ABC):
@@ -76,8 +52,30 @@ class System(abc.ABC):
         """Load in place."""
 
     @abc.abstractmethod
+    def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
+        """Save in the background, and return when `state_dict` may change."""
+
     def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
         """Save in the background, and return when the checkpoint is complete."""
+        running = self.begin(state_dict, uri)
+        running.result()
+        return Outcome(blocking_s=running.blocking_s)
+
+    def save_beside_training(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """The same while a training loop goes on, of which it tells how fast it goes with and without."""
+        begun: list[Running] = []
+
+        def begin() -> Callable[[], bool]:
+            begun.append(self.begin(state_dict, uri))
+            return begun[0].is_done
+
+        speeds = training.compared(begin)
+        begun[0].result()
+        return Outcome(
+            blocking_s=begun[0].blocking_s,
+            steps_per_s=speeds.steps_per_s,
+            steps_per_s_alone=speeds.steps_per_s_alone,
+        )
 
 
 class _Rival(System):
@@ -91,17 +89,14 @@ class _Rival(System):
         dcp.load(state_dict, storage_reader=self.reader(uri), no_dist=self.settings.no_dist)
         return Outcome()
 
-    def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+    def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
         started_s = time.perf_counter()
         response = dcp.async_save(state_dict, storage_writer=self.writer(uri), no_dist=self.settings.no_dist)
-        if isinstance(response, Future):
-            blocking_s = time.perf_counter() - started_s
-            response.result()
-        else:
+        upload = response
+        if not isinstance(response, Future):
             response.staging_completion.result()
-            blocking_s = time.perf_counter() - started_s
-            response.upload_completion.result()
-        return Outcome(blocking_s=blocking_s)
+            upload = response.upload_completion
+        return Running(blocking_s=time.perf_counter() - started_s, is_done=upload.done, result=upload.result)
 
     @abc.abstractmethod
     def writer(self, uri: str) -> Any:
@@ -207,6 +202,7 @@ class Cloudckpt(System):
     schemes = ("s3", "gs")
     module = "cloudckpt"
     distributions = ("torch", "cloudckpt", "boto3", "botocore", "awscrt")
+    own_options: ClassVar[Mapping[str, Any]] = {}
 
     def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
         self.library.save(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
@@ -216,16 +212,14 @@ class Cloudckpt(System):
         report = self.library.load(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
         return Outcome(num_bytes_read=report.num_bytes_read)
 
-    def async_save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+    def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
         started_s = time.perf_counter()
         handle = self.library.async_save(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
         handle.staged.result()
-        blocking_s = time.perf_counter() - started_s
-        handle.result()
-        return Outcome(blocking_s=blocking_s)
+        return Running(blocking_s=time.perf_counter() - started_s, is_done=handle.done, result=handle.result)
 
     def _options(self) -> Any:
-        options = dict(self.settings.options)
+        options = {**self.own_options, **self.settings.options}
         if self.settings.connections is not None:
             options["connections"] = self.settings.connections
         return self.library.Options(storage_options=self._storage_options(), **options)
@@ -234,6 +228,13 @@ class Cloudckpt(System):
         settings = self.settings
         wanted = {"endpoint_url": settings.endpoint_url, "region": settings.region, "verify": settings.ca_bundle}
         return {name: value for name, value in wanted.items() if value is not None}
+
+
+class CloudckptProcess(Cloudckpt):
+    """The same, whose saves in the background upload in a process of their own."""
+
+    name = "cloudckpt-process"
+    own_options: ClassVar[Mapping[str, Any]] = {"async_mode": "process"}
 
 
 class CloudckptPath(Cloudckpt):
@@ -247,7 +248,15 @@ class CloudckptPath(Cloudckpt):
         return {}
 
 
-_SYSTEMS = (Cloudckpt, S3TorchConnectorRival, S3fsRival, TunedS3fsRival, CloudckptPath, FileSystemRival)
+_SYSTEMS = (
+    Cloudckpt,
+    CloudckptProcess,
+    S3TorchConnectorRival,
+    S3fsRival,
+    TunedS3fsRival,
+    CloudckptPath,
+    FileSystemRival,
+)
 SYSTEM_NAMES = (*(system.name for system in _SYSTEMS), "limit")
 """In the order of tables."""
 

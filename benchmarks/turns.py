@@ -10,7 +10,7 @@ from benchmarks.fleet import Measured
 from benchmarks.payloads import Payload
 from benchmarks.results.model import Sample
 from benchmarks.state import Layout
-from benchmarks.sweeps import NUM_PARTS_OF_A_SHARD, Cell, Verb
+from benchmarks.sweeps import IN_BACKGROUND, NUM_PARTS_OF_A_SHARD, Cell, Verb
 
 Item = TypeVar("Item")
 
@@ -53,7 +53,7 @@ def turn(cell: Cell, ranks: Ranks, store: Store, *, system: str, repetition: int
     """
     this = _Turn(cell=cell, ranks=ranks, store=store, system=system, repetition=repetition)
     wanted = set(cell.verbs)
-    if wanted & {"save", "load", "async_blocking"}:
+    if wanted & {"save", "load", *IN_BACKGROUND}:
         yield from this.sharded(wanted)
     if "shared_load" in wanted:
         yield "shared_load", this.load_after_save("shared_load", saved="replicated", wanted="replicated")
@@ -81,9 +81,10 @@ class _Turn:
             if "load" in wanted:
                 yield "load", self._loaded("load", uri)
             self.store.clear()
-        if "async_blocking" in wanted:
-            yield "async_blocking", self._measured("async_blocking", self.store.new_uri(self.system))
-            self.store.clear()
+        for verb in IN_BACKGROUND:
+            if verb in wanted:
+                yield verb, self._measured(verb, self.store.new_uri(self.system))
+                self.store.clear()
 
     def load_after_save(self, verb: Verb, *, saved: Layout, wanted: Layout) -> Sample:
         """Save in one layout and load in another."""
@@ -123,4 +124,10 @@ def _sample(of_ranks: Sequence[Measured], repetition: int, *, num_bytes_sent: in
         peak_bytes=max(peaks, default=None),
         num_bytes_read=num_bytes_sent if num_bytes_sent is not None else num_bytes_read,
         blocking_s=max(blocked, default=None),
+        steps_per_s=min(_said(of_ranks, "steps_per_s"), default=None),
+        steps_per_s_alone=min(_said(of_ranks, "steps_per_s_alone"), default=None),
     )
+
+
+def _said(of_ranks: Sequence[Measured], name: str) -> list[float]:
+    return [said for one in of_ranks if (said := getattr(one.outcome, name)) is not None]

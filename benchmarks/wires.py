@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from urllib.parse import urlsplit
 
 from tests.integration.servers.packages import from_debian
 
+from benchmarks import relay
 from benchmarks.certificates import HOST, Certificates
 from benchmarks.servers import START_TIMEOUT_S
+from benchmarks.training import kept_off_the_loops_core
 from cloudckpt.testing.servers import Program, clean_environment, reserved_port, running
 from cloudckpt.testing.wire import Delay, Rule, Throttle, Wire
 
@@ -63,6 +66,23 @@ def slow(endpoint_url: str, *, latency_s: float, bytes_per_s: float) -> Iterator
         Wire(rate.url, Rule(action=Delay(delay_s=latency_s), times=None)) as line,
     ):
         yield line.url
+
+
+@contextlib.contextmanager
+def capped(endpoint_url: str, *, bytes_per_s: float) -> Iterator[str]:
+    """The address of a relay that holds what all connections send together to a rate."""
+    _, _, target_port = _host_and_port(endpoint_url).partition(":")
+    with reserved_port() as port:
+        program = Program(
+            name="the relay",
+            command=[sys.executable, relay.__file__, str(port), target_port, f"{bytes_per_s:.0f}"],
+            environment=clean_environment(),
+            is_ready=lambda timeout_s: _accepts(port, timeout_s),
+        )
+        with contextlib.ExitStack() as stack:
+            with kept_off_the_loops_core():
+                stack.enter_context(running(program, start_timeout_s=START_TIMEOUT_S))
+            yield f"http://{HOST}:{port}"
 
 
 def _host_and_port(endpoint_url: str) -> str:

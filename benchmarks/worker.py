@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.measure import measured
+from benchmarks.outcomes import Outcome, Settings
 from benchmarks.payloads import Payload
 from benchmarks.state import Layout, State
 from benchmarks.sweeps import NUM_PARTS_OF_A_SHARD, Verb
-from benchmarks.systems import Outcome, Settings, System, system_named
+from benchmarks.systems import System, system_named
 
 _PART = 3
 
@@ -100,6 +101,7 @@ class Worker:
             "save": lambda: system.save(state_dict, uri),
             "load": lambda: system.load(state_dict, uri),
             "async_blocking": lambda: system.async_save(state_dict, uri),
+            "async_training": lambda: system.save_beside_training(state_dict, uri),
             "resharded_load": lambda: system.load(state_dict, uri),
             "shared_load": lambda: system.load(state_dict, uri),
         }

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -16,8 +16,10 @@ from benchmarks.results.model import (
     Results,
     Row,
     Spread,
+    blocking_s,
     cpu_s_per_gb,
     gb_per_s,
+    pace,
     ratios,
 )
 
@@ -29,6 +31,7 @@ TLS = Place(cell="64x32MiB", server="fasts3", wire="tls", num_ranks=1)
 SLOW = Place(cell="64x32MiB", server="fasts3", wire="slow", num_ranks=1)
 SMALL = Place(cell="20000x64KiB", server="fasts3", wire="http", num_ranks=1)
 LOCAL = Place(cell="64x32MiB", server="path", wire="none", num_ranks=1)
+CAPPED = Place(cell="64x32MiB", server="fasts3", wire="capped", num_ranks=1)
 SHARED = Place(cell="16x32MiB", server="fasts3", wire="http", num_ranks=2)
 _DEFAULT_TILE_BYTES = MIB
 
@@ -102,8 +105,9 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Every bar, in the order of the list."""
-    return [Verdict(bar=bar, found=bar.measure(results)) for bar in BARS]
+    """Every bar of the run's sweep, in the order of the list; of a sweep that is not about bars, all there are."""
+    bars = BARS_OF.get(results.sweep) or tuple(bar for of_sweep in BARS_OF.values() for bar in of_sweep)
+    return [Verdict(bar=bar, found=bar.measure(results)) for bar in bars]
 
 
 def _to_rival(verb: str, rival: str, place: Place, quantity: Quantity = gb_per_s, system: str = "cloudckpt") -> Formula:
@@ -116,9 +120,9 @@ def _to_rival(verb: str, rival: str, place: Place, quantity: Quantity = gb_per_s
     return measure
 
 
-def _itself(verb: str, place: Place, quantity: Quantity) -> Formula:
+def _itself(verb: str, place: Place, quantity: Quantity, system: str = "cloudckpt") -> Formula:
     def measure(results: Results) -> Finding | None:
-        row = results.row("cloudckpt", verb, place)
+        row = results.row(system, verb, place)
         return None if row is None else _finding(list(row.by_repetition(quantity).values()))
 
     return measure
@@ -250,3 +254,21 @@ BARS: tuple[Bar, ...] = (
         measure=_read_of_shared,
     ),
 )
+
+
+def _of_background(system: str, mode: str, *, pace_bar: float) -> tuple[Bar, ...]:
+    """What a save in the background may cost training."""
+    return (
+        Bar(name=f"async save, {mode}", formula="seconds that it blocks ÷ one copy in memory", sense="≤", bar=1.15,
+            stretch=None, measure=_to_rival("async_blocking", "limit", LARGE, blocking_s, system)),
+        Bar(name=f"async save, {mode}", formula="training steps a second beside 200 MB/s ÷ alone", sense="≥",
+            bar=pace_bar, stretch=None, measure=_itself("async_training", CAPPED, pace, system), digits=3),
+    )  # fmt: skip
+
+
+BACKGROUND_BARS: tuple[Bar, ...] = (
+    *_of_background("cloudckpt", "thread", pace_bar=0.95),
+    *_of_background("cloudckpt-process", "process", pace_bar=0.98),
+)
+BARS_OF: Mapping[str, tuple[Bar, ...]] = {"bars": BARS, "background": BACKGROUND_BARS}
+"""By the sweep that they are about."""

@@ -35,6 +35,10 @@ class Sample:
     """Of all ranks: as the server counts where it does, as the system reports otherwise; None where neither does."""
     blocking_s: float | None
     """Of the rank that waited longest."""
+    steps_per_s: float | None = None
+    """Of a training loop beside the save, on the slowest rank."""
+    steps_per_s_alone: float | None = None
+    """Of the same loop without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -79,6 +83,11 @@ class Row:
         """Without the warm-up."""
         return tuple(sample for sample in self.samples if sample.repetition > 0)
 
+    @property
+    def first(self) -> Sample | None:
+        """The warm-up, in which memory is allocated and clients are made."""
+        return next((sample for sample in self.samples if sample.repetition == 0), None)
+
     def by_repetition(self, quantity: Quantity) -> dict[int, float]:
         """What was measured of it in each counted repetition."""
         found = {sample.repetition: quantity(self, sample) for sample in self.counted}
@@ -104,6 +113,13 @@ def cpu_s_per_gb(row: Row, sample: Sample) -> float:
 
 def blocking_s(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
     return sample.blocking_s
+
+
+def pace(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
+    """Of training beside the save, ÷ that without it."""
+    if sample.steps_per_s is None or not sample.steps_per_s_alone:
+        return None
+    return sample.steps_per_s / sample.steps_per_s_alone
 
 
 def read_mib(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
@@ -195,7 +211,9 @@ def _row(cell: Mapping[str, Any]) -> Row:
         verb=cell["verb"],
         system=cell["system"],
         num_bytes=cell["num_bytes"],
-        samples=tuple(Sample(**{name: one[name] for name in Sample.__slots__}) for one in cell["samples"]),
+        samples=tuple(
+            Sample(**{name: one[name] for name in Sample.__slots__ if name in one}) for one in cell["samples"]
+        ),
         failed=cell["failed"],
     )
 
@@ -233,6 +251,11 @@ _SAMPLE: tuple[_Rule, ...] = (
     ("num_bytes_read", lambda value: value is None or _is_count(value), "a whole number or null"),
     ("blocking_s", lambda value: value is None or _is_number(value), "a number or null"),
 )
+_LATER: tuple[_Rule, ...] = tuple(
+    (name, lambda value: value is None or _is_number(value), "a number or null")
+    for name in ("steps_per_s", "steps_per_s_alone")
+)
+"""Of a sample too, but runs of before have none."""
 
 
 def _problems_of(document: object) -> Iterator[str]:
@@ -245,7 +268,8 @@ def _problems_of(document: object) -> Iterator[str]:
         if broken:
             continue
         for index, sample in enumerate(cell["samples"]):
-            yield from _broken(sample, _SAMPLE, f"{where}.samples[{index}]")
+            later = [rule for rule in _LATER if isinstance(sample, dict) and rule[0] in sample]
+            yield from _broken(sample, (*_SAMPLE, *later), f"{where}.samples[{index}]")
 
 
 def _broken(value: object, rules: Sequence[_Rule], where: str) -> Iterator[str]:

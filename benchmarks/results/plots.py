@@ -18,6 +18,7 @@ from benchmarks.results.model import Place, Quantity, Results, Row, Spread, cpu_
 # Of Okabe and Ito, whose colours people with any kind of colour vision tell apart (https://jfly.uni-koeln.de/color/).
 _COLOURS = {
     "cloudckpt": "#0072B2",
+    "cloudckpt-process": "#0072B2",
     "cloudckpt-path": "#0072B2",
     "s3torchconnector": "#E69F00",
     "s3fs": "#CC79A7",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.results.bars import Verdict, verdicts
+from benchmarks.results.bars import BARS_OF, Verdict, verdicts
 from benchmarks.results.model import (
     Place,
     Quantity,
@@ -19,15 +19,15 @@ from benchmarks.results.model import (
     blocking_s,
     cpu_s_per_gb,
     gb_per_s,
+    pace,
     parsed,
     ratios,
     read_mib,
     verb_of,
 )
 
-BARS_SWEEP = "bars"
 NOTHING = "–"
-OURS = ("cloudckpt", "cloudckpt-path")
+OURS = ("cloudckpt", "cloudckpt-process", "cloudckpt-path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def text_of(results: Results) -> str:
     failed = failures(results)
     if failed:
         parts.append("Not complete:\n\n" + "\n".join(f"- {line}" for line in failed))
-    if results.sweep == BARS_SWEEP:
+    if results.sweep in BARS_OF:
         parts.append(summary(verdicts(results)))
     return "\n\n".join(parts) + "\n"
 
@@ -63,9 +63,21 @@ def tables(results: Results) -> list[Table]:
 
 
 def _place_table(results: Results, place: Place) -> Table:
-    header = ("verb", "system", "GB/s", "CPU s/GB", "peak MiB", "blocks s", "read MiB")
     rows = [row for row in results.rows if row.place == place and row.counted]
-    return Table(title=f"{place}: medians (and ranges)", header=header, rows=tuple(_cells(row) for row in rows))
+    header = ("verb", "system", "GB/s", "CPU s/GB", "peak MiB", "blocks s", "read MiB", *_background_header(rows))
+    cells = tuple((*_cells(row), *(_background_cells(row) if _background_header(rows) else ())) for row in rows)
+    return Table(title=f"{place}: medians (and ranges)", header=header, rows=cells)
+
+
+def _background_header(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Columns that only a table of saves in the background has."""
+    is_about_it = any(sample.blocking_s is not None for row in rows for sample in row.counted)
+    return ("first blocks s", "training's pace") if is_about_it else ()
+
+
+def _background_cells(row: Row) -> tuple[str, str]:
+    first_s = row.first.blocking_s if row.first is not None else None
+    return (NOTHING if first_s is None else f"{first_s:.3f}", spread_text(row, pace, 3))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -108,7 +120,7 @@ def ratios_table(results: Results) -> Table:
 def bars_table(results: Results) -> Table:
     """Every bar, and how the run stands to it; of a sweep that is not about them, those that it can judge."""
     header = ("bar", "what is taken", "found", "asked", "stretch", "verdict")
-    shown = [one for one in verdicts(results) if one.found is not None or results.sweep == BARS_SWEEP]
+    shown = [one for one in verdicts(results) if one.found is not None or results.sweep in BARS_OF]
     rows = tuple(_verdict_cells(verdict) for verdict in shown)
     return Table(title="Bars", header=header, rows=rows)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from benchmarks.fleet import Measured
 from benchmarks.measure import Usage
+from benchmarks.outcomes import Outcome
 from benchmarks.payloads import KIB, uniform
 from benchmarks.sweeps import Cell
-from benchmarks.systems import Outcome
 from benchmarks.turns import rotated, turn
 
 SMALL = uniform(8, 64 * KIB)

@@ -11,9 +11,9 @@ import botocore.exceptions
 import pytest
 from benchmarks.certificates import make_certificates
 from benchmarks.limits import Limit
+from benchmarks.outcomes import Settings
 from benchmarks.payloads import KIB, MIB, Payload, Tensors
 from benchmarks.state import State
-from benchmarks.systems import Settings
 
 from benchmarks import servers, wires
 from cloudckpt.testing.servers.moto import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY

@@ -10,9 +10,9 @@ import sys
 import pytest
 import torch
 from benchmarks.fleet import Fleet, NotInstalledError, WorkerFailedError
+from benchmarks.outcomes import Settings
 from benchmarks.payloads import KIB, MIB, Payload, Tensors, uniform
 from benchmarks.state import State
-from benchmarks.systems import Settings
 from benchmarks.worker import Worker, WorkerSpec
 
 PAYLOAD = Payload(

@@ -1,0 +1,48 @@
+"""What a system is told, and what it says of what it did. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a system needs to know of a cell."""
+
+    endpoint_url: str | None
+    region: str | None
+    ca_bundle: str | None
+    """The file of certificates that the server's is checked with; None for the system's own."""
+    no_dist: bool
+    """True where there is one process and no process group."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of `cloudckpt.Options` that differ from the defaults."""
+    connections: int | None = None
+    """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a system says of what it did; None where it does not say."""
+
+    blocking_s: float | None = None
+    """How long training waited."""
+    num_bytes_read: int | None = None
+    """From the store."""
+    steps_per_s: float | None = None
+    """Of a training loop beside the save."""
+    steps_per_s_alone: float | None = None
+    """Of the same loop without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A save in the background, from when training may go on."""
+
+    blocking_s: float
+    """How long training waited."""
+    is_done: Callable[[], bool]
+    result: Callable[[], object]
+    """Waits for it; raises its failure."""

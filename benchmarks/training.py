@@ -1,0 +1,159 @@
+"""A small training loop that needs Python for nearly all it does, and how fast it goes, alone and beside an upload.
+
+The loop has a core to itself, and everything else in its process and its children the other cores, where the server
+is, too: so it waits for Python's lock and for memory, as it would on a machine with cores to spare, and not for a core.
+What other programs take of its core is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+ALONE_S = 2.5
+"""Of a window before and one after the upload."""
+_SETTLE_S = 0.3
+_NUM_LAYERS = 24
+_WIDTH = 16
+
+
+class Loop:
+    """One thread, many small operations of torch, and as much plain Python between them."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._weights = [torch.randn(_WIDTH, _WIDTH, generator=generator) / _WIDTH for _ in range(_NUM_LAYERS)]
+        self._inputs = torch.randn(_WIDTH, _WIDTH, generator=generator)
+        self._seen: dict[int, float] = {}
+
+    def step(self) -> None:
+        values = self._inputs
+        for number, weights in enumerate(self._weights):
+            values = torch.tanh(values @ weights).add_(self._inputs)
+            # What a data loader, a scheduler and some logging do.
+            tokens = [(number * 31 + token) % 97 for token in range(40)]
+            self._seen[number] = sum(token * token for token in tokens) / len(tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What the loop did in some time."""
+
+    num_steps: int
+    seconds: float
+    """Without those in which its core was somebody else's."""
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.num_steps / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The loop beside an upload, and without it just before and after."""
+
+    steps_per_s: float
+    steps_per_s_alone: float
+
+
+@dataclass(slots=True)
+class Cores:
+    """Which core is the loop's, and which are all others'. None on a machine that has one, or cannot say so."""
+
+    loop: int | None = field(init=False, default=None)
+    others: frozenset[int] = field(init=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if len(cores) > 1:
+            self.loop, self.others = cores[0], frozenset(cores[1:])
+
+
+@contextlib.contextmanager
+def kept_off_the_loops_core() -> Iterator[None]:
+    """What this thread starts meanwhile runs on the cores that are not the loop's."""
+    cores = Cores()
+    if cores.loop is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores.others)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def compared(begin: Callable[[], Callable[[], bool]]) -> Compared:
+    """Train, begin an upload and train until it is done, and train once more.
+
+    `begin` returns when training may go on, what says whether the upload is done. The calling thread is the loop's.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loop, cores = Loop(), Cores()
+    all_cores = os.sched_getaffinity(0) if cores.loop is not None else set()
+    try:
+        _window(loop, cores, _for_s(_SETTLE_S))
+        alone = [_window(loop, cores, _for_s(ALONE_S))]
+        # Threads have the cores of who started them.
+        _pin(cores, loop_runs=False)
+        is_done = begin()
+        beside = _window(loop, cores, is_done)
+        alone.append(_window(loop, cores, _for_s(ALONE_S)))
+    finally:
+        torch.set_num_threads(num_threads)
+        for thread in _threads() if cores.loop is not None else ():
+            _set(thread, all_cores)
+    return Compared(
+        steps_per_s=beside.steps_per_s,
+        steps_per_s_alone=sum(one.num_steps for one in alone) / sum(one.seconds for one in alone),
+    )
+
+
+def _window(loop: Loop, cores: Cores, is_over: Callable[[], bool]) -> Window:
+    _pin(cores, loop_runs=True)
+    num_steps = 0
+    waited_before_s, started_s = _waited_for_core_s(), time.perf_counter()
+    while not is_over():
+        loop.step()
+        num_steps += 1
+    seconds = time.perf_counter() - started_s - (_waited_for_core_s() - waited_before_s)
+    return Window(num_steps=max(num_steps, 1), seconds=seconds)
+
+
+def _for_s(seconds: float) -> Callable[[], bool]:
+    end_s = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= end_s
+
+
+def _waited_for_core_s() -> float:
+    """How long this thread could have run so far but its core was taken (Linux's schedstat)."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def _pin(cores: Cores, *, loop_runs: bool) -> None:
+    if cores.loop is None:
+        return
+    own = threading.get_native_id()
+    for thread in _threads():
+        _set(thread, {cores.loop} if thread == own and loop_runs else cores.others)
+
+
+def _threads() -> list[int]:
+    """All of this process."""
+    return [int(path.name) for path in Path("/proc/self/task").iterdir()]
+
+
+def _set(thread: int, cores: set[int] | frozenset[int]) -> None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        os.sched_setaffinity(thread, cores)

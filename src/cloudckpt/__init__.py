@@ -5,6 +5,7 @@
 
 from cloudckpt import errors
 from cloudckpt._async import AsyncSave
+from cloudckpt._background.runner import close
 from cloudckpt._enable import disable, enable
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._version import __version__
@@ -45,12 +46,13 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
     UnsupportedOperationError,
     UnsupportedValueError,
+    UploadProcessError,
 )
 from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
 from cloudckpt.newest import load_latest
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
-from cloudckpt.report import Event, LoadReport, SaveReport, SkippedCheckpoint, VerifyReport
+from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
 from cloudckpt.verification import verify
 from cloudckpt.writer import ObjectStoreWriter
 
@@ -88,6 +90,7 @@ __all__ = [
     "RankLostError",
     "SaveCancelledError",
     "SaveInFlightError",
+    "SaveProgress",
     "SaveReport",
     "SavedMetadata",
     "ShortObjectError",
@@ -102,9 +105,11 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedOperationError",
     "UnsupportedValueError",
+    "UploadProcessError",
     "VerifyReport",
     "__version__",
     "async_save",
+    "close",
     "delete",
     "disable",
     "enable",

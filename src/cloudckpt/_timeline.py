@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -92,15 +92,23 @@ class Timeline:
     ) -> None:
         """One event of this thread."""
         thread = threading.current_thread()
+        self.adopt([(kind, name, begun_ns, spent_ns, (thread.ident or 0, thread.name), args)])
+
+    def adopt(
+        self,
+        events: Iterable[tuple[Literal["X", "C", "i"], str, int, int, tuple[int, str], Mapping[str, object]]],
+    ) -> None:
+        """Events of other threads, of which the last but one says which; they may be those of another process."""
         with self._lock:
-            if self._has_failed or self._num_events >= MAX_EVENTS:
-                self._num_left_out += 1
-                return
-            lane = self._lanes.setdefault((thread.ident or 0, thread.name), len(self._lanes))
-            self._num_events += 1
-            self._buffer.append(_Event(kind, name, begun_ns, spent_ns, lane, args))
-            if len(self._buffer) >= _MAX_BUFFERED_EVENTS and self._path is not None:
-                self._write()
+            for kind, name, begun_ns, spent_ns, thread, args in events:
+                if self._has_failed or self._num_events >= MAX_EVENTS:
+                    self._num_left_out += 1
+                    continue
+                lane = self._lanes.setdefault(thread, len(self._lanes))
+                self._num_events += 1
+                self._buffer.append(_Event(kind, name, begun_ns, spent_ns, lane, args))
+                if len(self._buffer) >= _MAX_BUFFERED_EVENTS and self._path is not None:
+                    self._write()
 
     def flush(self) -> None:
         """Make the file whole, with all events so far."""

@@ -27,6 +27,7 @@ Classes follow what a handler would do, not where the error came from::
         ├── RankLostError (TimeoutError)    a rank died, hangs or never came: .ranks; restart, load what is committed
         ├── SaveInFlightError               a background save still runs: wait for its handle, or cancel it
         ├── SaveCancelledError              `AsyncSave.cancel` ended the save: .ranks; save again if it was wrong
+        ├── UploadProcessError              the process that uploads was lost: save again
         ├── GarbageLeftError                gc could not remove everything: .report says what is left
         ├── IncompleteSaveError             what was written is not what was planned
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
@@ -81,6 +82,7 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedOperationError",
     "UnsupportedValueError",
+    "UploadProcessError",
 ]
 
 
@@ -224,6 +226,10 @@ class SaveCancelledError(CheckpointError):
     def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message, uri=uri)
         self.ranks = ranks
+
+
+class UploadProcessError(CheckpointError):
+    """The process that uploads (`Options.async_mode`) ended or hung, before any commit; or it could not be started."""
 
 
 class GarbageLeftError(CheckpointError):

@@ -19,6 +19,9 @@ from cloudckpt._manifest.stored_ranges import StoredRanges
 from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
+from cloudckpt._process.host import UploadProcess
+from cloudckpt._process.job import RemoteJob
+from cloudckpt._process.job import Snapshot as SharedSnapshot
 from cloudckpt._stage.body import Filled
 from cloudckpt._stage.items import estimated_bytes
 from cloudckpt._stage.transforms import WriteTransforms
@@ -62,7 +65,9 @@ class ObjectStoreWriter(StorageWriter):
         self._overwrite = overwrite
         self._transforms = WriteTransforms(_extensions)
         self._save_id = str(uuid.uuid4())
-        self._job: SaveJob | None = None
+        self._job: SaveJob | RemoteJob | None = None
+        self._process: UploadProcess | None = None
+        self._shared_snapshot: SharedSnapshot | None = None
         self._begun_ns = 0
         self._steering = Steering()
         self._snapshot: Snapshot | None = None
@@ -97,6 +102,12 @@ class ObjectStoreWriter(StorageWriter):
         """Let the next save be watched and cancelled, and read a `snapshot` that is still being made. None: no more."""
         self._steering, self._snapshot = steering or Steering(), snapshot
 
+    def run_in(self, process: UploadProcess | None, snapshot: SharedSnapshot | None = None) -> None:
+        """Let the next save be checked, written and committed by `process`, which reads the tensors of a `snapshot` in
+        shared memory where they lie, once it is complete. None: by this process again.
+        """
+        self._process, self._shared_snapshot = process, snapshot
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Get ready for another save, to `checkpoint_id` if one is given."""
         if checkpoint_id is not None:
@@ -128,7 +139,7 @@ class ObjectStoreWriter(StorageWriter):
         context = Context(location, self._options, rank=rank, recorder=recorder)
         self._steering.enter("planning")
         self._is_deciding = is_coordinator or is_alone
-        self._job = SaveJob(context, save_id=self._save_id, transforms=self._transforms)
+        self._job = self._new_job(context)
         self._begun_ns = now_ns()
         with recorder.step("set_up"), self._steering.heeded(self._job.stop):
             if is_alone:
@@ -136,6 +147,17 @@ class ObjectStoreWriter(StorageWriter):
             if is_coordinator or is_alone:
                 self._job.check(overwrite=self._overwrite)
             context.emit("save.set_up")
+
+    def _new_job(self, context: Context) -> SaveJob | RemoteJob:
+        if self._process is None:
+            return SaveJob(context, save_id=self._save_id, transforms=self._transforms)
+        return RemoteJob(
+            context,
+            save_id=self._save_id,
+            transforms=self._transforms,
+            process=self._process,
+            snapshot=self._shared_snapshot,
+        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Attach this save's ticket."""
@@ -199,13 +221,20 @@ class ObjectStoreWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save that has begun belongs to its process.
-        return {**self.__dict__, "_job": None, "_snapshot": None, "_steering": None}
+        return {
+            **self.__dict__,
+            "_job": None,
+            "_snapshot": None,
+            "_shared_snapshot": None,
+            "_process": None,
+            "_steering": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._steering = Steering()
 
-    def _begun(self) -> SaveJob:
+    def _begun(self) -> SaveJob | RemoteJob:
         if self._job is None:
             raise CloudckptError("set_up_storage_writer has to be called before each save, as torch's dcp.save does")
         return self._job

@@ -1,0 +1,293 @@
+"""The training process's end: starts the upload process, asks it, and finds out what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from cloudckpt._process.channel import MOST_FILES, Channel, ClosedError, SilentError
+from cloudckpt._process.messages import (
+    Alive,
+    Committing,
+    EventError,
+    EventInterrupt,
+    Happened,
+    Heard,
+    Logged,
+    Reply,
+    Request,
+    Sent,
+    Spans,
+    Stop,
+    Task,
+)
+from cloudckpt.errors import CloudckptError, InvalidOptionError
+from cloudckpt.report import Event
+
+_START_S = 120.0
+"""How long it may take to import everything, on a machine that may be busy, before it can say that it lives."""
+_LEAST_SILENCE_S = 5.0
+"""A process that merely gets no CPU time is not taken for dead sooner."""
+_END_S = 10.0
+"""How long a process that was killed, or whose socket was closed, is waited for."""
+
+_log = logging.getLogger("cloudckpt")
+
+
+class LostProcessError(Exception):
+    """The upload process ended, or was ended because it gave no sign of life. The message says how."""
+
+    def __init__(self, message: str, *, may_have_committed: bool) -> None:
+        super().__init__(message)
+        self.may_have_committed = may_have_committed
+
+
+class Listener(Protocol):
+    """Who hears of what happens while a task is carried out, in the thread that asked for it."""
+
+    def on_event(self, event: Event) -> None:
+        """What it raises is raised where the event happened, which waits for it."""
+
+    def on_spans(self, spans: Spans) -> None:
+        """For the timeline."""
+
+    def on_sent(self, num_bytes: int) -> None:
+        """The store has so many more."""
+
+
+class UploadProcess:
+    """A process that carries out the tasks of saves, started when it is first asked, and anew after it was lost.
+
+    It ends with `close`, and within a second of this process's end, however that comes. One request at a time: others
+    wait. A process that is forked from this one has nothing to do with it.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        self._channel: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_answered = False
+        self._num_requests = 0
+        _hosts.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Have it started, if it is not, without waiting until it can be asked. Raises `LostProcessError`."""
+        with self._turn:
+            if self._channel is not None and self._channel.is_open():
+                return
+            self._end()
+            self._channel, self._process = _started()
+            self._has_answered = False
+
+    def ask(
+        self,
+        task: Task,
+        arguments: Sequence[Any],
+        *,
+        files: Sequence[int] = (),
+        timeout_s: float,
+        listener: Listener,
+    ) -> Reply:
+        """Have `task` carried out; `listener` hears of it meanwhile. An error of the task is in the reply.
+
+        Raises `LostProcessError` where the process ends, or gives no sign of life for `timeout_s`: then it is ended.
+        Raises whatever pickling the arguments raises, before anything is asked.
+        """
+        if len(files) > MOST_FILES:
+            raise CloudckptError(f"a snapshot in {len(files)} segments cannot be handed over: {MOST_FILES} can")
+        pickled = pickle.dumps(tuple(arguments), pickle.HIGHEST_PROTOCOL)
+        with self._turn:
+            if self._channel is None or self._process is None:
+                raise LostProcessError("it is not running", may_have_committed=False)
+            self._num_requests += 1
+            request = Request(number=self._num_requests, task=task, arguments=pickled, environment=dict(os.environ))
+            asked = _Asked(self._channel, request.number, listener)
+            silence_s = max(timeout_s, _LEAST_SILENCE_S)
+            try:
+                self._channel.send(request, files, timeout_s=silence_s if self._has_answered else _START_S)
+                while asked.reply is None:
+                    message, _ = self._channel.receive(timeout_s=silence_s if self._has_answered else _START_S)
+                    self._has_answered = True
+                    asked.take(message, timeout_s=silence_s)
+            except ClosedError:
+                why = self._end()
+            except (pickle.UnpicklingError, ImportError, AttributeError, EOFError) as error:
+                self._end()
+                why = f"said what is not understood here ({type(error).__name__}: {error}) and was ended"
+                asked.is_committing = True  # it could have been this
+            except SilentError:
+                waited_s = silence_s if self._has_answered else _START_S
+                self._process.kill()  # first of all: it may go on at any moment
+                while asked.hear_last_word(timeout_s=_END_S):
+                    pass
+                self._end()
+                why = f"gave no sign of life for {waited_s:g} s and was ended"
+            else:
+                return asked.reply
+            raise LostProcessError(why, may_have_committed=asked.is_committing)
+
+    def stop(self, nonce: str, error: BaseException) -> None:
+        """Have the save with this ticket fail with `error` as soon as it can. For any thread; does not wait for it."""
+        channel = self._channel
+        if channel is not None:
+            with contextlib.suppress(ClosedError, SilentError):
+                channel.send(Stop(nonce=nonce, error=error), timeout_s=_LEAST_SILENCE_S)
+
+    def close(self) -> None:
+        """End it, and whatever it does. It is started again when it is needed again."""
+        channel = self._channel
+        if channel is not None:
+            channel.shut()  # who waits for it learns of it
+        with self._turn:
+            self._end()
+
+    def forget(self) -> None:
+        """In a process that was forked: the upload process is the parent's."""
+        if self._channel is not None:
+            self._channel.forget()
+        if self._process is not None:
+            self._process.returncode = 0  # nothing to wait for, and nothing to warn of
+        self._turn = threading.RLock()
+        self._channel = self._process = None
+
+    def _end(self) -> str:
+        """What became of the process, once it has ended: after an end of its own it is only collected."""
+        channel, process = self._channel, self._process
+        self._channel = self._process = None
+        if channel is None or process is None:
+            return "was ended"
+        was_open = channel.is_open()
+        channel.close()
+        try:
+            process.wait(_END_S if not was_open else 1.0)  # it ends by itself as soon as its socket is closed
+        except subprocess.TimeoutExpired:
+            process.kill()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # in a call to the kernel that does not end
+                return "could not even be killed"
+        return _how_it_ended(process.returncode)
+
+
+class _Asked:
+    """A request on its way."""
+
+    def __init__(self, channel: Channel, number: int, listener: Listener) -> None:
+        self.reply: Reply | None = None
+        self.is_committing = False
+        self._channel = channel
+        self._number = number
+        self._listener = listener
+        self._raised: dict[int, BaseException] = {}
+
+    def take(self, message: object, *, timeout_s: float) -> None:
+        if isinstance(message, (Alive, Reply)) and message.spans:
+            self._listener.on_spans(message.spans)
+        if isinstance(message, Committing):
+            self.is_committing = True
+        elif isinstance(message, Logged):
+            _log.log(message.level, "%s", message.text)
+        elif isinstance(message, Sent):
+            self._listener.on_sent(message.num_bytes)
+        elif isinstance(message, Happened):
+            self._channel.send(self._heard(message), timeout_s=timeout_s)
+        elif isinstance(message, Reply) and message.number == self._number:
+            error = message.error
+            if isinstance(error, (EventError, EventInterrupt)):
+                error = self._raised.get(error.number, error)
+            self.reply = dataclasses.replace(message, error=error)
+
+    def hear_last_word(self, *, timeout_s: float) -> bool:
+        """Whether there was one more, of a process that says no more: it can only be known so if a commit began."""
+        try:
+            message, _ = self._channel.receive(timeout_s=timeout_s)
+        except SilentError:
+            self.is_committing = True  # it could not even be killed
+            return False
+        except ClosedError:
+            return False
+        self.is_committing |= isinstance(message, Committing)
+        return True
+
+    def _heard(self, message: Happened) -> Heard:
+        try:
+            self._listener.on_event(message.event)
+        except BaseException as error:  # noqa: BLE001  # it is raised where the event happened, and comes back from there
+            self._raised[message.number] = error
+            text = f"{type(error).__name__}: {error}"
+            return Heard(number=message.number, error=text, is_interrupt=not isinstance(error, Exception))
+        return Heard(number=message.number, error=None, is_interrupt=False)
+
+
+def _started() -> tuple[Channel, subprocess.Popen[bytes]]:
+    if not hasattr(os, "memfd_create") or not sys.executable:
+        what = "a Python that can be started" if hasattr(os, "memfd_create") else "Linux"
+        raise InvalidOptionError(f"Options: async_mode='process' needs {what}; use 'thread'")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        process = subprocess.Popen(  # noqa: S603  # of this program
+            [sys.executable, "-m", "cloudckpt._process", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+            # Out of the reach of signals that a terminal or a launcher sends to all of a job: the parent decides.
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        ours.close()
+        raise LostProcessError(f"could not be started ({error})", may_have_committed=False) from error
+    finally:
+        theirs.close()
+    return Channel(ours), process
+
+
+def _environment() -> dict[str, str]:
+    """For its start: it must find what this process has found, and hold none of its devices."""
+    here = str(Path(__file__).parents[2])
+    paths = [entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths if here in paths else [*paths, here]),
+        "PYTHONSAFEPATH": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"ended by itself, with status {code} (what it wrote to stderr says more)"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+_hosts: weakref.WeakSet[UploadProcess] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for host in list(_hosts):
+        host.forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -66,6 +66,45 @@ def test_plain_tensors_of_one_name_are_not_mixed() -> None:
     assert [item.tensor_data.chunk.sizes.numel() for plan in plans for item in plan.items] == [1000]
 
 
+def test_tied_tensors_go_where_the_first_of_them_goes() -> None:
+    """If this fails, ranks that hold the same tied weights save them once for each name."""
+    states = []
+    for _ in range(3):
+        weight = torch.arange(3000.0).reshape(300, 10)
+        states.append({"a": torch.zeros(500), "embed": weight, "b": torch.zeros(700), "head": weight})
+    for declared in (False, True):
+        _, plans, metadata = planned(states, declared=declared)
+        pieces = {
+            name: [
+                (rank, item.index.offset, item.tensor_data.chunk.sizes)
+                for rank, plan in enumerate(plans)
+                for item in plan.items
+                if item.index.fqn == name
+            ]
+            for name in states[0]
+        }
+        assert pieces["head"] == pieces["embed"]
+        assert len(pieces["head"]) == (3 if declared else 1)
+        assert len(metadata.state_dict_metadata["head"].chunks) == len(pieces["head"])
+        # What is stored once weighs once: the other tensors are not all with the ranks that have no part of it.
+        own_bytes = [
+            sum(item.tensor_data.chunk.sizes.numel() * 4 for item in plan.items if item.index.fqn != "head")
+            for plan in plans
+        ]
+        assert not declared or max(own_bytes) < 1.2 * sum(own_bytes) / 3
+
+
+def test_what_is_tied_on_one_rank_alone_is_saved_under_each_name() -> None:
+    """If this fails, ranks that disagree about what is tied save one tensor under the name of another."""
+    weight = torch.ones(300)
+    tied = {"a": weight, "b": weight}
+    for states in ([tied, {"a": torch.ones(300), "b": torch.zeros(300)}], [tied, {"a": torch.ones(300)}]):
+        _, plans, _ = planned(states)
+        assert sorted(item.index.fqn for plan in plans for item in plan.items) == ["a", "b"]
+        if len(states[1]) == 2:
+            assert [len(plan.items) for plan in plans] == [1, 1]
+
+
 def test_stateful_objects_are_asked_for_their_state() -> None:
     """If this fails, objects with a state_dict() of their own are pickled whole, instead of what they want saved."""
 

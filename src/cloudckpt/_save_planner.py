@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from cloudckpt._flat import PLAIN_TENSORS, flattened
 from cloudckpt._plain_plan import local_items, merged
 from cloudckpt._plan.balance import Held, Share, spread
+from cloudckpt._stage.ties import planned_ties
 from cloudckpt.options import MIB
 
 _MIN_PIECE_BYTES = 1 * MIB
@@ -43,6 +44,14 @@ class PieceItem(WriteItem):
     """Of that item."""
 
 
+@dataclasses.dataclass(frozen=True)
+class TiedItem(WriteItem):
+    """What is of the same memory, on this rank, as the item of another name: stored once, if one rank saves both."""
+
+    first: MetadataIndex | None = None
+    """Of that item."""
+
+
 class BalancedSavePlanner(DefaultSavePlanner):
     """Spreads replicated tensors by bytes, the largest first, and cuts what would make a rank the straggler.
 
@@ -50,6 +59,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     Only what says itself that it is replicated is cut: a ``DTensor``. Plain tensors of one name are merely taken for
     replicas; where they are none (buffers that nobody synchronises), one rank's is saved, never a mixture of several.
+
+    Names of one tensor, as of tied weights, are saved by one rank, and so once.
 
     `entries`, if given, is what is saved, whatever torch's `save` hands over: it makes a log record for each entry.
     """
@@ -76,6 +87,11 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         items = local_items(self.state_dict, is_coordinator=self.is_coordinator)
+        for position, first in planned_ties(items, self.state_dict).items():
+            item = items[position]
+            items[position] = TiedItem(
+                index=item.index, type=item.type, tensor_data=item.tensor_data, first=items[first].index
+            )
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
 
@@ -111,17 +127,33 @@ def balanced(plans: Sequence[SavePlan], *, min_piece_bytes: int) -> list[SavePla
             found.setdefault(item.index, []).append((rank, item))
     own_bytes = [0] * len(plans)
     held: dict[MetadataIndex, Held] = {}
+    tied: dict[MetadataIndex, MetadataIndex] = {}
     for index, copies in found.items():
         rank, item = copies[0]
-        if len(copies) == 1:
+        first = _first_of(copies, found)
+        if first is not None:
+            tied[index] = first
+        elif len(copies) == 1:
             own_bytes[rank] += _num_bytes(item)
         else:
             held[index] = _held(copies)
     shares = spread(list(held.values()), own_bytes=own_bytes, min_piece_bytes=min_piece_bytes)
     shares_of = dict(zip(held, shares, strict=True))
+    shares_of |= {index: shares_of[first] for index, first in tied.items() if first in shares_of}
     return [
         dataclasses.replace(plan, items=list(_kept(plan.items, rank, shares_of))) for rank, plan in enumerate(plans)
     ]
+
+
+def _first_of(
+    copies: Sequence[tuple[int, WriteItem]], found: Mapping[MetadataIndex, Sequence[tuple[int, WriteItem]]]
+) -> MetadataIndex | None:
+    """What an item is tied to on every rank that has it: each of them has the other too, and could save both."""
+    firsts = {item.first if isinstance(item, TiedItem) else None for _, item in copies}
+    first = firsts.pop()
+    if first is None or firsts or len(found[first]) != len(copies):
+        return None
+    return first if len(copies) == 1 or _held(copies) == _held(found[first]) else None
 
 
 def _kept(

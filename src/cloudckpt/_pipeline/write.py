@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -19,8 +20,9 @@ from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.body import Filled, PieceBody, piece_of
-from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
+from cloudckpt._stage.items import StagedItem, estimated_bytes, known_tensors_of, staged
 from cloudckpt._stage.tensors import synchronize
+from cloudckpt._stage.ties import planned_ties, staged_ties
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._transfer.resume import find_leftovers
 from cloudckpt._transfer.upload import UploadSession
@@ -62,7 +64,8 @@ def write_items(
     earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
     leftovers = find_leftovers(context.store, context.retrier, earlier)
     arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
-    sizes_bytes = [estimated_bytes(item) for item in items]
+    ties = {} if transforms else planned_ties(items, known_tensors_of(planner))
+    sizes_bytes = [0 if i in ties else estimated_bytes(item) for i, item in enumerate(items)]
     num_bytes = sum(sizes_bytes)
     placed: list[Callable[..., ItemReceipts]] = []
     with UploadSession(
@@ -78,17 +81,17 @@ def write_items(
         on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
     ) as session:
         # Object by object, so that what a planner makes while resolving is not all held at once.
-        for number, group in enumerate(_groups(context, items, sizes_bytes, transforms)):
+        for number, group in enumerate(_groups(context, items, sizes_bytes, ties, transforms)):
             in_object = list(staged(group, planner, transforms, uri=context.uri, filled=filled))
             in_object = [in_object[i] for i in storage_order([item.entry for item in in_object])]
-            layout = lay_out([item.entry for item in in_object])
-            synchronize([item.content for item in in_object])
+            same_as = staged_ties(in_object)
+            stored = [item for i, item in enumerate(in_object) if i not in same_as]
+            layout = lay_out([item.entry for item in stored])
+            synchronize([item.content for item in stored])
             pieces = [piece_of(memoryview(layout.header), begin=0)]
-            pieces += [
-                piece_of(item.content, begin=begin) for item, begin in zip(in_object, layout.begins, strict=True)
-            ]
-            placed.append(_receipts_of(in_object, layout.begins))
-            del in_object  # the body holds what it still needs, and only until it is sent
+            pieces += [piece_of(item.content, begin=begin) for item, begin in zip(stored, layout.begins, strict=True)]
+            placed.append(_receipts_of(in_object, _begins_of_all(layout.begins, same_as, len(in_object))))
+            del in_object, stored  # the body holds what it still needs, and only until it is sent
             key = data_key(attempt, context.rank, number)
             found = leftovers.get(key.removeprefix(data_prefix(attempt, context.rank)), [])
             body = PieceBody(pieces, arena, filled)
@@ -107,9 +110,13 @@ def write_items(
 
 
 def _groups(
-    context: Context, items: Sequence[WriteItem], sizes_bytes: Sequence[int], transforms: WriteTransforms
+    context: Context,
+    items: Sequence[WriteItem],
+    sizes_bytes: Sequence[int],
+    ties: Mapping[int, int],
+    transforms: WriteTransforms,
 ) -> Iterator[list[WriteItem]]:
-    """The items of each object."""
+    """The items of each object, those of one memory in one."""
     options = context.options
     object_bytes = options.object_bytes
     if transforms:
@@ -118,8 +125,24 @@ def _groups(
         # An object is then one part: it is staged whole, and only several of them go out side by side.
         share_bytes = options.staging_bytes // context.first_connections
         object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
-    for group in pack(sizes_bytes, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
-        yield [items[i] for i in group]
+    firsts = [i for i in range(len(items)) if i not in ties]
+    followers: defaultdict[int, list[int]] = defaultdict(list)
+    for follower, first in ties.items():
+        followers[first].append(follower)
+    sizes_of_firsts = [sizes_bytes[i] for i in firsts]
+    for group in pack(sizes_of_firsts, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
+        yield [items[j] for i in group for j in (firsts[i], *followers.get(firsts[i], ()))]
+
+
+def _begins_of_all(begins: Sequence[int], same_as: Mapping[int, int], num_items: int) -> Sequence[int]:
+    """Where each item's bytes begin, from the `begins` of those that are the same as no other before them."""
+    if not same_as:
+        return begins
+    of_stored = iter(begins)
+    found: list[int] = []
+    for position in range(num_items):
+        found.append(found[same_as[position]] if position in same_as else next(of_stored))
+    return found
 
 
 def _receipts_of(in_object: Sequence[StagedItem], begins: Sequence[int]) -> Callable[..., ItemReceipts]:

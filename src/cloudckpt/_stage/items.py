@@ -34,6 +34,8 @@ class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None
     lengths: tuple[int, ...]
     transforms: tuple[str, ...]
+    address: int = 0
+    """Of a tensor's first element; 0 where the content is no tensor's memory."""
 
 
 @runtime_checkable
@@ -64,7 +66,7 @@ def staged(
     Of memory that is still being `filled`, tensors that have to be read here are waited for; the rest are only referred
     to. The planner makes bytes of Python objects here: tensors inside of those have to be there already.
     """
-    known = _plain_tensors_of(planner) if not transforms else {}
+    known = known_tensors_of(planner) if not transforms else {}
     kinds: dict[int, _Kind | None] = {}
     for item in items:
         quick = _staged_quickly(item, known, kinds)
@@ -89,8 +91,8 @@ class _Kind(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-def _plain_tensors_of(planner: SavePlanner) -> Mapping[str, Any]:
-    """What `planner` need not be asked for; empty where it may have a way of its own."""
+def known_tensors_of(planner: SavePlanner) -> Mapping[str, Any]:
+    """The flat state dict, where `planner` need not be asked for tensors; empty where it may have a way of its own."""
     if isinstance(planner, KnowsPlainTensors):
         return planner.plain_tensors()
     if type(planner) is not DefaultSavePlanner or not _OF_PLANNERS.isdisjoint(vars(planner)):
@@ -126,6 +128,7 @@ def _staged_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, 
         dtype=kind.name,
         lengths=kind.lengths,
         transforms=(),
+        address=tensor.data_ptr(),
     )
 
 
@@ -203,6 +206,7 @@ def _staged_tensor(
         dtype=dtype,
         lengths=lengths,
         transforms=(),
+        address=tensor.data_ptr(),
     )
 
 

@@ -1,0 +1,174 @@
+"""Names of one tensor: stored once, and read back under each name."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.docs.independent_reader import Checkpoint, entries_of
+from tests.in_memory import Memory
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+import cloudckpt
+from cloudckpt import Options
+from cloudckpt.stores._body import crc32c_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+TILE_BYTES = 4096
+
+bases = st.builds(
+    lambda shape, dtype, seed: torch.randint(
+        1, 100, shape, dtype=torch.int64, generator=torch.Generator().manual_seed(seed)
+    ).to(dtype),
+    st.sampled_from([(), (1,), (4, 6), (6, 4), (2, 3, 4), (0, 3), (300, 5)]),
+    st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.complex64]),
+    st.integers(0, 99),
+)
+RELATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "same": lambda tensor: tensor,
+    "detached": torch.Tensor.detach,
+    "parameter": lambda tensor: nn.Parameter(tensor.detach(), requires_grad=False),
+    "transposed": lambda tensor: tensor.transpose(0, -1) if tensor.dim() else tensor,
+    "row": lambda tensor: tensor[:1] if tensor.dim() else tensor,
+    "reshaped": lambda tensor: tensor.reshape(tensor.numel()),
+    "bits": lambda tensor: tensor.view({2: torch.int16, 4: torch.int32, 8: torch.float64}[tensor.element_size()]),
+    "conjugated": torch.Tensor.conj,
+    "clone": torch.Tensor.clone,
+}
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two names must have in common to be one tensor: the address of each element, and what it means."""
+    steps = itertools.product(*map(range, tensor.shape))
+    offsets = tuple(sum(at * stride for at, stride in zip(step, tensor.stride(), strict=True)) for step in steps)
+    is_bare = tensor.is_conj() or not offsets
+    return (tensor.data_ptr(), offsets, tuple(tensor.shape), tensor.dtype, id(tensor) if is_bare else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.lists(st.tuples(bases, st.lists(st.sampled_from(list(RELATIONS)), max_size=4)), min_size=1, max_size=4),
+    object_bytes=st.sampled_from([4096, 1 << 20]),
+    order=st.randoms(use_true_random=False),
+)
+def test_what_is_one_tensor_is_stored_once(
+    samples: list[tuple[torch.Tensor, list[str]]], object_bytes: int, order: Any
+) -> None:
+    """If this fails, tied weights take twice their room, or a name comes back with another tensor's values."""
+    tensors = [kin for base, kinds in samples for kin in [base, *(RELATIONS[kind](base) for kind in kinds)]]
+    order.shuffle(tensors)
+    state = {f"t{number}": tensor for number, tensor in enumerate(tensors)}
+    once = {place_of(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
+    with tempfile.TemporaryDirectory() as directory:
+        uri = f"{directory}/c"
+        options = Options(object_bytes=object_bytes, tile_bytes=TILE_BYTES)
+        cloudckpt.save(dict(state), uri, options=options)
+        checkpoint = Checkpoint(Path(uri))
+        num_objects = len(checkpoint.manifest["objects"])
+        headers = [entries_of(checkpoint.object_bytes(index)) for index in range(num_objects)]
+        stored_bytes = sum(high - low for entries in headers for low, high in (e["range"] for e in entries.values()))
+        assert stored_bytes == sum(once.values())
+        for name, tensor in state.items():
+            values = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+            assert checkpoint.tensor(name) == values.numpy().tobytes(), name
+        cloudckpt.verify(uri)
+        target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+        cloudckpt.load(target, uri)
+        for name, tensor in state.items():
+            assert torch.equal(target[name], tensor), name
+
+
+class Model(nn.Module):
+    """Its head is its embedding."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(500, 64)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.head = nn.Linear(64, 500, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+def data_bytes(memory: Memory) -> int:
+    return sum(info.size_bytes for info in memory.at().inner.list("data/"))
+
+
+@pytest.mark.parametrize("object_bytes", [64 * 1024, 1 << 30], ids=["many objects", "one object"])
+@pytest.mark.parametrize("planner", [None, DefaultSavePlanner], ids=["ours", "torch's"])
+def test_a_tied_model_is_saved_once_and_loads_into_any(
+    memory: Memory, planner: type[SavePlanner] | None, object_bytes: int
+) -> None:
+    """If this fails, the largest matrix of a model is sent twice, or models that are not tied cannot load it."""
+    model = Model(is_tied=True)
+    state = {"model": model.state_dict()}
+    options = Options(object_bytes=object_bytes, tile_bytes=TILE_BYTES)
+    metadata = cloudckpt.save(state, memory.uri(), options=options, planner=planner() if planner else None)
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert own_bytes <= data_bytes(memory) < own_bytes + 20_000
+    assert metadata.report is not None
+    assert metadata.report.num_bytes == data_bytes(memory)
+    for is_tied in (True, False):
+        other = Model(is_tied=is_tied)
+        loaded = other.state_dict()
+        cloudckpt.load({"model": loaded}, memory.uri())
+        other.load_state_dict(loaded)
+        assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert cloudckpt.verify(memory.uri()).num_bytes == data_bytes(memory)
+
+
+def test_what_two_names_share_is_read_once(memory: Memory) -> None:
+    """If this fails, loading a model whose weights were tied reads the largest matrix twice."""
+    cloudckpt.save({"model": Model(is_tied=True).state_dict()}, memory.uri())
+    memory.at().calls.clear()
+    cloudckpt.load({"model": Model(is_tied=False).state_dict()}, memory.uri())
+    assert memory.at().num_bytes("read_into") <= data_bytes(memory) + 100_000  # and the manifest
+
+
+def test_memory_that_is_used_again_is_not_taken_for_tied(memory: Memory) -> None:
+    """If this fails, two tensors that a planner makes one after the other at one address come back as one."""
+
+    class Making(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            data = super().resolve_data(write_item)
+            return data * 2 if isinstance(data, torch.Tensor) else data
+
+    state = {f"t{number}": torch.full((5000,), float(number)) for number in range(40)}
+    cloudckpt.save(dict(state), memory.uri(), planner=Making(), options=Options(object_bytes=4096, tile_bytes=4096))
+    loaded = {name: torch.zeros(5000) for name in state}
+    cloudckpt.load(loaded, memory.uri())
+    assert all(torch.equal(loaded[name], tensor * 2) for name, tensor in state.items())
+
+
+def test_each_object_opens_in_safetensors(tmp_path: Path) -> None:
+    """If this fails, the library refuses objects with tied weights, for ranges must not overlap there."""
+    weight = torch.arange(1000.0)
+    cloudckpt.save({"a": weight, "b": weight, "c": torch.ones(3)}, tmp_path / "c")
+    (path,) = (tmp_path / "c").glob("data/*/*.safetensors")
+    assert safetensors.torch.load(path.read_bytes()).keys() == {"a", "c"}
+
+
+def test_damage_names_every_name(memory: Memory) -> None:
+    """If this fails, a message says that one of two tied weights is damaged, and is silent about the other."""
+    weight = torch.arange(5000.0)
+    cloudckpt.save({"a": weight, "b": weight}, memory.uri(), options=Options(tile_bytes=TILE_BYTES))
+    (key,) = memory.data_keys()
+    content = bytearray(memory.at().inner.read(key, max_bytes=1 << 20))
+    content[9000] ^= 1
+    memory.at().inner.put(key, [memoryview(content)], crc32c=crc32c_of([memoryview(content)]))
+    for call in (lambda: cloudckpt.verify(memory.uri()), lambda: cloudckpt.load({"b": weight}, memory.uri())):
+        with pytest.raises(BaseException, match="'b'"):
+            call()
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match="'a', 'b'"):
+        cloudckpt.verify(memory.uri())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
+from cloudckpt._stage.crew import Crew
+from cloudckpt._stage.cuda_copying import CudaStream, queues_of
 from cloudckpt._stage.laying import Segment
 from cloudckpt._stage.staging import Staging
 from cloudckpt._stage.tensors import as_carrier
@@ -69,6 +73,25 @@ def num_threads_of_rank() -> int:
     return max(1, min(num_cores // max(num_ranks, 1), _MOST_THREADS))
 
 
+class _CpuJob:
+    """Tasks that several threads do, in their order. Each call is a thread's whole work."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._numbers = iter(range(len(tasks)))
+        self._lock = threading.Lock()
+
+    def __call__(self, crew: Crew) -> None:
+        while not crew.has_failed:
+            with self._lock:
+                number = next(self._numbers, None)
+            if number is None:
+                return
+            task = self._tasks[number]
+            task.run()
+            crew.done(number, task.num_bytes)
+
+
 def tasks_of(segments: Sequence[Segment], *, task_bytes: int) -> tuple[list[Task], list[range]]:
     """The tasks that fill the segments, in their order, and of each segment the tasks that it takes."""
     tasks: list[Task] = []
@@ -92,68 +115,25 @@ def tasks_of(segments: Sequence[Segment], *, task_bytes: int) -> tuple[list[Task
     return tasks, ranges
 
 
-def copy_to(staging: Staging, segments: Sequence[Segment], *, num_threads: int) -> None:
-    """Start to fill `segments`. `staging` is told what is there, and how it ended."""
-    share_bytes = staging.num_bytes // (num_threads * _TASKS_PER_THREAD)
-    task_bytes = min(max(share_bytes, _LEAST_TASK_BYTES), _MOST_TASK_BYTES)
-    tasks, ranges = tasks_of(segments, task_bytes=task_bytes)
+def crew_for(staging: Staging, segments: Sequence[Segment], *, num_threads: int) -> Crew:
+    """Whoever fills `segments`, and tells `staging` what is there, and how it ended.
+
+    What the caller's current streams still have to do on GPUs comes before what is copied from there.
+    """
+    is_on_cpu = [segment.tensor.is_cpu for segment in segments]
+    on_cpu = list(itertools.compress(segments, is_on_cpu))
+    share_bytes = sum(segment.num_bytes for segment in on_cpu) // (num_threads * _TASKS_PER_THREAD)
+    tasks, ranges_on_cpu = tasks_of(on_cpu, task_bytes=min(max(share_bytes, _LEAST_TASK_BYTES), _MOST_TASK_BYTES))
+    on_gpus = [segment for segment in segments if not segment.tensor.is_cpu]
+    queues, ranges_on_gpus, num_tasks = queues_of(on_gpus, first_task=len(tasks))
+    cpu_ranges, gpu_ranges = iter(ranges_on_cpu), iter(ranges_on_gpus)
+    ranges = [next(cpu_ranges if is_here else gpu_ranges) for is_here in is_on_cpu]
     addresses = [(segment.target, segment.target + segment.num_bytes) for segment in segments]
-    staging.expect(addresses, ranges, num_tasks=len(tasks), sources=[segment.tensor for segment in segments])
-    crew = _Crew(staging, tasks)
-    if len(tasks) > 1:
-        crew.start(min(num_threads, len(tasks)))
-    else:
-        crew.work()  # so little is copied before a thread has started
-
-
-class _Crew:
-    """Threads that do the tasks in their order, and none once one has failed. The last to end says so."""
-
-    def __init__(self, staging: Staging, tasks: Sequence[Task]) -> None:
-        self._staging = staging
-        self._tasks = tasks
-        self._lock = threading.Lock()
-        self._num_begun = 0
-        self._num_at_work = 1
-        self._error: BaseException | None = None
-
-    def start(self, num_threads: int) -> None:
-        """With as many of them as the system lets start; in this one, where it lets none."""
-        self._num_at_work = num_threads
-        for number in range(num_threads):
-            # Not a daemon: the interpreter waits for it.
-            thread = threading.Thread(target=self.work, name=f"cloudckpt-stage-{number}", daemon=False)
-            try:
-                thread.start()
-            except RuntimeError:
-                for _ in range(number + 1, num_threads):
-                    self._leave()
-                if number:
-                    self._leave()
-                else:
-                    self.work()
-                return
-
-    def work(self) -> None:
-        try:
-            while (number := self._next()) is not None:
-                self._tasks[number].run()
-                self._staging.task_done(number, self._tasks[number].num_bytes)
-        except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
-            with self._lock:
-                self._error = self._error or error
-        self._leave()
-
-    def _next(self) -> int | None:
-        with self._lock:
-            if self._error is not None or self._num_begun == len(self._tasks):
-                return None
-            self._num_begun += 1
-            return self._num_begun - 1
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._num_at_work -= 1
-            is_last = not self._num_at_work
-        if is_last:
-            self._staging.end(self._error)
+    staging.expect(addresses, ranges, num_tasks=num_tasks, sources=[segment.tensor for segment in segments])
+    streams = [CudaStream(device) for device in queues]
+    jobs: list[Callable[[Crew], None]] = [
+        functools.partial(queue.run, stream=stream) for queue, stream in zip(queues.values(), streams, strict=True)
+    ]
+    is_little = not jobs and len(tasks) <= 1  # it is copied before a thread has started
+    jobs += [_CpuJob(tasks)] * max(min(num_threads, len(tasks)), not jobs)
+    return Crew(staging, jobs, in_threads=not is_little)

@@ -21,6 +21,8 @@ class Segment:
     source: int
     """The address of the bytes that it gets as they are."""
     num_bytes: int
+    memory: tuple[torch.UntypedStorage, int]
+    """The storage that `target` lies in, and where in it."""
     tensor: torch.Tensor
     """A tensor that lies there; where `copy` is given, the one whose elements it gets instead."""
     copy: torch.Tensor | None
@@ -69,27 +71,32 @@ def lay_out(tensors: Sequence[torch.Tensor], pool: Pool, *, reuse_lent: bool) ->
         if source:
             copies.append(_view(tensor, storage, offset + begin - source, tensor.stride()))
         else:
-            copies.append(_view(tensor.resolve_conj().resolve_neg(), storage, offset, _dense_strides(tensor.size())))
+            copies.append(_tensor(tensor, storage, offset, _dense_strides(tensor.size())))
     segments = [
         Segment(
             target=pool.blocks[block].address + offset,
             source=source,
             num_bytes=num_bytes,
+            memory=storage,
             tensor=tensors[first],
             copy=None if source else copies[first],
         )
-        for first, (block, offset, (source, num_bytes)) in zip(firsts, places, strict=True)
+        for first, storage, (block, offset, (source, num_bytes)) in zip(firsts, storages, places, strict=True)
     ]
     return LaidOut(copies=copies, segments=segments, blocks=pool.blocks)
 
 
 def _view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int, stride: Sequence[int]) -> torch.Tensor:
-    """A tensor like `tensor` from byte `offset` of `storage` on."""
-    view: torch.Tensor = torch.empty(0, dtype=tensor.dtype)
-    view.set_(storage, offset // tensor.itemsize, tensor.size(), stride)
+    """What `tensor` is of its own memory, of that from byte `offset` of `storage` on."""
+    view = _tensor(tensor, storage, offset, stride)
     if tensor.is_conj():
         view = view.conj()
     return torch._neg_view(view) if tensor.is_neg() else view  # noqa: SLF001  # no other way to set the bit
+
+
+def _tensor(like: torch.Tensor, storage: torch.UntypedStorage, offset: int, stride: Sequence[int]) -> torch.Tensor:
+    tensor: torch.Tensor = torch.empty(0, dtype=like.dtype)
+    return tensor.set_(storage, offset // like.itemsize, like.size(), stride)
 
 
 def _reach_bytes(tensor: torch.Tensor, own_bytes: int) -> int:

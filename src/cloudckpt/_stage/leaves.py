@@ -112,7 +112,7 @@ class Leaves:
         self._finishers.append(finish)
 
     def _take_tensor(self, tensor: torch.Tensor, container: Any, key: Any) -> None:
-        if tensor.is_cpu:
+        if tensor.is_cpu or tensor.is_cuda:
             if (
                 tensor.layout is torch.strided
                 and not tensor.is_quantized

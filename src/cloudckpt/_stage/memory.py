@@ -30,8 +30,9 @@ class Block:
         self.num_bytes = num_bytes
         self.descriptor: int | None = None
         """Of the shared memory that it is, until it is closed."""
-        self.is_pinned = False
+        self._undo: list[weakref.finalize[..., Any]] = []  # also where nobody calls `release`
         self._whole: torch.UntypedStorage | None
+        self._memory: mmap.mmap | None = None
         self._view: memoryview | None = None
         self._lent: weakref.ref[Any] | None = None
         if shared:
@@ -56,6 +57,7 @@ class Block:
             os.close(descriptor)
             raise
         self.descriptor = descriptor
+        self._undo.append(weakref.finalize(self, os.close, descriptor))
         return whole
 
     @property
@@ -69,6 +71,7 @@ class Block:
     def lend_anew(self) -> None:
         """Begin to lend it for another snapshot."""
         if self._whole is None:
+            assert self._memory is not None  # noqa: S101  # it is not used any more once it is released
             self._view = memoryview(self._memory)
             self._lent = weakref.ref(self._view)
 
@@ -80,26 +83,42 @@ class Block:
         flat = torch.frombuffer(self._view, dtype=torch.uint8, count=num_bytes + beyond, offset=offset - beyond)
         return flat.untyped_storage(), beyond
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it is registered with CUDA."""
+        return any(undo.alive for undo in self._undo if not undo.atexit)
+
     def pin(self) -> None:
         """Register it with CUDA, so that copies from a GPU run at the link's rate beside other work."""
-        error = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))  # type: ignore[no-untyped-call]
+        error = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))  # type: ignore[no-untyped-call]  # torch's
         if error:
             raise OSError(f"cudaHostRegister of {self.num_bytes} bytes failed with error {error}")
-        self.is_pinned = True
+        undo = weakref.finalize(self, _unpin, self.address, self.num_bytes)
+        undo.atexit = False  # CUDA may have ended by then, and takes it along
+        self._undo.append(undo)
 
     def release(self) -> None:
         """Let go of it: it is freed with the last tensor that refers to it, at once where there is none."""
-        if self.is_pinned:
-            self.is_pinned = False
-            error = int(torch.cuda.cudart().cudaHostUnregister(self.address))  # type: ignore[no-untyped-call]
-            if error:
-                _log.warning("unpinning %d bytes of snapshot memory failed with CUDA error %d", self.num_bytes, error)
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
-        self._view = self._whole = None
-        if hasattr(self, "_memory"):
-            del self._memory
+        for undo in reversed(self._undo):
+            undo()
+        self._let_go()
+
+    def forget(self) -> None:
+        """Let go of it in a forked child, which must not touch CUDA."""
+        for undo in self._undo:
+            if not undo.atexit:
+                undo.detach()
+        self.release()
+
+    def _let_go(self) -> None:
+        self.descriptor = None
+        self._view = self._whole = self._memory = None
+
+
+def _unpin(address: int, num_bytes: int) -> None:
+    error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]  # torch's
+    if error:
+        _log.warning("unpinning %d bytes of snapshot memory failed with CUDA error %d", num_bytes, error)
 
 
 class Pool:
@@ -133,8 +152,8 @@ class Pool:
     def lay_out(self, segments: Sequence[tuple[int, int]], *, reuse_lent: bool) -> Placing:
         """Places for segments of ``(address, num_bytes)``, as `place` gives them; all blocks are there.
 
-        Blocks of which there are still tensors are used again only if `reuse_lent`. Raises `MemoryError`, and has what
-        it had before, where there is no more memory.
+        Blocks of which there are still tensors are used again only if `reuse_lent`. Raises `MemoryError`, and can be
+        used further, where there is no more memory.
         """
         blocks = [*self._blocks, *self._held]
         free = [block for block in blocks if reuse_lent or not block.is_lent]
@@ -179,6 +198,12 @@ class Pool:
                 self._pins = False
                 _log.warning("snapshots are not pinned, and copies from the GPU are slower: %s (see ulimit -l)", error)
                 return
+
+    def forget(self) -> None:
+        """Begin anew in a forked child: shared memory is still its parent's."""
+        for block in (*self._blocks, *self._held):
+            block.forget()
+        self._blocks, self._held = [], []
 
     def close(self) -> None:
         """Give up all memory. It can be used again, and then begins anew."""

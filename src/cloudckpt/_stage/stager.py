@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from cloudckpt._stage.copying import copy_to, num_threads_of_rank
+from cloudckpt._stage.copying import crew_for, num_threads_of_rank
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
 from cloudckpt._stage.memory import Pool
@@ -36,6 +36,7 @@ class PinnedStager(AsyncStager):
         self._overlapped = overlapped
         self._num_threads = num_threads
         self._last: Staging | None = None
+        self._process = os.getpid()
 
     @property
     def num_bytes(self) -> int:
@@ -72,9 +73,11 @@ class PinnedStager(AsyncStager):
         self._pool.close()
 
     def _wait_for_last(self) -> None:
+        if self._process != os.getpid():  # a forked child, which has none of the threads
+            self._process, self._last = os.getpid(), None
+            self._pool.forget()
         if self._last is not None:
-            with contextlib.suppress(Exception):  # it is whoever asked for that copy who is told
-                self._last.completed.result()
+            self._last.completed.exception()  # it is whoever asked for that copy who is told
             self._last = None
 
     @torch.no_grad()
@@ -87,8 +90,12 @@ class PinnedStager(AsyncStager):
             num_bytes=sum(segment.num_bytes for segment in laid_out.segments),
             blocks=laid_out.blocks,
         )
+        if any(tensor.is_cuda for tensor in leaves.tensors):
+            self._pool.pin()
+        num_threads = self._num_threads or num_threads_of_rank()
+        crew = crew_for(staging, laid_out.segments, num_threads=num_threads)
         self._last = staging
-        copy_to(staging, laid_out.segments, num_threads=self._num_threads or num_threads_of_rank())
+        crew.run()  # and staging ends in any case
         return staging
 
 

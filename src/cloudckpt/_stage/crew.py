@@ -1,0 +1,73 @@
+"""Threads that fill one snapshot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from cloudckpt._stage.staging import Staging
+
+
+class Crew:
+    """Does some jobs for a staging, each in a thread of its own. When the last has ended, it says how all of them did.
+
+    Once one has failed, or `run` was interrupted, the others should end early: those that have not begun never do.
+    """
+
+    def __init__(self, staging: Staging, jobs: Sequence[Callable[[Crew], None]], *, in_threads: bool = True) -> None:
+        self._staging = staging
+        self._jobs = jobs
+        self._in_threads = in_threads
+        self._lock = threading.Lock()
+        self._begun: set[int] = set()
+        self._num_left = len(jobs)
+        self._error: BaseException | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is no use in going on."""
+        return self._error is not None
+
+    def done(self, task: int, num_bytes: int) -> None:
+        """A task of the staging has been."""
+        self._staging.task_done(task, num_bytes)
+
+    def run(self) -> None:
+        """Start all jobs; those that get no thread are done here, after the others have begun."""
+        here = list(range(len(self._jobs)))
+        try:
+            while self._in_threads and here:
+                # Not a daemon: the interpreter waits for it.
+                thread = threading.Thread(
+                    target=self._do, args=here[:1], name=f"cloudckpt-stage-{here[0]}", daemon=False
+                )
+                try:
+                    thread.start()
+                except RuntimeError:  # the system's limit, or the interpreter ends
+                    break
+                here.pop(0)
+            for number in here:
+                self._do(number)
+        except BaseException as error:
+            with self._lock:
+                self._error = self._error or error
+            for number in here:
+                self._do(number)
+            raise
+
+    def _do(self, number: int) -> None:
+        with self._lock:
+            if number in self._begun:
+                return
+            self._begun.add(number)
+        try:
+            if not self.has_failed:
+                self._jobs[number](self)
+        except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
+            with self._lock:
+                self._error = self._error or error
+        with self._lock:
+            self._num_left -= 1
+            is_last = not self._num_left
+        if is_last:
+            self._staging.end(self._error)

@@ -1,81 +1,77 @@
-"""Saves in the background: their handle, and their process group."""
+"""The handle of a save in the background."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-
-from cloudckpt._group import exists, failure_by_loss
-from cloudckpt.errors import RankLostError
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    from cloudckpt._group import Call
-    from cloudckpt._saved import SavedMetadata
-    from cloudckpt.report import SaveReport
+from cloudckpt._saved import SavedMetadata
+from cloudckpt._steering import Steering
+from cloudckpt.errors import SaveCancelledError
+from cloudckpt.report import SaveProgress, SaveReport
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
 
-_lock = threading.Lock()
-_running: AsyncSave | None = None
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+class Staged(Protocol):
+    """A copy of a state dict, or one that is being made."""
+
+    completed: Future[None]
+
+    @property
+    def copied_bytes(self) -> int:
+        """So far."""
 
 
-def _forget_after_fork() -> None:
-    """A child has none of its parent's threads, so none of its saves will ever end there."""
-    global _lock, _running  # noqa: PLW0603  # as above
-    _lock = threading.Lock()
-    _running = None
-    _groups.clear()
+class Outcome(Future[SavedMetadata]):
+    """A future that knows whether anybody has asked for what it holds."""
 
+    is_known = False
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+    def result(self, timeout: float | None = None) -> SavedMetadata:
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_known |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.is_known |= self.done()
+
+    def failure(self) -> BaseException | None:
+        """As `exception`, for one that is done, and without taking note."""
+        return super().exception(0)
 
 
 class AsyncSave:
-    """A save that runs in the background."""
+    """A save that runs in the background, as one rank sees it.
+
+    A failure that nobody gets from here, by `result`, `exception` or `committed`, is raised by the next `save` or
+    `async_save` of this process, by `cloudckpt.close`, or written to stderr when the interpreter exits. That the save
+    was cancelled is no failure in this sense.
+    """
 
     def __init__(
-        self,
-        response: Future[Metadata] | AsyncSaveResponse,
-        *,
-        call: Call | None,
-        on_success: Callable[[Metadata], SavedMetadata],
-        on_failure: Callable[[CheckpointException], CheckpointException],
-        stager: AsyncStager | None,
+        self, uri: str, *, steering: Steering | None, staging: Staged, tell_others: Callable[[], None] | None = None
     ) -> None:
         self.staged: Future[None] = Future()
         """Done when the state dict has been copied: from here on the model may change."""
-        self.committed: Future[SavedMetadata] = Future()
+        self.committed: Outcome = Outcome()
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
-        self._call = call
-        self._on_success = on_success
-        self._on_failure = on_failure
-        self._stager = stager  # closed at the end, because nobody else knows of it
-        if isinstance(response, AsyncSaveResponse):
-            response.staging_completion.add_done_callback(self._staging_ended)
-            upload: Future[Any] = response.upload_completion
-        else:
-            self.staged.set_result(None)
-            upload = response
-        with _lock:
-            global _running  # noqa: PLW0603  # one save at a time, per process
-            _running = self
-        upload.add_done_callback(self._upload_ended)
+        self.uri = uri
+        """Where it is saved to."""
+        self._can_be_cancelled = steering is not None
+        self._steering = steering or Steering(uri)
+        self._staging: Staged | None = staging
+        self._staged_bytes = 0
+        self._tell_others = tell_others
+        staging.completed.add_done_callback(self._staging_ended)
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
@@ -89,10 +85,42 @@ class AsyncSave:
         """Whether it has ended, in either way."""
         return self.committed.done()
 
+    def cancel(self) -> bool:
+        """End the save without a checkpoint, on all ranks; whichever of them asks. Whether that is what becomes of it.
+
+        No part and no retry begins any more on this rank; the others follow within seconds. Each rank waits for its
+        requests in flight, aborts its uploads and removes its objects (unless `Options.resume`); then its handle holds
+        a `SaveCancelledError` that names the ranks which cancelled.
+
+        False where it is too late, because the commit has begun: then the save ends as if nobody had asked. A rank
+        that has sent its part, and is not the one that commits, waits here to learn which it is. Always False for
+        writers that are not cloudckpt's and for saves by torch's own process.
+        """
+        if self.done() or not self._can_be_cancelled:
+            return self.cancelled()
+        is_certain = self._steering.cancel()
+        if self._tell_others is not None:
+            self._tell_others()
+        if is_certain:
+            return True
+        wait([self.committed])
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
+        """Whether it has ended because a rank cancelled it."""
+        return self.done() and isinstance(self.committed.failure(), SaveCancelledError)
+
+    @property
+    def progress(self) -> SaveProgress:
+        """How far it is on this rank."""
+        staging = self._staging
+        staged_bytes = self._staged_bytes if staging is None else staging.copied_bytes
+        return self._steering.progress(staged_bytes=staged_bytes)
+
     @property
     def report(self) -> SaveReport | None:
-        """The report of this rank, once committed; None before, and for a save in another process."""
-        if not self.committed.done() or self.committed.exception() is not None:
+        """The report of this rank, once committed; None before, and for a save by torch's own process."""
+        if not self.done() or self.committed.failure() is not None:
             return None
         return self.committed.result().report
 
@@ -103,37 +131,22 @@ class AsyncSave:
         else:
             self.staged.set_exception(error)
 
-    def _upload_ended(self, upload: Future[Any]) -> None:
-        try:
-            self._clean_up(upload.exception())
-            try:
-                result = self._on_success(upload.result())
-            except (CheckpointException, RankLostError) as error:
-                failure = self._on_failure(failure_by_loss(error) if isinstance(error, RankLostError) else error)
-                _log.warning("a background save failed: %s", failure)  # also where nobody asks the handle
-                self.committed.set_exception(failure)
-            else:
-                self.committed.set_result(result)
-        except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
-            self.committed.set_exception(error)
-
-    def _clean_up(self, error: BaseException | None) -> None:
-        """What goes wrong here changes nothing about the save."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_logged())
-            if self._stager is not None:
-                stack.callback(self._stager.close)
-            if self._call is not None:
-                has_left = not (error is None or isinstance(error, CheckpointException))
-                stack.callback(self._call.end, has_left=has_left)
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # noqa: BLE001  # it is logged, and the save is what counts
-        _log.exception("cleaning up after a background save failed")
+    def end(self, outcome: SavedMetadata | BaseException) -> None:
+        """For whoever runs the save, once."""
+        staging, self._staging = self._staging, None  # the copy is not the handle's to keep
+        self._staged_bytes = 0 if staging is None else staging.copied_bytes
+        self._tell_others = None
+        if not isinstance(outcome, BaseException):
+            self._steering.end("committed")
+            self.committed.set_result(outcome)
+            return
+        if isinstance(outcome, SaveCancelledError):
+            self._steering.end("cancelled")
+            _log.info("a background save was cancelled: %s", outcome)
+        else:
+            self._steering.end("failed")
+            _log.warning("a background save failed: %s", outcome)
+        self.committed.set_exception(outcome)
 
 
 def _waited(future: Future[Any], ask: Callable[[float | None], _T], timeout: float | None) -> _T:
@@ -143,43 +156,3 @@ def _waited(future: Future[Any], ask: Callable[[float | None], _T], timeout: flo
         if future.done():
             raise  # the save's own failure
         raise TimeoutError(f"the save has not ended within {timeout} s; it goes on") from error
-
-
-def wait_for_previous() -> None:
-    """Until the background save in flight, if there is one, has ended. Its failure stays with its handle.
-
-    Two saves on one process group at a time would mix up their collectives.
-    """
-    with _lock:
-        previous = _running
-    if previous is not None:
-        wait([previous.committed])
-
-
-def require_cpu_backend(process_group: dist.ProcessGroup | None) -> None:
-    """Raise ``AssertionError``, as torch itself does, where the group has none."""
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    source = process_group if process_group is not None else dist.group.WORLD
-    if source is not None and torch.device("cpu") not in source._device_types:  # noqa: SLF001  # as torch itself asks
-        raise AssertionError(
-            "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
-        )
-
-
-def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, made once and used again. Collective on its first call."""
-    if not dist.is_available() or not dist.is_initialized():
-        return process_group
-    default = dist.group.WORLD
-    assert default is not None  # noqa: S101  # it is initialised
-    source = process_group if process_group is not None else default
-    for known, group in list(_groups.items()):
-        if not (exists(known) and exists(group)):
-            del _groups[known]
-    if source in _groups:
-        return _groups[source]
-    _groups[source] = dist.new_group(
-        dist.get_process_group_ranks(source), backend="gloo", use_local_synchronization=source is not default
-    )
-    return _groups[source]

@@ -56,6 +56,11 @@ def failure_of(
     return _rebuild(what, str(error.args[0]), failures)
 
 
+def carried(error: CheckpointException, *, what: str) -> CheckpointException:
+    """`error` under another name, to be a rank's failure in a later call."""
+    return _rebuild(what, str(error.args[0]), dict(error.failures))
+
+
 def causes_of(error: CheckpointException) -> list[BaseException]:
     """What each failing rank raised."""
     return [cause for cause, _ in error.failures.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SavePhase, SaveProgress
@@ -16,8 +17,11 @@ class Steering:
     Whether the save is cancelled or its commit begins is decided under one lock, once: what `cancel` said stays true.
     """
 
-    def __init__(self, uri: str = "") -> None:
+    def __init__(self, uri: str = "", *, rank: int = 0) -> None:
         self._uri = uri
+        self._rank = rank
+        self.cancelled: Future[None] = Future()
+        """Done once the save is cancelled."""
         self._lock = threading.Lock()
         self._phase: SavePhase = "staging"
         self._cancelled_by: frozenset[int] = frozenset()
@@ -36,20 +40,19 @@ class Steering:
                 total_bytes=max(self._total_bytes, self._uploaded_bytes),
             )
 
-    @property
-    def is_cancelled(self) -> bool:
-        return bool(self._cancelled_by)
-
-    def cancel(self, ranks: Iterable[int]) -> bool:
-        """Whether the save certainly ends without a commit, by the wish of `ranks`.
+    def cancel(self, ranks: Iterable[int] = ()) -> bool:
+        """Whether the save certainly ends without a commit, by the wish of `ranks`, or of this one.
 
         False once this rank has consented to the commit: then it is not this rank that decides any more.
         """
         with self._lock:
             if self._is_decided:
                 return False
-            self._cancelled_by |= frozenset(ranks)
+            is_first = not self._cancelled_by
+            self._cancelled_by |= frozenset(ranks or (self._rank,))
             stop = self._stop
+        if is_first:
+            self.cancelled.set_result(None)
         if stop is not None:
             stop(self._error())
         return True

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
-import traceback
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from cloudckpt._async import AsyncSave, background_group, require_cpu_backend, wait_for_previous
+from cloudckpt._async import AsyncSave
+from cloudckpt._background.adopted import Adopted
+from cloudckpt._background.groups import background_group, require_cpu_backend
+from cloudckpt._background.runner import BackgroundSave, await_turn, earlier_failure, staged_with
+from cloudckpt._background.torchs_process import begin_in_torchs_process
 from cloudckpt._collecting import rare_collections
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
 from cloudckpt._planner import planned
-from cloudckpt._save_planner import BalancedSavePlanner, entries_of
+from cloudckpt._save_planner import entries_of
 from cloudckpt._saved import SavedMetadata
-from cloudckpt._stage.snapshot import SnapshotStager
+from cloudckpt._saving import RefusingPlanner, failed, saved
 from cloudckpt._uri import redacted
 from cloudckpt.errors import (
     CheckpointChangedError,
-    CommitUnknownError,
     InvalidOptionError,
     InvalidURIError,
     RankLostError,
@@ -65,37 +66,23 @@ def save(
     within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but alive is waited for.
     """
     if storage_writer is not None:
-        wait_for_previous()  # it may be one of the same writer
+        await_turn()  # the save in flight may be one of the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    is_balanced = planner is None and isinstance(writer, ObjectStoreWriter)
     try:
-        with (
-            rare_collections(),
-            _in_company(writer, process_group, doing="saving", alone=no_dist or not use_collectives) as group,
-        ):
-            is_balanced = planner is None and isinstance(writer, ObjectStoreWriter)
-            metadata = state_dict_saver.save(
-                {} if is_balanced else state_dict,  # the planner knows it better
-                storage_writer=writer,
-                planner=BalancedSavePlanner(entries=entries_of(state_dict)) if is_balanced else planner,
-                process_group=group,
+        with earlier_failure() as earlier:
+            return saved(
+                lambda: entries_of(state_dict) if is_balanced and earlier is None else state_dict,
+                writer,
+                planner=planner if earlier is None else RefusingPlanner(earlier),
+                company=_in_company(writer, process_group, doing="saving", alone=no_dist or not use_collectives),
+                process_group=process_group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
             )
     except CheckpointException as error:
-        failure = _failed_save(error, writer)
         raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
-        try:
-            raise failure from None
-        finally:
-            del failure  # its traceback holds this frame: a cycle otherwise, with the state dict in it
-    except Exception as error:
-        if use_collectives or no_dist or not dist.is_initialized():
-            raise
-        # Without collectives each rank fails alone, and torch lets the others wait for it.
-        dist.barrier(group=process_group)
-        failures: Any = {dist.get_rank(process_group): (error, traceback.extract_tb(error.__traceback__))}
-        raise _failed_save(CheckpointException("write", failures), writer) from None
-    return _with_report(metadata, writer)
+        raise
 
 
 def async_save(
@@ -122,8 +109,11 @@ def async_save(
     first one and not all ranks come.
     """
     # Before anything else: the save in flight may be one of the same writer.
-    wait_for_previous()
+    chosen = storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else options or Options()
+    await_turn(chosen.async_in_flight)
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    if async_stager is None and isinstance(writer, AsyncStager):
+        async_stager = writer
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     call = None
     if not (no_dist or in_process):
@@ -131,35 +121,38 @@ def async_save(
         if use_collectives and isinstance(writer, ObjectStoreWriter):
             call = _begun_in_background(writer, process_group)
         process_group = call.group if call is not None else background_group(process_group)
-    if planner is None and isinstance(writer, ObjectStoreWriter):
-        planner = BalancedSavePlanner()
-    own_stager = None
-    if async_stager is None and not isinstance(writer, AsyncStager):
-        async_stager = own_stager = SnapshotStager()
-    try:
-        response = state_dict_saver.async_save(
-            state_dict,
-            storage_writer=writer,
-            planner=planner,
+    with earlier_failure() as earlier:
+        if in_process:
+            if earlier is not None:
+                raise earlier
+            return begin_in_torchs_process(
+                state_dict,
+                writer,
+                planner=planner,
+                process_group=process_group,
+                async_stager=async_stager,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            )
+        save_of = functools.partial(
+            BackgroundSave,
+            writer=writer,
+            call=call,
             process_group=process_group,
-            async_checkpointer_type=async_checkpointer_type,
-            async_stager=async_stager,
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
+        if earlier is not None:
+            save_of(staging=Adopted.failed(earlier), planner=None).begin(is_overlapped=False)
+    try:
+        staging = staged_with(async_stager, entries_of(state_dict), is_shared=False)
+        is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
+        save = save_of(staging=staging, planner=planner)
     except BaseException:
-        if own_stager is not None:
-            own_stager.close()
         if call is not None:
             call.end(has_left=True)
         raise
-    return AsyncSave(
-        response,
-        call=call,
-        on_success=lambda metadata: _with_report(metadata, writer),
-        on_failure=lambda error: _failed_save(error, writer),
-        stager=own_stager,
-    )
+    return save.begin(is_overlapped=is_overlapped)
 
 
 def load(
@@ -245,7 +238,7 @@ def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessG
     try:
         return begin(process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.timeout_s)
     except RankLostError as error:
-        raise _failed_save(failure_by_loss(error), writer) from None
+        raise failed(failure_by_loss(error), writer) from None
 
 
 def _location(
@@ -277,21 +270,3 @@ def _writer(
     if uri is not None or checkpoint_id is not None:
         storage_writer.reset(_location(uri, checkpoint_id))
     return storage_writer
-
-
-def _with_report(metadata: Metadata, writer: StorageWriter) -> SavedMetadata:
-    if isinstance(writer, ObjectStoreWriter):
-        writer.flush_trace()
-    values = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Metadata)}
-    return SavedMetadata(**values, report=writer.report if isinstance(writer, ObjectStoreWriter) else None)
-
-
-def _failed_save(error: CheckpointException, writer: StorageWriter) -> CheckpointException:
-    # Every rank has been told that the save failed, so each can remove what it wrote. Not so where the manifest may
-    # be there, or a rank that was given up may yet put it: then the data belongs to it.
-    may_be_committed = any(isinstance(cause, (CommitUnknownError, RankLostError)) for cause in causes_of(error))
-    if isinstance(writer, ObjectStoreWriter):
-        if not may_be_committed:
-            writer.discard()
-        writer.flush_trace()
-    return failure_of(error, what=f"saving {getattr(writer, 'checkpoint_id', 'the checkpoint')}")

@@ -1,0 +1,1 @@
+"""Saves beside training, and what they need of their own."""

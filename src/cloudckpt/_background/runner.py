@@ -231,8 +231,11 @@ class BackgroundSave:
         except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
             traceback.clear_frames(error.__traceback__)  # they hold the copy, and the error would hold them
             outcome = error
+            if isinstance(error, CheckpointException):
+                error.__traceback__ = None  # it says itself where it comes from, and this frame would go on for it
         wait([staging.completed])  # until then the memory is written to
-        self.staging = self.planner = None  # the copy is not the thread's to keep
+        staging.state_dict = {}  # else its tensors live until the next one
+        self.staging = self.planner = None
         handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
             _forget(handle)

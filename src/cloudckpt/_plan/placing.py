@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
+"""Of a cache line: what torch aligns its memory to."""
 _PAGE_BYTES = 4096
 _LARGE_BYTES = 64 * 1024  # from here on, a segment begins on a page
 _BLOCK_BYTES = 2 * 1024 * 1024  # blocks are whole numbers of huge pages
@@ -34,8 +35,8 @@ def place(segments: Iterable[tuple[int, int]], capacities: Sequence[int]) -> Pla
     current, new = 0, len(capacities)
     room = capacities[0] if capacities else 0
     for address, num_bytes in segments:
-        beyond = address % _LINE_BYTES
-        step = _PAGE_BYTES if num_bytes >= _LARGE_BYTES else _LINE_BYTES
+        beyond = address % LINE_BYTES
+        step = _PAGE_BYTES if num_bytes >= _LARGE_BYTES else LINE_BYTES
         offset = -(-filled[current] // step) * step + beyond
         if current < new and offset + num_bytes > room:
             for current, capacity in enumerate(capacities):  # the one where it fits is the next current

@@ -98,7 +98,7 @@ def tasks_of(segments: Sequence[Segment], *, task_bytes: int) -> tuple[list[Task
     ranges: list[range] = []
     task = Task(copies=[], num_bytes=task_bytes)  # full: the first copy begins one
     for segment in segments:
-        first, done_bytes = len(tasks) - (task.num_bytes < task_bytes), 0
+        first, done_bytes, target = len(tasks) - (task.num_bytes < task_bytes), 0, segment.target
         while done_bytes < segment.num_bytes:
             if task.num_bytes >= task_bytes:
                 task = Task(copies=[], num_bytes=0)
@@ -108,7 +108,7 @@ def tasks_of(segments: Sequence[Segment], *, task_bytes: int) -> tuple[list[Task
                 task.copies.append(Gather(segment.copy, segment.tensor, step_bytes))
             else:
                 step_bytes = min(segment.num_bytes - done_bytes, task_bytes - task.num_bytes)
-                task.copies.append(Move(segment.target + done_bytes, segment.source + done_bytes, step_bytes))
+                task.copies.append(Move(target + done_bytes, segment.source + done_bytes, step_bytes))
             task.num_bytes += step_bytes
             done_bytes += step_bytes
         ranges.append(range(first, len(tasks)))
@@ -128,7 +128,8 @@ def crew_for(staging: Staging, segments: Sequence[Segment], *, num_threads: int)
     queues, ranges_on_gpus, num_tasks = queues_of(on_gpus, first_task=len(tasks))
     cpu_ranges, gpu_ranges = iter(ranges_on_cpu), iter(ranges_on_gpus)
     ranges = [next(cpu_ranges if is_here else gpu_ranges) for is_here in is_on_cpu]
-    addresses = [(segment.target, segment.target + segment.num_bytes) for segment in segments]
+    targets = [segment.target for segment in segments]
+    addresses = [(target, target + segment.num_bytes) for target, segment in zip(targets, segments, strict=True)]
     staging.expect(addresses, ranges, num_tasks=num_tasks, sources=[segment.tensor for segment in segments])
     streams = [CudaStream(device) for device in queues]
     jobs: list[Callable[[Crew], None]] = [

@@ -163,7 +163,7 @@ def _source_of(segment: Segment) -> torch.Tensor:
 def _target_of(segment: Segment) -> torch.Tensor:
     if segment.copy is not None:
         return segment.copy
-    storage, offset = segment.memory
+    storage, offset = segment.block.storage(segment.offset, segment.num_bytes)
     flat: torch.Tensor = torch.empty(0, dtype=torch.uint8)
     return flat.set_(storage, offset, (segment.num_bytes,), (1,))
 

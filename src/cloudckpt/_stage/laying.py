@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
+from cloudckpt._plan.boxes import strides_of
 from cloudckpt._plan.hulls import hulls_of
-from cloudckpt._stage.memory import Block, Pool
+from cloudckpt._plan.placing import LINE_BYTES
+from cloudckpt._stage.memory import Block, Pool, nothing_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that is filled by one copy, or by several that follow each other."""
 
-    target: int
-    """Its address in the snapshot."""
+    block: Block
+    offset: int
+    """Where it lies in the block."""
     source: int
     """The address of the bytes that it gets as they are."""
     num_bytes: int
-    memory: tuple[torch.UntypedStorage, int]
-    """The storage that `target` lies in, and where in it."""
     tensor: torch.Tensor
     """A tensor that lies there; where `copy` is given, the one whose elements it gets instead."""
     copy: torch.Tensor | None
+
+    @property
+    def target(self) -> int:
+        """Its address."""
+        return self.block.address + self.offset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,41 +67,48 @@ def lay_out(tensors: Sequence[torch.Tensor], pool: Pool, *, reuse_lent: bool) ->
                 wanted.append((hulls.begins[hull], hulls.ends[hull] - hulls.begins[hull]))
         slots.append(slot)
     placing = pool.lay_out(wanted, reuse_lent=reuse_lent)
-    places = list(zip(placing.blocks, placing.offsets, wanted, strict=True))
-    storages = [pool.blocks[block].storage(offset, num_bytes) for block, offset, (_, num_bytes) in places]
+    used = pool.blocks
+    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
     copies: list[torch.Tensor] = []
-    for tensor, begin, slot in zip(tensors, begins, slots, strict=True):
-        storage, offset = storages[slot]
-        source = wanted[slot][0]
-        if source:
-            copies.append(_view(tensor, storage, offset + begin - source, tensor.stride()))
+    for tensor, begin, num_bytes, slot in zip(tensors, begins, own_bytes, slots, strict=True):
+        block, offset = used[placing.blocks[slot]], placing.offsets[slot]
+        source, held_bytes = wanted[slot]
+        if num_bytes == held_bytes and tensor.is_contiguous() and not offset % LINE_BYTES:
+            # Alone, or tied to others that are the same.
+            copied = block.tensor(offset, tensor)
         else:
-            copies.append(_tensor(tensor, storage, offset, _dense_strides(tensor.size())))
+            if slot not in storages:
+                storages[slot] = block.storage(offset, held_bytes)
+            copied = nothing_of(tensor.dtype)
+            storage, at = storages[slot]
+            stride: Sequence[int] = tensor.stride()
+            if source:
+                at += begin - source
+            else:
+                stride = strides_of(tensor.size())
+            copied.set_(storage, at // tensor.itemsize, tensor.size(), stride)
+        copies.append(_with_bits(copied, tensor) if source else copied)
     segments = [
         Segment(
-            target=pool.blocks[block].address + offset,
+            block=used[block],
+            offset=offset,
             source=source,
             num_bytes=num_bytes,
-            memory=storage,
             tensor=tensors[first],
             copy=None if source else copies[first],
         )
-        for first, storage, (block, offset, (source, num_bytes)) in zip(firsts, storages, places, strict=True)
+        for first, block, offset, (source, num_bytes) in zip(
+            firsts, placing.blocks, placing.offsets, wanted, strict=True
+        )
     ]
     return LaidOut(copies=copies, segments=segments, blocks=pool.blocks)
 
 
-def _view(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int, stride: Sequence[int]) -> torch.Tensor:
-    """What `tensor` is of its own memory, of that from byte `offset` of `storage` on."""
-    view = _tensor(tensor, storage, offset, stride)
+def _with_bits(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Where the memory of `tensor` holds its values' conjugates or negatives, that of its copy does, too."""
     if tensor.is_conj():
-        view = view.conj()
-    return torch._neg_view(view) if tensor.is_neg() else view  # noqa: SLF001  # no other way to set the bit
-
-
-def _tensor(like: torch.Tensor, storage: torch.UntypedStorage, offset: int, stride: Sequence[int]) -> torch.Tensor:
-    tensor: torch.Tensor = torch.empty(0, dtype=like.dtype)
-    return tensor.set_(storage, offset // like.itemsize, like.size(), stride)
+        copied = copied.conj()
+    return torch._neg_view(copied) if tensor.is_neg() else copied  # noqa: SLF001  # no other way to set the bit
 
 
 def _reach_bytes(tensor: torch.Tensor, own_bytes: int) -> int:
@@ -104,8 +116,3 @@ def _reach_bytes(tensor: torch.Tensor, own_bytes: int) -> int:
         return own_bytes
     last = sum((length - 1) * stride for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
-
-
-def _dense_strides(size: Sequence[int]) -> list[int]:
-    strides = list(itertools.accumulate(reversed(size[1:]), lambda one, other: one * other, initial=1))
-    return strides[::-1][: len(size)]

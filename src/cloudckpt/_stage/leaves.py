@@ -21,6 +21,7 @@ from cloudckpt.errors import UnsupportedValueError
 _UNCHANGING = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
 )
+_PLACEHOLDERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Leaves:
@@ -175,10 +176,8 @@ def _odd_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Of a tensor that is no memory with strides, or has none."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        if not tensor.numel():
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        # Its memory was freed: so is that of the copy, and the save says so.
-        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        copied.untyped_storage().resize_(0)
-        return copied
+        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=_PLACEHOLDERS[tensor.itemsize])
+        if tensor.numel():  # its memory was freed: so is that of the copy, and the save says so
+            copied.untyped_storage().resize_(0)
+        return copied.view(tensor.dtype)
     return tensor.to("cpu", copy=True)

@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 
-from cloudckpt._plan.placing import Placing, place
+from cloudckpt._plan.placing import LINE_BYTES, Placing, place
 from cloudckpt._stage.arena import cuda_in_use
 from cloudckpt.errors import UnsupportedOperationError
 
 _log = logging.getLogger("cloudckpt")
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+
+
+def nothing_of(dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without elements, to be set to memory; torch would warn of making one of ``complex32`` at once."""
+    return torch.empty(0, dtype=torch.uint8).view(dtype)
 
 
 class Block:
@@ -32,6 +37,7 @@ class Block:
         """Of the shared memory that it is, until it is closed."""
         self._undo: list[weakref.finalize[..., Any]] = []  # also where nobody calls `release`
         self._whole: torch.UntypedStorage | None
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._memory: mmap.mmap | None = None
         self._view: memoryview | None = None
         self._lent: weakref.ref[Any] | None = None
@@ -64,7 +70,8 @@ class Block:
     def is_lent(self) -> bool:
         """Whether there is still a tensor of what was lent since `lend_anew`."""
         if self._whole is not None:
-            return torch._C._storage_Use_Count(self._whole._cdata) > 1  # noqa: SLF001  # no other way to ask
+            num_used = torch._C._storage_Use_Count(self._whole._cdata)  # noqa: SLF001  # no other way to ask
+            return num_used > 1 + len(self._typed)
         self._view = None
         return self._lent is not None and self._lent() is not None
 
@@ -75,11 +82,25 @@ class Block:
             self._view = memoryview(self._memory)
             self._lent = weakref.ref(self._view)
 
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """One like `like`, which is contiguous, at `offset`, which is aligned for it.
+
+        Unless the memory is shared, its storage has no more than its bytes: whoever saves it by its storage relies on
+        that, and torch's own writers copy it otherwise.
+        """
+        dtype, size = like.dtype, like.size()
+        if self._whole is not None:
+            if dtype not in self._typed:
+                self._typed[dtype] = nothing_of(dtype).set_(self._whole)
+            return self._typed[dtype].as_strided(size, like.stride(), offset // dtype.itemsize)
+        flat: torch.Tensor = torch.frombuffer(self._view, dtype=dtype, count=size.numel(), offset=offset)
+        return flat if len(size) == 1 else flat.view(size)
+
     def storage(self, offset: int, num_bytes: int) -> tuple[torch.UntypedStorage, int]:
         """A storage with the bytes from `offset` on, and where in it they begin."""
         if self._whole is not None:
             return self._whole, offset
-        beyond = offset % 64  # what lies in it is aligned as in its own memory, and offsets are whole elements
+        beyond = offset % LINE_BYTES  # what lies in it is aligned as in its own memory, and offsets are whole elements
         flat = torch.frombuffer(self._view, dtype=torch.uint8, count=num_bytes + beyond, offset=offset - beyond)
         return flat.untyped_storage(), beyond
 
@@ -112,6 +133,7 @@ class Block:
 
     def _let_go(self) -> None:
         self.descriptor = None
+        self._typed = {}
         self._view = self._whole = self._memory = None
 
 

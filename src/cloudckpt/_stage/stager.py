@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from cloudckpt._collecting import rare_collections
 from cloudckpt._stage.copying import crew_for, num_threads_of_rank
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
@@ -81,6 +82,7 @@ class PinnedStager(AsyncStager):
             self._last = None
 
     @torch.no_grad()
+    @rare_collections()
     def _begin(self, state_dict: dict[str, Any], *, reuse_lent: bool) -> Staging:
         self._wait_for_last()
         leaves = Leaves(state_dict)

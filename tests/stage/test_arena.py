@@ -36,7 +36,7 @@ class Ledger:
 @pytest.mark.parametrize("seed", range(4))
 def test_many_threads_stay_within_the_budget_and_come_to_an_end(seed: int) -> None:
     """If this fails, staging takes more memory than it may (G7), two parts share a buffer, or a save hangs."""
-    arena = Arena(budget_bytes=1000, pinned=False)
+    arena = Arena(budget_bytes=1000)
     ledger = Ledger()
 
     def work(worker: int) -> None:
@@ -61,7 +61,7 @@ def test_many_threads_stay_within_the_budget_and_come_to_an_end(seed: int) -> No
 @pytest.mark.timeout(TIMEOUT_S)
 def test_what_is_larger_than_the_budget_is_lent_alone() -> None:
     """If this fails, one large part can never be staged, and its save waits for ever; or it comes on top."""
-    arena = Arena(budget_bytes=100, pinned=False)
+    arena = Arena(budget_bytes=100)
     ledger = Ledger()
 
     def work(num_bytes: int) -> None:
@@ -80,7 +80,7 @@ def test_what_is_larger_than_the_budget_is_lent_alone() -> None:
 
 def test_buffers_are_reused() -> None:
     """If this fails, every part of every save allocates, and pins, memory of its own."""
-    arena = Arena(budget_bytes=1000, pinned=False)
+    arena = Arena(budget_bytes=1000)
     addresses = set()
     for num_bytes in (400, 300, 400, 1):
         with arena.lend(num_bytes) as buffer:
@@ -90,7 +90,7 @@ def test_buffers_are_reused() -> None:
 
 def test_the_smallest_that_fits_is_lent() -> None:
     """If this fails, small loans take the large buffers, and large ones have to wait."""
-    arena = Arena(budget_bytes=1000, pinned=False)
+    arena = Arena(budget_bytes=1000)
     with arena.lend(600) as large, arena.lend(200) as small:
         kept = {"large": large.data_ptr(), "small": small.data_ptr()}
     with arena.lend(150) as again:
@@ -99,7 +99,7 @@ def test_the_smallest_that_fits_is_lent() -> None:
 
 def test_a_loan_that_ends_in_an_error_is_returned() -> None:
     """If this fails, each failed part makes the budget smaller, until everything waits."""
-    arena = Arena(budget_bytes=100, pinned=False)
+    arena = Arena(budget_bytes=100)
     for _ in range(3):
         with pytest.raises(KeyError), arena.lend(100):
             raise KeyError
@@ -109,7 +109,7 @@ def test_a_loan_that_ends_in_an_error_is_returned() -> None:
 
 def test_memory_that_cannot_be_had_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, one failed allocation blocks the staging of everything that follows."""
-    arena = Arena(budget_bytes=100, pinned=False)
+    arena = Arena(budget_bytes=100)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError("no")))
         with pytest.raises(MemoryError), arena.lend(100):

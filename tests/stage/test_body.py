@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +42,7 @@ class NoArena(Arena):
     """Lends nothing."""
 
     def __init__(self) -> None:
-        super().__init__(budget_bytes=0, pinned=False)
+        super().__init__(budget_bytes=0)
 
     def lend(self, num_bytes: int) -> object:  # type: ignore[override]
         raise AssertionError(f"{num_bytes} bytes were copied")
@@ -60,7 +63,7 @@ def test_any_tensors_any_part(data: st.DataObject, tensors: list[tuple[torch.Ten
     for tensor, content in tensors:
         pieces.append(piece_of(tensor, begin=len(expected)))
         expected += content
-    body = PieceBody(pieces, Arena(budget_bytes=1 << 20, pinned=False))
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20))
     assert body.size_bytes == len(expected)
     assert opened(body, 0, len(expected)) == expected
     tiles = st.integers(0, -(-len(expected) // TILE_BYTES))
@@ -93,7 +96,7 @@ def test_contiguous_memory_is_not_copied() -> None:
 def test_only_the_open_part_of_a_strided_tensor_is_copied() -> None:
     """If this fails, one large transposed tensor takes its whole size in staging memory."""
     tensor = torch.arange(100_000, dtype=torch.int64).view(100, 1000).t()
-    arena = Arena(budget_bytes=4096, pinned=False)
+    arena = Arena(budget_bytes=4096)
     body = PieceBody([piece_of(tensor, begin=0)], arena)
     joined = b"".join(opened(body, begin, begin + 4096) for begin in range(0, 798_720, 4096))
     assert joined == tensor.contiguous().numpy().tobytes()[:798_720]
@@ -140,7 +143,7 @@ def test_a_part_is_opened_once_its_memory_is_there() -> None:
     expected = b"".join(t.contiguous().numpy().tobytes() for t in (first, strided.t(), last))
     filling = Filling(first, strided, last)
     pieces = [piece_of(first, begin=0), piece_of(strided.t(), begin=64), piece_of(last, begin=192)]
-    body = PieceBody(pieces, Arena(budget_bytes=1 << 20, pinned=False), filling)
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20), filling)
     assert filling.waits == []
     assert opened(body, 192, 256) == expected[192:]
     assert filling.waits == [(last.data_ptr(), 64)]
@@ -171,3 +174,64 @@ def test_what_ended_the_filling_is_raised() -> None:
     body = PieceBody([piece_of(torch.zeros(16), begin=0)], NoArena(), Broken())
     with pytest.raises(MemoryError, match="of the snapshot"):
         opened(body, 0, 64)
+
+
+class Queue:
+    """A stream in whose copies nothing is done before somebody waits for a mark; notes what happens in order."""
+
+    def __init__(self, *, error: BaseException | None = None) -> None:
+        self.events: list[str] = []
+        self.error = error
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        self.events.append("use")
+        yield
+        self.events.append("used")
+
+    def mark(self) -> Queue:
+        self.events.append("mark")
+        return self
+
+    def synchronize(self) -> None:
+        self.events.append("wait")
+        if self.error is not None:
+            raise self.error
+
+    def drain(self) -> None:
+        self.events.append("drain")
+
+
+def test_a_part_is_sent_when_its_own_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a part of a GPU's tensors is sent before its copy is there, or waits for that of others."""
+    blocking: list[bool] = []
+    copy_ = torch.Tensor.copy_
+
+    def noted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002  # torch's
+        blocking.append(not non_blocking)
+        return copy_(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    queue = Queue()
+    first, second = torch.arange(64.0).view(8, 8).t(), torch.arange(1.0, 65.0).view(8, 8).t()
+    pieces = [piece_of(memoryview(bytes(64)), begin=0), piece_of(first, begin=64), piece_of(second, begin=320)]
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20), streams={torch.device("cpu"): queue})
+    with body.open(0, 576) as parts:
+        assert queue.events == ["use", "mark", "used", "wait"]
+        assert b"".join(parts)[64:] == b"".join(t.contiguous().numpy().tobytes() for t in (first, second))
+    assert not any(blocking)
+    queue.events.clear()
+    assert opened(body, 0, 64) == bytes(64)
+    assert queue.events == []
+
+
+def test_a_buffer_is_lent_again_only_when_nothing_writes_to_it() -> None:
+    """If this fails, a copy that goes on after a failed save writes into what another save sends."""
+    queue = Queue(error=RuntimeError("of the GPU"))
+    arena = Arena(budget_bytes=1 << 20)
+    body = PieceBody([piece_of(torch.zeros(8, 8).t(), begin=0)], arena, streams={torch.device("cpu"): queue})
+    with pytest.raises(RuntimeError, match="of the GPU"):
+        opened(body, 0, 256)
+    assert queue.events[-1] == "drain"
+    with arena.lend(256):
+        pass

@@ -52,7 +52,7 @@ def all_staged(planner: SavePlanner, items: list[WriteItem]) -> list[StagedItem]
 
 def told(item: StagedItem) -> tuple[Any, ...]:
     """All that it says, with its bytes."""
-    body = PieceBody([piece_of(item.content, begin=0)], Arena(budget_bytes=1 << 20, pinned=False))
+    body = PieceBody([piece_of(item.content, begin=0)], Arena(budget_bytes=1 << 20))
     with body.open(0, body.size_bytes) as parts:
         content = b"".join(parts)
     return item.entry, item.index_offsets, content, item.dtype, item.lengths, item.transforms

@@ -114,7 +114,7 @@ def test_every_block_gets_exactly_its_bytes(
     fill(
         stored,
         targets,
-        arena=Arena(budget_bytes=1 << 20, pinned=False),
+        arena=Arena(budget_bytes=1 << 20),
         request_bytes=request_bytes,
         max_gap_bytes=max_gap_bytes,
     )
@@ -138,7 +138,7 @@ def test_types_are_converted_as_torch_does(saved: torch.dtype, wanted: torch.dty
     stored = bytes(16) + bytes(bytes_view(chunk))
     tensor = blank((3, 5), wanted, kind)
     target = TensorTarget(location(16, (5, 12), saved), Box((1, 4), (3, 5)), tensor)
-    fill(stored + bytes(64), [target], arena=Arena(budget_bytes=1 << 20, pinned=False), request_bytes=64)
+    fill(stored + bytes(64), [target], arena=Arena(budget_bytes=1 << 20), request_bytes=64)
     assert torch.equal(tensor, chunk[1:4, 4:9].to(wanted))
 
 
@@ -148,11 +148,11 @@ def test_values_go_into_lazy_views_as_values() -> None:
     stored = bytes(bytes_view(chunk))
     conjugated = torch.zeros(8, dtype=torch.complex64).conj()
     target = TensorTarget(location(0, (8,), torch.complex64), Box((0,), (8,)), conjugated)
-    fill(stored, [target], arena=Arena(budget_bytes=1 << 20, pinned=False))
+    fill(stored, [target], arena=Arena(budget_bytes=1 << 20))
     assert torch.equal(conjugated, chunk)
     negated = torch._neg_view(torch.zeros(16))
     target = TensorTarget(location(0, (16,), torch.float32), Box((0,), (16,)), negated)
-    fill(stored, [target], arena=Arena(budget_bytes=1 << 20, pinned=False))
+    fill(stored, [target], arena=Arena(budget_bytes=1 << 20))
     assert torch.equal(negated, torch.view_as_real(chunk).reshape(-1))
 
 
@@ -166,7 +166,7 @@ def test_elements_are_aligned_in_the_buffer_too() -> None:
         TensorTarget(location(5, (11,), torch.uint8), Box((0,), (11,)), direct_bytes),
         TensorTarget(location(16, (6,), torch.int64), Box((0,), (6,)), strided_wide),
     ]
-    fill(stored, targets, arena=Arena(budget_bytes=1 << 20, pinned=False))
+    fill(stored, targets, arena=Arena(budget_bytes=1 << 20))
     filled = [strided_bytes, direct_bytes, strided_wide]
     assert b"".join(bytes(bytes_view(tensor.contiguous())) for tensor in filled) == stored
 
@@ -199,7 +199,7 @@ def test_two_that_want_the_same_read_it_once() -> None:
             TensorTarget(location(0, (64,), torch.float32), Box((0,), (64,)), one),
             TensorTarget(location(0, (64,), torch.float32), Box((16,), (32,)), other),
         ],
-        arena=Arena(budget_bytes=1 << 20, pinned=False),
+        arena=Arena(budget_bytes=1 << 20),
     )
     assert num_bytes_read == 256
     assert torch.equal(one, chunk)
@@ -227,7 +227,7 @@ def test_bytes_arrive_whole(size_bytes: int, before_bytes: int, twice: bool) -> 
     fill(
         bytes(before_bytes) + content + bytes(9),
         targets,
-        arena=Arena(budget_bytes=1 << 20, pinned=False),
+        arena=Arena(budget_bytes=1 << 20),
         request_bytes=64,
     )
     assert [bytes(target.content) for target in targets] == [content] * len(targets)
@@ -242,7 +242,7 @@ def test_what_fails_leaves_the_targets_alone() -> None:
     (request,) = plan_requests(
         [want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0, max_over_read=0.0
     )
-    arena = Arena(budget_bytes=1 << 20, pinned=False)
+    arena = Arena(budget_bytes=1 << 20)
 
     def read() -> None:
         with opened(request, Targets(Wholes(), [target]), arena) as views:

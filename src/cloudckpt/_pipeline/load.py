@@ -28,7 +28,8 @@ from cloudckpt._plan.reads import Request, Want, plan_requests
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.plan import Range
 from cloudckpt._share.wanted import wanted_ranges
-from cloudckpt._stage.arena import Arena, cuda_in_use
+from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.pinned import new_arena
 from cloudckpt._stage.scatter import opened
 from cloudckpt._stage.targets import BytesTarget
 from cloudckpt._stage.tensors import synchronize
@@ -160,7 +161,7 @@ class LoadJob:
         options = self._context.options
         targets = consumers.targets
         budget_bytes = options.read_bytes - self._context.hedge_bytes - shares.ring_bytes
-        arena = Arena(budget_bytes=budget_bytes, pinned=cuda_in_use())
+        arena = new_arena(budget_bytes=budget_bytes)
         in_inference_mode = torch.is_inference_mode_enabled()  # which is a matter of each thread
 
         def fetch_request(request: Request) -> None:
@@ -191,7 +192,8 @@ class LoadJob:
                 watch=self._context.hedger.watch,
             )
 
-        with contextlib.closing(shares.each_done(requests, read=read, take=take_request)) as done:
+        reads = shares.each_done(requests, read=read, take=take_request)
+        with contextlib.closing(arena), contextlib.closing(reads) as done:
             self._finisher.finish_all(consumers, planner, [*requests, *shares.to_take], done)
 
     def _fetch(

@@ -38,7 +38,7 @@ class VerifyJob:
         self._context = context
         self._manifest = manifest
         self._contents: list[Contents] = []
-        self._arena = Arena(budget_bytes=context.options.read_bytes, pinned=False)
+        self._arena = Arena(budget_bytes=context.options.read_bytes)
         self._read_bytes = max(
             min(context.options.request_bytes, context.options.read_bytes // context.first_connections),
             _MIN_READ_BYTES,

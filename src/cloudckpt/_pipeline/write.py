@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from array import array
@@ -18,10 +19,9 @@ from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.sizes import part_bytes_of
 from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
-from cloudckpt._stage.arena import Arena, cuda_in_use
-from cloudckpt._stage.body import Filled, PieceBody, piece_of
+from cloudckpt._stage.body import Filled, PieceBody, piece_of, side_streams
 from cloudckpt._stage.items import StagedItem, estimated_bytes, known_tensors_of, staged
-from cloudckpt._stage.tensors import synchronize
+from cloudckpt._stage.pinned import new_arena
 from cloudckpt._stage.ties import planned_ties, staged_ties
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._transfer.resume import find_leftovers
@@ -63,23 +63,25 @@ def write_items(
     # Where objects are written through a stream, a process that was thought dead could still be writing to them.
     earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
     leftovers = find_leftovers(context.store, context.retrier, earlier)
-    arena = Arena(budget_bytes=options.staging_bytes, pinned=cuda_in_use())
     ties = {} if transforms else planned_ties(items, known_tensors_of(planner))
     sizes_bytes = [0 if i in ties else estimated_bytes(item) for i, item in enumerate(items)]
     num_bytes = sum(sizes_bytes)
     placed: list[Callable[..., ItemReceipts]] = []
-    with UploadSession(
-        context.store,
-        context.retrier,
-        cleaner=context.new_retrier(),
-        hedger=context.hedger,
-        part_bytes=options.part_bytes,
-        tile_bytes=options.tile_bytes,
-        resumable=options.resume,
-        on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
-        on_completing=lambda key: context.emit("save.completing", key=key),
-        on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
-    ) as session:
+    with (
+        contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,
+        UploadSession(
+            context.store,
+            context.retrier,
+            cleaner=context.new_retrier(),
+            hedger=context.hedger,
+            part_bytes=options.part_bytes,
+            tile_bytes=options.tile_bytes,
+            resumable=options.resume,
+            on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+            on_completing=lambda key: context.emit("save.completing", key=key),
+            on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
+        ) as session,
+    ):
         # Object by object, so that what a planner makes while resolving is not all held at once.
         for number, group in enumerate(_groups(context, items, sizes_bytes, ties, transforms)):
             in_object = list(staged(group, planner, transforms, uri=context.uri, filled=filled))
@@ -87,14 +89,14 @@ def write_items(
             same_as = staged_ties(in_object)
             stored = [item for i, item in enumerate(in_object) if i not in same_as]
             layout = lay_out([item.entry for item in stored])
-            synchronize([item.content for item in stored])
+            streams = side_streams(item.content for item in stored)
             pieces = [piece_of(memoryview(layout.header), begin=0)]
             pieces += [piece_of(item.content, begin=begin) for item, begin in zip(stored, layout.begins, strict=True)]
             placed.append(_receipts_of(in_object, _begins_of_all(layout.begins, same_as, len(in_object))))
             del in_object, stored  # the body holds what it still needs, and only until it is sent
             key = data_key(attempt, context.rank, number)
             found = leftovers.get(key.removeprefix(data_prefix(attempt, context.rank)), [])
-            body = PieceBody(pieces, arena, filled)
+            body = PieceBody(pieces, arena, filled, streams)
             part_bytes = part_bytes_of(context, num_bytes, are_copied=2 * body.copied_bytes > body.size_bytes)
             session.submit(key, body, found, part_bytes=part_bytes)
         objects = session.finish()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from cloudckpt._plan.boxes import boxes_of
 from cloudckpt._stage.arena import Arena
+from cloudckpt._stage.cuda_copying import CudaStream, Stream, Waitable
 from cloudckpt._stage.targets import address_range_of
 from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
 
@@ -54,17 +55,36 @@ def piece_of(content: torch.Tensor | memoryview, *, begin: int) -> Piece:
     return Piece(begin=begin, num_bytes=len(content), content=content)
 
 
+def side_streams(contents: Iterable[object]) -> dict[torch.device, Stream]:
+    """Of each CUDA device that holds any of `contents`, the stream for copies from there.
+
+    They begin after what the calling thread's current stream has to do now, and run beside what it is given later.
+    Devices that hold none of the contents are left alone.
+    """
+    devices = {item.device for item in contents if isinstance(item, torch.Tensor) and item.is_cuda}
+    return {device: CudaStream(device) for device in devices}
+
+
 class PieceBody:
     """Pieces back to back (see `cloudckpt._transfer.upload.Body`).
 
     Tensors that cannot be sent from where they lie (on a GPU, or strided) are copied into a buffer of `arena` when
-    their part is opened, and only that part of them. Of memory that is still being `filled`, opening a part waits for
-    what it holds.
+    their part is opened, and only that part of them: on the one of `streams` that is their device's, where there is
+    one. Those who open other parts queue their copies behind these, and each waits for its own.
+
+    Of memory that is still being `filled`, opening a part waits for what it holds.
     """
 
-    def __init__(self, pieces: Sequence[Piece], arena: Arena, filled: Filled | None = None) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        arena: Arena,
+        filled: Filled | None = None,
+        streams: Mapping[torch.device, Stream] | None = None,
+    ) -> None:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
         self._filled = filled
+        self._streams = streams or {}
         self._begins = [piece.begin for piece in self._pieces]
         self._arena = arena
         contents = [piece.content for piece in self._pieces if isinstance(piece.content, memoryview)]
@@ -89,6 +109,7 @@ class PieceBody:
         )
         with self._arena.lend(copied_bytes) if copied_bytes else contextlib.nullcontext() as buffer:
             views: list[memoryview] = []
+            copies: list[_Copy] = []
             filled_bytes = 0
             for piece, low, high in inside:
                 if isinstance(piece.content, memoryview):
@@ -96,9 +117,10 @@ class PieceBody:
                     continue
                 assert buffer is not None  # noqa: S101  # copied_bytes counted this piece
                 target = buffer[filled_bytes : filled_bytes + high - low]
-                _copy_range(piece.content, low, high, target)
+                copies.append(_Copy(piece.content, low, high, target))
                 views.append(bytes_view(target))
                 filled_bytes += _aligned(high - low)
+            _make(copies, self._streams)
             yield views
 
     def _views(self, contents: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
@@ -130,8 +152,43 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 16) * 16
 
 
-def _copy_range(tensor: torch.Tensor, begin: int, end: int, target: torch.Tensor) -> None:
-    """Bytes ``[begin, end)`` of `tensor`, in row-major order, into the ``uint8`` tensor `target`."""
+class _Copy(NamedTuple):
+    """Of bytes ``[begin, end)`` of `source`, in row-major order, into the ``uint8`` tensor `target`."""
+
+    source: torch.Tensor
+    begin: int
+    end: int
+    target: torch.Tensor
+
+
+def _make(copies: Sequence[_Copy], streams: Mapping[torch.device, Stream]) -> None:
+    """Returns when all of them have been made; or raises, and then none is still being made."""
+    marks: list[Waitable] = []
+    used: list[Stream] = []
+    has_ended = False
+    try:
+        for device in dict.fromkeys(copy.source.device for copy in copies):
+            stream = streams.get(device)
+            of_device = [copy for copy in copies if copy.source.device == device]
+            if stream is None:
+                for copy in of_device:
+                    _copy_range(*copy, non_blocking=False)
+                continue
+            used.append(stream)
+            with torch.no_grad(), stream.use():
+                for copy in of_device:
+                    _copy_range(*copy, non_blocking=True)
+                marks.append(stream.mark())
+        for mark in marks:
+            mark.synchronize()
+        has_ended = True
+    finally:
+        if not has_ended:  # the buffer is going to be lent again
+            for stream in used:
+                stream.drain()
+
+
+def _copy_range(tensor: torch.Tensor, begin: int, end: int, target: torch.Tensor, *, non_blocking: bool) -> None:
     source = as_carrier(tensor)
     flat = target.view(source.dtype)
     itemsize_bytes = source.element_size()
@@ -140,5 +197,5 @@ def _copy_range(tensor: torch.Tensor, begin: int, end: int, target: torch.Tensor
         block = source
         for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
             block = block.narrow(dim, offset, length)
-        flat[position : position + block.numel()].view(box.lengths).copy_(block)
+        flat[position : position + block.numel()].view(box.lengths).copy_(block, non_blocking=non_blocking)
         position += block.numel()

@@ -51,6 +51,7 @@ from cloudckpt.errors import (
 from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
 from cloudckpt.newest import load_latest
 from cloudckpt.options import Options
+from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
 from cloudckpt.verification import verify
@@ -87,6 +88,8 @@ __all__ = [
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "Options",
+    "Preemption",
+    "PreemptionReport",
     "RankLostError",
     "SaveCancelledError",
     "SaveInFlightError",
@@ -119,6 +122,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "load_latest",
+    "on_sigterm",
     "save",
     "verify",
 ]

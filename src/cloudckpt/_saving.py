@@ -23,6 +23,13 @@ from cloudckpt._saved import SavedMetadata
 from cloudckpt.errors import CommitUnknownError, RankLostError
 from cloudckpt.writer import ObjectStoreWriter
 
+_last_s = 0.0
+
+
+def last_seconds() -> float:
+    """How long the last save of this process that was committed has taken, from its planning on; 0 before the first."""
+    return _last_s
+
 
 class RefusingPlanner(DefaultSavePlanner):
     """Lets a rank take part in a save only to say why it cannot: all ranks get `error`, and none writes anything."""
@@ -85,8 +92,12 @@ def with_report(metadata: Metadata, writer: StorageWriter) -> SavedMetadata:
     """What a save returns."""
     if isinstance(writer, ObjectStoreWriter):
         writer.flush_trace()
+    global _last_s  # noqa: PLW0603  # of the process
+    report = writer.report if isinstance(writer, ObjectStoreWriter) else None
+    if report is not None:
+        _last_s = report.plan_s + report.write_s + report.commit_s
     values = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Metadata)}
-    return SavedMetadata(**values, report=writer.report if isinstance(writer, ObjectStoreWriter) else None)
+    return SavedMetadata(**values, report=report)
 
 
 def failed(error: CheckpointException, writer: StorageWriter) -> CheckpointException:

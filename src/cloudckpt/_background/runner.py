@@ -55,6 +55,15 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
+def latest() -> AsyncSave | None:
+    """The background save that is in flight, or that has failed without anybody having asked."""
+    with _lock:
+        handle = _latest
+    if handle is None or not handle.done():
+        return handle
+    return None if _untold(handle) is None else handle
+
+
 def await_turn(in_flight: Literal["wait", "raise"] = "wait") -> None:
     """Until the background save in flight, if there is one, has ended; or raise `SaveInFlightError`.
 

@@ -1,0 +1,443 @@
+"""A job that is told to stop: on one rank or all, once or twice, whatever its saves are doing at that moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import ROOT, run_ranks
+from tests.in_memory import Memory
+
+import cloudckpt
+from cloudckpt import preemption as module
+from cloudckpt.stores.base import Store
+from cloudckpt.testing.wrapping import Call, WrappedStore
+
+WAIT_S = 60.0
+_never = threading.Event()
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+class At(WrappedStore):
+    """Has `then` called before the first call of an operation on a key that contains a text."""
+
+    def __init__(self, inner: Store, operation: str, part_of_key: str, then: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._wanted = (operation, part_of_key)
+        self._todo = [then]
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        if call.operation == self._wanted[0] and self._wanted[1] in call.key:
+            with contextlib.suppress(IndexError):
+                self._todo.pop()()
+        return action()
+
+
+def at(operation: str, part_of_key: str, then: Callable[[], None]) -> cloudckpt.Options:
+    return cloudckpt.Options(wrap_store=lambda inner: At(inner, operation, part_of_key, then))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread, or the interpreter, is about to do."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        _never.wait(0.001)
+
+
+def tell(preemption: cloudckpt.Preemption) -> None:
+    """As a scheduler does; on return, Python has seen it."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: preemption.requested)
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), value)}
+
+
+def value_at(uri: str) -> float:
+    loaded = state(-1.0)
+    cloudckpt.load(loaded, uri, no_dist=not dist.is_initialized())
+    assert bool((loaded["w"] == loaded["w"][0]).all())
+    return float(loaded["w"][0])
+
+
+# --- the signal
+
+
+@pytest.fixture
+def handler() -> Iterator[list[int]]:
+    """One that was there before; what it was called with."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    yield seen
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_signal_is_noted_and_passed_on(handler: list[int]) -> None:
+    """A job would be killed by the signal, or the launcher's own handler never be called, or not come back."""
+    installed = signal.getsignal(signal.SIGTERM)
+    with cloudckpt.on_sigterm(deadline_s=1000) as preemption:
+        assert not preemption.requested
+        assert not preemption.agreed()
+        assert preemption.remaining_s == 1000
+        tell(preemption)
+        until(lambda: handler == [signal.SIGTERM])
+        first_s = preemption.remaining_s
+        assert 900 < first_s < 1000
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: handler == [signal.SIGTERM] * 2)
+        assert preemption.remaining_s <= first_s  # a second signal gives no more time
+        assert preemption.agreed()
+    assert signal.getsignal(signal.SIGTERM) is installed
+
+
+def test_one_context_in_another(handler: list[int]) -> None:
+    """A library's context would hide the signal from the program's."""
+    with cloudckpt.on_sigterm() as outer, cloudckpt.on_sigterm() as inner:
+        tell(inner)
+        assert outer.requested
+    assert len(handler) == 1
+
+
+def test_a_handler_of_another_is_left_alone() -> None:
+    """Leaving the context would take away the handler that somebody has installed since."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with cloudckpt.on_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_threads_are_refused() -> None:
+    """The caller would get Python's own error, or a context that never hears of a signal."""
+    raised: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with cloudckpt.on_sigterm():
+                pass
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(WAIT_S)
+    assert "in the main thread alone" in str(raised[0])
+
+
+@pytest.mark.parametrize("wrong", [{"deadline_s": 0}, {"deadline_s": float("inf")}, {"timeout_s": -1.0}])
+def test_times_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
+    """A job would wait for ever, or not at all, instead of being told."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match=next(iter(wrong))), cloudckpt.on_sigterm(**wrong):
+        pass
+
+
+# --- what is in flight
+
+
+@pytest.mark.parametrize(("operation", "key"), [("put", "data/"), ("put", "manifest")])
+def test_a_save_in_flight_is_finished(memory: Memory, operation: str, key: str) -> None:
+    """A signal during an upload, or during the commit, would cost the checkpoint that was nearly there."""
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+        options = at(operation, key, lambda: tell(preemption))
+        handle = cloudckpt.async_save(state(1.0), memory.uri("a"), no_dist=True, options=options)
+        until(preemption.agreed)
+        report = preemption.finish(lambda: cloudckpt.save(state(2.0), memory.uri("b"), no_dist=True))
+    assert handle.done()
+    assert (report.in_flight, report.last, report.error) == ("committed", "committed", None)
+    assert 0 < report.remaining_s < WAIT_S
+    assert [value_at(memory.uri(name)) for name in "ab"] == [1.0, 2.0]
+
+
+def test_a_signal_while_the_state_is_staged(memory: Memory) -> None:
+    """A signal between asking a model for its state and copying it would break the save off."""
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+
+        class Telling:
+            def state_dict(self) -> dict[str, torch.Tensor]:
+                tell(preemption)
+                return state(1.0)
+
+            def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+                raise NotImplementedError
+
+        cloudckpt.async_save({"model": Telling()}, memory.uri(), no_dist=True)
+        report = preemption.finish()
+    assert (report.in_flight, report.last) == ("committed", "none")
+    loaded = {"model.w": torch.zeros(1000)}
+    cloudckpt.load(loaded, memory.uri(), no_dist=True)
+    assert torch.equal(loaded["model.w"], state(1.0)["w"])
+
+
+@pytest.fixture
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a save has been cancelled."""
+    event = threading.Event()
+    cancel = cloudckpt.AsyncSave.cancel
+
+    def noted(self: cloudckpt.AsyncSave) -> bool:
+        result = cancel(self)
+        event.set()
+        return result
+
+    monkeypatch.setattr(cloudckpt.AsyncSave, "cancel", noted)
+    return event
+
+
+@pytest.mark.parametrize("how", ["asked", "deadline"])
+def test_a_save_in_flight_is_cancelled(memory: Memory, cancelled: threading.Event, how: str) -> None:
+    """A slow upload would take the time that a newer state could be saved in, or be cut off by SIGKILL."""
+    deadline_s = WAIT_S if how == "asked" else 5.0
+
+    def stall() -> None:
+        tell(preemption)
+        assert cancelled.wait(WAIT_S)
+
+    with cloudckpt.on_sigterm(deadline_s=deadline_s) as preemption:
+        handle = cloudckpt.async_save(state(1.0), memory.uri("a"), no_dist=True, options=at("put", "data/", stall))
+        until(preemption.agreed)
+        if how == "asked":
+            report = preemption.finish(
+                lambda: cloudckpt.save(state(2.0), memory.uri("b"), no_dist=True), in_flight="cancel"
+            )
+            assert report.last == "committed"
+            assert value_at(memory.uri("b")) == 2.0
+        else:
+            report = preemption.finish()
+            assert 0 < report.remaining_s < 1.0
+    assert report.in_flight == "cancelled"
+    assert handle.cancelled()
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        value_at(memory.uri("a"))
+
+
+def test_a_save_that_does_not_end_is_not_waited_for(memory: Memory) -> None:
+    """A store that hangs would keep the job until SIGKILL, which leaves it no time for anything else."""
+    hang = threading.Event()
+
+    def stall() -> None:
+        tell(preemption)
+        assert hang.wait(WAIT_S)
+
+    with cloudckpt.on_sigterm(deadline_s=0.5) as preemption:
+        handle = cloudckpt.async_save(state(1.0), memory.uri(), no_dist=True, options=at("put", "data/", stall))
+        until(preemption.agreed)
+        report = preemption.finish(lambda: pytest.fail("there was no time for it"))
+        assert (report.in_flight, report.last, report.remaining_s) == ("unfinished", "no time", 0.0)
+    hang.set()
+    assert isinstance(handle.exception(WAIT_S), cloudckpt.SaveCancelledError)
+
+
+def test_a_last_save_in_the_background_has_the_same_deadline(memory: Memory) -> None:
+    """A last save that hangs would hang the job."""
+    hang = threading.Event()
+    made: list[cloudckpt.AsyncSave] = []
+
+    def save() -> cloudckpt.AsyncSave:
+        options = at("put", "data/", lambda: hang.wait(WAIT_S) or None)  # type: ignore[arg-type, return-value]
+        made.append(cloudckpt.async_save(state(1.0), memory.uri(), no_dist=True, options=options))
+        return made[0]
+
+    with cloudckpt.on_sigterm(deadline_s=1.0) as preemption:
+        report = preemption.finish(save)
+    assert (report.in_flight, report.last) == ("none", "unfinished")
+    hang.set()
+    assert isinstance(made[0].exception(WAIT_S), cloudckpt.SaveCancelledError)
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+        report = preemption.finish(lambda: cloudckpt.async_save(state(3.0), memory.uri(), no_dist=True))
+    assert report.last == "committed"
+    assert value_at(memory.uri()) == 3.0
+
+
+def test_failures_are_told(memory: Memory) -> None:
+    """A job would end in the belief that its last state is saved."""
+    uri = memory.uri("taken")
+    cloudckpt.save(state(1.0), uri, no_dist=True)
+
+    def failing() -> cloudckpt.AsyncSave:
+        return cloudckpt.async_save(state(2.0), uri, no_dist=True)
+
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+        failing()
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            preemption.finish()
+        failing()
+        report = preemption.finish(lambda: cloudckpt.save(state(3.0), memory.uri("b"), no_dist=True))
+        assert (report.in_flight, report.last) == ("failed", "committed")
+        assert isinstance(report.error, cloudckpt.CheckpointExistsError)
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            preemption.finish(failing)
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            preemption.finish(lambda: cloudckpt.save(state(2.0), uri, no_dist=True))
+        with pytest.raises(cloudckpt.InvalidOptionError, match="in_flight"):
+            preemption.finish(in_flight="both")  # type: ignore[arg-type]
+    assert value_at(memory.uri("b")) == 3.0
+
+
+def test_a_save_that_would_come_too_late_is_not_begun(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job would be killed in the middle of it, and the time be lost for what else is to be done."""
+    cloudckpt.save(state(1.0), memory.uri("a"), no_dist=True)
+    assert 0 < module.last_seconds() < WAIT_S
+    monkeypatch.setattr(module, "last_seconds", lambda: WAIT_S)
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+        assert preemption.finish(lambda: pytest.fail("it was begun")).last == "no time"
+
+
+# --- several ranks
+
+
+def stops(uri: str, told: dict[int, list[int]], num_steps: int) -> tuple[list[int], str, float]:
+    """Steps at which this rank learned to stop, what became of the last save, and the time that was left then."""
+    rank = dist.get_rank()
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+        stopped = []
+        for step in range(num_steps):
+            if step in told.get(rank, []):
+                tell(preemption)
+            if preemption.agreed():
+                stopped.append(step)
+        fate = "none"
+        if stopped:
+            fate = preemption.finish(lambda: cloudckpt.save(state(float(stopped[0])), uri)).last
+        return stopped, fate, preemption.remaining_s
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("told", "first"), [({1: [3]}, 3), ({0: [4], 1: [2]}, 2), ({0: [1, 3], 1: [3]}, 1), ({}, None)], ids=str
+)
+def test_all_ranks_stop_at_one_step(tmp_path: Path, told: dict[int, list[int]], first: int | None) -> None:
+    """Ranks that stop at different steps wait for one another for ever, or save states of different steps."""
+    uri = str(tmp_path / "c")
+    for stopped, fate, remaining_s in run_ranks(stops, uri, told, 6, world_size=2):
+        assert stopped == ([] if first is None else list(range(first, 6)))
+        assert fate == ("none" if first is None else "committed")
+        assert remaining_s <= WAIT_S
+    if first is not None:
+        assert value_at(uri) == first
+
+
+def all_or_none(uri: str) -> tuple[str, bool]:
+    """Rank 1 believes that a save takes too long."""
+    begun = []
+    if dist.get_rank() == 1:
+        module.last_seconds = lambda: WAIT_S  # type: ignore[assignment]
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+
+        def save() -> object:
+            begun.append(True)
+            return cloudckpt.save(state(1.0), uri)
+
+        return preemption.finish(save).last, bool(begun)
+
+
+@pytest.mark.multirank
+def test_all_ranks_save_or_none(tmp_path: Path) -> None:
+    """One rank would wait for the others in a save that they think there is no time for."""
+    assert run_ranks(all_or_none, str(tmp_path / "c"), world_size=2) == [("no time", False)] * 2
+
+
+def cancels_on_one_rank(uri: str) -> str:
+    """Rank 1 alone is asked to cancel; rank 0's part waits until it has been."""
+    rank = dist.get_rank()
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
+        handle: list[cloudckpt.AsyncSave] = []
+
+        def stall() -> None:
+            until(lambda: preemption.requested and bool(handle))
+
+        options = at("put", "data/", stall)
+        handle.append(cloudckpt.async_save({f"w{rank}": torch.ones(1000)}, uri, options=options))
+        if rank == 1:
+            tell(preemption)
+        until(preemption.agreed)
+        return preemption.finish(in_flight="cancel" if rank == 1 else "finish").in_flight
+
+
+@pytest.mark.multirank
+def test_what_one_rank_cancels_ends_on_all(tmp_path: Path) -> None:
+    """A rank would report a save as committed that another has cancelled, or wait for it until the deadline."""
+    fates = run_ranks(cancels_on_one_rank, str(tmp_path / "c"), world_size=2)
+    assert fates in (["cancelled"] * 2, ["committed"] * 2)  # the commit may have been faster
+    assert bool(cloudckpt.list_checkpoints(str(tmp_path))) == (fates[0] == "committed")
+
+
+def waits_in_vain() -> str:
+    with cloudckpt.on_sigterm(timeout_s=1.0) as preemption:
+        assert not preemption.agreed()
+        if dist.get_rank() == 1:
+            return "went"
+        with pytest.raises(cloudckpt.RankLostError, match="not all ranks came within 1 s"):
+            preemption.agreed()
+        return "raised"
+
+
+@pytest.mark.multirank
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
+    """A rank that is gone would keep all others until SIGKILL."""
+    assert run_ranks(waits_in_vain_then_meet, world_size=2) == ["raised", "went"]
+
+
+def waits_in_vain_then_meet() -> str:
+    said = waits_in_vain()
+    dist.barrier()
+    return said
+
+
+# --- a program
+
+
+PROGRAM = """
+import sys, warnings
+import torch
+import cloudckpt
+
+warnings.simplefilter("ignore")
+root = sys.argv[1]
+state = {"w": torch.zeros(1000)}
+with cloudckpt.on_sigterm(deadline_s=50) as preemption:
+    step = 0
+    while not preemption.agreed():
+        step += 1
+        state["w"] += 1
+        if step % 10 == 0:
+            cloudckpt.async_save(state, f"{root}/step-{step}", no_dist=True)
+        if step == 25:
+            print("running", flush=True)
+    report = preemption.finish(lambda: cloudckpt.async_save(state, f"{root}/last", no_dist=True))
+print(step, report.in_flight, report.last, flush=True)
+"""
+
+
+def test_a_program_that_is_told_to_stop(tmp_path: Path) -> None:
+    """A real SIGTERM from outside, at whatever step, would end the program without its last state on the store."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
+        assert program.stdout is not None
+        try:
+            assert program.stdout.readline() == "running\n"
+            program.send_signal(signal.SIGTERM)
+            program.send_signal(signal.SIGTERM)
+            said, _ = program.communicate(timeout=WAIT_S)
+        finally:
+            program.kill()
+    step, in_flight, last = said.split()
+    assert program.returncode == 0
+    assert in_flight in ("none", "committed")
+    assert last == "committed"
+    assert value_at(str(tmp_path / "last")) == float(step)

@@ -169,3 +169,14 @@ def test_only_tensors_that_are_read_here_are_waited_for() -> None:
     items = planned(planner, {"plain": torch.zeros(3), "strided": torch.zeros(2, 3).t(), "lazy": lazy.conj()})
     list(staged(items, planner, WriteTransforms(None), uri=URI, filled=waits))
     assert waits.waits == [(lazy.data_ptr(), 32)]
+
+
+def test_tensors_in_values_are_waited_for() -> None:
+    """If this fails, a tuple of tensors is pickled before its snapshot has been copied."""
+    first, second, third = torch.zeros(3), torch.zeros(4), torch.zeros(5)
+    planner, waits = BalancedSavePlanner(), _Waits()
+    items = planned(planner, {"pair": (first, 7, {"in": [second]}), "step": 3, "betas": (0.9, 0.99), "w": third})
+    assert {item.index.fqn for item in items if item.tensor_data is None} == {"pair", "step", "betas"}
+    for _ in staged(items, planner, WriteTransforms(None), uri=URI, filled=waits):
+        pass
+    assert waits.waits == [(first.data_ptr(), 12), (second.data_ptr(), 16)]

@@ -9,8 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from cloudckpt._flat import PLAIN_TENSORS
 from cloudckpt._manifest.torch_dtypes import dtype_name
@@ -63,21 +65,39 @@ def staged(
 ) -> Iterator[StagedItem]:
     """The items' data, as the planner gives it. Raises `UnsupportedValueError`, naming the FQN.
 
-    Of memory that is still being `filled`, tensors that have to be read here are waited for; the rest are only referred
-    to. The planner makes bytes of Python objects here: tensors inside of those have to be there already.
+    Of memory that is still being `filled`, tensors that have to be read here are waited for, as those in tuples are, of
+    which the planner makes bytes; the rest are only referred to. A planner that has a way of its own reads what it
+    likes: for such, all has to be there already.
     """
-    known = known_tensors_of(planner) if not transforms else {}
+    state_dict = known_tensors_of(planner)
+    known = state_dict if not transforms else {}
     kinds: dict[int, _Kind | None] = {}
     for item in items:
         quick = _staged_quickly(item, known, kinds)
         if quick is not None:
             yield quick
             continue
+        if filled is not None and item.type is WriteItemType.BYTE_IO:
+            _wait_within(filled, state_dict.get(item.index.fqn))
         data = planner.resolve_data(item)
         if item.type is WriteItemType.BYTE_IO:
             yield _staged_value(item, data, transforms, uri)
         else:
             yield _staged_tensor(item, data, transforms, uri, filled)
+
+
+def _wait_within(filled: Filled, value: object) -> None:
+    """For the tensors in a Python object that is about to be serialised."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            wait_for(filled, shard.tensor)
+    elif isinstance(value, DTensor):
+        wait_for(filled, value._local_tensor)  # noqa: SLF001  # to_local() makes a new one
+    elif isinstance(value, torch.Tensor):
+        wait_for(filled, value)
+    elif isinstance(value, (tuple, list, Mapping)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            _wait_within(filled, entry)
 
 
 class _Kind(msgspec.Struct, frozen=True):

@@ -32,6 +32,10 @@ class SilentError(Exception):
     """The other end took or gave nothing for as long as it was waited for."""
 
 
+class GarbledError(Exception):
+    """What came is no message, or one that this process lacks the modules for. The next one can be received."""
+
+
 class Channel:
     """One end of a socket pair. One thread at a time may receive; any may send, and each message goes as a whole.
 
@@ -66,7 +70,7 @@ class Channel:
     def receive(self, *, timeout_s: float | None) -> tuple[Any, list[int]]:
         """The next message, and the files that came with it, which are the caller's to close.
 
-        Raises `ClosedError`; `SilentError`; and what unpickling raises, after which the next one can be received.
+        Raises `ClosedError`, `SilentError` and `GarbledError`.
         """
         files: list[int] = []
         try:
@@ -75,8 +79,8 @@ class Channel:
             content = memoryview(bytearray(num_bytes))
             self._receive_all(content, timeout_s)
             if len(files) != num_files:
-                raise OSError("not all files came: this process has too many open")  # noqa: TRY301  # they are closed below
-            return pickle.loads(content), files  # noqa: S301  # from the other end, which is of this program
+                raise GarbledError("not all files came: this process has too many open")  # noqa: TRY301  # they are closed below
+            return _unpickled(content), files
         except BaseException:
             close_files(files)
             raise
@@ -152,6 +156,13 @@ class Channel:
             except ValueError as error:
                 raise ClosedError from error
             poller.poll(None if left_s is None else left_s * _MS_PER_S)
+
+
+def _unpickled(content: memoryview) -> Any:
+    try:
+        return pickle.loads(content)  # noqa: S301  # from the other end, which is of this program
+    except Exception as error:  # unpickling can raise anything
+        raise GarbledError(f"{type(error).__name__}: {error}") from error
 
 
 def close_files(files: Sequence[int]) -> None:

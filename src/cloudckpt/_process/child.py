@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -116,8 +117,11 @@ class _Child:
             reply = Reply(
                 number=request.number, value=value, error=error, report=self._desk.report, spans=self._desk.spans()
             )
+            has_failed = error is not None
             self._say(reply)
             del value, error, request, reply
+            if has_failed:
+                gc.collect()  # errors hold the frames that they came through, and these what they mapped
 
     def _pulse(self) -> None:
         while True:

@@ -16,7 +16,7 @@ from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._process.channel import close_files
 from cloudckpt._process.messages import Form, Order
 from cloudckpt._stage.items import StagedItem, staged
-from cloudckpt._stage.tensors import bytes_view, is_viewable
+from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
 from cloudckpt._stage.transforms import WriteTransforms
 
 _ALIGNMENT_BYTES = 64
@@ -174,4 +174,5 @@ class _Columns:
 
 
 def _viewable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if is_viewable(tensor) else tensor.cpu().contiguous()
+    """Its values where they can be seen as bytes, bit for bit, also of dtypes that torch can hardly copy."""
+    return tensor if is_viewable(tensor) else as_carrier(tensor).cpu().contiguous()

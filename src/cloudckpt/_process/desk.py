@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,6 +63,7 @@ class Desk:
             job.stop(error)
 
     def _open(self, subject: Subject) -> Any:
+        logging.getLogger("cloudckpt").setLevel(subject.log_level)
         self._subject = subject
         self._timeline = None
         if subject.traces is not None:

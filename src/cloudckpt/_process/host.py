@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from cloudckpt._process.channel import MOST_FILES, Channel, ClosedError, SilentError
+from cloudckpt._process.channel import MOST_FILES, Channel, ClosedError, GarbledError, SilentError
 from cloudckpt._process.messages import (
     Alive,
     Committing,
@@ -128,9 +129,9 @@ class UploadProcess:
                     asked.take(message, timeout_s=silence_s)
             except ClosedError:
                 why = self._end()
-            except (pickle.UnpicklingError, ImportError, AttributeError, EOFError) as error:
+            except GarbledError as error:
                 self._end()
-                why = f"said what is not understood here ({type(error).__name__}: {error}) and was ended"
+                why = f"said what is not understood here ({error}) and was ended"
                 asked.is_committing = True  # it could have been this
             except SilentError:
                 waited_s = silence_s if self._has_answered else _START_S
@@ -282,11 +283,21 @@ def _how_it_ended(code: int) -> str:
 
 
 _hosts: weakref.WeakSet[UploadProcess] = weakref.WeakSet()
+_own = UploadProcess()
+
+
+def upload_process() -> UploadProcess:
+    """The one of this process, for all of its saves. It runs from its `start` to its `close`, or this process's end."""
+    return _own
 
 
 def _forget_after_fork() -> None:
     for host in list(_hosts):
         host.forget()
+
+
+# By then all saves have ended: their threads are waited for first.
+atexit.register(_own.close)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork

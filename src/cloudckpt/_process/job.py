@@ -68,6 +68,10 @@ class RemoteJob:
         self._snapshot = snapshot
         self._is_lost = False
         self._on_sent: Callable[[int], None] | None = None
+        if context.location.scheme == "memory":
+            raise InvalidOptionError(
+                f"Options: async_mode='process' cannot save to {context.uri}, which lies in this process's own memory"
+            )
         timeline = context.recorder.timeline
         subject = Subject(
             location=context.location,

@@ -1,0 +1,383 @@
+"""Saves that a process of their own carries out: they are as others, and fail cleanly whatever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.models import assert_same
+from tests.process.wrappers import Dying, NotImportable, Noting, Refusing
+
+import cloudckpt
+from cloudckpt import Event, Options
+from cloudckpt._process import host
+from cloudckpt._process.host import UploadProcess
+from cloudckpt._stage.stager import PinnedStager
+from cloudckpt.options import KIB
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+WAIT_S = 60.0
+SMALL = {"part_bytes": 64 * KIB, "tile_bytes": 4 * KIB, "staging_bytes": 1 << 20}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[UploadProcess]:
+    """One for all tests, which start it anew where they end it: that takes seconds."""
+    made = UploadProcess()
+    yield made
+    made.close()
+
+
+def values(fill: float = 1.0) -> dict[str, Any]:
+    return {"a": torch.full((50_000,), fill), "b": torch.arange(35.0).view(5, 7).t(), "step": 7, "name": "run"}
+
+
+def save(process: UploadProcess, uri: str, state: dict[str, Any] | None = None, **options: Any) -> Any:
+    """By `process`, from a snapshot."""
+    stager = PinnedStager(shared=True)
+    try:
+        staging = stager.begin(values() if state is None else state)
+        writer = cloudckpt.ObjectStoreWriter(uri, options=Options(**{**SMALL, **options}))
+        writer.run_in(process, staging)
+        return cloudckpt.save(staging.state_dict, storage_writer=writer)
+    finally:
+        stager.close()
+
+
+def assert_holds(uri: str, fill: float = 1.0) -> None:
+    loaded = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in values().items()
+    }
+    cloudckpt.load(loaded, uri)
+    assert_same(loaded, values(fill))
+
+
+def assert_nothing_there(uri: str) -> None:
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.load(values(), uri)
+
+
+def num_files(pid: int | str) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def pid_of(process: UploadProcess) -> int:
+    process.start()
+    assert process.pid is not None
+    return process.pid
+
+
+def test_a_save_is_the_same_as_one_of_this_process(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, checkpoints depend on which process wrote them, or say less of how they were made."""
+    uris = [str(tmp_path / name) for name in ("here", "there")]
+    events: list[list[Event]] = [[], []]
+    reports = []
+    for number, uri in enumerate(uris):
+        options: dict[str, Any] = {"on_event": events[number].append, "metadata": {"epoch": 3}}
+        if number:
+            reports.append(save(process, uri, **options).report)
+        else:
+            reports.append(cloudckpt.save(values(), uri, options=Options(**SMALL, **options)).report)
+        assert_holds(uri)
+    here, there = reports
+    assert (here.num_bytes, here.num_objects, here.rank) == (there.num_bytes, there.num_objects, there.rank)
+    assert there.uri == uris[1]
+    assert there.attempt in "".join(str(path) for path in Path(uris[1]).rglob("*"))
+    assert there.num_requests > 0
+    assert min(there.plan_s, there.write_s, there.stage_s, there.transfer_s, there.commit_s) > 0
+    data = [sorted(path.read_bytes() for path in Path(uri).rglob("*.safetensors")) for uri in uris]
+    assert data[0] == data[1]
+    told = [sorted((event.name, event.num_bytes) for event in of_one) for of_one in events]
+    assert told[0] == told[1]
+    assert {event.uri for event in events[1]} == {uris[1]}
+    assert json.loads((tmp_path / "there" / "manifest.json").read_text())["metadata"] == {"epoch": 3}
+
+
+def test_another_process_does_the_work_with_the_environment_of_now(
+    process: UploadProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, uploads burden the training process, miss credentials that were renewed, or warn nobody."""
+    for name in ("one", "two"):
+        noted = tmp_path / f"noted-{name}"
+        monkeypatch.setenv("NOTED_IN", str(noted))
+        save(process, str(tmp_path / name), wrap_store=Noting)
+        assert int(noted.read_text()) == process.pid != os.getpid()
+        assert f"written by {process.pid}" in caplog.text
+
+
+def test_an_error_of_the_other_process_is_the_same_here(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, handlers of a store's errors do not meet them in saves by process."""
+    uri = str(tmp_path / "c")
+    with pytest.raises(cloudckpt.AccessDeniedError, match="no right to write this"):
+        save(process, uri, wrap_store=Refusing)
+    save(process, uri)
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="already exists"):
+        save(process, uri, values(2.0))
+    assert_holds(uri)
+
+
+class OwnError(Exception):
+    """Of the training program, which no other process knows."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+@pytest.mark.parametrize("name", ["save.set_up", "save.part_uploaded", "save.written", "save.committing"])
+def test_what_on_event_raises_fails_the_save_there(process: UploadProcess, tmp_path: Path, name: str) -> None:
+    """If this fails, a program cannot stop a save by process at its own word, or does not see its own error."""
+    uri = str(tmp_path / "c")
+
+    def stop(event: Event) -> None:
+        if event.name == name:
+            raise OwnError("stop here")
+
+    with pytest.raises(Exception, match="stop here"):
+        save(process, uri, on_event=stop)
+    assert_nothing_there(uri)
+    assert list(Path(uri).rglob("*.safetensors")) == []
+    save(process, uri)
+    assert_holds(uri)
+
+
+EVENTS = ["save.part_uploaded", "save.completing", "save.object_uploaded", "save.written", "save.committing"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["save.set_up", *EVENTS])
+def test_a_process_killed_before_the_commit_fails_the_save(process: UploadProcess, tmp_path: Path, name: str) -> None:
+    """If this fails, a save whose process runs out of memory hangs, says nothing, or leaves something visible."""
+    uri = str(tmp_path / "c")
+    pid = pid_of(process)
+
+    def kill(event: Event) -> None:
+        if event.name == name:
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(cloudckpt.UploadProcessError, match="killed by SIGKILL, as the kernel does") as caught:
+        save(process, uri, on_event=kill)
+    assert "rank 0" in str(caught.value)
+    assert uri in str(caught.value)
+    assert_nothing_there(uri)
+    save(process, uri)
+    assert process.pid != pid
+    assert_holds(uri)
+
+
+@pytest.mark.slow
+def test_a_process_killed_in_the_commit_leaves_it_unknown(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, a save that was committed is taken for one that failed, and its data is removed."""
+    uri = str(tmp_path / "c")
+    with pytest.raises(cloudckpt.CommitUnknownError, match="killed by SIGKILL"):
+        save(process, uri, wrap_store=Dying)
+    assert_holds(uri)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVENTS)
+def test_a_process_that_stops_is_given_up(
+    process: UploadProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """If this fails, a process that hangs makes the save hang, or goes on with it after it was given up."""
+    monkeypatch.setattr(host, "_LEAST_SILENCE_S", 2.0)
+    uri = str(tmp_path / "c")
+    pid = pid_of(process)
+
+    def stop(event: Event) -> None:
+        if event.name == name:
+            os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(cloudckpt.UploadProcessError, match="gave no sign of life for 2 s and was ended"):
+        save(process, uri, on_event=stop, timeout_s=1.0)
+    assert not Path(f"/proc/{pid}").exists()
+    assert_nothing_there(uri)
+
+
+def test_signals_to_all_of_a_job_do_not_end_it(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, Ctrl-C or a preemption ends the upload that the training process wants to complete."""
+    save(process, str(tmp_path / "warm"))
+    pid = pid_of(process)
+
+    def interrupt(event: Event) -> None:
+        if event.name == "save.part_uploaded":
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+
+    save(process, str(tmp_path / "c"), on_event=interrupt)
+    assert process.pid == pid
+    assert os.getpgid(pid) != os.getpgid(0)
+    assert_holds(str(tmp_path / "c"))
+
+
+@pytest.mark.slow
+def test_a_process_that_ended_between_saves_is_replaced(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, one crash makes every later save fail."""
+    pid = pid_of(process)
+    os.kill(pid, signal.SIGKILL)
+    save(process, str(tmp_path / "c"))
+    assert process.pid != pid
+    assert_holds(str(tmp_path / "c"))
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_written(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, options of the program's own file come out as a riddle, or after half of the upload."""
+    uri = str(tmp_path / "c")
+    with pytest.raises(cloudckpt.InvalidOptionError, match=r"cannot be pickled: .*wrap_store"):
+        save(process, uri, wrap_store=lambda store: store)
+    with pytest.raises(cloudckpt.InvalidOptionError, match="a_module_of_the_training_program_alone"):
+        save(process, uri, wrap_store=NotImportable())
+    with pytest.raises(cloudckpt.InvalidOptionError, match="own memory"):
+        save(process, "memory://here/c")
+    assert not Path(uri).exists()
+
+
+@pytest.mark.parametrize("why", ["missing", "broken"])
+def test_a_process_that_cannot_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """If this fails, a machine without memory for another process makes saves hang or end in a riddle."""
+    program = tmp_path / "python"
+    if why == "broken":
+        program.write_text("#!/bin/sh\nexit 3\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    process = UploadProcess()
+    try:
+        said = "could not be started" if why == "missing" else "ended by itself, with status 3"
+        with pytest.raises(cloudckpt.UploadProcessError, match=said):
+            save(process, str(tmp_path / "c"))
+    finally:
+        process.close()
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_process_that_is_closed(tmp_path: Path) -> None:
+    """If this fails, every program that closes its checkpoints leaves a zombie or a descriptor."""
+    files = num_files("self")
+    process = UploadProcess()
+    save(process, str(tmp_path / "c"))
+    pid = pid_of(process)
+    process.close()
+    process.close()
+    assert process.pid is None
+    assert not Path(f"/proc/{pid}").exists()
+    assert num_files("self") == files
+
+
+def test_many_saves_leave_nothing_behind_in_either_process(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, long runs end for want of descriptors or memory."""
+
+    def held(pid: int) -> tuple[int, int]:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return num_files(pid), sum("memfd:cloudckpt" in line for line in maps.splitlines())
+
+    def round_(number: int) -> None:
+        save(process, str(tmp_path / f"{number}"))
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            save(process, str(tmp_path / f"{number}"))
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            save(process, str(tmp_path / f"refused-{number}"), wrap_store=Refusing)
+
+    for number in range(3):
+        round_(number)
+    pid = pid_of(process)
+    before = held(os.getpid()), held(pid)
+    assert before[1][1] == 0, "memory of a snapshot is kept"
+    for number in range(3, 15):
+        round_(number)
+    assert (held(os.getpid()), held(pid)) == before
+    assert process.pid == pid
+
+
+def test_the_timeline_has_both_processes(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, a trace of a save by process shows nothing of what took its time."""
+    save(process, str(tmp_path / "c"), trace=tmp_path / "trace.json")
+    names = {span["name"] for span in spans_of(tmp_path / "trace.json")}
+    cloudckpt.save(values(), str(tmp_path / "d"), options=Options(**SMALL, trace=tmp_path / "own.json"))
+    own = {span["name"] for span in spans_of(tmp_path / "own.json")}
+    assert own <= names
+
+
+def spans_of(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+_PROGRAM = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+import torch, cloudckpt
+from cloudckpt._process.host import upload_process
+uri, moment, has_fork = sys.argv[1], sys.argv[2], sys.argv[3] == "fork"
+process = upload_process()
+
+def die(event):
+    if event.name != moment:
+        return
+    if has_fork and os.fork() == 0:
+        os.close(1)  # else who reads this waits for it, too
+        signal.pause()
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+options = cloudckpt.Options(on_event=die, part_bytes=65536, tile_bytes=4096)
+writer = cloudckpt.ObjectStoreWriter(uri, options=options)
+writer.run_in(process)
+cloudckpt.save({"a": torch.zeros(50_000)}, storage_writer=writer)
+"""
+
+
+@contextmanager
+def watched(pid: int) -> Iterator[Callable[[float], bool]]:
+    """Says whether a process, which need not be a child, ends in time."""
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        yield lambda _: True
+        return
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    try:
+        yield lambda wait_s: bool(poller.poll(wait_s * 1000))
+    finally:
+        os.close(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "company"), [("save.part_uploaded", "alone"), ("save.committing", "fork")])
+def test_it_ends_with_the_training_process(tmp_path: Path, moment: str, company: str) -> None:
+    """If this fails, a job that crashed goes on uploading, and may commit while its successor runs."""
+    uri = str(tmp_path / "c")
+    command = [sys.executable, "-c", _PROGRAM, uri, moment, company]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    pid = int(done.stdout)
+    with watched(pid) as ends:
+        assert ends(20.0), "it outlives the training process"
+    assert_nothing_there(uri)
+
+
+def test_a_forked_process_leaves_it_alone(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, a data loader's worker that ends takes the upload process with it."""
+    save(process, str(tmp_path / "one"))
+    pid = pid_of(process)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            process.close()
+            code = 0 if process.pid is None else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    save(process, str(tmp_path / "two"))
+    assert process.pid == pid

@@ -10,7 +10,7 @@ SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test faults integration soak exhaustive azure lint format types imports bench clean
+.PHONY: help demo test test-gpu faults integration soak exhaustive azure lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -28,6 +28,15 @@ test: $(INSTALLED) ## Run the tests, with coverage; not those of the lanes below
 
 faults: $(INSTALLED) ## Kill ranks, flip bits, interleave calls, stall stores: what the guarantees were tried with.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m faults
+
+# A machine with a GPU may have no network, and a torch that fits its driver: what is there is used, and nothing
+# installed. It takes torch, awscrt, fsspec, msgspec and numpy, and pytest, pytest-timeout, hypothesis, safetensors.
+GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+
+test-gpu: export PYTHONPATH := $(CURDIR)/src:$(CURDIR):$(PYTHONPATH)
+test-gpu: ## Run the GPU's tests and benchmarks where there is one, with GPU_PYTHON; installs nothing.
+	$(GPU_PYTHON) -m pytest tests/gpu -m gpu
+	$(GPU_PYTHON) -m benchmarks.gpu $(BENCH_ARGS) || [ $$? = 2 ]
 
 $(SERVERS_INSTALLED): tests/integration/requirements.txt
 	$(PYTHON) -m venv $(SERVERS_VENV)

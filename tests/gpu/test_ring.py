@@ -1,0 +1,207 @@
+"""Saves of a GPU's tensors through the ring of pinned buffers. Skipped where there is no GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.in_memory import Memory
+from tests.wrapped import permanent
+
+import cloudckpt
+from cloudckpt import Options
+from cloudckpt._stage.pinned import PINNED, PinnedBuffers
+from cloudckpt.options import MIB
+
+DEVICE = "cuda"
+TIMEOUT_S = 120
+STAGING_BYTES = 16 * MIB
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    PINNED.close()
+    yield
+    PINNED.close()
+
+
+def state_of(num_bytes: int, *, num_tensors: int = 8) -> dict[str, torch.Tensor]:
+    numel = num_bytes // 4 // num_tensors
+    return {
+        f"t{n}": torch.arange(numel, dtype=torch.int32, device=DEVICE).mul_(n + 1).view(-1, 64)
+        for n in range(num_tensors)
+    }
+
+
+def options(*, staging_bytes: int = STAGING_BYTES) -> Options:
+    return Options(staging_bytes=staging_bytes, part_bytes=MIB, tile_bytes=64 * 1024, connections=8)
+
+
+def assert_loads(memory: Memory, state: dict[str, torch.Tensor], name: str = "checkpoint") -> None:
+    target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    cloudckpt.load(target, memory.uri(name))
+    for key, tensor in state.items():
+        assert torch.equal(target[key], tensor.cpu()), key
+
+
+def test_values_are_right_beside_other_work(memory: Memory) -> None:
+    """If this fails, kernels that run beside a save get into what it saves, or it sends what is not copied yet."""
+    state = state_of(64 * MIB)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    stop = threading.Event()
+
+    def work() -> None:
+        other = torch.rand(512, 512, device=DEVICE)
+        while not stop.is_set():
+            other = (other @ other).tanh_()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(3):
+            cloudckpt.save(dict(state), memory.uri(f"c{number}"), options=options())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    for number in range(3):
+        assert_loads(memory, expected, f"c{number}")
+
+
+def test_what_was_queued_before_the_save_is_in_it(memory: Memory) -> None:
+    """If this fails, the side stream does not wait for the caller's: an optimizer's last step is half in the save."""
+    tensor = torch.zeros(2000, 2000, device=DEVICE)
+    other = torch.eye(2000, device=DEVICE)
+    for _ in range(60):
+        tensor = tensor @ other + 1
+    cloudckpt.save({"w": tensor}, memory.uri(), options=options())
+    assert_loads(memory, {"w": torch.full((2000, 2000), 60.0)})
+
+
+def test_what_is_queued_after_the_save_is_not(memory: Memory) -> None:
+    """If this fails, a save returns before its copies have ended."""
+    state = state_of(32 * MIB)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    cloudckpt.save(dict(state), memory.uri(), options=options())
+    for tensor in state.values():
+        tensor.zero_()
+    assert_loads(memory, expected)
+
+
+@pytest.mark.parametrize("times", [2, 8])
+def test_pinned_memory_is_bounded_by_the_budget(memory: Memory, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a save pins more host memory than `staging_bytes`, the more the larger the model is (G7)."""
+    most_bytes = 0
+    new = PinnedBuffers.new
+
+    def noted(self: PinnedBuffers, num_bytes: int) -> torch.Tensor:
+        nonlocal most_bytes
+        buffer = new(self, num_bytes)
+        most_bytes = max(most_bytes, self.num_bytes)
+        return buffer
+
+    monkeypatch.setattr(PinnedBuffers, "new", noted)
+    torchs_bytes = pinned_by_torch()
+    state = state_of(times * STAGING_BYTES)
+    cloudckpt.save(dict(state), memory.uri(), options=options())
+    assert 0 < most_bytes <= STAGING_BYTES
+    assert pinned_by_torch() == torchs_bytes
+    assert_loads(memory, state)
+
+
+def pinned_by_torch() -> int:
+    """By its caching allocator, which rounds up to powers of two and gives nothing back."""
+    stats = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+    return int(stats.get("allocated_bytes.current", 0))
+
+
+def test_repeated_saves_pin_nothing_more(memory: Memory) -> None:
+    """If this fails, pinned memory grows with each save, or each save pins its own again."""
+    sizes: list[tuple[int, frozenset[int]]] = []
+    for number in range(6):
+        cloudckpt.save(state_of(32 * MIB), memory.uri(f"c{number}"), options=options())
+        sizes.append((PINNED.num_bytes, frozenset(PINNED._blocks)))
+    assert 0 < sizes[0][0] <= STAGING_BYTES
+    assert len(set(sizes[2:])) == 1
+    cloudckpt.close()
+    PINNED.close()
+    assert PINNED.num_bytes == 0
+
+
+def test_a_save_that_fails_keeps_nothing_in_use(memory: Memory) -> None:
+    """If this fails, failed saves leave pinned buffers that nobody can use, or that copies still write to."""
+    memory.at().fail("upload_part", error=lambda: permanent("upload_part"), skip=3)
+    with pytest.raises(BaseException, match="StoreError: no"):
+        cloudckpt.save(state_of(32 * MIB), memory.uri(), options=options())
+    assert sum(map(len, PINNED._idle)) == PINNED.num_bytes
+    state = state_of(8 * MIB)
+    cloudckpt.save(dict(state), memory.uri("again"), options=options())
+    assert_loads(memory, state, "again")
+
+
+def test_every_layout(memory: Memory) -> None:
+    """If this fails, some view of a GPU's tensor is saved as other bytes than its values."""
+    whole = torch.randn(300, 400, device=DEVICE)
+    state = {
+        "whole": whole,
+        "transposed": whole.t(),
+        "columns": whole[:, 3:100:7],
+        "expanded": whole[:1].expand(50, 400),
+        "row": whole[17],
+        "scalar": whole[3, 4],
+        "empty": whole[:0],
+        "half": whole.bfloat16(),
+        "eight": whole.to(torch.float8_e4m3fn),
+        "complex": torch.complex(whole, whole).conj(),
+        "flags": whole > 0,
+    }
+    cloudckpt.save(dict(state), memory.uri(), options=options())
+    target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=DEVICE) for name, tensor in state.items()}
+    cloudckpt.load(target, memory.uri())
+    for name, tensor in state.items():
+        loaded, expected = target[name], tensor.resolve_conj()
+        if tensor.dtype is torch.float8_e4m3fn:
+            loaded, expected = loaded.view(torch.uint8), expected.view(torch.uint8)
+        assert torch.equal(loaded, expected), name
+
+
+def test_tied_tensors_are_copied_once(memory: Memory) -> None:
+    """If this fails, the embedding of a tied model goes over the link, and to the store, twice."""
+    weight = torch.randn(1000, 256, device=DEVICE)
+    state = {"embed": weight, "head": weight.detach(), "turned": weight.t(), "turned too": weight.t()}
+    cloudckpt.save(dict(state), memory.uri(), options=options())
+    data_bytes = sum(info.size_bytes for info in memory.at().inner.list("data/"))
+    assert 2 * weight.nbytes <= data_bytes < 2 * weight.nbytes + 10_000
+    assert_loads(memory, state)
+
+
+def test_several_threads_save_at_once(memory: Memory) -> None:
+    """If this fails, two saves of one process, each of a state of its own, mix up their copies."""
+    states = [{name: tensor + number for name, tensor in state_of(16 * MIB).items()} for number in range(3)]
+    failures: list[BaseException] = []
+
+    def save(number: int) -> None:
+        try:
+            cloudckpt.save(dict(states[number]), memory.uri(f"c{number}"), options=options(), no_dist=True)
+        except BaseException as error:  # noqa: BLE001  # it is looked at below
+            failures.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not failures
+    for number, state in enumerate(states):
+        assert_loads(memory, state, f"c{number}")

@@ -126,16 +126,22 @@ def pinned_by_torch() -> int:
     return int(stats.get("allocated_bytes.current", 0))
 
 
-def test_repeated_saves_pin_nothing_more(memory: Memory) -> None:
+def test_repeated_saves_pin_nothing_more(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, pinned memory grows with each save, or each save pins its own again."""
-    sizes: list[tuple[int, frozenset[int]]] = []
-    for number in range(6):
+    num_new = 0
+    new = PinnedBuffers.new
+
+    def counted(self: PinnedBuffers, num_bytes: int) -> torch.Tensor:
+        nonlocal num_new
+        num_new += 1
+        return new(self, num_bytes)
+
+    monkeypatch.setattr(PinnedBuffers, "new", counted)
+    for number in range(8):
         cloudckpt.save(state_of(32 * MIB), memory.uri(f"c{number}"), options=options())
-        sizes.append((PINNED.num_bytes, frozenset(PINNED._blocks)))
-    assert 0 < sizes[0][0] <= STAGING_BYTES
-    assert len(set(sizes[2:])) == 1
-    cloudckpt.close()
-    PINNED.close()
+        assert 0 < PINNED.num_bytes <= STAGING_BYTES
+    assert num_new < 3 * STAGING_BYTES // MIB  # of 256 parts
+    cloudckpt.close(TIMEOUT_S)
     assert PINNED.num_bytes == 0
 
 

@@ -180,6 +180,15 @@ def test_an_overtaken_save_is_both() -> None:
     assert isinstance(pickle.loads(pickle.dumps(failure)), CommitUnknownError)
 
 
+def test_a_failure_can_be_the_cause_of_another() -> None:
+    """If this fails, a save that tells of an earlier one's failure ends in a TypeError, and nobody learns of either."""
+    earlier = failure_of(failed_with(rank_0=made(CheckpointExistsError)), what="saving x")
+    later = failure_of(failed_with(rank_0=earlier), what="saving y")
+    assert isinstance(later, CheckpointExistsError)
+    assert str(later).startswith("saving y failed")
+    assert "saving x failed" in str(later)
+
+
 @pytest.mark.parametrize(
     ("causes", "common"),
     [

@@ -115,8 +115,10 @@ def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptEr
     first = next(iter(classes), CloudckptError)
     return next(
         kind
-        for kind in first.__mro__
-        if issubclass(kind, CloudckptError) and all(issubclass(other, kind) for other in classes)
+        for kind in first.__mro__  # a cause may be the failure of an earlier save, whose class was made here
+        if issubclass(kind, CloudckptError)
+        and not issubclass(kind, _Failure)
+        and all(issubclass(other, kind) for other in classes)
     )
 
 

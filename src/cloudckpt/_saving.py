@@ -38,7 +38,7 @@ class RefusingPlanner(DefaultSavePlanner):
         super().__init__()
         self._error = error
 
-    def set_up_planner(self, *_args: Any, **_kwargs: Any) -> None:
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002  # torch looks at the names
         raise self._error
 
 

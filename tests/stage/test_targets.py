@@ -252,3 +252,29 @@ def test_what_fails_leaves_the_targets_alone() -> None:
     with pytest.raises(OSError, match="cut"):
         read()
     assert not tensor.any()
+
+
+def test_what_several_want_is_read_into_one_and_copied() -> None:
+    """If this fails, loads of tied weights and of all that lies beside them take a buffer of their size."""
+    stored = bytes_for(192, torch.float32)
+    before, one, other, after = torch.zeros(8), torch.zeros(16), torch.zeros(16), torch.zeros(24)
+    targets = [
+        TensorTarget(location(begin, tuple(tensor.shape), torch.float32), Box((0,), tuple(tensor.shape)), tensor)
+        for begin, tensor in ((0, before), (32, one), (32, other), (96, after))
+    ]
+    assert fill(stored, targets, arena=NoArena()) == 192
+    for begin, tensor in ((0, before), (32, one), (32, other), (96, after)):
+        assert bytes(bytes_view(tensor)) == stored[begin : begin + tensor.nbytes]
+
+
+def test_ranges_that_overlap_otherwise_are_copied() -> None:
+    """If this fails, a read of a tensor goes into the memory of one that wants less, or other bytes."""
+    stored = bytes_for(256, torch.float32)
+    tensors = [(0, torch.zeros(32)), (64, torch.zeros(32)), (64, torch.zeros(8)), (128, torch.zeros(4))]
+    targets = [
+        TensorTarget(location(begin, tuple(tensor.shape), torch.float32), Box((0,), tuple(tensor.shape)), tensor)
+        for begin, tensor in tensors
+    ]
+    fill(stored, targets, arena=Arena(budget_bytes=1024), request_bytes=128)
+    for begin, tensor in tensors:
+        assert bytes(bytes_view(tensor)) == stored[begin : begin + tensor.nbytes]

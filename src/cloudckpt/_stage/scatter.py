@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,27 +27,38 @@ class _Gap:
     """In the buffer; aligned as in the object, so that elements are aligned there too."""
 
 
+class _Source(NamedTuple):
+    """Bytes ``[begin, end)`` of the object, in memory."""
+
+    begin: int
+    end: int
+    content: torch.Tensor
+
+
 @contextlib.contextmanager
 def opened(request: Request, targets: Targets, arena: Arena) -> Iterator[list[memoryview]]:
     """Views to fill with the request's bytes, in order; left without an error, the targets have got theirs.
 
-    Most views are the targets' own memory. Bytes that nobody wants, that have to be converted, or that several want,
-    go through a buffer of `arena`.
+    Most views are the targets' own memory. Bytes that nobody wants or that have to be converted go through a buffer of
+    `arena`. What several want, as names of tied tensors do, is read into the memory of one of them, and copied.
     """
     parts: list[memoryview | _Gap] = []
     copied: list[Want] = []
+    shared: list[tuple[int, int, memoryview]] = []
     reached = request.begin
     position = 0
-    for want in request.wants:
-        begin, end = max(want.begin, request.begin), min(want.end, request.end)
-        view = None if request.overlapping else targets.direct_view(want.consumer, begin, end)
+    for begin, end, wants in _stretches(request):
+        filled, view = _direct(wants, begin, end, targets)
+        if len(wants) > 1 or view is None:
+            copied += [want for want in wants if want is not filled]
         if view is None:
-            copied.append(want)
             continue
         if reached < begin:
             parts.append(gap := _gap(reached, begin, position))
             position = gap.position + begin - reached
         parts.append(view)
+        if len(wants) > 1:
+            shared.append((begin, end, view))
         reached = end
     if reached < request.end:
         parts.append(gap := _gap(reached, request.end, position))
@@ -58,18 +70,57 @@ def opened(request: Request, targets: Targets, arena: Arena) -> Iterator[list[me
             else part
             for part in parts
         ]
-        gaps = [part for part in parts if isinstance(part, _Gap)]
-        for want in copied:
-            _copy(want, gaps, buffer, targets)
+        if copied:
+            sources = [
+                _Source(part.begin, part.end, buffer[part.position : part.position + part.end - part.begin])
+                for part in parts
+                if isinstance(part, _Gap)
+            ]
+            sources += [_Source(begin, end, torch.frombuffer(view, dtype=torch.uint8)) for begin, end, view in shared]
+            for want in copied:
+                _copy(want, sources, targets)
+
+
+def _stretches(request: Request) -> Iterator[tuple[int, int, Sequence[Want]]]:
+    """The wants by what of the request they want; together those of which one wants what another does."""
+    low, high = request.begin, request.end
+    if not request.overlapping:
+        for want in request.wants:
+            yield max(want.begin, low), min(want.end, high), (want,)
+        return
+    begin = end = low
+    together: list[Want] = []
+    for want in request.wants:
+        if together and want.begin < end:
+            together.append(want)
+            end = max(end, min(want.end, high))
+            continue
+        if together:
+            yield begin, end, together
+        begin, end, together = max(want.begin, low), min(want.end, high), [want]
+    if together:
+        yield begin, end, together
+
+
+def _direct(
+    wants: Sequence[Want], begin: int, end: int, targets: Targets
+) -> tuple[Want, memoryview] | tuple[None, None]:
+    """The want whose own memory takes bytes ``[begin, end)``, and that memory; none where not each wants all of it."""
+    if len(wants) > 1 and any(want.begin > begin or want.end < end for want in wants):
+        return None, None
+    for want in wants:
+        view = targets.direct_view(want.consumer, begin, end)
+        if view is not None:
+            return want, view
+    return None, None
 
 
 def _gap(begin: int, end: int, position: int) -> _Gap:
     return _Gap(begin=begin, end=end, position=position + (begin - position) % _ALIGNMENT_BYTES)
 
 
-def _copy(want: Want, gaps: Sequence[_Gap], buffer: torch.Tensor, targets: Targets) -> None:
-    for gap in gaps:
-        begin, end = max(want.begin, gap.begin), min(want.end, gap.end)
+def _copy(want: Want, sources: Sequence[_Source], targets: Targets) -> None:
+    for source in sources:
+        begin, end = max(want.begin, source.begin), min(want.end, source.end)
         if begin < end:
-            start = gap.position + begin - gap.begin
-            targets.copy_from(want.consumer, buffer[start : start + end - begin], begin)
+            targets.copy_from(want.consumer, source.content[begin - source.begin : end - source.begin], begin)

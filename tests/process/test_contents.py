@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from cloudckpt._process.contents import Contents, contents_of
-from cloudckpt._process.mapped import MappedPlanner
+from cloudckpt._process.mapped import MappedPlanner, Maps
 from cloudckpt._save_planner import BalancedSavePlanner
 from cloudckpt._stage.items import staged
 from cloudckpt._stage.stager import PinnedStager
@@ -70,7 +70,7 @@ def raw(content: Any) -> bytes:
 
 def assert_resolves_alike(items: list[WriteItem], planner: SavePlanner, contents: Contents) -> None:
     """The planner's items, and the order's, as the upload gets them."""
-    mapped = MappedPlanner(contents.order, contents.files)
+    mapped = MappedPlanner(contents.order, contents.files, Maps())
     ordered = mapped.items()
     assert [(item.index, item.index.index, item.type, item.tensor_data) for item in ordered] == [
         (item.index, item.index.index, item.type, item.tensor_data) for item in items
@@ -130,7 +130,7 @@ def test_every_kind_of_view_holds_the_same_at_the_other_end(
         contents = contents_of(items, own, memory, uri=URI)
         try:
             assert_resolves_alike(items, own, contents)
-            mapped = MappedPlanner(contents.order, contents.files)
+            mapped = MappedPlanner(contents.order, contents.files, Maps())
             for item, (_, content) in zip(mapped.items(), found, strict=True):
                 assert raw(mapped.resolve_data(item)) == content
         finally:
@@ -174,7 +174,7 @@ def test_tensors_that_share_memory_share_it_at_the_other_end(stager: PinnedStage
     items = planned(own, staging.state_dict)
     contents = contents_of(items, own, staging, uri=URI)
     try:
-        mapped = MappedPlanner(contents.order, contents.files)
+        mapped = MappedPlanner(contents.order, contents.files, Maps())
         address_of = {
             item.index.fqn: mapped.resolve_data(item).data_ptr()  # type: ignore[union-attr]
             for item in mapped.items()
@@ -212,7 +212,7 @@ def test_a_planner_that_makes_tensors_is_asked_for_each(stager: PinnedStager) ->
     items = planned(own, staging.state_dict)
     contents = contents_of(items, own, staging, uri=URI)
     try:
-        mapped = MappedPlanner(contents.order, contents.files)
+        mapped = MappedPlanner(contents.order, contents.files, Maps())
         assert [raw(mapped.resolve_data(item)) for item in mapped.items()] == [
             raw(torch.full((length,), 2.0)) for length in (5, 6)
         ]

@@ -28,6 +28,10 @@ class SharedMemory(Protocol):
     def segment_of(self, address: int, num_bytes: int) -> tuple[int, int] | None:
         """The file that is mapped there, and the offset in it; None for memory of another kind."""
 
+    @property
+    def files(self) -> Sequence[int]:
+        """All that it lies in."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Contents:
@@ -57,6 +61,7 @@ def contents_of(items: Sequence[WriteItem], planner: SavePlanner, memory: Shared
     except BaseException:
         columns.scratch.close()
         raise
+    scratch = columns.scratch.file
     order = Order(
         fqns=[item.index.fqn for item in items],
         forms=columns.forms,
@@ -65,8 +70,8 @@ def contents_of(items: Sequence[WriteItem], planner: SavePlanner, memory: Shared
         file_numbers=columns.file_numbers,
         begins=columns.begins,
         ends=columns.ends,
+        own_file=-1 if scratch is None else columns.files.index(scratch),
     )
-    scratch = columns.scratch.file
     return Contents(order=order, files=columns.files, own_files=[] if scratch is None else [scratch])
 
 

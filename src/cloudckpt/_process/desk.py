@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
 from cloudckpt._process.channel import close_files
-from cloudckpt._process.mapped import MappedPlanner
+from cloudckpt._process.mapped import MappedPlanner, Maps
 from cloudckpt._process.messages import Spans, Subject
 from cloudckpt._process.relayed import RelayedTimeline
 from cloudckpt._trace import Recorder
@@ -38,6 +38,7 @@ class Desk:
         self._job: SaveJob | None = None
         self._subject: Subject | None = None
         self._timeline: RelayedTimeline | None = None
+        self._maps = Maps()
 
     @property
     def report(self) -> SaveReport | None:
@@ -65,6 +66,7 @@ class Desk:
     def _open(self, subject: Subject) -> Any:
         logging.getLogger("cloudckpt").setLevel(subject.log_level)
         self._subject = subject
+        self._maps.keep_only(subject.snapshot_files)
         self._timeline = None
         if subject.traces is not None:
             verb, uri = subject.traces
@@ -94,7 +96,7 @@ class Desk:
         self._begun().check_beside(self._context(location))
 
     def _write(self, order: Any, ticket: object, files: Sequence[int]) -> Any:
-        planner = MappedPlanner(order, files)
+        planner = MappedPlanner(order, files, self._maps)
         close_files(files)
         plan = SavePlan(planner.items(), storage_data=ticket)
         return self._begun().write(plan, planner, on_sent=self._on_sent)

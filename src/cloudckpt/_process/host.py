@@ -8,14 +8,10 @@ import dataclasses
 import logging
 import os
 import pickle
-import signal
-import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from cloudckpt._process.channel import MOST_FILES, Channel, ClosedError, GarbledError, SilentError
@@ -34,7 +30,8 @@ from cloudckpt._process.messages import (
     Stop,
     Task,
 )
-from cloudckpt.errors import CloudckptError, InvalidOptionError
+from cloudckpt._process.starting import how_it_ended, started
+from cloudckpt.errors import CloudckptError
 from cloudckpt.report import Event
 
 _START_S = 120.0
@@ -94,7 +91,10 @@ class UploadProcess:
             if self._channel is not None and self._channel.is_open():
                 return
             self._end()
-            self._channel, self._process = _started()
+            try:
+                self._channel, self._process = started()
+            except (OSError, ValueError) as error:
+                raise LostProcessError(f"could not be started ({error})", may_have_committed=False) from error
             self._has_answered = False
 
     def ask(
@@ -184,7 +184,7 @@ class UploadProcess:
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:  # in a call to the kernel that does not end
                 return "could not even be killed"
-        return _how_it_ended(process.returncode)
+        return how_it_ended(process.returncode)
 
 
 class _Asked:
@@ -235,51 +235,6 @@ class _Asked:
             text = f"{type(error).__name__}: {error}"
             return Heard(number=message.number, error=text, is_interrupt=not isinstance(error, Exception))
         return Heard(number=message.number, error=None, is_interrupt=False)
-
-
-def _started() -> tuple[Channel, subprocess.Popen[bytes]]:
-    if not hasattr(os, "memfd_create") or not sys.executable:
-        what = "a Python that can be started" if hasattr(os, "memfd_create") else "Linux"
-        raise InvalidOptionError(f"Options: async_mode='process' needs {what}; use 'thread'")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        process = subprocess.Popen(  # noqa: S603  # of this program
-            [sys.executable, "-m", "cloudckpt._process", str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=_environment(),
-            # Out of the reach of signals that a terminal or a launcher sends to all of a job: the parent decides.
-            start_new_session=True,
-        )
-    except (OSError, ValueError) as error:
-        ours.close()
-        raise LostProcessError(f"could not be started ({error})", may_have_committed=False) from error
-    finally:
-        theirs.close()
-    return Channel(ours), process
-
-
-def _environment() -> dict[str, str]:
-    """For its start: it must find what this process has found, and hold none of its devices."""
-    here = str(Path(__file__).parents[2])
-    paths = [entry or str(Path.cwd()) for entry in sys.path if isinstance(entry, str)]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths if here in paths else [*paths, here]),
-        "PYTHONSAFEPATH": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-
-
-def _how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"ended by itself, with status {code} (what it wrote to stderr says more)"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
 
 
 _hosts: weakref.WeakSet[UploadProcess] = weakref.WeakSet()

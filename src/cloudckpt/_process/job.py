@@ -17,6 +17,7 @@ from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import Ticket
 from cloudckpt._process.contents import SharedMemory, contents_of
 from cloudckpt._process.host import LostProcessError, UploadProcess
+from cloudckpt._process.mapped import file_id_of
 from cloudckpt._process.messages import Reply, Spans, Subject, Task
 from cloudckpt._stage.body import Filled
 from cloudckpt._stage.transforms import WriteTransforms
@@ -83,6 +84,7 @@ class RemoteJob:
             tells_events=context.options.on_event is not None,
             traces=None if timeline is None else timeline.subject[1:],
             log_level=_log.getEffectiveLevel(),
+            snapshot_files=frozenset() if snapshot is None else frozenset(map(file_id_of, snapshot.files)),
         )
         _require_picklable(subject)
         self.ticket: Ticket = self._opened(subject)

@@ -22,6 +22,10 @@ Spans: TypeAlias = list[tuple[Literal["X", "C", "i"], str, int, int, tuple[int, 
 """Of a timeline: kind, name, beginning and length in ns of the monotonic clock, thread, and what else is known."""
 
 
+FileId: TypeAlias = tuple[int, int]
+"""Device and inode."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """The save that all tasks after ``"open"`` are about."""
@@ -37,6 +41,8 @@ class Subject:
     traces: tuple[Verb, str] | None
     """Of the timeline, if there is one."""
     log_level: int
+    snapshot_files: frozenset[FileId]
+    """Where the snapshot lies. Others that were mapped for earlier ones are not needed any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +148,8 @@ class Order:
     begins: array[int]
     ends: array[int]
     """In their file. Nothing of an empty one is looked at."""
+    own_file: int
+    """The file that was made for this order alone; -1 where there is none. The others may come again."""
 
 
 class EventError(Exception):

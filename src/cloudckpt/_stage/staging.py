@@ -64,6 +64,11 @@ class Staging:
                 return None if block.descriptor is None else (block.descriptor, address - begin)
         return None
 
+    @property
+    def files(self) -> list[int]:
+        """The descriptors of the shared memory that it lies in."""
+        return [block.descriptor for _, _, block in self._blocks if block.descriptor is not None]
+
     def expect(
         self, segments: Sequence[tuple[int, int]], tasks: Sequence[range], *, num_tasks: int, sources: Sequence[Any]
     ) -> None:

@@ -8,6 +8,7 @@ from cloudckpt._async import AsyncSave
 from cloudckpt._background.runner import close
 from cloudckpt._enable import disable, enable
 from cloudckpt._saved import SavedMetadata
+from cloudckpt._stage.stager import PinnedStager
 from cloudckpt._version import __version__
 from cloudckpt.api import async_save, load, save
 from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
@@ -88,6 +89,7 @@ __all__ = [
     "ObjectStoreReader",
     "ObjectStoreWriter",
     "Options",
+    "PinnedStager",
     "Preemption",
     "PreemptionReport",
     "RankLostError",

@@ -28,6 +28,7 @@ from tests.wrapped import Call, WrappedStore
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
+from cloudckpt._process.host import upload_process
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.wire import Rule, Seen, Tell, Wire
@@ -114,7 +115,7 @@ class Killer:
     num_seen: int = 0
 
     def __call__(self, event: cloudckpt.Event) -> None:
-        enlist(self.job, event.rank)  # a background process has a process id of its own
+        enlist(self.job, event.rank)  # an upload process begins only with the save
         kill = self.job.kill
         if event.rank != kill.watching_rank or event.name != kill.moment.event:
             return
@@ -131,8 +132,10 @@ def _armed(job: Job) -> Path:
 
 
 def enlist(job: Job, rank: int) -> None:
-    """Leave this process's id, for whoever kills."""
-    (job.scratch / f"{rank}.{os.getpid()}").touch()
+    """Leave the id of the process that saves, for whoever kills."""
+    pid = upload_process().pid if job.kill.how == "process" else os.getpid()
+    assert pid is not None
+    (job.scratch / f"{rank}.{pid}").touch()
 
 
 def kill_victims(job: Job) -> None:
@@ -263,7 +266,7 @@ def die(job: Job) -> None:
     ends = dict(
         re.findall(r"^--- rank (\d+) (raised|did not report \(exit code \S+\))", str(caught.value), re.MULTILINE)
     )
-    # A background process dies, and the rank whose it was lives to tell.
+    # An upload process dies, and the rank whose it was lives to tell.
     killed = frozenset() if kill.how == "process" else kill.victims
     ended = {f"did not report (exit code -{number})" for number in (signal.SIGTERM.value, signal.SIGKILL.value)}
     lives = {"raised"} | (ended if kill.others == "end" else set())

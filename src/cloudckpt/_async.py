@@ -98,11 +98,12 @@ class AsyncSave:
         """
         if self.done() or not self._can_be_cancelled:
             return self.cancelled()
+        tell_others = self._tell_others
         is_certain = self._steering.cancel()
-        if self._tell_others is not None:
-            self._tell_others()
-        if is_certain:
-            return True
+        if tell_others is not None:
+            tell_others()
+        if is_certain or self._steering.is_committing:
+            return is_certain
         wait([self.committed])
         return self.cancelled()
 

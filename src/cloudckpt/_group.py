@@ -176,6 +176,11 @@ class Call:
             self.end(has_left=True)
             raise
 
+    @property
+    def meetings(self) -> Meetings:
+        """Of the ranks that make this call."""
+        return self._company.meetings
+
     def end(self, *, has_left: bool) -> None:
         """After DCP's call. `has_left` where this rank has not come to its end, and the others may be waiting."""
         self._company.meetings.end(has_left=has_left)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
-from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, own_process, read, sign_of, task_of, word_of
+from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, loss_text, read, sign_of, word_of
 from cloudckpt._trace import meeting
 from cloudckpt.errors import RankLostError
 
@@ -25,7 +25,6 @@ _LONGEST_PAUSE_S = 5.0
 _SHORTEST_POLL_S = 0.0005
 _LONGEST_POLL_S = 0.05
 _LONGEST_FAREWELL_S = 2.0
-_MOST_NAMED = 16
 _WORD = "word"
 _GIVEN_UP = "given-up"
 
@@ -49,6 +48,8 @@ class Meetings:
         self.timeout_s = 0.0
         self.is_over = False
         """Whether these ranks have given one another up."""
+        self.on_cancelled: Callable[[tuple[int, ...]], object] | None = None
+        """Told which ranks have cancelled the call that they are in, in a thread of its own, and perhaps repeatedly."""
         self._uri = self._doing = ""
         self._changed = threading.Condition()
         self._own_connection: Any = None
@@ -71,8 +72,7 @@ class Meetings:
         self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
         self._await_farewell()
         # Ranks may load from copies on disks of their own: that all are of one save is checked with their plans.
-        call, task = self._mine.call + 1, task_of(doing, "" if doing == "loading" else uri)
-        self._mine = replace(self._mine, call=call, has_left=False, task=task, process=own_process())
+        self._mine = self._mine.of_next_call(doing, "" if doing == "loading" else uri)
         self._reached_s, self._is_ending, self._is_urgent = time.monotonic(), False, True
         before_s = self._reached_s
         self._thread = threading.Thread(target=self._run, name="cloudckpt-ranks", daemon=True)
@@ -100,6 +100,12 @@ class Meetings:
             if self.rank == 0:
                 self._word = replace(self._word, num_met=goal)
                 self._wake()
+
+    def cancel(self) -> None:
+        """Let all ranks know that this one wants the call to come to nothing: at once where they wait, else soon."""
+        with self._changed:
+            self._mine = replace(self._mine, has_cancelled=True)
+            self._wake()
 
     def explain(self, error: Exception) -> RankLostError:
         """What to raise after a collective failed: found out whose fault it was, within `timeout_s`."""
@@ -215,15 +221,8 @@ class Meetings:
             self._word = replace(self._word, lost_in_call=self._mine.call, lost=lost, why=why)
             self._wake()
         self.is_over = True
-        shown = ", ".join(map(str, lost[:_MOST_NAMED])) + (", …" if len(lost) > _MOST_NAMED else "")
-        who = f"{'rank' if len(lost) == 1 else 'ranks'} {shown} " if lost and lost != (self.rank,) else ""
-        return RankLostError(
-            f"{self._doing} {self._uri} was given up on rank {self.rank}: {who}{why}. Nothing was removed, and a rank "
-            "that was lost may still have committed: see cloudckpt.latest. Where ranks may come later than that, raise "
-            "Options(timeout_s=…)",
-            uri=self._uri,
-            ranks=lost,
-        )
+        text = loss_text(doing=self._doing, uri=self._uri, on_rank=self.rank, lost=lost, why=why)
+        return RankLostError(text, uri=self._uri, ranks=lost)
 
     def _wake(self) -> None:
         self._is_urgent = True
@@ -263,6 +262,10 @@ class Meetings:
                     self._take_in(found)
                     if is_ending:
                         return
+                    cancelled_by = self._passed_on()
+                if cancelled_by and self.on_cancelled is not None:
+                    self.on_cancelled(cancelled_by)
+                with self._changed:
                     poll_s = _SHORTEST_POLL_S if is_urgent else min(_LONGEST_POLL_S, 1.5 * poll_s)
                     self._changed.wait_for(
                         lambda: self._is_urgent, min(poll_s, pause_s) if self._is_waiting else pause_s
@@ -282,8 +285,17 @@ class Meetings:
 
     def _wanted(self) -> list[str]:
         if self.rank == 0:
-            return [str(rank) for rank in range(1, self.num_ranks)] if self._is_waiting else []
+            is_listening = self._is_waiting or self.on_cancelled is not None
+            return [str(rank) for rank in range(1, self.num_ranks)] if is_listening else []
         return [_WORD, "0"] if self._is_waiting or self._mine.beat <= 1 else [_WORD]
+
+    def _passed_on(self) -> tuple[int, ...]:
+        """Who has cancelled this call; rank 0 tells the others."""
+        if self.rank == 0 and self.on_cancelled is not None:
+            word = self._word.with_cancelled(self._mine, self._signs)
+            self._is_urgent |= word != self._word
+            self._word = word
+        return self._word.cancelled_by if self._word.cancelled_in_call == self._mine.call else ()
 
     def _take_in(self, found: dict[str, bytes]) -> None:
         now_s = self._reached_s = time.monotonic()

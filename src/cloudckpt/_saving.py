@@ -62,7 +62,7 @@ def saved(
     is_awaited = not (use_collectives or no_dist) and dist.is_available() and dist.is_initialized()
     try:
         with rare_collections(), company as group:
-            made = entries()
+            made = {} if isinstance(planner, RefusingPlanner) else entries()
             metadata = state_dict_saver.save(
                 {} if is_balanced else made,  # the planner knows it better
                 storage_writer=writer,

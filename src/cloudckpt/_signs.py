@@ -6,9 +6,12 @@ import contextlib
 import functools
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+_MOST_NAMED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +23,34 @@ class Sign:
     """The save or load that it is in, counted from 1."""
     num_met: int = 0
     has_left: bool = False
+    has_cancelled: bool = False
+    """Wants that call to come to nothing."""
     task: str = "-"
     """What it is to do in that call, as `task_of` says: ranks that are to do different things are not waited for."""
     process: str = "-"
 
+    def of_next_call(self, doing: str, uri: str) -> Sign:
+        """As it begins; this rank may go on in another process than it was."""
+        task = task_of(doing, uri)
+        return replace(self, call=self.call + 1, has_left=False, has_cancelled=False, task=task, process=own_process())
+
     def encoded(self) -> str:
-        return f"{self.beat} {self.call} {self.num_met} {int(self.has_left)} {self.task} {self.process}"
+        flags = f"{int(self.has_left)} {int(self.has_cancelled)}"
+        return f"{self.beat} {self.call} {self.num_met} {flags} {self.task} {self.process}"
 
 
 def sign_of(text: bytes) -> Sign:
     *numbers, task, process = text.decode().split()
-    beat, call, num_met, has_left = map(int, numbers)
-    return Sign(beat=beat, call=call, num_met=num_met, has_left=bool(has_left), task=task, process=process)
+    beat, call, num_met, has_left, has_cancelled = map(int, numbers)
+    return Sign(
+        beat=beat,
+        call=call,
+        num_met=num_met,
+        has_left=bool(has_left),
+        has_cancelled=bool(has_cancelled),
+        task=task,
+        process=process,
+    )
 
 
 def task_of(doing: str, uri: str) -> str:
@@ -41,21 +60,54 @@ def task_of(doing: str, uri: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What rank 0 says to all: until where they may go on, and whom it has given up, in which call."""
+    """What rank 0 says to all: until where they may go on, and who was given up or has cancelled, in which call."""
 
     num_met: int = 0
     lost_in_call: int = 0
     why: str = ""
     lost: tuple[int, ...] = ()
+    cancelled_in_call: int = 0
+    cancelled_by: tuple[int, ...] = ()
+
+    def with_cancelled(self, mine: Sign, others: Mapping[int, Sign]) -> Word:
+        """With the ranks that have cancelled the call that rank 0 is in."""
+        signs = {0: mine, **others}
+        ranks = tuple(sorted(rank for rank, sign in signs.items() if sign.has_cancelled and sign.call == mine.call))
+        return replace(self, cancelled_in_call=mine.call, cancelled_by=ranks) if ranks else self
 
     def encoded(self) -> str:
-        return f"{self.num_met} {self.lost_in_call} {','.join(map(str, self.lost)) or '-'} {self.why}"
+        given_up = f"{self.lost_in_call} {_listed(self.lost)}"
+        return f"{self.num_met} {given_up} {self.cancelled_in_call} {_listed(self.cancelled_by)} {self.why}"
 
 
 def word_of(text: bytes) -> Word:
-    num_met, call, lost, why = text.decode().split(" ", 3)
-    ranks = tuple(map(int, lost.split(","))) if lost != "-" else ()
-    return Word(num_met=int(num_met), lost_in_call=int(call), lost=ranks, why=why)
+    num_met, lost_in_call, lost, cancelled_in_call, cancelled_by, why = text.decode().split(" ", 5)
+    return Word(
+        num_met=int(num_met),
+        lost_in_call=int(lost_in_call),
+        lost=_ranks_in(lost),
+        cancelled_in_call=int(cancelled_in_call),
+        cancelled_by=_ranks_in(cancelled_by),
+        why=why,
+    )
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks)) or "-"
+
+
+def _ranks_in(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text != "-" else ()
+
+
+def loss_text(*, doing: str, uri: str, on_rank: int, lost: tuple[int, ...], why: str) -> str:
+    """What a rank says that has given up `lost`, or found itself given up."""
+    shown = ", ".join(map(str, lost[:_MOST_NAMED])) + (", …" if len(lost) > _MOST_NAMED else "")
+    who = f"{'rank' if len(lost) == 1 else 'ranks'} {shown} " if lost and lost != (on_rank,) else ""
+    return (
+        f"{doing} {uri} was given up on rank {on_rank}: {who}{why}. Nothing was removed, and a rank that was lost may "
+        "still have committed: see cloudckpt.latest. Where ranks may come later than that, raise Options(timeout_s=…)"
+    )
 
 
 def own_process() -> str:

@@ -26,6 +26,8 @@ class Steering:
         self._phase: SavePhase = "staging"
         self._cancelled_by: frozenset[int] = frozenset()
         self._is_decided = False
+        self.is_committing = False
+        """Whether this rank makes the commit, and has begun to."""
         self._stop: Callable[[SaveCancelledError], None] | None = None
         self._total_bytes = 0
         self._uploaded_bytes = 0
@@ -71,12 +73,12 @@ class Steering:
                 self._total_bytes = total_bytes
         self.check()
 
-    def consent(self) -> None:
+    def consent(self, *, commits: bool) -> None:
         """Have done this rank's part: it cannot cancel any more. Raise `SaveCancelledError` if it did before."""
         with self._lock:
             self._is_decided = not self._cancelled_by
             if self._is_decided:
-                self._phase = "committing"
+                self._phase, self.is_committing = "committing", commits
         self.check()
 
     def end(self, phase: SavePhase) -> None:

@@ -114,15 +114,16 @@ def async_save(
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     if async_stager is None and isinstance(writer, AsyncStager):
         async_stager = writer
-    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
+    by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
     call = None
-    if not (no_dist or in_process):
+    if not (no_dist or by_torch):
         require_cpu_backend(process_group)
         if use_collectives and isinstance(writer, ObjectStoreWriter):
             call = _begun_in_background(writer, process_group)
         process_group = call.group if call is not None else background_group(process_group)
     with earlier_failure() as earlier:
-        if in_process:
+        if by_torch:
             if earlier is not None:
                 raise earlier
             return begin_in_torchs_process(
@@ -137,6 +138,7 @@ def async_save(
         save_of = functools.partial(
             BackgroundSave,
             writer=writer,
+            in_process=in_process,
             call=call,
             process_group=process_group,
             no_dist=no_dist,
@@ -145,7 +147,7 @@ def async_save(
         if earlier is not None:
             save_of(staging=Adopted.failed(earlier), planner=None).begin(is_overlapped=False)
     try:
-        staging = staged_with(async_stager, entries_of(state_dict), is_shared=False)
+        staging = staged_with(async_stager, entries_of(state_dict), is_shared=in_process)
         is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
         save = save_of(staging=staging, planner=planner)
     except BaseException:

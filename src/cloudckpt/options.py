@@ -74,11 +74,14 @@ class Options:
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store that cannot create-if-absent, and with it lost overwrite protection."""
     async_mode: Literal["thread", "process"] = "thread"
-    """What uploads an async save: a thread of this process. ``"process"`` is not in force yet."""
+    """Where the work of an async save is done: in threads of this process, or, where training needs the interpreter to
+    itself, in a process of its own, which reads the copy in shared memory; plans are still made here."""
     async_in_flight: Literal["wait", "raise"] = "wait"
-    """What an async save does while another one runs: wait for its end. ``"raise"`` is not in force yet."""
+    """What `async_save` does while another one runs: wait for its end, or raise `SaveInFlightError` at once. Each rank
+    judges by its own."""
     async_overlap: bool = False
-    """Whether `async_save` returns while it still copies. Not in force yet: it returns when everything is copied."""
+    """Whether `async_save` returns at once, while it still copies: then nothing of the state dict may change before
+    `AsyncSave.staged` is done. Otherwise it returns when everything is copied."""
     resume: bool = False
     """Take up what a save with this option that was killed left here: of what is still the same, only the parts that
     are missing are sent. A save that fails then removes nothing."""

@@ -181,7 +181,7 @@ class ObjectStoreWriter(StorageWriter):
             if self._snapshot is not None:
                 self._snapshot.completed.result()  # what could not be copied was not sent either
             if not self._is_deciding:
-                self._steering.consent()
+                self._steering.consent(commits=False)
             future.set_result(results)
         except CloudckptError:
             raise
@@ -199,7 +199,7 @@ class ObjectStoreWriter(StorageWriter):
         # Made before the commit: afterwards nothing may fail.
         storage_data = StoredRanges(result.storage_data for of_rank in results for result in of_rank)
         job = self._begun()
-        self._steering.consent()
+        self._steering.consent(commits=True)
         with job.recorder.step("commit"):
             job.commit(metadata, results)
         metadata.version = DCP_VERSION

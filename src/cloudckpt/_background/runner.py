@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -26,8 +26,10 @@ from cloudckpt._async import AsyncSave
 from cloudckpt._background.adopted import Adopted
 from cloudckpt._failures import carried, causes_of, rank_in
 from cloudckpt._group import Call, accompanied
+from cloudckpt._process.host import upload_process
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._saving import RefusingPlanner, saved
+from cloudckpt._stage.pinned import PINNED
 from cloudckpt._stage.stager import PinnedStager
 from cloudckpt._stage.staging import Staging
 from cloudckpt._steering import Steering
@@ -104,7 +106,7 @@ def earlier_failure() -> Iterator[BaseException | None]:
         yield error
     except CheckpointException as raised:
         if error is not None:
-            is_told = str(error) in map(str, causes_of(raised))
+            is_told = raised is error or str(error) in map(str, causes_of(raised))
             keep(previous) if previous is not None and not is_told else _forget(previous)
         raise
 
@@ -133,7 +135,7 @@ def _forget(handle: AsyncSave | None) -> None:
 
 
 def close(timeout: float | None = None) -> None:
-    """Wait for the background save in flight, and free the memory that such saves keep.
+    """Wait for the background save in flight, free the memory that saves keep, and end the upload process.
 
     Raises the failure of the last one if nobody has asked its handle for it, and `TimeoutError`, with nothing freed,
     where it has not ended within `timeout` seconds. Can be called again, and saving goes on to work: it begins anew.
@@ -149,6 +151,8 @@ def close(timeout: float | None = None) -> None:
         _stagers.clear()
     for stager in stagers:
         stager.close()
+    upload_process().close()
+    PINNED.close()
     error = _untold(previous)
     _forget(previous)
     if error is not None:
@@ -194,11 +198,14 @@ class BackgroundSave:
 
     staging: Staging | Adopted | None
     writer: StorageWriter
+    in_process: bool
     planner: SavePlanner | None
     call: Call | None
     process_group: dist.ProcessGroup | None
     no_dist: bool
     use_collectives: bool
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Taken once: by the thread that makes the save, or by who found that it could not begin."""
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
         """Save in a thread of its own; return once all is staged, or at once if that is not to be waited for.
@@ -210,22 +217,25 @@ class BackgroundSave:
         is_ours = isinstance(self.writer, ObjectStoreWriter)
         uri = str(getattr(self.writer, "checkpoint_id", "the checkpoint"))
         steering = Steering(uri, rank=rank_in(self.process_group, no_dist=self.no_dist))
-        handle = AsyncSave(uri, steering=steering if is_ours else None, staging=staging)
+        tell_others = None
+        if self.call is not None:
+            self.call.meetings.on_cancelled = steering.cancel
+            tell_others = self.call.meetings.cancel
+        handle = AsyncSave(uri, steering=steering if is_ours else None, staging=staging, tell_others=tell_others)
         thread = threading.Thread(target=self._run, args=(handle, steering), name="cloudckpt-async", daemon=False)
         keep(handle, thread)
         try:
             thread.start()
-        except BaseException:
-            _forget(handle)
-            if self.call is not None:
-                self.call.end(has_left=True)
-            raise
-        if is_overlapped and not staging.completed.done():
-            return handle
-        try:
+            if is_overlapped and not staging.completed.done():
+                return handle
             wait([staging.completed])
-        except BaseException:
-            handle.cancel()  # nobody gets it who could wait for the save
+        except BaseException:  # nobody gets the handle, so there must be no save
+            if self.turn.acquire(blocking=False):
+                _forget(handle)
+                if self.call is not None:
+                    self.call.end(has_left=True)
+            else:
+                handle.cancel()
             raise
         if staging.completed.exception() is not None and (error := handle.exception()) is not None:
             raise error
@@ -235,6 +245,8 @@ class BackgroundSave:
         staging = self.staging
         assert staging is not None  # noqa: S101  # as above
         outcome: SavedMetadata | BaseException
+        if not self.turn.acquire(blocking=False):
+            return  # whoever started this thread was interrupted, and has seen to it that nobody waits
         try:
             outcome = self._saved(staging, steering)
         except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
@@ -266,6 +278,8 @@ class BackgroundSave:
             planner = RefusingPlanner(portable(error) if isinstance(error, Exception) else error)
         if ours is not None:
             ours.steer(steering, snapshot)
+            if self.in_process:
+                ours.run_in(upload_process(), staging if isinstance(staging, Staging) else None)
         try:
             return saved(
                 lambda: staging.state_dict,
@@ -277,8 +291,11 @@ class BackgroundSave:
                 use_collectives=self.use_collectives,
             )
         finally:
+            if self.call is not None:
+                self.call.meetings.on_cancelled = None
             if ours is not None:
                 ours.steer(None)
+                ours.run_in(None)
 
 
 @contextlib.contextmanager

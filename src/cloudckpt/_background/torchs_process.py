@@ -1,4 +1,4 @@
-"""Saves by torch's own background process."""
+"""Saves by torch's own background process, with writers that are not cloudckpt's."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from cloudckpt._async import AsyncSave
 from cloudckpt._background.adopted import Adopted
 from cloudckpt._background.runner import keep, own_stager
-from cloudckpt._save_planner import BalancedSavePlanner
 from cloudckpt._saving import failed, with_report
-from cloudckpt.writer import ObjectStoreWriter
 
 
 def begin_in_torchs_process(
@@ -32,11 +30,10 @@ def begin_in_torchs_process(
     use_collectives: bool,
 ) -> AsyncSave:
     """Hand the save to torch's ``dcp.async_save`` with its ``PROCESS`` executor."""
-    is_ours = isinstance(writer, ObjectStoreWriter)
     response = state_dict_saver.async_save(
         state_dict,
         storage_writer=writer,
-        planner=BalancedSavePlanner() if planner is None and is_ours else planner,
+        planner=planner,
         process_group=process_group,
         async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         async_stager=async_stager if async_stager is not None else own_stager(is_shared=True),

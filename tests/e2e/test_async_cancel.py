@@ -1,0 +1,270 @@
+"""Background saves of several ranks that are cancelled, or fail, by the doing of one of them: what the others learn."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import Place
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+
+import cloudckpt
+from cloudckpt._background.runner import await_turn
+from cloudckpt.options import MIB
+
+pytestmark = pytest.mark.multirank
+
+WAIT_S = 90.0
+TIMEOUT_S = 16.0  # signs of life, and with them the word of a cancel, come eight times in it
+Mode = Literal["thread", "process"]
+
+
+def values(fill: float) -> dict[str, torch.Tensor]:
+    """Of each rank's own, in several parts."""
+    return {f"own-{dist.get_rank()}": torch.full((12 * MIB // 4,), fill)}
+
+
+def options_of(mode: Mode = "thread", **settings: Any) -> cloudckpt.Options:
+    return cloudckpt.Options(part_bytes=5 * MIB, async_mode=mode, timeout_s=TIMEOUT_S, **settings)
+
+
+class Gate:
+    """Stops this rank's save at its first event of this name, until the test lets it go on."""
+
+    def __init__(self, moment: str) -> None:
+        self._moment = moment
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, event: cloudckpt.Event) -> None:
+        if event.name == self._moment:
+            self.reached.set()
+            assert self.opened.wait(WAIT_S)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Until another thread has come so far, by its own doing."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
+
+
+def assert_ends_cancelled(handle: cloudckpt.AsyncSave, by: tuple[int, ...]) -> None:
+    error = handle.exception(WAIT_S)
+    assert isinstance(error, cloudckpt.SaveCancelledError), error
+    assert isinstance(error, CheckpointException)
+    assert error.ranks == by, error
+    assert handle.cancelled()
+    assert handle.progress.phase == "cancelled"
+
+
+def save_again(root: str) -> None:
+    """Nothing of the cancelled one is in its way, and nobody is told of it."""
+    cloudckpt.async_save(values(2.0), f"{root}/next", options=options_of()).result(WAIT_S)
+    state = values(0.0)
+    cloudckpt.load(state, f"{root}/next")
+    assert_same(state, values(2.0))
+
+
+def cancel_on_one(root: str, canceller: int, moment: str, mode: Mode) -> None:
+    """On each rank: one cancels when its own save is at `moment`; the others go their way."""
+    gate = Gate(moment)
+    if dist.get_rank() != canceller:
+        gate.opened.set()
+    handle = cloudckpt.async_save(values(1.0), f"{root}/cancelled", options=options_of(mode, on_event=gate))
+    if dist.get_rank() == canceller:
+        assert gate.reached.wait(WAIT_S)
+        assert handle.cancel()
+        gate.opened.set()
+    assert_ends_cancelled(handle, (canceller,))
+    save_again(root)
+
+
+def names_at(place: Place) -> set[str]:
+    """Of the checkpoints of which anything is there."""
+    keys = place.keys()
+    return {key.partition("/")[0] for key in keys}
+
+
+def assert_only_the_next_is_there(place: Place) -> None:
+    assert names_at(place) == {"next"}
+    assert place.num_unfinished_uploads() == 0
+
+
+@pytest.mark.parametrize("moment", ["save.set_up", "save.part_uploaded", "save.written"])
+@pytest.mark.parametrize(("num_ranks", "canceller"), [(2, 0), (3, 2)])
+def test_a_rank_cancels_for_all(place: Place, num_ranks: int, canceller: int, moment: str) -> None:
+    """If this fails, a rank that cancels leaves the others with a checkpoint, a hang, or uploads that cost money."""
+    run_ranks(cancel_on_one, place.root, canceller, moment, "thread", world_size=num_ranks)
+    assert_only_the_next_is_there(place)
+
+
+def test_a_rank_cancels_what_another_process_uploads(bucket: Place) -> None:
+    """If this fails, it does so where the uploads are made elsewhere."""
+    run_ranks(cancel_on_one, bucket.root, 1, "save.part_uploaded", "process", world_size=2)
+    assert_only_the_next_is_there(bucket)
+
+
+def cancel_after_its_own_part(root: str) -> None:
+    """On each rank: rank 1 has sent all and cancels, while rank 0 still sends."""
+    gate = Gate("save.object_uploaded")
+    if dist.get_rank() == 1:
+        gate.opened.set()
+    handle = cloudckpt.async_save(values(1.0), f"{root}/cancelled", options=options_of(on_event=gate))
+    if dist.get_rank() == 0:
+        assert gate.reached.wait(WAIT_S)
+        handle._steering.cancelled.result(WAIT_S)  # heard, with no collective
+        gate.opened.set()
+    else:
+        until(lambda: handle.progress.phase == "committing")
+        assert handle.cancel()
+    assert_ends_cancelled(handle, (1,))
+    save_again(root)
+
+
+def test_a_rank_that_has_sent_its_part_can_cancel_too(place: Place) -> None:
+    """If this fails, only the slowest rank can end a save that is stuck."""
+    run_ranks(cancel_after_its_own_part, place.root, world_size=2)
+    assert_only_the_next_is_there(place)
+
+
+def cancel_too_late(root: str) -> None:
+    """On each rank: both cancel when rank 0 has begun to commit."""
+    gate = Gate("save.committing")
+    handle = cloudckpt.async_save(values(1.0), f"{root}/next", options=options_of(on_event=gate))
+    answers: list[bool] = []
+    if dist.get_rank() == 0:
+        assert gate.reached.wait(WAIT_S)
+    dist.barrier()
+    asking = threading.Thread(target=lambda: answers.append(handle.cancel()))
+    asking.start()
+    if dist.get_rank() == 0:
+        asking.join(WAIT_S)
+        assert answers == [False]  # without waiting
+    gate.opened.set()
+    handle.result(WAIT_S)
+    asking.join(WAIT_S)
+    assert answers == [False]
+    state = values(0.0)
+    cloudckpt.load(state, f"{root}/next")
+    assert_same(state, values(1.0))
+
+
+def test_a_commit_that_has_begun_is_cancelled_on_no_rank(place: Place) -> None:
+    """If this fails, a rank believes that a checkpoint is gone which is there, or the other way round."""
+    run_ranks(cancel_too_late, place.root, world_size=2)
+    assert_only_the_next_is_there(place)
+
+
+def saved_by(call: str, uri: str) -> None:
+    if call == "save":
+        cloudckpt.save(values(3.0), uri, options=options_of())
+    else:
+        cloudckpt.async_save(values(3.0), uri, options=options_of()).result(WAIT_S)
+
+
+def one_rank_does_not_ask(root: str, call: str) -> None:
+    """On each rank: a save fails on both; rank 0 asks its handle, and rank 1 does not."""
+    cloudckpt.save(values(1.0), f"{root}/taken", options=options_of())
+    handle = cloudckpt.async_save(values(2.0), f"{root}/taken", options=options_of())
+    if dist.get_rank() == 0:
+        assert handle.exception(WAIT_S) is not None
+    await_turn()
+    begun_s = time.monotonic()
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="whose handle nobody had asked") as caught:
+        saved_by(call, f"{root}/not-made")
+    assert isinstance(caught.value, CheckpointException)
+    assert set(caught.value.failures) == {1}
+    assert time.monotonic() - begun_s < TIMEOUT_S  # it is told, and not found out by waiting
+    dist.barrier()
+    save_again(root)
+
+
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_a_failure_that_one_rank_has_not_seen_is_told_to_all(place: Place, call: str) -> None:
+    """If this fails, a rank waits in vain for one that stumbled over an earlier failure, or a failure is lost."""
+    run_ranks(one_rank_does_not_ask, place.root, call, world_size=2)
+    assert names_at(place) == {"taken", "next"}
+
+
+def nobody_ever_asks(root: str) -> None:
+    """On each rank: rank 0 asks only for its first handle, and rank 1 for none."""
+    cloudckpt.save(values(1.0), f"{root}/taken", options=options_of())
+    handle = cloudckpt.async_save(values(2.0), f"{root}/taken", options=options_of())
+    if dist.get_rank() == 0:
+        handle.exception(WAIT_S)
+    num_failed = 0
+    for number in range(3):
+        await_turn()
+        dist.barrier()
+        try:
+            cloudckpt.async_save(values(3.0), f"{root}/{number}", options=options_of())
+        except CheckpointException:
+            num_failed += 1
+    await_turn()
+    assert num_failed == dist.get_rank()  # once, where it had not been seen
+    cloudckpt.close(WAIT_S)
+
+
+def test_a_failure_does_not_go_back_and_forth_between_ranks(local: Place) -> None:
+    """If this fails, ranks that do not ask their handles raise one old failure in turns, and never save again."""
+    run_ranks(nobody_ever_asks, local.root, world_size=2)
+    assert names_at(local) == {"taken", "1", "2"}
+
+
+class Failing(AsyncStager):
+    """Of a rank whose device is gone."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError("the device is gone")
+
+
+def stage_in_vain_on_one(root: str) -> None:
+    stager = Failing() if dist.get_rank() == 1 else None
+    save = functools.partial(cloudckpt.async_save, values(1.0), f"{root}/not-made", options=options_of())
+    with pytest.raises(CheckpointException, match="the device is gone") as caught:
+        save(async_stager=stager).result(WAIT_S)
+    assert set(caught.value.failures) == {1}
+    save_again(root)
+
+
+def test_a_rank_that_cannot_stage_tells_all(place: Place) -> None:
+    """If this fails, the other ranks wait for one that has nothing to save, and learn only that it is missing."""
+    run_ranks(stage_in_vain_on_one, place.root, world_size=2)
+    assert_only_the_next_is_there(place)
+
+
+def interrupt_while_staging(root: str) -> None:
+    """On each rank: rank 1 is interrupted while it stages; both save again."""
+    if dist.get_rank() == 1:
+
+        class Interrupted(AsyncStager):
+            def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            cloudckpt.async_save(values(1.0), f"{root}/not-made", async_stager=Interrupted(), options=options_of())
+    else:
+        handle = cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options_of())
+        error = handle.exception(WAIT_S)
+        assert isinstance(error, cloudckpt.RankLostError)
+        assert error.ranks == (1,)
+        assert "left before the end" in str(error)
+    save_again(root)
+
+
+def test_an_interrupt_while_a_rank_stages_keeps_nobody_waiting(local: Place) -> None:
+    """If this fails, Ctrl-C on one rank leaves the others in a save that never ends."""
+    run_ranks(interrupt_while_staging, local.root, world_size=2)
+    assert local.manifest_keys() == ["next/manifest.json"]

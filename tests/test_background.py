@@ -1,0 +1,367 @@
+"""Saves in the background on one rank: cancelled in every phase, watched, failed, closed."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.in_memory import Memory
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+
+import cloudckpt
+from cloudckpt import Options
+from cloudckpt.options import KIB, MIB
+
+WAIT_S = 60.0
+SIZE_BYTES = 4 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Each test begins without a save of an earlier one."""
+    yield
+    with contextlib.suppress(CheckpointException):
+        cloudckpt.close(WAIT_S)
+
+
+def state_of(fill: int) -> dict[str, Any]:
+    return {f"w{n}": torch.full((SIZE_BYTES // 4,), fill, dtype=torch.uint8) for n in range(4)}
+
+
+def options_of(**settings: Any) -> Options:
+    return Options(part_bytes=MIB // 2, tile_bytes=64 * KIB, connections=2, **settings)
+
+
+def fill_at(uri: str) -> int:
+    state = state_of(0)
+    cloudckpt.load(state, uri)
+    (fill,) = {int(value) for tensor in state.values() for value in tensor.unique()}
+    return fill
+
+
+class Gate:
+    """A point that a thread comes to, and is let through when the test wants it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT_S)
+
+    def at_event(self, name: str) -> Callable[[cloudckpt.Event], None]:
+        return lambda event: self() if event.name == name else None
+
+
+class ByHand(AsyncStager):
+    """Stages nothing before the test says so."""
+
+    def __init__(self) -> None:
+        self.future: Future[dict[str, Any]] = Future()
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        del state_dict
+        return self.future
+
+
+def assert_cancelled(handle: cloudckpt.AsyncSave, memory: Memory) -> None:
+    """As every cancelled save ends: named, and with nothing left."""
+    error = handle.exception(WAIT_S)
+    assert isinstance(error, cloudckpt.SaveCancelledError)
+    assert isinstance(error, CheckpointException)
+    assert error.ranks == (0,)
+    assert memory.uri() in str(error)
+    assert handle.cancelled()
+    assert handle.progress.phase == "cancelled"
+    assert memory.all_keys() == []
+    assert list(memory.at().inner.list_uploads()) == []
+    assert handle.cancel()
+
+
+def test_a_save_is_cancelled_while_it_is_staged(memory: Memory) -> None:
+    """If this fails, who cancels early gets a checkpoint all the same, or waits for a copy of no use."""
+    stager = ByHand()
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), async_stager=stager)
+    assert handle.progress.phase == "staging"
+    assert handle.cancel()
+    stager.future.set_result(state_of(1))
+    assert_cancelled(handle, memory)
+
+
+@pytest.mark.parametrize("operation", ["list", "create_multipart", "upload_part", "complete_multipart"])
+def test_a_save_is_cancelled_while_a_request_hangs(memory: Memory, operation: str) -> None:
+    """If this fails, a save that hangs at a store cannot be ended, or leaves parts and objects behind."""
+    gate = Gate()
+    memory.at().once_before(operation, "", gate)
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
+    assert gate.reached.wait(WAIT_S)
+    assert handle.progress.phase == ("planning" if operation == "list" else "uploading")
+    num_parts = memory.at().count("upload_part")
+    assert handle.cancel()
+    num_in_flight = memory.at().count("upload_part") - num_parts
+    gate.opened.set()
+    assert_cancelled(handle, memory)
+    assert memory.at().count("upload_part") <= num_parts + num_in_flight + 2  # connections
+    cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)  # which raises nothing of it
+    assert fill_at(memory.uri()) == 2
+
+
+def test_a_save_is_cancelled_when_all_is_written(memory: Memory) -> None:
+    """If this fails, there is a moment before the commit in which `cancel` says yes and the checkpoint appears."""
+    gate = Gate()
+    options = options_of(on_event=gate.at_event("save.written"))
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options)
+    assert gate.reached.wait(WAIT_S)
+    assert handle.cancel()
+    gate.opened.set()
+    assert_cancelled(handle, memory)
+
+
+def test_a_commit_that_has_begun_is_not_cancelled(memory: Memory) -> None:
+    """If this fails, `cancel` says yes and the checkpoint is there, or a commit is torn."""
+    gate = Gate()
+    options = options_of(on_event=gate.at_event("save.committing"))
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options)
+    assert gate.reached.wait(WAIT_S)
+    assert handle.progress.phase == "committing"
+    assert not handle.cancel()
+    gate.opened.set()
+    handle.result(WAIT_S)
+    assert not handle.cancel()
+    assert not handle.cancelled()
+    assert fill_at(memory.uri()) == 1
+
+
+def test_what_is_retried_is_given_up_at_once(memory: Memory) -> None:
+    """If this fails, a cancelled save goes on knocking at a store that does not answer."""
+    refused = threading.Event()
+
+    def note(event: cloudckpt.Event) -> None:
+        if event.name == "retry":
+            refused.set()
+
+    memory.at().fail("upload_part", times=10_000)
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of(on_event=note, retries=10_000))
+    assert refused.wait(WAIT_S)
+    assert handle.cancel()
+    assert_cancelled(handle, memory)
+
+
+def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
+    """If this fails, a job's display shows what is not so."""
+    gate = Gate()
+    options = options_of(on_event=gate.at_event("save.object_uploaded"))
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options)
+    assert gate.reached.wait(WAIT_S)
+    now = handle.progress
+    assert (now.phase, now.staged_bytes) == ("uploading", SIZE_BYTES)
+    assert SIZE_BYTES <= now.uploaded_bytes <= now.total_bytes
+    gate.opened.set()
+    report = handle.result(WAIT_S).report
+    assert report is not None
+    end = handle.progress
+    assert (end.phase, end.staged_bytes) == ("committed", SIZE_BYTES)
+    assert end.uploaded_bytes == end.total_bytes == report.num_bytes
+
+
+def fails(memory: Memory) -> cloudckpt.AsyncSave:
+    """A background save that failed, without anybody knowing."""
+    cloudckpt.save(state_of(1), memory.uri("taken"))
+    handle = cloudckpt.async_save(state_of(2), memory.uri("taken"))
+    cloudckpt._background.runner.await_turn()
+    assert handle.done()
+    return handle
+
+
+@pytest.mark.parametrize("call", [cloudckpt.save, cloudckpt.async_save])
+def test_a_failure_that_nobody_has_seen_is_raised_by_the_next_save(memory: Memory, call: Callable[..., Any]) -> None:
+    """If this fails, a job goes on for days without a checkpoint, and nothing says so."""
+    fails(memory)
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="whose handle nobody had asked") as caught:
+        call(state_of(3), memory.uri("next"))
+    assert isinstance(caught.value, CheckpointException)
+    assert memory.uri("taken") in str(caught.value)
+    assert memory.all_keys("next") == []
+    assert fill_at(memory.uri("taken")) == 1
+    saved = call(state_of(3), memory.uri("next"))  # it is known now
+    if isinstance(saved, cloudckpt.AsyncSave):
+        saved.result(WAIT_S)
+    assert fill_at(memory.uri("next")) == 3
+
+
+@pytest.mark.parametrize("ask", ["result", "exception", "committed"])
+def test_a_failure_that_was_asked_for_is_not_raised_again(memory: Memory, ask: str) -> None:
+    """If this fails, a job that has dealt with a failure loses its next save to it."""
+    handle = fails(memory)
+    with contextlib.suppress(CheckpointException):
+        handle.committed.result() if ask == "committed" else getattr(handle, ask)()
+    cloudckpt.save(state_of(3), memory.uri("next"))
+    cloudckpt.close()
+
+
+def test_close_raises_what_nobody_has_seen_once(memory: Memory) -> None:
+    """If this fails, the failure of the last save of a job is lost."""
+    fails(memory)
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="whose handle nobody had asked"):
+        cloudckpt.close()
+    cloudckpt.close()
+
+
+def test_close_waits_frees_and_can_be_followed_by_another_save(memory: Memory) -> None:
+    """If this fails, a save is cut off, its memory stays, or a job that saves once more cannot."""
+    gate = Gate()
+    memory.at().once_before("upload_part", "", gate)
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
+    stager = cloudckpt._background.runner.own_stager(is_shared=False)
+    assert gate.reached.wait(WAIT_S)
+    with pytest.raises(TimeoutError, match="has not ended within 0"):
+        cloudckpt.close(0)
+    assert not handle.done()
+    gate.opened.set()
+    assert stager.num_bytes >= SIZE_BYTES
+    cloudckpt.close(WAIT_S)
+    assert handle.done()
+    assert stager.num_bytes == 0
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "cloudckpt-async"]
+    cloudckpt.close()
+    cloudckpt.async_save(state_of(2), memory.uri("again")).result(WAIT_S)
+    assert fill_at(memory.uri("again")) == 2
+
+
+def test_a_second_save_is_refused_where_the_option_says_so(memory: Memory) -> None:
+    """If this fails, a loop that would rather skip a checkpoint than wait waits, or the save in flight suffers."""
+    gate = Gate()
+    memory.at("first").once_before("upload_part", "", gate)
+    handle = cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of())
+    assert gate.reached.wait(WAIT_S)
+    with pytest.raises(cloudckpt.SaveInFlightError) as caught:
+        cloudckpt.async_save(state_of(2), memory.uri("second"), options=options_of(async_in_flight="raise"))
+    assert caught.value.uri == memory.uri("first")
+    gate.opened.set()
+    handle.result(WAIT_S)
+    assert fill_at(memory.uri("first")) == 1
+    assert memory.all_keys("second") == []
+
+
+class GatedCopies:
+    """Lets the copying of snapshots go on only when the test wants it, but for its first task."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cloudckpt._stage import copying  # noqa: PLC0415  # it is this test's business alone
+
+        self.gate = Gate()
+        original, first = copying.Task.run, iter([True])
+
+        def run(task: Any) -> None:
+            if not next(first, False):
+                self.gate()
+            original(task)
+
+        monkeypatch.setattr(copying.Task, "run", run)
+
+
+def test_parts_are_sent_while_later_ones_are_copied_and_none_before(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, an upload waits for the whole copy; or sends what lay in the memory before."""
+    cloudckpt.async_save(state_of(1), memory.uri("before")).result(WAIT_S)  # fills the memory with something else
+    copies = GatedCopies(monkeypatch)
+    sent = threading.Event()
+
+    def note(event: cloudckpt.Event) -> None:
+        if event.name == "save.part_uploaded":
+            sent.set()
+
+    options = options_of(async_overlap=True, on_event=note)
+    handle = cloudckpt.async_save(state_of(2), memory.uri(), options=options)
+    assert sent.wait(WAIT_S)
+    assert not handle.staged.done()
+    assert 0 < handle.progress.staged_bytes < SIZE_BYTES
+    assert memory.at().num_bytes("upload_part") <= handle.progress.staged_bytes + 64 * KIB  # the header
+    copies.gate.opened.set()
+    handle.staged.result(WAIT_S)
+    handle.result(WAIT_S)
+    assert fill_at(memory.uri()) == 2
+
+
+def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, memory that was never filled is committed, or only a log knows."""
+    from cloudckpt._stage import copying  # noqa: PLC0415
+
+    gate = Gate()
+    gate.opened.set()
+
+    def run(_task: Any) -> None:
+        gate()
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(copying.Task, "run", run)
+    with pytest.raises(CheckpointException, match="the device is gone"):
+        cloudckpt.async_save(state_of(1), memory.uri())
+    gate.opened.clear()
+    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of(async_overlap=True))
+    gate.opened.set()
+    assert "the device is gone" in str(handle.exception(WAIT_S))
+    assert handle.staged.exception(WAIT_S) is not None
+    assert memory.all_keys() == []
+    monkeypatch.undo()
+    cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
+    assert fill_at(memory.uri()) == 2
+
+
+def test_an_interrupt_while_it_is_staged_leaves_no_save_behind(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, Ctrl-C leaves a save that nobody has a handle of, or the next one hangs."""
+    copies = GatedCopies(monkeypatch)
+
+    def interrupt() -> None:
+        assert copies.gate.reached.wait(WAIT_S)
+        _thread.interrupt_main()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
+    thread.join(WAIT_S)
+    copies.gate.opened.set()
+    cloudckpt.async_save(state_of(2), memory.uri("next")).result(WAIT_S)
+    assert fill_at(memory.uri("next")) == 2
+    assert memory.all_keys() == []
+
+
+SCRIPT = """
+import sys, torch, cloudckpt
+uri, how = sys.argv[1:]
+state = {"w": torch.full((3 << 20,), 7, dtype=torch.uint8)}
+if how == "fails":
+    cloudckpt.save(state, uri)
+cloudckpt.async_save(state, uri)
+if how == "raises":
+    raise ValueError("of the script's own")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raises", "fails"])
+def test_a_script_that_just_ends_loses_nothing(tmp_path: Path, how: str) -> None:
+    """If this fails, the last checkpoint of a job is missing, and nothing says so."""
+    uri = str(tmp_path / "c")
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, uri, how]
+    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=WAIT_S)
+    state = {"w": torch.zeros(3 << 20, dtype=torch.uint8)}
+    cloudckpt.load(state, uri)
+    assert bool((state["w"] == 7).all())
+    assert ("of the script's own" in found.stderr) == (how == "raises")
+    assert ("whose handle nobody had asked" in found.stderr) == (how == "fails"), found.stderr
+    if how == "fails":
+        assert uri in found.stderr
+        assert "rank 0" in found.stderr

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stage.samples import DTYPES, bytes_for, tensor_of, views
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from cloudckpt._stage.items import UnsupportedValueError
@@ -274,6 +277,48 @@ def test_what_cannot_be_copied_is_named(stager: PinnedStager) -> None:
     with pytest.raises(UnsupportedValueError, match="RecursionError"):
         stager.begin({"loop": loop})
     assert torch.equal(copied(stager, {"w": torch.ones(3)})["w"], torch.ones(3))
+
+
+def test_sharded_tensors_are_copied_shard_by_shard(stager: PinnedStager) -> None:
+    """If this fails, the state of FSDP1 cannot be saved in the background, or changes while it is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        local = torch.randn(4, 5)
+        shard = LocalShard(local, ShardMetadata([0, 0], [4, 5], "rank:0/cpu"))
+        tensor = init_from_local_shards([shard], 4, 5)
+        staged = copied(stager, {"w": tensor, "in": [tensor]})
+        before = local.clone()
+        local.zero_()
+        for each in (staged["w"], staged["in"][0]):
+            assert type(each) is type(tensor)
+            assert each.metadata().shards_metadata[0].shard_sizes == [4, 5]
+            assert torch.equal(each.local_shards()[0].tensor, before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_that_lie_at_odd_addresses_are_copied(stager: PinnedStager) -> None:
+    """If this fails, tensors over bytes of the user's own, such as a file's, are saved shifted."""
+    content = bytearray(bytes_for(4001, torch.uint8))
+    crooked = torch.frombuffer(content, dtype=torch.float32, count=999, offset=1)
+    straight = torch.frombuffer(content, dtype=torch.uint8)
+    staged = copied(stager, {"crooked": crooked, "straight": straight, "also": crooked[::2]})
+    assert staged["straight"].numpy().tobytes() == bytes(content)
+    assert staged["crooked"].numpy().tobytes() == bytes(content[1:3997])
+    assert staged["also"].contiguous().numpy().tobytes() == crooked.numpy()[::2].tobytes()
+
+
+def test_a_tensor_that_cannot_be_copied_is_named(stager: PinnedStager, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, one odd tensor of thousands has to be found by trying."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such device")
+
+    state = {"m": {"good": torch.ones(2), "bad": torch.eye(3).to_sparse()}}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", refuse)
+        with pytest.raises(UnsupportedValueError, match=r"'m\.bad'.*RuntimeError: no such device"):
+            stager.begin(state)
 
 
 def test_an_empty_state_dict_is_complete(stager: PinnedStager) -> None:

@@ -56,11 +56,13 @@ def lay_out(tensors: Sequence[torch.Tensor], pool: Pool, *, reuse_lent: bool) ->
     slots: list[int] = []
     known: dict[int, int] = {}
     for view, hull in enumerate(hulls.segment_of):
-        slot = known.get(hull, -1) if hull >= 0 else -1
+        # torch reads a tensor at an odd address where it is, but has none that lies so in memory of ours.
+        is_alone = hull < 0 or begins[view] % tensors[view].itemsize
+        slot = -1 if is_alone else known.get(hull, -1)
         if slot < 0:
             slot = len(wanted)
             firsts.append(view)
-            if hull < 0:
+            if is_alone:
                 wanted.append((0, own_bytes[view]))
             else:
                 known[hull] = slot

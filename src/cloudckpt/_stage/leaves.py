@@ -40,9 +40,9 @@ class Leaves:
         try:
             with torch.no_grad():
                 self._take(state_dict, self._root, 0)
-        except (Exception, RecursionError) as error:
-            if isinstance(error, UnsupportedValueError):
-                raise
+        except (UnsupportedValueError, MemoryError):
+            raise
+        except Exception as error:
             name = ".".join(reversed(self._path[:-1]))
             raise UnsupportedValueError(
                 f"cannot copy {name!r} for a save in the background: {type(error).__name__}: {error}. Take it out of "
@@ -64,8 +64,10 @@ class Leaves:
     def _take(self, value: Any, container: Any, key: Any) -> None:
         """Put a copy of `value` at `key` of `container`, now or when its tensors are there."""
         kind = type(value)
-        if kind in PLAIN_TENSORS:
-            self._take_tensor(value, container, key)
+        if kind in PLAIN_TENSORS and _is_memory(value):
+            container[key] = None
+            self.tensors.append(value)
+            self._places.append((container, key))
         elif kind in _UNCHANGING:
             container[key] = value
         else:
@@ -76,7 +78,9 @@ class Leaves:
                 raise
 
     def _take_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
-        if isinstance(value, Mapping):
+        if kind in PLAIN_TENSORS:
+            container[key] = _odd_copy(value)
+        elif isinstance(value, Mapping):
             items: Any = OrderedDict() if kind is OrderedDict else {}
             container[key] = items
             for name, item in value.items():
@@ -111,25 +115,6 @@ class Leaves:
             container[key] = make()
 
         self._finishers.append(finish)
-
-    def _take_tensor(self, tensor: torch.Tensor, container: Any, key: Any) -> None:
-        if tensor.is_cpu or tensor.is_cuda:
-            if (
-                tensor.layout is torch.strided
-                and not tensor.is_quantized
-                and not tensor.is_nested
-                and tensor.data_ptr()
-                and tensor.numel()
-            ):
-                container[key] = None
-                self.tensors.append(tensor)
-                self._places.append((container, key))
-                return
-            container[key] = _odd_copy(tensor)
-        elif tensor.is_meta:
-            container[key] = tensor.detach()  # it has nothing that could change
-        else:
-            container[key] = tensor.detach().to("cpu", copy=True)
 
     def _take_sharded(self, tensor: ShardedTensor, container: Any, key: Any) -> None:
         """On the CPU, sharing nothing."""
@@ -172,12 +157,27 @@ class Leaves:
         return staged[""]
 
 
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is some memory, seen with strides, of a device that there are copies from."""
+    return bool(
+        (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and tensor.numel()
+        and tensor.data_ptr()
+    )
+
+
 def _odd_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor that is no memory with strides, or has none."""
+    """Of a tensor that is no such memory, on the CPU."""
     tensor = tensor.detach()
-    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=_PLACEHOLDERS[tensor.itemsize])
-        if tensor.numel():  # its memory was freed: so is that of the copy, and the save says so
-            copied.untyped_storage().resize_(0)
-        return copied.view(tensor.dtype)
-    return tensor.to("cpu", copy=True)
+    if tensor.is_meta:
+        return tensor  # it has nothing that could change
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not (is_dense and (tensor.is_cpu or tensor.is_cuda)):
+        return tensor.to("cpu", copy=True)
+    copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=_PLACEHOLDERS[tensor.itemsize])
+    if tensor.numel():  # its memory was freed: so is that of the copy, and the save says so
+        copied.untyped_storage().resize_(0)
+    return copied.view(tensor.dtype)

@@ -20,9 +20,9 @@ from cloudckpt._pipeline.sizes import part_bytes_of
 from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
 from cloudckpt._stage.body import Filled, PieceBody, piece_of, side_streams
-from cloudckpt._stage.items import StagedItem, estimated_bytes, known_tensors_of, staged
+from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
 from cloudckpt._stage.pinned import new_arena
-from cloudckpt._stage.ties import planned_ties, staged_ties
+from cloudckpt._stage.ties import staged_ties, ties_by_planner
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._transfer.resume import find_leftovers
 from cloudckpt._transfer.upload import UploadSession
@@ -63,7 +63,7 @@ def write_items(
     # Where objects are written through a stream, a process that was thought dead could still be writing to them.
     earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
     leftovers = find_leftovers(context.store, context.retrier, earlier)
-    ties = {} if transforms else planned_ties(items, known_tensors_of(planner))
+    ties = {} if transforms else ties_by_planner(items, planner)
     sizes_bytes = [0 if i in ties else estimated_bytes(item) for i, item in enumerate(items)]
     num_bytes = sum(sizes_bytes)
     placed: list[Callable[..., ItemReceipts]] = []

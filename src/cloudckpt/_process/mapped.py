@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,15 @@ class MappedPlanner(DefaultSavePlanner):
         order = self._order
         rows = zip(order.fqns, order.form_numbers, order.hints, strict=True)
         return [_item(order.forms[form], fqn, hint, row) for row, (fqn, form, hint) in enumerate(rows)]
+
+    def place_of(self, item: WriteItem) -> Hashable | None:
+        """See `cloudckpt._stage.ties.KnowsPlaces`."""
+        assert isinstance(item, OrderedItem)  # noqa: S101  # it made them
+        order, row = self._order, item.row
+        form, begin, end = order.forms[order.form_numbers[row]], order.begins[row], order.ends[row]
+        if form.dtype is None or begin == end:
+            return None
+        return order.file_numbers[row], begin, end, form.offset, form.dtype, form.shape, form.strides
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         assert isinstance(write_item, OrderedItem)  # noqa: S101  # it made them

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._flat import PLAIN_TENSORS
-from cloudckpt._stage.items import StagedItem
+from cloudckpt._stage.items import StagedItem, known_tensors_of
 from cloudckpt._stage.tensors import is_viewable
+
+
+@runtime_checkable
+class KnowsPlaces(Protocol):
+    """A planner that can tell which of its items are of one memory, before it resolves them."""
+
+    def place_of(self, item: WriteItem) -> Hashable | None:
+        """Equal for items of one memory, dtype, shape and strides; None for what is like no other."""
+
+
+def ties_by_planner(items: Sequence[WriteItem], planner: SavePlanner) -> dict[int, int]:
+    """As `planned_ties`, by what `planner` knows of them; nothing seems tied where it is one with a way of its own."""
+    if not isinstance(planner, KnowsPlaces):
+        return planned_ties(items, known_tensors_of(planner))
+    first_of: dict[Hashable, int] = {}
+    leaders: dict[int, int] = {}
+    for position, item in enumerate(items):
+        place = planner.place_of(item)
+        if place is not None and first_of.setdefault(place, position) != position:
+            leaders[position] = first_of[place]
+    return leaders
 
 
 def planned_ties(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[int, int]:

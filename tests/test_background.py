@@ -179,7 +179,7 @@ def fails(memory: Memory) -> cloudckpt.AsyncSave:
     """A background save that failed, without anybody knowing."""
     cloudckpt.save(state_of(1), memory.uri("taken"))
     handle = cloudckpt.async_save(state_of(2), memory.uri("taken"))
-    cloudckpt._background.runner.await_turn()
+    cloudckpt._background.in_flight.await_turn()
     assert handle.done()
     return handle
 
@@ -223,7 +223,7 @@ def test_close_waits_frees_and_can_be_followed_by_another_save(memory: Memory) -
     gate = Gate()
     memory.at().once_before("upload_part", "", gate)
     handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
-    stager = cloudckpt._background.runner.own_stager(is_shared=False)
+    stager = cloudckpt._background.in_flight.own_stager(is_shared=False)
     assert gate.reached.wait(WAIT_S)
     with pytest.raises(TimeoutError, match="has not ended within 0"):
         cloudckpt.close(0)

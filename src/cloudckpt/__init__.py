@@ -5,7 +5,7 @@
 
 from cloudckpt import errors
 from cloudckpt._async import AsyncSave
-from cloudckpt._background.runner import close
+from cloudckpt._background.in_flight import close
 from cloudckpt._enable import disable, enable
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._stage.stager import PinnedStager

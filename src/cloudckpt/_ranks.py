@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from cloudckpt._signs import Sign, Word, connection_of_its_own, has_ended, loss_text, read, sign_of, word_of
+from cloudckpt._signs import Sign, Word, has_ended, loss_text, opened_anew, read, sign_of, word_of
 from cloudckpt._trace import meeting
 from cloudckpt.errors import RankLostError
 
@@ -48,8 +46,7 @@ class Meetings:
         self.timeout_s = 0.0
         self.is_over = False
         """Whether these ranks have given one another up."""
-        self.on_cancelled: Callable[[tuple[int, ...]], object] | None = None
-        """Told which ranks have cancelled the call that they are in, in a thread of its own, and perhaps repeatedly."""
+        self.on_cancelled: Callable[[tuple[int, ...]], object] | None = None  # told by whom, perhaps repeatedly
         self._uri = self._doing = ""
         self._changed = threading.Condition()
         self._own_connection: Any = None
@@ -265,28 +262,22 @@ class Meetings:
                     cancelled_by = self._passed_on()
                 if cancelled_by and self.on_cancelled is not None:
                     self.on_cancelled(cancelled_by)
+                poll_s = _SHORTEST_POLL_S if is_urgent else min(_LONGEST_POLL_S, 1.5 * poll_s)
                 with self._changed:
-                    poll_s = _SHORTEST_POLL_S if is_urgent else min(_LONGEST_POLL_S, 1.5 * poll_s)
-                    self._changed.wait_for(
-                        lambda: self._is_urgent, min(poll_s, pause_s) if self._is_waiting else pause_s
-                    )
+                    wait_s = min(poll_s, pause_s) if self._is_waiting else pause_s
+                    self._changed.wait_for(lambda: self._is_urgent, wait_s)
         except Exception as error:  # noqa: BLE001  # whoever waits must learn of it
             with self._changed:
                 self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._changed.notify_all()
 
     def _opened(self) -> Any:
-        """A connection to keys that no earlier meetings have used: a store outlives groups that are made anew on it."""
-        connection = connection_of_its_own(self.store)
-        generation = str(connection.add(f"generation-{self.rank}", 1))  # each rank counts its own
-        prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # the stubs leave it out
-        self.store = prefixed(generation, self.store)
-        return prefixed(generation, connection)
+        self.store, connection = opened_anew(self.store, self.rank)
+        return connection
 
     def _wanted(self) -> list[str]:
         if self.rank == 0:
-            is_listening = self._is_waiting or self.on_cancelled is not None
-            return [str(rank) for rank in range(1, self.num_ranks)] if is_listening else []
+            return [str(rank) for rank in range(1, self.num_ranks)] if self._is_waiting or self.on_cancelled else []
         return [_WORD, "0"] if self._is_waiting or self._mine.beat <= 1 else [_WORD]
 
     def _passed_on(self) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 _MOST_NAMED = 16
 
 
@@ -157,7 +159,17 @@ def read(store: Any, keys: list[str], known: set[str]) -> dict[str, bytes]:
     return {key: store.get(key) for key in there}
 
 
-def connection_of_its_own(store: Any) -> Any:
+def opened_anew(store: Any, rank: int) -> tuple[Any, Any]:
+    """`store` under keys that no earlier meetings have used (it outlives groups that are made anew on it), and a
+    connection of its own to them.
+    """
+    connection = _connection_of_its_own(store)
+    generation = str(connection.add(f"generation-{rank}", 1))  # each rank counts its own
+    prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]  # the stubs leave it out
+    return prefixed(generation, store), prefixed(generation, connection)
+
+
+def _connection_of_its_own(store: Any) -> Any:
     # Calls over one connection wait for each other, and training may be using it.
     with contextlib.suppress(AttributeError):
         return store.clone()

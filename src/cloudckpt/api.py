@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from cloudckpt._async import AsyncSave
 from cloudckpt._background.adopted import Adopted
 from cloudckpt._background.groups import background_group, require_cpu_backend
-from cloudckpt._background.runner import BackgroundSave, await_turn, earlier_failure, staged_with
+from cloudckpt._background.in_flight import await_turn, earlier_failure
+from cloudckpt._background.runner import BackgroundSave, staged_with
 from cloudckpt._background.torchs_process import begin_in_torchs_process
 from cloudckpt._collecting import rare_collections
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt._async import AsyncSave
-from cloudckpt._background.runner import latest
+from cloudckpt._background.in_flight import latest
 from cloudckpt._group import exists
 from cloudckpt._saving import last_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
-from cloudckpt._background.runner import await_turn
+from cloudckpt._background.in_flight import await_turn
 from cloudckpt.options import MIB
 
 pytestmark = pytest.mark.multirank

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt._async import AsyncSave
 from cloudckpt._background.adopted import Adopted
-from cloudckpt._background.runner import keep, own_stager
+from cloudckpt._background.in_flight import keep, own_stager
 from cloudckpt._saving import failed, with_report
 
 

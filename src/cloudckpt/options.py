@@ -88,12 +88,14 @@ class Options:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own JSON values, kept in the manifest."""
     on_event: Callable[[Event], None] | None = None
-    """Called at each step, in the thread that made it. Must be quick, and picklable for async saves by process."""
+    """Called at each step, always in this process, and by the thread that made the step or one that waits for it. Must
+    be quick."""
     trace: str | os.PathLike[str] | None = None
     """A local file for a timeline, which Perfetto and chrome://tracing open; the next save or load replaces it.
     ``{rank}`` and ``{verb}`` are filled in; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on."""
     wrap_store: Callable[[Store], Store] | None = None
-    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls."""
+    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls. Picklable for
+    async saves by process, in which it is called there."""
 
     def __post_init__(self) -> None:
         # A value of the wrong type cannot be compared with a bound, so types come first.

@@ -28,11 +28,13 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: BaseException | None = None) -> None:
         self.permits = threading.Semaphore(0)
         self.threads: set[str] = set()
+        self.entered = threading.Event()
         self._error = error
         self._run = copying.Task.run
         monkeypatch.setattr(copying.Task, "run", lambda task: self._pass(task))  # noqa: PLW0108  # a function, which binds the task
 
     def _pass(self, task: copying.Task) -> None:
+        self.entered.set()
         assert self.permits.acquire(timeout=WAIT_S)
         self.threads.add(threading.current_thread().name)
         if self._error is not None:
@@ -163,7 +165,32 @@ def test_an_interrupted_begin_still_comes_to_an_end(monkeypatch: pytest.MonkeyPa
         patched.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stager.begin({"w": torch.arange(8 * MIB)})
+    assert stager._last is not None
+    assert isinstance(stager._last.completed.exception(WAIT_S), KeyboardInterrupt)
+    assert stager._last.copied_bytes == 0
     stager.begin({"w": torch.arange(8 * MIB)}).completed.result(WAIT_S)
+    stager.close()
+
+
+def test_an_interrupted_begin_ends_after_the_threads_that_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, memory is used for the next snapshot while a thread still copies the last one into it."""
+    gate = Gate(monkeypatch)
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        assert gate.entered.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    stager = PinnedStager(num_threads=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            stager.begin({"w": torch.arange(8 * MIB)})
+    assert stager._last is not None
+    assert not stager._last.completed.done()
+    gate.permits.release(100)
+    assert isinstance(stager._last.completed.exception(WAIT_S), KeyboardInterrupt)
     stager.close()
 
 

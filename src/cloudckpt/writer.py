@@ -23,7 +23,7 @@ from cloudckpt._process.host import UploadProcess
 from cloudckpt._process.job import RemoteJob
 from cloudckpt._process.job import Snapshot as SharedSnapshot
 from cloudckpt._stage.body import Filled
-from cloudckpt._stage.items import estimated_bytes
+from cloudckpt._stage.ties import estimated_total_bytes
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._steering import Steering
 from cloudckpt._trace import new_recorder, now_ns
@@ -175,11 +175,15 @@ class ObjectStoreWriter(StorageWriter):
         try:
             job = self._begun()
             job.recorder.span("plan", self._begun_ns)
-            self._steering.enter("uploading", total_bytes=sum(map(estimated_bytes, plan.items)))
+            self._steering.enter("uploading", total_bytes=estimated_total_bytes(plan.items, planner))
+            filled = self._snapshot
+            if filled is not None and filled.completed.done():
+                filled.completed.result()
+                filled = None  # it need not be asked about each tensor
             with job.recorder.step("write"), self._steering.heeded(job.stop):
-                results = job.write(plan, planner, filled=self._snapshot, on_sent=self._steering.count_uploaded)
-            if self._snapshot is not None:
-                self._snapshot.completed.result()  # what could not be copied was not sent either
+                results = job.write(plan, planner, filled=filled, on_sent=self._steering.count_uploaded)
+            if filled is not None:
+                filled.completed.result()  # what could not be copied was not sent either
             if not self._is_deciding:
                 self._steering.consent(commits=False)
             future.set_result(results)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._flat import PLAIN_TENSORS
-from cloudckpt._stage.items import StagedItem, known_tensors_of
+from cloudckpt._stage.items import StagedItem, estimated_bytes, known_tensors_of
 from cloudckpt._stage.tensors import is_viewable
 
 
@@ -33,6 +33,12 @@ def ties_by_planner(items: Sequence[WriteItem], planner: SavePlanner) -> dict[in
         if place is not None and first_of.setdefault(place, position) != position:
             leaders[position] = first_of[place]
     return leaders
+
+
+def estimated_total_bytes(items: Sequence[WriteItem], planner: SavePlanner) -> int:
+    """About how much `items` will take, by their plan: each memory once."""
+    ties = ties_by_planner(items, planner)
+    return sum(estimated_bytes(item) for position, item in enumerate(items) if position not in ties)
 
 
 def planned_ties(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[int, int]:

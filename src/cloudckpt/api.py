@@ -103,11 +103,16 @@ def async_save(
 ) -> AsyncSave:
     """Like `save`, in the background: returns once `state_dict` is copied, so that training may go on.
 
-    The save's collectives run on a gloo group of their own, so they cannot get mixed up with training's. A save that
-    is still running is waited for first. What goes wrong is raised by the handle's `AsyncSave.result`.
+    `Options.async_overlap` returns before that, and `Options.async_mode` moves the work to a process of its own, as
+    ``AsyncCheckpointerType.PROCESS`` does. The copy lies in memory that is kept for the next one, until
+    `cloudckpt.close`. The save's collectives run on a gloo group of their own, so they cannot get mixed up with
+    training's. A save that is still running is waited for first, or refused (`Options.async_in_flight`). What goes
+    wrong is raised by the handle's `AsyncSave.result`; if nobody asks it, by the next save, on all ranks. Where the
+    script just ends, the save is still completed.
 
-    Raises torch's ``AssertionError`` where the process group has no CPU backend, and `RankLostError` where it is the
-    first one and not all ranks come.
+    Raises `SaveInFlightError`, torch's ``AssertionError`` where the process group has no CPU backend, and
+    `RankLostError` where it is the first one and not all ranks come; ``CheckpointException`` where `state_dict` could
+    not be copied on this rank.
     """
     # Before anything else: the save in flight may be one of the same writer.
     chosen = storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else options or Options()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import re
 import resource
 import threading
@@ -27,7 +28,7 @@ class Usage:
 
     wall_s: float
     cpu_s: float
-    """User and system seconds of the process, its threads and its finished children."""
+    """User and system seconds of the process, its threads and its children."""
     extra_peak_bytes: int | None
     """Highest resident memory while it ran, less that before it; None where the system does not tell."""
     peak_method: PeakMethod
@@ -56,9 +57,21 @@ def measured(operation: Callable[[], Result]) -> tuple[Usage, Result]:
 
 
 def cpu_seconds() -> float:
-    """User and system seconds that this process, its threads and its finished children have used."""
+    """User and system seconds that this process, its threads and its children have used."""
     usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + _cpu_s_of_running_children()
+
+
+def _cpu_s_of_running_children() -> float:
+    """Of those that the system's other count begins with when they have ended; 0 where there is no `/proc`."""
+    ticks = 0
+    for children in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):  # a thread or a child that has ended meanwhile
+            for pid in children.read_text().split():
+                # proc_pid_stat(5): utime and stime are fields 14 and 15; what is in front of them may hold blanks.
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class PeakWatch(Protocol):

@@ -35,6 +35,10 @@ class Outcome:
     """Of a training loop beside the save."""
     steps_per_s_alone: float | None = None
     """Of the same loop without it."""
+    waiting_share: float | None = None
+    """Of the loop's time beside the save, what it waited for Python's lock."""
+    copy_s: float | None = None
+    """One copy of the same bytes into memory that is in use already, just before and after: the mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

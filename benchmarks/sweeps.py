@@ -216,7 +216,7 @@ _BACKGROUND = Sweep(
     about="What saves in the background cost training: how long it waits, and how much slower it goes meanwhile.",
     repetitions=3,
     cells=(
-        Cell(payload=SIXTY_FOUR, verbs=("async_blocking",), systems=(*IN_THE_BACKGROUND, "limit")),
+        Cell(payload=SIXTY_FOUR, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
         Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=IN_THE_BACKGROUND),
     ),
 )

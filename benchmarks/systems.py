@@ -75,6 +75,7 @@ class System(abc.ABC):
             blocking_s=begun[0].blocking_s,
             steps_per_s=speeds.steps_per_s,
             steps_per_s_alone=speeds.steps_per_s_alone,
+            waiting_share=speeds.waiting_share,
         )
 
 

@@ -49,6 +49,8 @@ class Window:
     num_steps: int
     seconds: float
     """Without those in which its core was somebody else's."""
+    waiting_s: float
+    """Of them, those in which it could not run: for Python's lock, which another thread had."""
 
     @property
     def steps_per_s(self) -> float:
@@ -61,6 +63,8 @@ class Compared:
 
     steps_per_s: float
     steps_per_s_alone: float
+    waiting_share: float
+    """Of the loop's time beside the upload, what it waited for Python's lock."""
 
 
 @dataclass(slots=True)
@@ -115,18 +119,21 @@ def compared(begin: Callable[[], Callable[[], bool]]) -> Compared:
     return Compared(
         steps_per_s=beside.steps_per_s,
         steps_per_s_alone=sum(one.num_steps for one in alone) / sum(one.seconds for one in alone),
+        waiting_share=beside.waiting_s / beside.seconds,
     )
 
 
 def _window(loop: Loop, cores: Cores, is_over: Callable[[], bool]) -> Window:
     _pin(cores, loop_runs=True)
     num_steps = 0
-    waited_before_s, started_s = _waited_for_core_s(), time.perf_counter()
+    (ran_before_s, queued_before_s), started_s = _scheduled_s(), time.perf_counter()
     while not is_over():
         loop.step()
         num_steps += 1
-    seconds = time.perf_counter() - started_s - (_waited_for_core_s() - waited_before_s)
-    return Window(num_steps=max(num_steps, 1), seconds=seconds)
+    wall_s = time.perf_counter() - started_s
+    ran_s, queued_s = _scheduled_s()
+    seconds = wall_s - (queued_s - queued_before_s)
+    return Window(num_steps=max(num_steps, 1), seconds=seconds, waiting_s=max(0.0, seconds - (ran_s - ran_before_s)))
 
 
 def _for_s(seconds: float) -> Callable[[], bool]:
@@ -134,11 +141,12 @@ def _for_s(seconds: float) -> Callable[[], bool]:
     return lambda: time.perf_counter() >= end_s
 
 
-def _waited_for_core_s() -> float:
-    """How long this thread could have run so far but its core was taken (Linux's schedstat)."""
+def _scheduled_s() -> tuple[float, float]:
+    """How long this thread has run so far, and how long it could have, but its core was taken (Linux's schedstat)."""
     with contextlib.suppress(OSError, ValueError):
-        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
-    return 0.0
+        ran, queued, _ = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()
+        return int(ran) / 1e9, int(queued) / 1e9
+    return time.thread_time(), 0.0
 
 
 def _pin(cores: Cores, *, loop_runs: bool) -> None:

@@ -126,6 +126,8 @@ def _sample(of_ranks: Sequence[Measured], repetition: int, *, num_bytes_sent: in
         blocking_s=max(blocked, default=None),
         steps_per_s=min(_said(of_ranks, "steps_per_s"), default=None),
         steps_per_s_alone=min(_said(of_ranks, "steps_per_s_alone"), default=None),
+        waiting_share=max(_said(of_ranks, "waiting_share"), default=None),
+        copy_s=max(_said(of_ranks, "copy_s"), default=None),
     )
 
 

@@ -13,14 +13,17 @@ import json
 import os
 import platform
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from benchmarks.measure import measured
 from benchmarks.outcomes import Outcome, Settings
@@ -30,6 +33,7 @@ from benchmarks.sweeps import NUM_PARTS_OF_A_SHARD, Verb
 from benchmarks.systems import System, system_named
 
 _PART = 3
+_SCRATCH_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class Worker:
         self._state: State | None = None
         self._mesh = self._join_group() if spec.num_ranks > 1 else None
         self._layout = contextlib.ExitStack()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def versions(self) -> dict[str, str]:
         return {
@@ -107,8 +112,30 @@ class Worker:
         }
         if self._mesh is not None:
             dist.barrier()
+        copies_s = [self._copy_s()] if verb == "async_blocking" else []
         usage, outcome = measured(operations[verb])
+        if copies_s:
+            outcome = dataclasses.replace(outcome, copy_s=(copies_s[0] + self._copy_s()) / 2)
         return {"usage": dataclasses.asdict(usage), "outcome": dataclasses.asdict(outcome)}
+
+    def _copy_s(self) -> float:
+        """How long one plain copy of all tensors takes, into memory that is in use already and no cache holds."""
+        sources = [value.to_local() if isinstance(value, DTensor) else value for value in self._tensors]
+        most_bytes = max(source.nbytes for source in sources)
+        if self._scratch.nbytes < max(most_bytes, min(_SCRATCH_BYTES, sum(source.nbytes for source in sources))):
+            self._scratch = torch.zeros(max(most_bytes, _SCRATCH_BYTES), dtype=torch.uint8)
+        position = 0
+        started_s = time.perf_counter()
+        for source in sources:
+            if position + source.nbytes > self._scratch.nbytes:
+                position = 0
+            self._scratch[position : position + source.nbytes].view(source.dtype).view(source.shape).copy_(source)
+            position += source.nbytes
+        return time.perf_counter() - started_s
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return list(self._its_state.state_dict.values())
 
     @property
     def _its_system(self) -> System:

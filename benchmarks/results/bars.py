@@ -16,7 +16,7 @@ from benchmarks.results.model import (
     Results,
     Row,
     Spread,
-    blocking_s,
+    blocking_copies,
     cpu_s_per_gb,
     gb_per_s,
     pace,
@@ -260,7 +260,7 @@ def _of_background(system: str, mode: str, *, pace_bar: float) -> tuple[Bar, ...
     """What a save in the background may cost training."""
     return (
         Bar(name=f"async save, {mode}", formula="seconds that it blocks ÷ one copy in memory", sense="≤", bar=1.15,
-            stretch=None, measure=_to_rival("async_blocking", "limit", LARGE, blocking_s, system)),
+            stretch=None, measure=_itself("async_blocking", LARGE, blocking_copies, system)),
         Bar(name=f"async save, {mode}", formula="training steps a second beside 200 MB/s ÷ alone", sense="≥",
             bar=pace_bar, stretch=None, measure=_itself("async_training", CAPPED, pace, system), digits=3),
     )  # fmt: skip

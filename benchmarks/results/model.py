@@ -39,6 +39,10 @@ class Sample:
     """Of a training loop beside the save, on the slowest rank."""
     steps_per_s_alone: float | None = None
     """Of the same loop without it."""
+    waiting_share: float | None = None
+    """Of the loop's time beside the save, what it waited for Python's lock."""
+    copy_s: float | None = None
+    """One copy of the same bytes into memory that is in use already, in the same process just before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -120,6 +124,17 @@ def pace(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quanti
     if sample.steps_per_s is None or not sample.steps_per_s_alone:
         return None
     return sample.steps_per_s / sample.steps_per_s_alone
+
+
+def waiting_share(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
+    return sample.waiting_share
+
+
+def blocking_copies(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
+    """How long training waits, in plain copies of the same bytes."""
+    if sample.blocking_s is None or not sample.copy_s:
+        return None
+    return sample.blocking_s / sample.copy_s
 
 
 def read_mib(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
@@ -253,7 +268,7 @@ _SAMPLE: tuple[_Rule, ...] = (
 )
 _LATER: tuple[_Rule, ...] = tuple(
     (name, lambda value: value is None or _is_number(value), "a number or null")
-    for name in ("steps_per_s", "steps_per_s_alone")
+    for name in ("steps_per_s", "steps_per_s_alone", "waiting_share", "copy_s")
 )
 """Of a sample too, but runs of before have none."""
 

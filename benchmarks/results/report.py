@@ -16,6 +16,7 @@ from benchmarks.results.model import (
     Results,
     Row,
     Spread,
+    blocking_copies,
     blocking_s,
     cpu_s_per_gb,
     gb_per_s,
@@ -24,6 +25,7 @@ from benchmarks.results.model import (
     ratios,
     read_mib,
     verb_of,
+    waiting_share,
 )
 
 NOTHING = "–"
@@ -72,12 +74,17 @@ def _place_table(results: Results, place: Place) -> Table:
 def _background_header(rows: Sequence[Row]) -> tuple[str, ...]:
     """Columns that only a table of saves in the background has."""
     is_about_it = any(sample.blocking_s is not None for row in rows for sample in row.counted)
-    return ("first blocks s", "training's pace") if is_about_it else ()
+    return ("first blocks s", "blocks copies", "training's pace", "waits for the GIL") if is_about_it else ()
 
 
-def _background_cells(row: Row) -> tuple[str, str]:
+def _background_cells(row: Row) -> tuple[str, ...]:
     first_s = row.first.blocking_s if row.first is not None else None
-    return (NOTHING if first_s is None else f"{first_s:.3f}", spread_text(row, pace, 3))
+    return (
+        NOTHING if first_s is None else f"{first_s:.3f}",
+        spread_text(row, blocking_copies, 2),
+        spread_text(row, pace, 3),
+        spread_text(row, waiting_share, 3),
+    )
 
 
 def _cells(row: Row) -> tuple[str, ...]:

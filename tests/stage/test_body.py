@@ -153,11 +153,13 @@ def test_a_part_is_opened_once_its_memory_is_there() -> None:
     assert filling.waits[2:] == [(strided.data_ptr(), 128)]
 
 
-def test_only_what_a_part_holds_is_waited_for() -> None:
+@pytest.mark.parametrize("is_told", [False, True])
+def test_only_what_a_part_holds_is_waited_for(is_told: bool) -> None:  # noqa: FBT001  # pytest's
     """If this fails, the first part of a large tensor waits for all of it to be copied."""
     tensor = torch.arange(64.0)
     filling = Filling(tensor)
-    body = PieceBody([piece_of(memoryview(bytes(64)), begin=0), piece_of(tensor, begin=64)], NoArena(), filling)
+    piece = piece_of(tensor, begin=64, address=tensor.data_ptr() if is_told else 0)
+    body = PieceBody([piece_of(memoryview(bytes(64)), begin=0), piece], NoArena(), filling)
     opened(body, 64, 128)
     assert filling.waits == [(tensor.data_ptr(), 64)]
     opened(body, 192, 320)

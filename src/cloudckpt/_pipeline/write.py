@@ -91,7 +91,10 @@ def write_items(
             layout = lay_out([item.entry for item in stored])
             streams = side_streams(item.content for item in stored)
             pieces = [piece_of(memoryview(layout.header), begin=0)]
-            pieces += [piece_of(item.content, begin=begin) for item, begin in zip(stored, layout.begins, strict=True)]
+            pieces += [
+                piece_of(item.content, begin=begin, address=item.address)
+                for item, begin in zip(stored, layout.begins, strict=True)
+            ]
             placed.append(_receipts_of(in_object, _begins_of_all(layout.begins, same_as, len(in_object))))
             del in_object, stored  # the body holds what it still needs, and only until it is sent
             key = data_key(attempt, context.rank, number)

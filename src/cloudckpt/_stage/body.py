@@ -43,16 +43,18 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     begin: int
     num_bytes: int
     content: memoryview | torch.Tensor
+    address: int = 0
+    """Of a view's first byte; 0 where it has to be asked for."""
 
 
-def piece_of(content: torch.Tensor | memoryview, *, begin: int) -> Piece:
-    """A piece that refers to `content` and copies nothing."""
+def piece_of(content: torch.Tensor | memoryview, *, begin: int, address: int = 0) -> Piece:
+    """A piece that refers to `content` and copies nothing. `address`, if given, is that of its first element."""
     if isinstance(content, torch.Tensor):
         num_bytes = content.numel() * content.element_size()
         if is_viewable(content):
             content = bytes_view(content)
-        return Piece(begin=begin, num_bytes=num_bytes, content=content)
-    return Piece(begin=begin, num_bytes=len(content), content=content)
+        return Piece(begin=begin, num_bytes=num_bytes, content=content, address=address)
+    return Piece(begin=begin, num_bytes=len(content), content=content, address=address)
 
 
 def side_streams(contents: Iterable[object]) -> dict[torch.device, Stream]:
@@ -98,8 +100,12 @@ class PieceBody:
         """Views of bytes ``[begin, end)``. Bounds lie on tiles, and so never inside of an element."""
         if self._filled is not None:
             for piece, low, high in self._inside(begin, end):
-                is_view = isinstance(piece.content, memoryview)
-                wait_for(self._filled, piece.content[low:high] if is_view else piece.content)
+                if not isinstance(piece.content, memoryview):
+                    wait_for(self._filled, piece.content)
+                elif piece.address:
+                    self._filled.wait(piece.address + low, high - low)
+                else:
+                    wait_for(self._filled, piece.content[low:high])
         if self._contents is not None:
             yield self._views(self._contents, begin, end)
             return

@@ -120,14 +120,16 @@ def test_what_is_returned_after_the_end_is_given_back(cuda: MadeUp) -> None:
     assert source.num_bytes == 0
 
 
-def test_a_forked_child_forgets_them_without_cuda(cuda: MadeUp) -> None:
+def test_a_forked_child_forgets_them_without_cuda(cuda: MadeUp, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a child process unpins memory by a CUDA that it must not touch."""
     source = PinnedBuffers()
     arena = Arena(budget_bytes=MIB, source=source)
     with arena.lend(4096) as buffer:
         address = buffer.data_ptr()
     arena.close()
-    source.forget()
+    with monkeypatch.context() as in_child:
+        in_child.setattr("os.getpid", lambda: -1)
+        source.forget()
     assert source.num_bytes == 0
     assert cuda.registered.pop(address) == 4096
 

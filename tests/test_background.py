@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -349,6 +350,22 @@ cloudckpt.async_save(state, uri)
 if how == "raises":
     raise ValueError("of the script's own")
 """
+
+
+def fail_in_vain(uri: str) -> None:
+    """In a process of its own."""
+    state = {"w": torch.zeros(3)}
+    cloudckpt.save(state, uri)
+    cloudckpt.async_save(state, uri)
+
+
+def test_a_process_of_multiprocessing_tells_of_a_failure_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """If this fails, ranks that were spawned end without a word of the checkpoint that is missing."""
+    process = multiprocessing.get_context("spawn").Process(target=fail_in_vain, args=(str(tmp_path / "c"),))
+    process.start()
+    process.join(WAIT_S)
+    assert process.exitcode == 0
+    assert "whose handle nobody had asked" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["ends", "raises", "fails"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -28,13 +29,15 @@ _thread: threading.Thread | None = None
 _stagers: dict[bool, PinnedStager] = {}
 """The memory for copies: one of the process's own, and one that it shares with another."""
 _left_behind: list[Any] = []
+_is_exit_watched = False
 
 
 def _forget_after_fork() -> None:
     """A child has none of its parent's threads, so none of its saves will ever end there."""
-    global _lock, _latest, _thread  # noqa: PLW0603  # as above
+    global _lock, _latest, _thread, _is_exit_watched  # noqa: PLW0603  # as above
     _lock = threading.Lock()
     _latest = _thread = None
+    _is_exit_watched = False
     _left_behind.extend(_stagers.values())  # their memory is the parent's: not even to be freed here
     _stagers.clear()
 
@@ -165,6 +168,10 @@ def own_stager(*, is_shared: bool) -> PinnedStager:
 
 def keep(handle: AsyncSave, thread: threading.Thread | None = None) -> None:
     """From now on it is the save in flight."""
-    global _latest, _thread  # of the process
+    global _latest, _thread, _is_exit_watched  # noqa: PLW0603  # of the process
     with _lock:
         _latest, _thread = handle, thread
+        if not _is_exit_watched:
+            # Processes of multiprocessing end without what atexit knows of.
+            multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
+            _is_exit_watched = True

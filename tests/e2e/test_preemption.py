@@ -408,7 +408,8 @@ import torch
 import cloudckpt
 
 warnings.simplefilter("ignore")
-root = sys.argv[1]
+root, mode = sys.argv[1:]
+options = cloudckpt.Options(async_mode=mode)
 state = {"w": torch.zeros(1000)}
 with cloudckpt.on_sigterm(deadline_s=50) as preemption:
     step = 0
@@ -416,23 +417,28 @@ with cloudckpt.on_sigterm(deadline_s=50) as preemption:
         step += 1
         state["w"] += 1
         if step % 10 == 0:
-            cloudckpt.async_save(state, f"{root}/step-{step}", no_dist=True)
+            cloudckpt.async_save(state, f"{root}/step-{step}", no_dist=True, options=options)
         if step == 25:
             print("running", flush=True)
-    report = preemption.finish(lambda: cloudckpt.async_save(state, f"{root}/last", no_dist=True))
+    report = preemption.finish(
+        lambda: cloudckpt.async_save(state, f"{root}/last", no_dist=True, options=options)
+    )
 print(step, report.in_flight, report.last, flush=True)
 """
 
 
-def test_a_program_that_is_told_to_stop(tmp_path: Path) -> None:
-    """A real SIGTERM from outside, at whatever step, would end the program without its last state on the store."""
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_program_that_is_told_to_stop(tmp_path: Path, mode: str) -> None:
+    """A real SIGTERM from outside, to all processes of the job as Slurm sends it, at whatever step, would end the
+    program, or the process that uploads for it, without its last state on the store.
+    """
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), mode]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as program:
         assert program.stdout is not None
         try:
             assert program.stdout.readline() == "running\n"
-            program.send_signal(signal.SIGTERM)
-            program.send_signal(signal.SIGTERM)
+            os.killpg(program.pid, signal.SIGTERM)
+            os.killpg(program.pid, signal.SIGTERM)
             said, _ = program.communicate(timeout=WAIT_S)
         finally:
             program.kill()

@@ -114,7 +114,7 @@ class Block:
         error = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))  # type: ignore[no-untyped-call]  # torch's
         if error:
             raise OSError(f"cudaHostRegister of {self.num_bytes} bytes failed with error {error}")
-        undo = weakref.finalize(self, _unpin, self.address, self.num_bytes)
+        undo = weakref.finalize(self, _unpin, self.address, self.num_bytes, os.getpid())
         undo.atexit = False  # CUDA may have ended by then, and takes it along
         self._undo.append(undo)
 
@@ -122,22 +122,21 @@ class Block:
         """Let go of it: it is freed with the last tensor that refers to it, at once where there is none."""
         for undo in reversed(self._undo):
             undo()
-        self._let_go()
+        self.descriptor = None
+        self._typed = {}
+        self._view = self._whole = self._memory = None
 
     def forget(self) -> None:
-        """Let go of it in a forked child, which must not touch CUDA."""
+        """Let go of it, and leave it pinned: in a forked child, which must not touch CUDA."""
         for undo in self._undo:
             if not undo.atexit:
                 undo.detach()
         self.release()
 
-    def _let_go(self) -> None:
-        self.descriptor = None
-        self._typed = {}
-        self._view = self._whole = self._memory = None
 
-
-def _unpin(address: int, num_bytes: int) -> None:
+def _unpin(address: int, num_bytes: int, process: int) -> None:
+    if process != os.getpid():
+        return  # a forked child, in which nobody said so
     error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]  # torch's
     if error:
         _log.warning("unpinning %d bytes of snapshot memory failed with CUDA error %d", num_bytes, error)
@@ -186,10 +185,10 @@ class Pool:
                 # Too small each, though together they would do: one that fits takes the place of all.
                 placing, used = place(segments, []), set()
             kept = [number for number in range(len(free)) if number in used]
-            for number in set(range(len(free))) - used:
-                free[number].release()
             self._held = [block for block in blocks if block not in free]
             self._blocks = [free[number] for number in kept]
+            for number in set(range(len(free))) - used:
+                free[number].release()
             self._blocks.append(self._made(placing.new_block_bytes))
             numbers = {number: position for position, number in enumerate(kept)}
             blocks_of = [numbers.get(number, len(kept)) for number in placing.blocks]
@@ -221,17 +220,12 @@ class Pool:
                 _log.warning("snapshots are not pinned, and copies from the GPU are slower: %s (see ulimit -l)", error)
                 return
 
-    def forget(self) -> None:
-        """Begin anew in a forked child: shared memory is still its parent's."""
-        for block in (*self._blocks, *self._held):
-            block.forget()
-        self._blocks, self._held = [], []
-
     def close(self) -> None:
         """Give up all memory. It can be used again, and then begins anew."""
-        for block in (*self._blocks, *self._held):
-            block.release()
+        blocks = [*self._blocks, *self._held]
         self._blocks, self._held = [], []
+        for block in blocks:
+            block.release()
 
 
 def _ask_for_huge_pages(address: int, num_bytes: int) -> None:

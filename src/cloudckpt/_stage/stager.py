@@ -76,7 +76,7 @@ class PinnedStager(AsyncStager):
     def _wait_for_last(self) -> None:
         if self._process != os.getpid():  # a forked child, which has none of the threads
             self._process, self._last = os.getpid(), None
-            self._pool.forget()
+            self._pool.close()  # shared memory is still its parent's
         if self._last is not None:
             self._last.completed.exception()  # it is whoever asked for that copy who is told
             self._last = None

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e.models import assert_same
-from tests.process.wrappers import Dying, NotImportable, Noting, Refusing
+from tests.process.wrappers import Dying, NotImportable, Noting, Refusing, Waiting
 
 import cloudckpt
 from cloudckpt import Event, Options
 from cloudckpt._process import host
 from cloudckpt._process.host import UploadProcess
+from cloudckpt._process.messages import Alive
 from cloudckpt._stage.stager import PinnedStager
 from cloudckpt.options import KIB
 
@@ -205,6 +206,54 @@ def test_a_process_that_stops_is_given_up(
     assert_nothing_there(uri)
 
 
+def test_a_process_that_only_takes_long_says_that_it_lives(
+    process: UploadProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a store that takes its time is taken for a process that hangs, and the save is given up."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("AWAITED_PIPE", str(tmp_path / "pipe"))
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)  # neither end ever waits here
+    num_signs = 0
+    take = host._Asked.take
+
+    def counting(asked: Any, message: object, *, timeout_s: float) -> None:
+        nonlocal num_signs
+        take(asked, message, timeout_s=timeout_s)
+        if asked.is_committing and isinstance(message, Alive):
+            num_signs += 1
+            os.write(pipe, b"." if num_signs == 2 else b"")
+
+    monkeypatch.setattr(host._Asked, "take", counting)
+    try:
+        save(process, str(tmp_path / "c"), wrap_store=Waiting)
+    finally:
+        os.close(pipe)
+    assert num_signs >= 2
+    assert_holds(str(tmp_path / "c"))
+
+
+def test_a_frozen_program_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a program that was packed into one file starts itself again and again."""
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    process = UploadProcess()
+    with pytest.raises(cloudckpt.InvalidOptionError, match="needs a Python"):
+        save(process, str(tmp_path / "c"))
+    assert process.pid is None
+
+
+def test_a_process_that_is_closed_in_a_save_ends_it(process: UploadProcess, tmp_path: Path) -> None:
+    """If this fails, `cloudckpt.close` in another thread makes a save hang, or leaves half of it visible."""
+    uri = str(tmp_path / "c")
+
+    def close(event: Event) -> None:
+        if event.name == "save.part_uploaded":
+            process.close()
+
+    with pytest.raises(cloudckpt.UploadProcessError, match="was closed, while it was writing"):
+        save(process, uri, on_event=close)
+    assert_nothing_there(uri)
+
+
 def test_signals_to_all_of_a_job_do_not_end_it(process: UploadProcess, tmp_path: Path) -> None:
     """If this fails, Ctrl-C or a preemption ends the upload that the training process wants to complete."""
     save(process, str(tmp_path / "warm"))
@@ -352,10 +401,11 @@ process = upload_process()
 def die(event):
     if event.name != moment:
         return
-    if has_fork and os.fork() == 0:
+    forked = os.fork() if has_fork else 0
+    if has_fork and forked == 0:
         os.close(1)  # else who reads this waits for it, too
         signal.pause()
-    print(process.pid, flush=True)
+    print(process.pid, forked, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 options = cloudckpt.Options(on_event=die, part_bytes=65536, tile_bytes=4096)
@@ -389,9 +439,13 @@ def test_it_ends_with_the_training_process(tmp_path: Path, moment: str, company:
     command = [sys.executable, "-c", _PROGRAM, uri, moment, company]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
-    pid = int(done.stdout)
-    with watched(pid) as ends:
-        assert ends(20.0), "it outlives the training process"
+    pid, forked = map(int, done.stdout.split())
+    try:
+        with watched(pid) as ends:
+            assert ends(20.0), "it outlives the training process"
+    finally:
+        if forked:
+            os.kill(forked, signal.SIGKILL)
     assert_nothing_there(uri)
 
 

@@ -45,6 +45,16 @@ class Dying(WrappedStore):
         return done
 
 
+class Waiting(WrappedStore):
+    """Puts no manifest before somebody writes to the pipe that its environment names."""
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        if call.operation == "put" and call.key.startswith("manifest"):
+            with Path(os.environ["AWAITED_PIPE"]).open("rb", buffering=0) as pipe:
+                pipe.read(1)
+        return action()
+
+
 class NotImportable:
     """A wrapper of a module that the other process does not find."""
 

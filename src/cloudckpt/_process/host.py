@@ -31,7 +31,7 @@ from cloudckpt._process.messages import (
     Task,
 )
 from cloudckpt._process.starting import how_it_ended, started
-from cloudckpt.errors import CloudckptError
+from cloudckpt.errors import CloudckptError, InvalidOptionError
 from cloudckpt.report import Event
 
 _START_S = 120.0
@@ -93,6 +93,8 @@ class UploadProcess:
             self._end()
             try:
                 self._channel, self._process = started()
+            except InvalidOptionError:
+                raise
             except (OSError, ValueError) as error:
                 raise LostProcessError(f"could not be started ({error})", may_have_committed=False) from error
             self._has_answered = False
@@ -173,7 +175,7 @@ class UploadProcess:
         channel, process = self._channel, self._process
         self._channel = self._process = None
         if channel is None or process is None:
-            return "was ended"
+            return "was closed"
         was_open = channel.is_open()
         channel.close()
         try:

@@ -18,9 +18,12 @@ def started() -> tuple[Channel, subprocess.Popen[bytes]]:
 
     Raises `OSError` or `ValueError` where it cannot be started, and `InvalidOptionError` where none could be.
     """
-    if not hasattr(os, "memfd_create") or not sys.executable:
-        what = "a Python that can be started" if hasattr(os, "memfd_create") else "Linux"
-        raise InvalidOptionError(f"Options: async_mode='process' needs {what}; use 'thread'")
+    if not hasattr(os, "memfd_create"):
+        raise InvalidOptionError("Options: async_mode='process' needs Linux; use 'thread'")
+    if not sys.executable or getattr(sys, "frozen", False):  # a frozen program would begin anew as a whole
+        raise InvalidOptionError(
+            "Options: async_mode='process' needs a Python that can be started (sys.executable); use 'thread'"
+        )
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         process = subprocess.Popen(  # noqa: S603  # of this program
@@ -53,7 +56,9 @@ def _environment() -> dict[str, str]:
 
 def how_it_ended(code: int) -> str:
     """In words, from a return code as `subprocess` has it."""
-    if code >= 0:
+    if code == 0:
+        return "was closed"
+    if code > 0:
         return f"ended by itself, with status {code} (what it wrote to stderr says more)"
     try:
         name = signal.Signals(-code).name

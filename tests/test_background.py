@@ -255,6 +255,100 @@ def test_a_second_save_is_refused_where_the_option_says_so(memory: Memory) -> No
     assert memory.all_keys("second") == []
 
 
+def test_saves_that_two_threads_begin_at_once_follow_each_other(memory: Memory) -> None:
+    """If this fails, one is copied over the other that is being sent, and a checkpoint holds the other's values."""
+    gate = Gate()
+    memory.at("first").once_before("upload_part", "", gate)
+    is_asked = threading.Event()
+
+    class Slow:
+        """A module whose state takes as long as the other thread wants."""
+
+        def state_dict(self) -> dict[str, Any]:
+            is_asked.set()
+            assert other_began.wait(WAIT_S)
+            return state_of(1)
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    def save_other() -> None:
+        assert is_asked.wait(WAIT_S)
+        other_began.set()
+        handles.append(cloudckpt.async_save(state_of(2), memory.uri("second"), options=options_of()))
+
+    other_began, handles = threading.Event(), list[cloudckpt.AsyncSave]()
+    thread = threading.Thread(target=save_other)
+    thread.start()
+    first = cloudckpt.async_save({"m": Slow()}, memory.uri("first"), options=options_of())
+    assert gate.reached.wait(WAIT_S)
+    assert not handles
+    gate.opened.set()
+    first.result(WAIT_S)
+    thread.join(WAIT_S)
+    handles[0].result(WAIT_S)
+    assert fill_at(memory.uri("second")) == 2
+    nested = {"m": state_of(0)}
+    cloudckpt.load(nested, memory.uri("first"))
+    assert {int(value) for tensor in nested["m"].values() for value in tensor.unique()} == {1}
+
+
+def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Memory) -> None:
+    """If this fails, a save in a signal handler, or of an object that saves itself, waits for itself for ever."""
+
+    class Saving:
+        def state_dict(self) -> dict[str, Any]:
+            cloudckpt.async_save(state_of(1), memory.uri("inner"))
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(cloudckpt.SaveInFlightError, match="this thread is still beginning"):
+        cloudckpt.async_save({"m": Saving()}, memory.uri("outer"))
+    cloudckpt.async_save(state_of(2), memory.uri("outer")).result(WAIT_S)
+    assert memory.all_keys("inner") == []
+
+
+def test_a_thread_that_would_wait_for_anothers_beginning_is_refused_where_the_option_says_so(memory: Memory) -> None:
+    """If this fails, a loop that would rather skip a checkpoint than wait waits for another thread's copy."""
+    stager, refused = ByHand(), list[BaseException]()
+
+    class Asked:
+        def state_dict(self) -> dict[str, Any]:
+            thread = threading.Thread(target=begin_other)
+            thread.start()
+            thread.join(WAIT_S)
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    def begin_other() -> None:
+        try:
+            cloudckpt.async_save(state_of(1), memory.uri("other"), options=options_of(async_in_flight="raise"))
+        except cloudckpt.SaveInFlightError as error:
+            refused.append(error)
+
+    stager.future.set_result(state_of(2))
+    cloudckpt.async_save({"m": Asked()}, memory.uri("first"), async_stager=stager).result(WAIT_S)
+    assert len(refused) == 1
+    assert fill_at(memory.uri("first")) == 2
+
+
+def test_the_futures_of_a_save_cannot_be_cancelled_apart_from_it(memory: Memory) -> None:
+    """If this fails, ``asyncio.wait_for`` on one makes its outcome, and every later save, a ``CancelledError``."""
+    gate = Gate()
+    memory.at("first").once_before("upload_part", "", gate)
+    handle = cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of())
+    assert gate.reached.wait(WAIT_S)
+    assert not handle.committed.cancel()
+    assert not handle.staged.cancel()
+    gate.opened.set()
+    handle.result(WAIT_S)
+    cloudckpt.async_save(state_of(2), memory.uri("second")).result(WAIT_S)
+
+
 class GatedCopies:
     """Lets the copying of snapshots go on only when the test wants it, but for its first task."""
 
@@ -293,6 +387,33 @@ def test_parts_are_sent_while_later_ones_are_copied_and_none_before(
     copies.gate.opened.set()
     handle.staged.result(WAIT_S)
     handle.result(WAIT_S)
+    assert fill_at(memory.uri()) == 2
+
+
+def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, training is blocked several times as long as the copy takes, for uploads in its cores."""
+    from cloudckpt._stage import copying, staging  # noqa: PLC0415  # it is this test's business alone
+
+    waits: list[bool] = []
+    original = staging.AsAWhole.wait
+
+    def wait(self: Any, address: int, num_bytes: int) -> None:
+        original(self, address, num_bytes)
+        waits.append(self.completed.done())
+
+    copies = GatedCopies(monkeypatch)
+    set_up = threading.Event()
+    monkeypatch.setattr(staging.AsAWhole, "wait", wait)
+    monkeypatch.setattr(staging.Staging, "wait", None)  # whatever asks for a part alone fails
+    monkeypatch.setattr("cloudckpt._stage.stager.num_cores_of_rank", copying.num_threads_of_rank)
+    options = options_of(on_event=lambda event: set_up.set() if event.name == "save.set_up" else None)
+    opener = threading.Thread(target=lambda: (set_up.wait(WAIT_S), copies.gate.opened.set()))
+    opener.start()
+    cloudckpt.async_save(state_of(2), memory.uri(), options=options).result(WAIT_S)
+    opener.join(WAIT_S)
+    assert all(waits)
     assert fill_at(memory.uri()) == 2
 
 

@@ -27,7 +27,7 @@ from cloudckpt._group import Call, accompanied
 from cloudckpt._process.host import upload_process
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._saving import RefusingPlanner, saved
-from cloudckpt._stage.staging import Staging
+from cloudckpt._stage.staging import AsAWhole, Staging
 from cloudckpt._steering import Steering
 from cloudckpt.errors import portable
 from cloudckpt.writer import ObjectStoreWriter
@@ -71,7 +71,9 @@ class BackgroundSave:
             self.call.meetings.on_cancelled = steering.cancel
             tell_others = self.call.meetings.cancel
         handle = AsyncSave(uri, steering=steering if is_ours else None, staging=staging, tell_others=tell_others)
-        thread = threading.Thread(target=self._run, args=(handle, steering), name="cloudckpt-async", daemon=False)
+        thread = threading.Thread(
+            target=self._run, args=(handle, steering, is_overlapped), name="cloudckpt-async", daemon=False
+        )
         keep(handle, thread)
         try:
             thread.start()
@@ -90,14 +92,14 @@ class BackgroundSave:
             raise error
         return handle
 
-    def _run(self, handle: AsyncSave, steering: Steering) -> None:
+    def _run(self, handle: AsyncSave, steering: Steering, is_overlapped: bool) -> None:  # noqa: FBT001  # as a thread's arguments are
         staging = self.staging
         assert staging is not None  # noqa: S101  # as above
         outcome: SavedMetadata | BaseException
         if not self.turn.acquire(blocking=False):
             return  # whoever started this thread was interrupted, and has seen to it that nobody waits
         try:
-            outcome = self._saved(staging, steering)
+            outcome = self._saved(staging, steering, is_overlapped=is_overlapped)
         except BaseException as error:  # noqa: BLE001  # whoever waits must learn of it
             traceback.clear_frames(error.__traceback__)  # they hold the copy, and the error would hold them
             outcome = error
@@ -111,13 +113,15 @@ class BackgroundSave:
             forget(handle)
         del outcome  # whose traceback holds this frame
 
-    def _saved(self, staging: Staging | Adopted, steering: Steering) -> SavedMetadata:
+    def _saved(self, staging: Staging | Adopted, steering: Steering, *, is_overlapped: bool) -> SavedMetadata:
         writer, planner = self.writer, self.planner
         ours = writer if isinstance(writer, ObjectStoreWriter) else None
-        snapshot = None
+        snapshot: Staging | AsAWhole | None = None
         try:
             if isinstance(staging, Staging) and ours is not None and planner is None and not ours.has_transforms:
-                snapshot = staging  # only its bytes are looked at, each once it is there
+                # Only its bytes are looked at, each once it is there. Where the caller waits for a copy that keeps
+                # every core busy, an upload beside it would make that wait longer than it would shorten the save.
+                snapshot = staging if is_overlapped or staging.leaves_cores else AsAWhole(staging)
             else:
                 wait([staging.completed, steering.cancelled], return_when=FIRST_COMPLETED)
             steering.check()

@@ -42,10 +42,13 @@ class LaidOut:
     blocks: Sequence[Block]
 
 
-def lay_out(tensors: Sequence[torch.Tensor], pool: Pool, *, reuse_lent: bool) -> LaidOut:
+def lay_out(
+    tensors: Sequence[torch.Tensor], pool: Pool, *, reuse_lent: bool, as_whole: Sequence[bool] | None = None
+) -> LaidOut:
     """Take memory of `pool` for copies of `tensors`, which are strided and have memory; nothing is copied.
 
-    Tensors that share memory share it in their copies, which have the same strides then.
+    Tensors that share memory share it in their copies, which have the same strides then. Those `as_whole` have storages
+    that torch shares with other processes, where the memory is shared; the others' storages have little but their own.
     """
     begins = [tensor.data_ptr() for tensor in tensors]
     own_bytes = [tensor.nbytes for tensor in tensors]
@@ -70,19 +73,20 @@ def lay_out(tensors: Sequence[torch.Tensor], pool: Pool, *, reuse_lent: bool) ->
         slots.append(slot)
     placing = pool.lay_out(wanted, reuse_lent=reuse_lent)
     used = pool.blocks
-    storages: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    storages: dict[tuple[int, bool], tuple[torch.UntypedStorage, int]] = {}
     copies: list[torch.Tensor] = []
-    for tensor, begin, num_bytes, slot in zip(tensors, begins, own_bytes, slots, strict=True):
+    wholes = as_whole or [False] * len(tensors)
+    for tensor, begin, num_bytes, slot, whole in zip(tensors, begins, own_bytes, slots, wholes, strict=True):
         block, offset = used[placing.blocks[slot]], placing.offsets[slot]
         source, held_bytes = wanted[slot]
         if num_bytes == held_bytes and tensor.is_contiguous() and not offset % LINE_BYTES:
             # Alone, or tied to others that are the same.
-            copied = block.tensor(offset, tensor)
+            copied = block.tensor(offset, tensor, as_whole=whole)
         else:
-            if slot not in storages:
-                storages[slot] = block.storage(offset, held_bytes)
+            if (slot, whole) not in storages:
+                storages[slot, whole] = block.storage(offset, held_bytes, as_whole=whole)
             copied = nothing_of(tensor.dtype)
-            storage, at = storages[slot]
+            storage, at = storages[slot, whole]
             stride: Sequence[int] = tensor.stride()
             if source:
                 at += begin - source

@@ -32,6 +32,9 @@ class Leaves:
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.are_within: list[bool] = []
+        """Of each tensor, whether it is in a tuple, which DCP has serialised as a whole."""
+        self._num_tuples = 0
         self._places: list[tuple[Any, Any]] = []
         self._finishers: list[Callable[[], None]] = []
         self._default: DefaultStager | None = None
@@ -67,6 +70,7 @@ class Leaves:
         if kind in PLAIN_TENSORS and _is_memory(value):
             container[key] = None
             self.tensors.append(value)
+            self.are_within.append(self._num_tuples > 0)
             self._places.append((container, key))
         elif kind in _UNCHANGING:
             container[key] = value
@@ -91,7 +95,9 @@ class Leaves:
             self._take_all(value, entries)
         elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             entries = [None] * len(value)
+            self._num_tuples += 1
             self._take_all(value, entries)
+            self._num_tuples -= 1
             make = tuple if kind is tuple else kind._make  # of namedtuples
             self._finish(container, key, lambda: make(entries))
         elif isinstance(value, ShardedTensor):

@@ -45,6 +45,7 @@ class Block:
             self._whole = self._shared()
             self.address = self._whole.data_ptr()
             _ask_for_huge_pages(self.address, num_bytes)
+            self.lend_anew()
         else:
             self._whole = None
             self._memory = mmap.mmap(-1, num_bytes)
@@ -69,10 +70,10 @@ class Block:
     @property
     def is_lent(self) -> bool:
         """Whether there is still a tensor of what was lent since `lend_anew`."""
+        self._view = None
         if self._whole is not None:
             num_used = torch._C._storage_Use_Count(self._whole._cdata)  # noqa: SLF001  # no other way to ask
             return num_used > 1 + len(self._typed)
-        self._view = None
         return self._lent is not None and self._lent() is not None
 
     def lend_anew(self) -> None:
@@ -81,24 +82,28 @@ class Block:
             assert self._memory is not None  # noqa: S101  # it is not used any more once it is released
             self._view = memoryview(self._memory)
             self._lent = weakref.ref(self._view)
+        else:
+            whole: Any = nothing_of(torch.uint8).set_(self._whole).numpy()
+            self._view = memoryview(whole)
 
-    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+    def tensor(self, offset: int, like: torch.Tensor, *, as_whole: bool = False) -> torch.Tensor:
         """One like `like`, which is contiguous, at `offset`, which is aligned for it.
 
-        Unless the memory is shared, its storage has no more than its bytes: whoever saves it by its storage relies on
-        that, and torch's own writers copy it otherwise.
+        Its storage has no more than its bytes: whoever saves it by its storage, as ``torch.save`` does, relies on that,
+        and torch's own writers copy it otherwise. But `as_whole`, in shared memory, it is what torch shares with other
+        processes: all of it.
         """
         dtype, size = like.dtype, like.size()
-        if self._whole is not None:
+        if as_whole and self._whole is not None:
             if dtype not in self._typed:
                 self._typed[dtype] = nothing_of(dtype).set_(self._whole)
             return self._typed[dtype].as_strided(size, like.stride(), offset // dtype.itemsize)
         flat: torch.Tensor = torch.frombuffer(self._view, dtype=dtype, count=size.numel(), offset=offset)
         return flat if len(size) == 1 else flat.view(size)
 
-    def storage(self, offset: int, num_bytes: int) -> tuple[torch.UntypedStorage, int]:
-        """A storage with the bytes from `offset` on, and where in it they begin."""
-        if self._whole is not None:
+    def storage(self, offset: int, num_bytes: int, *, as_whole: bool = False) -> tuple[torch.UntypedStorage, int]:
+        """A storage with the bytes from `offset` on, and where in it they begin. `as_whole`: see `tensor`."""
+        if as_whole and self._whole is not None:
             return self._whole, offset
         beyond = offset % LINE_BYTES  # what lies in it is aligned as in its own memory, and offsets are whole elements
         flat = torch.frombuffer(self._view, dtype=torch.uint8, count=num_bytes + beyond, offset=offset - beyond)

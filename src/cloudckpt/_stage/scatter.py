@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def opened(request: Request, targets: Targets, arena: Arena) -> Iterator[list[me
                 if isinstance(part, _Gap)
             ]
             sources += [_Source(begin, end, torch.frombuffer(view, dtype=torch.uint8)) for begin, end, view in shared]
+            sources.sort(key=_end_of)  # none overlaps another
             for want in copied:
                 _copy(want, sources, targets)
 
@@ -120,7 +122,14 @@ def _gap(begin: int, end: int, position: int) -> _Gap:
 
 
 def _copy(want: Want, sources: Sequence[_Source], targets: Targets) -> None:
-    for source in sources:
+    for number in range(bisect.bisect_right(sources, want.begin, key=_end_of), len(sources)):
+        source = sources[number]
+        if source.begin >= want.end:
+            break
         begin, end = max(want.begin, source.begin), min(want.end, source.end)
         if begin < end:
             targets.copy_from(want.consumer, source.content[begin - source.begin : end - source.begin], begin)
+
+
+def _end_of(source: _Source) -> int:
+    return source.end

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._collecting import rare_collections
-from cloudckpt._stage.copying import crew_for, num_threads_of_rank
+from cloudckpt._stage.copying import crew_for, num_cores_of_rank, num_threads_of_rank
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
 from cloudckpt._stage.memory import Pool
@@ -22,7 +22,7 @@ class PinnedStager(AsyncStager):
 
     The memory grows when the state dict does, and is freed by `close`. It is pinned where CUDA is in use. Tensors
     that share memory share it in the copy. CPU tensors are copied with `num_threads` threads: by default as many as
-    this rank has cores.
+    this rank has cores, but for a quarter where there are four or more.
 
     For torch's ``dcp.async_save(async_stager=…)`` and for `cloudckpt.async_save`. With `overlapped`, `stage` returns a
     future at once, and the state dict must not change until it is done. With `shared`, the memory is shared with
@@ -50,14 +50,14 @@ class PinnedStager(AsyncStager):
         The memory of the previous snapshot is used again, whoever still refers to it. Raises `UnsupportedValueError`,
         naming the key, for what cannot be copied, and `MemoryError`.
         """
-        return self._begin(state_dict, reuse_lent=True)
+        return self._begin(state_dict, is_torchs=False)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """A copy of `state_dict` on the CPU (torch's protocol); with `overlapped`, a future of it.
 
         Memory of tensors of an earlier copy that are still in use, because that is still being saved, is left alone.
         """
-        staging = self._begin(state_dict, reuse_lent=False)
+        staging = self._begin(state_dict, is_torchs=True)
         if self._overlapped:
             return _state_dict_of(staging)
         staging.completed.result()
@@ -83,18 +83,21 @@ class PinnedStager(AsyncStager):
 
     @torch.no_grad()
     @rare_collections()
-    def _begin(self, state_dict: dict[str, Any], *, reuse_lent: bool) -> Staging:
+    def _begin(self, state_dict: dict[str, Any], *, is_torchs: bool) -> Staging:
         self._wait_for_last()
         leaves = Leaves(state_dict)
-        laid_out = lay_out(leaves.tensors, self._pool, reuse_lent=reuse_lent)
+        # torch hands shared storages on to its process, which serialises tuples, and with them all of their storages.
+        as_whole = [is_torchs and not is_within for is_within in leaves.are_within]
+        laid_out = lay_out(leaves.tensors, self._pool, reuse_lent=not is_torchs, as_whole=as_whole)
+        num_threads = self._num_threads or num_threads_of_rank()
         staging = Staging(
             state_dict=leaves.put_together(laid_out.copies),
             num_bytes=sum(segment.num_bytes for segment in laid_out.segments),
             blocks=laid_out.blocks,
+            leaves_cores=num_threads < num_cores_of_rank() or not any(tensor.is_cpu for tensor in leaves.tensors),
         )
         if any(tensor.is_cuda for tensor in leaves.tensors):
             self._pool.pin()
-        num_threads = self._num_threads or num_threads_of_rank()
         crew = crew_for(staging, laid_out.segments, num_threads=num_threads)
         self._last = staging
         crew.run()  # and staging ends in any case

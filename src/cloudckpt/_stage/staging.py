@@ -17,11 +17,15 @@ class Staging:
     Valid until the stager begins the next one, or is closed.
     """
 
-    def __init__(self, *, state_dict: dict[str, Any], num_bytes: int, blocks: Sequence[Block]) -> None:
+    def __init__(
+        self, *, state_dict: dict[str, Any], num_bytes: int, blocks: Sequence[Block], leaves_cores: bool = True
+    ) -> None:
         self.state_dict = state_dict
         """Of the same structure, on the CPU; complete only when `completed` is."""
         self.num_bytes = num_bytes
         """That are copied."""
+        self.leaves_cores = leaves_cores
+        """Whether this rank has cores that do not copy."""
         self.completed: Future[None] = Future()
         """Done when the last byte has been copied; holds what ended the copying, if it failed."""
         self._blocks = [(block.address, block.num_bytes, block) for block in blocks]
@@ -96,3 +100,14 @@ class Staging:
             self.completed.set_exception(error)
         with self._changed:
             self._changed.notify_all()
+
+
+class AsAWhole:
+    """A staging of which everything is there at once, when all is."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.completed = staging.completed
+
+    def wait(self, address: int, num_bytes: int) -> None:  # noqa: ARG002  # as that of `Staging`
+        """Until everything is there. Raises what ended the copying."""
+        self.completed.result()

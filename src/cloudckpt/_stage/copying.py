@@ -74,7 +74,7 @@ def num_cores_of_rank() -> int:
 
 
 def num_threads_of_rank() -> int:
-    """To copy with: one for each core, but for a quarter of them where there are four or more: an upload goes on beside."""
+    """To copy with: one for each core, but for a quarter of four or more, since an upload goes on beside."""
     num_cores = num_cores_of_rank()
     return min(num_cores - num_cores // 4, _MOST_THREADS)
 

@@ -66,6 +66,8 @@ class AsyncSave:
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
         self.uri = uri
         """Where it is saved to."""
+        for future in (self.staged, self.committed):
+            future.set_running_or_notify_cancel()  # its own `cancel` would end nothing: ours does
         self._can_be_cancelled = steering is not None
         self._steering = steering or Steering(uri)
         self._staging: Staged | None = staging

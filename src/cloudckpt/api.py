@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from cloudckpt._async import AsyncSave
 from cloudckpt._background.adopted import Adopted
 from cloudckpt._background.groups import background_group, require_cpu_backend
-from cloudckpt._background.in_flight import await_turn, earlier_failure
+from cloudckpt._background.in_flight import await_turn, earlier_failure, turn
 from cloudckpt._background.runner import BackgroundSave, staged_with
 from cloudckpt._background.torchs_process import begin_in_torchs_process
 from cloudckpt._collecting import rare_collections
@@ -116,51 +116,51 @@ def async_save(
     """
     # Before anything else: the save in flight may be one of the same writer.
     chosen = storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else options or Options()
-    await_turn(chosen.async_in_flight)
-    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
-    if async_stager is None and isinstance(writer, AsyncStager):
-        async_stager = writer
-    in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
-    by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
-    call = None
-    if not (no_dist or by_torch):
-        require_cpu_backend(process_group)
-        if use_collectives and isinstance(writer, ObjectStoreWriter):
-            call = _begun_in_background(writer, process_group)
-        process_group = call.group if call is not None else background_group(process_group)
-    with earlier_failure() as earlier:
-        if by_torch:
-            if earlier is not None:
-                raise earlier
-            return begin_in_torchs_process(
-                state_dict,
-                writer,
-                planner=planner,
+    with turn(chosen.async_in_flight):
+        writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+        if async_stager is None and isinstance(writer, AsyncStager):
+            async_stager = writer
+        in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
+        by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
+        call = None
+        if not (no_dist or by_torch):
+            require_cpu_backend(process_group)
+            if use_collectives and isinstance(writer, ObjectStoreWriter):
+                call = _begun_in_background(writer, process_group)
+            process_group = call.group if call is not None else background_group(process_group)
+        with earlier_failure() as earlier:
+            if by_torch:
+                if earlier is not None:
+                    raise earlier
+                return begin_in_torchs_process(
+                    state_dict,
+                    writer,
+                    planner=planner,
+                    process_group=process_group,
+                    async_stager=async_stager,
+                    no_dist=no_dist,
+                    use_collectives=use_collectives,
+                )
+            save_of = functools.partial(
+                BackgroundSave,
+                writer=writer,
+                in_process=in_process,
+                call=call,
                 process_group=process_group,
-                async_stager=async_stager,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
             )
-        save_of = functools.partial(
-            BackgroundSave,
-            writer=writer,
-            in_process=in_process,
-            call=call,
-            process_group=process_group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
-        if earlier is not None:
-            save_of(staging=Adopted.failed(earlier), planner=None).begin(is_overlapped=False)
-    try:
-        staging = staged_with(async_stager, entries_of(state_dict), is_shared=in_process)
-        is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
-        save = save_of(staging=staging, planner=planner)
-    except BaseException:
-        if call is not None:
-            call.end(has_left=True)
-        raise
-    return save.begin(is_overlapped=is_overlapped)
+            if earlier is not None:
+                save_of(staging=Adopted.failed(earlier), planner=None).begin(is_overlapped=False)
+        try:
+            staging = staged_with(async_stager, entries_of(state_dict), is_shared=in_process)
+            is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
+            save = save_of(staging=staging, planner=planner)
+        except BaseException:
+            if call is not None:
+                call.end(has_left=True)
+            raise
+        return save.begin(is_overlapped=is_overlapped)
 
 
 def load(

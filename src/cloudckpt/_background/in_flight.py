@@ -23,6 +23,10 @@ from cloudckpt._stage.stager import PinnedStager
 from cloudckpt.errors import SaveInFlightError, portable
 
 _lock = threading.Lock()
+_beginning = threading.Lock()
+"""Held while a save is begun: from finding none in flight until the new one is."""
+_beginner: int | None = None
+"""The thread that holds it."""
 _latest: AsyncSave | None = None
 """The save in flight, or one that failed without anybody having asked."""
 _thread: threading.Thread | None = None
@@ -34,9 +38,9 @@ _is_exit_watched = False
 
 def _forget_after_fork() -> None:
     """A child has none of its parent's threads, so none of its saves will ever end there."""
-    global _lock, _latest, _thread, _is_exit_watched  # noqa: PLW0603  # as above
-    _lock = threading.Lock()
-    _latest = _thread = None
+    global _lock, _beginning, _beginner, _latest, _thread, _is_exit_watched  # noqa: PLW0603  # as above
+    _lock, _beginning = threading.Lock(), threading.Lock()
+    _beginner = _latest = _thread = None
     _is_exit_watched = False
     _left_behind.extend(_stagers.values())  # their memory is the parent's: not even to be freed here
     _stagers.clear()
@@ -52,6 +56,26 @@ def latest() -> AsyncSave | None:
     if handle is None or not handle.done():
         return handle
     return None if _untold(handle) is None else handle
+
+
+@contextlib.contextmanager
+def turn(in_flight: Literal["wait", "raise"]) -> Iterator[None]:
+    """As `await_turn`; and in this context no other thread begins a save, whose copy would go to the same memory."""
+    global _beginner  # noqa: PLW0603  # of the process
+    is_own = _beginner == threading.get_ident()  # by a signal handler, or an object that is asked for its state
+    if is_own or (in_flight == "raise" and _beginning.locked()):
+        raise SaveInFlightError(
+            f"{'this' if is_own else 'another'} thread is still beginning a background save, so no other was begun. "
+            "Begin one when async_save has returned",
+            uri="",
+        )
+    with _beginning:
+        try:
+            _beginner = threading.get_ident()
+            await_turn(in_flight)
+            yield
+        finally:
+            _beginner = None
 
 
 def await_turn(in_flight: Literal["wait", "raise"] = "wait") -> None:

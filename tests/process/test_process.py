@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.e2e.models import assert_same
 from tests.process.wrappers import Dying, NotImportable, Noting, Refusing, Waiting
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import cloudckpt
 from cloudckpt import Event, Options
@@ -104,6 +105,26 @@ def test_a_save_is_the_same_as_one_of_this_process(process: UploadProcess, tmp_p
     assert told[0] == told[1]
     assert {event.uri for event in events[1]} == {uris[1]}
     assert json.loads((tmp_path / "there" / "manifest.json").read_text())["metadata"] == {"epoch": 3}
+
+
+@pytest.mark.parametrize("flatten", [True, False], ids=["tuples", "dicts"])
+def test_what_is_serialised_does_not_take_the_whole_snapshot_along(
+    process: UploadProcess, tmp_path: Path, *, flatten: bool
+) -> None:
+    """If this fails, each tuple with a tensor in it, such as a state of a generator, stores all of the model again."""
+    state: dict[str, Any] = {"large": torch.ones(1 << 20), "pair": (torch.arange(5), torch.ones(3)[1:], "x")}
+    if not flatten:
+        state = {"one": state, "two": {"small": torch.arange(7)}}
+    with closing(PinnedStager(shared=True)) as stager:
+        staging = stager.begin(state)
+        staging.completed.result(WAIT_S)
+        writer = cloudckpt.ObjectStoreWriter(tmp_path / "c", options=Options(**SMALL))
+        writer.run_in(process, staging)
+        planner = DefaultSavePlanner(flatten_state_dict=flatten)
+        cloudckpt.save(staging.state_dict, storage_writer=writer, planner=planner)
+        del staging, writer, planner
+    num_bytes = sum(path.stat().st_size for path in tmp_path.glob("c/data/*/*"))
+    assert num_bytes < 4 * (1 << 20) + 64 * KIB
 
 
 def test_another_process_does_the_work_with_the_environment_of_now(

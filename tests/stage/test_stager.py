@@ -7,6 +7,7 @@ import io
 import warnings
 from collections import OrderedDict, UserDict
 from collections.abc import Iterator
+from contextlib import closing
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -103,6 +104,20 @@ def test_what_changes_afterwards_is_not_in_the_copy(stager: PinnedStager) -> Non
     assert bool((staged["small"] == 1).all())
     assert staged["value"] == [1, 2]
     assert staged["bytes"].getvalue() == b"old"
+
+
+def test_what_torchs_process_serialises_has_storages_of_its_own() -> None:
+    """If this fails, torch's background process stores the whole snapshot again for each tuple with a tensor in it."""
+    state = {"w": torch.ones(100_000), "pair": (torch.arange(5), {"x": [torch.ones(3)]}), "last": torch.ones(2)}
+    with closing(PinnedStager(shared=True)) as stager:
+        staged: Any = stager.stage(state)
+        assert staged["w"].is_shared()
+        assert staged["last"].is_shared()
+        first, rest = staged["pair"]
+        assert first.untyped_storage().nbytes() == 5 * 8
+        assert rest["x"][0].untyped_storage().nbytes() == 3 * 4
+        assert torch.equal(first, torch.arange(5))
+        del staged, first, rest
 
 
 def test_tied_tensors_stay_tied_and_are_copied_once(stager: PinnedStager) -> None:

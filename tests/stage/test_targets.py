@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -265,6 +266,30 @@ def test_what_several_want_is_read_into_one_and_copied() -> None:
     assert fill(stored, targets, arena=NoArena()) == 192
     for begin, tensor in ((0, before), (32, one), (32, other), (96, after)):
         assert bytes(bytes_view(tensor)) == stored[begin : begin + tensor.nbytes]
+
+
+def test_each_name_costs_the_same_however_many_are_tied() -> None:
+    """If this fails, loading thousands of small tied tensors, such as a model under two names, takes seconds."""
+
+    def num_calls(num_tied: int) -> int:
+        stored = bytes_for(num_tied * 8, torch.float32)
+        tensors = [(number * 8, torch.zeros(2)) for number in range(num_tied) for _ in range(2)]
+        targets = [TensorTarget(location(begin, (2,), torch.float32), Box((0,), (2,)), at) for begin, at in tensors]
+        made = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal made
+            made += event == "c_call"
+
+        sys.setprofile(count)
+        try:
+            fill(stored, targets, arena=NoArena(), request_bytes=len(stored))
+        finally:
+            sys.setprofile(None)
+        assert all(bytes(bytes_view(at)) == stored[begin : begin + 8] for begin, at in tensors)
+        return made
+
+    assert num_calls(320) < 12 * num_calls(40)
 
 
 def test_ranges_that_overlap_otherwise_are_copied() -> None:

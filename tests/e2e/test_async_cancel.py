@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt._background.in_flight import await_turn
+from cloudckpt._stage import copying
 from cloudckpt.options import MIB
 
 pytestmark = pytest.mark.multirank
@@ -267,4 +268,31 @@ def interrupt_while_staging(root: str) -> None:
 def test_an_interrupt_while_a_rank_stages_keeps_nobody_waiting(local: Place) -> None:
     """If this fails, Ctrl-C on one rank leaves the others in a save that never ends."""
     run_ranks(interrupt_while_staging, local.root, world_size=2)
+    assert local.manifest_keys() == ["next/manifest.json"]
+
+
+def interrupt_while_copying(root: str) -> None:
+    """On each rank: rank 1 is interrupted while it copies, and goes on with something else until rank 0 knows."""
+    if dist.get_rank() == 1:
+        real = copying.Task.run
+
+        def interrupted(_: Any) -> None:
+            copying.Task.run = real  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        copying.Task.run = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            cloudckpt.async_save({"own-1": torch.ones(8)}, f"{root}/not-made", options=options_of())
+    else:
+        error = cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options_of()).exception(WAIT_S)
+        assert isinstance(error, cloudckpt.RankLostError)
+        assert error.ranks == (1,)
+        assert "left before the end" in str(error)
+    dist.barrier()
+    save_again(root)
+
+
+def test_an_interrupt_while_a_rank_copies_keeps_nobody_waiting(local: Place) -> None:
+    """If this fails, Ctrl-C on one rank leaves the others in a save that ends only with that rank's process."""
+    run_ranks(interrupt_while_copying, local.root, world_size=2)
     assert local.manifest_keys() == ["next/manifest.json"]

@@ -172,6 +172,24 @@ def test_an_interrupted_begin_still_comes_to_an_end(monkeypatch: pytest.MonkeyPa
     stager.close()
 
 
+def test_the_next_snapshot_does_not_wait_for_one_that_was_interrupted_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If this fails, Ctrl-C at the end of a small copy hangs the next save, and the interpreter's exit."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.closing(PinnedStager()) as stager:
+        with monkeypatch.context() as patched:
+            patched.setattr(Staging, "end", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stager.begin({"w": torch.ones(8)})
+        staging = stager.begin({"w": torch.full((8,), 2.0)})
+        staging.completed.result(WAIT_S)
+        assert torch.equal(staging.state_dict["w"], torch.full((8,), 2.0))
+
+
 def test_an_interrupted_begin_ends_after_the_threads_that_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, memory is used for the next snapshot while a thread still copies the last one into it."""
     gate = Gate(monkeypatch)

@@ -129,6 +129,10 @@ class BackgroundSave:
                 staging.completed.result()
         except (Exception, CheckpointException) as error:  # noqa: BLE001  # all ranks have to learn of it
             planner = RefusingPlanner(portable(error) if isinstance(error, Exception) else error)
+        except BaseException:  # an interrupt while it was staged
+            if self.call is not None:
+                self.call.end(has_left=True)  # or the others would wait for as long as this process lives
+            raise
         if ours is not None:
             ours.steer(steering, snapshot)
             if self.in_process:

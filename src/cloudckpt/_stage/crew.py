@@ -20,6 +20,8 @@ class Crew:
         self._in_threads = in_threads
         self._lock = threading.Lock()
         self._begun: set[int] = set()
+        self._running: list[threading.Thread] = []
+        self._is_run = False
         self._num_left = len(jobs)
         self._error: BaseException | None = None
 
@@ -39,7 +41,7 @@ class Crew:
             while self._in_threads and here:
                 # Not a daemon: the interpreter waits for it.
                 thread = threading.Thread(
-                    target=self._do, args=here[:1], name=f"cloudckpt-stage-{here[0]}", daemon=False
+                    target=self._do_in_thread, args=here[:1], name=f"cloudckpt-stage-{here[0]}", daemon=False
                 )
                 try:
                     thread.start()
@@ -48,12 +50,32 @@ class Crew:
                 here.pop(0)
             for number in here:
                 self._do(number)
+            self._is_run = True
         except BaseException as error:
             with self._lock:
                 self._error = self._error or error
             for number in here:
                 self._do(number)
             raise
+
+    def wait(self) -> None:
+        """Until no memory is read or written any more."""
+        if self._is_run:
+            self._staging.completed.exception()  # it is whoever asked for that copy who is told
+            return
+        # `run` was interrupted, wherever it was: nobody has the staging, and it may never end.
+        with self._lock:
+            self._begun.update(range(len(self._jobs)))
+            running = list(self._running)
+        for thread in running:
+            thread.join()
+
+    def _do_in_thread(self, number: int) -> None:
+        with self._lock:
+            if number in self._begun:
+                return
+            self._running.append(threading.current_thread())
+        self._do(number)
 
     def _do(self, number: int) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._collecting import rare_collections
 from cloudckpt._stage.copying import crew_for, num_cores_of_rank, num_threads_of_rank
+from cloudckpt._stage.crew import Crew
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
 from cloudckpt._stage.memory import Pool
@@ -37,6 +38,7 @@ class PinnedStager(AsyncStager):
         self._overlapped = overlapped
         self._num_threads = num_threads
         self._last: Staging | None = None
+        self._crew: Crew | None = None
         self._process = os.getpid()
 
     @property
@@ -65,8 +67,10 @@ class PinnedStager(AsyncStager):
 
     def synchronize_staging(self) -> None:
         """Wait until the last copy is complete (torch's protocol)."""
-        if self._last is not None:
-            self._last.completed.result()
+        if self._last is not None and self._crew is not None:
+            self._crew.wait()
+            if self._last.completed.done():  # else it was interrupted, as whoever began it knows
+                self._last.completed.result()
 
     def close(self) -> None:
         """Free the memory, once the copy that is being made has ended. It can be used again, and begins anew."""
@@ -75,11 +79,11 @@ class PinnedStager(AsyncStager):
 
     def _wait_for_last(self) -> None:
         if self._process != os.getpid():  # a forked child, which has none of the threads
-            self._process, self._last = os.getpid(), None
+            self._process, self._last, self._crew = os.getpid(), None, None
             self._pool.close()  # shared memory is still its parent's
-        if self._last is not None:
-            self._last.completed.exception()  # it is whoever asked for that copy who is told
-            self._last = None
+        if self._crew is not None:
+            self._crew.wait()
+            self._last = self._crew = None
 
     @torch.no_grad()
     @rare_collections()
@@ -99,13 +103,14 @@ class PinnedStager(AsyncStager):
         if any(tensor.is_cuda for tensor in leaves.tensors):
             self._pool.pin()
         crew = crew_for(staging, laid_out.segments, num_threads=num_threads)
-        self._last = staging
-        crew.run()  # and staging ends in any case
+        self._last, self._crew = staging, crew
+        crew.run()
         return staging
 
 
 def _state_dict_of(staging: Staging) -> Future[dict[str, Any]]:
     result: Future[dict[str, Any]] = Future()
+    result.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def pass_on(completed: Future[None]) -> None:
         error = completed.exception()

@@ -28,6 +28,7 @@ class Staging:
         """Whether this rank has cores that do not copy."""
         self.completed: Future[None] = Future()
         """Done when the last byte has been copied; holds what ended the copying, if it failed."""
+        self.completed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._blocks = [(block.address, block.num_bytes, block) for block in blocks]
         self._changed = threading.Condition()
         self._copied_bytes = 0

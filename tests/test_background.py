@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt import Options
+from cloudckpt._background import runner
 from cloudckpt.options import KIB, MIB
 
 WAIT_S = 60.0
@@ -439,6 +440,24 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
     assert memory.all_keys() == []
     monkeypatch.undo()
     cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
+    assert fill_at(memory.uri()) == 2
+
+
+def test_an_interrupt_before_the_thread_has_begun_leaves_no_save_behind(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, Ctrl-C at that moment makes the next save, and the interpreter's exit, wait for ever."""
+    keep = runner.keep
+
+    def interrupted(*args: Any) -> None:
+        keep(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "keep", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
+    cloudckpt.async_save(state_of(2), memory.uri(), options=options_of(async_in_flight="raise")).result(WAIT_S)
     assert fill_at(memory.uri()) == 2
 
 

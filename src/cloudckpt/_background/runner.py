@@ -74,8 +74,8 @@ class BackgroundSave:
         thread = threading.Thread(
             target=self._run, args=(handle, steering, is_overlapped), name="cloudckpt-async", daemon=False
         )
-        keep(handle, thread)
         try:
+            keep(handle, thread)
             thread.start()
             if is_overlapped and not staging.completed.done():
                 return handle

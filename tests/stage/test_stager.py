@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
-from collections import OrderedDict, UserDict
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Iterator
 from contextlib import closing
 from types import MappingProxyType
@@ -351,3 +351,17 @@ def test_the_first_tensors_are_copied_first(stager: PinnedStager) -> None:
     staging.completed.result(WAIT_S)
     addresses = [tensor.data_ptr() for tensor in staging.state_dict.values()]
     assert addresses == sorted(addresses)
+
+
+def test_what_is_in_a_tuple_keeps_its_types() -> None:
+    """If this fails, a counter in a tuple is a plain dict after a resume, if it was saved in the background."""
+    kept = (Counter(a=2), defaultdict(list, {"b": [1]}), OrderedDict(c=3), {"d": (Counter(e=4),)})
+    with closing(PinnedStager()) as stager:
+        staging = stager.begin({"kept": kept, "flattened": Counter(a=1)})
+        staging.completed.result(60)
+        copied = staging.state_dict["kept"]
+        assert copied == kept
+        assert list(map(type, copied)) == list(map(type, kept))
+        assert type(copied[3]["d"][0]) is Counter
+        assert copied[1] is not kept[1]
+        assert copied[1]["b"] is not kept[1]["b"]

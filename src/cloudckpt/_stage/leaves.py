@@ -84,6 +84,8 @@ class Leaves:
     def _take_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
         if kind in PLAIN_TENSORS:
             container[key] = _odd_copy(value)
+        elif self._num_tuples and isinstance(value, dict) and kind not in {dict, OrderedDict}:
+            container[key] = self._copied(value)  # a Counter, say: what is in a tuple is serialised with its types
         elif isinstance(value, Mapping):
             items: Any = OrderedDict() if kind is OrderedDict else {}
             container[key] = items

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt import Options
-from cloudckpt._background import runner
+from cloudckpt._background import in_flight, runner
 from cloudckpt.options import KIB, MIB
 
 WAIT_S = 60.0
@@ -309,6 +309,15 @@ def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Me
         cloudckpt.async_save({"m": Saving()}, memory.uri("outer"))
     cloudckpt.async_save(state_of(2), memory.uri("outer")).result(WAIT_S)
     assert memory.all_keys("inner") == []
+
+
+def test_a_beginning_that_was_interrupted_at_its_end_refuses_no_later_save(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, Ctrl-C at that moment makes every later save of the thread a ``SaveInFlightError``."""
+    monkeypatch.setattr(in_flight, "_beginner", threading.get_ident())
+    cloudckpt.async_save(state_of(1), memory.uri()).result(WAIT_S)
+    assert fill_at(memory.uri()) == 1
 
 
 def test_a_thread_that_would_wait_for_anothers_beginning_is_refused_where_the_option_says_so(memory: Memory) -> None:

@@ -62,7 +62,8 @@ def latest() -> AsyncSave | None:
 def turn(in_flight: Literal["wait", "raise"]) -> Iterator[None]:
     """As `await_turn`; and in this context no other thread begins a save, whose copy would go to the same memory."""
     global _beginner  # noqa: PLW0603  # of the process
-    is_own = _beginning.locked() and _beginner == threading.get_ident()  # by a signal handler, or an object that is asked for its state
+    # By a signal handler, or an object that is asked for its state.
+    is_own = _beginning.locked() and _beginner == threading.get_ident()
     if is_own or (in_flight == "raise" and _beginning.locked()):
         raise SaveInFlightError(
             f"{'this' if is_own else 'another'} thread is still beginning a background save, so no other was begun. "

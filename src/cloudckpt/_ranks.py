@@ -259,9 +259,9 @@ class Meetings:
                     self._take_in(found)
                     if is_ending:
                         return
-                    cancelled_by = self._passed_on()
-                if cancelled_by and self.on_cancelled is not None:
-                    self.on_cancelled(cancelled_by)
+                    cancelled_by, on_cancelled = self._passed_on(), self.on_cancelled
+                if cancelled_by and on_cancelled is not None:
+                    on_cancelled(cancelled_by)
                 poll_s = _SHORTEST_POLL_S if is_urgent else min(_LONGEST_POLL_S, 1.5 * poll_s)
                 with self._changed:
                     wait_s = min(poll_s, pause_s) if self._is_waiting else pause_s

@@ -38,7 +38,8 @@ _SLACK = 1.2
 """How much longer than the last one a save may take before it is thought to come too late."""
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
-os.register_at_fork(after_in_child=_groups.clear)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_groups.clear)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from cloudckpt._group import exists
 
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
-os.register_at_fork(after_in_child=_groups.clear)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_groups.clear)
 
 
 def require_cpu_backend(process_group: dist.ProcessGroup | None) -> None:

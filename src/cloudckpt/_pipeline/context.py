@@ -30,7 +30,8 @@ def _forget_after_fork() -> None:
     _known_widths = KnownWidths()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Context:

@@ -112,7 +112,8 @@ def _whole(block: Block) -> torch.Tensor:
 PINNED = PinnedBuffers()
 """Of this process."""
 
-os.register_at_fork(after_in_child=PINNED.forget)
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=PINNED.forget)
 
 
 def new_arena(*, budget_bytes: int) -> Arena:

@@ -74,6 +74,19 @@ def value_at(uri: str) -> float:
     return float(loaded["w"][0])
 
 
+def forget_other_handlers() -> None:
+    """That of coverage, for one, ends whatever is told to stop."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _no_other_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    forget_other_handlers()
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 # --- the signal
 
 
@@ -303,6 +316,7 @@ def test_a_save_that_would_come_too_late_is_not_begun(memory: Memory, monkeypatc
 
 def stops(uri: str, told: dict[int, list[int]], num_steps: int) -> tuple[list[int], str, float]:
     """Steps at which this rank learned to stop, what became of the last save, and the time that was left then."""
+    forget_other_handlers()
     rank = dist.get_rank()
     with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
         stopped = []
@@ -334,6 +348,7 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path, told: dict[int, list[int]], 
 
 def all_or_none(uri: str) -> tuple[str, bool]:
     """Rank 1 believes that a save takes too long."""
+    forget_other_handlers()
     begun = []
     if dist.get_rank() == 1:
         module.last_seconds = lambda: WAIT_S  # type: ignore[assignment]
@@ -354,6 +369,7 @@ def test_all_ranks_save_or_none(tmp_path: Path) -> None:
 
 def cancels_on_one_rank(uri: str) -> str:
     """Rank 1 alone is asked to cancel; rank 0's part waits until it has been."""
+    forget_other_handlers()
     rank = dist.get_rank()
     with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
         handle: list[cloudckpt.AsyncSave] = []
@@ -378,6 +394,7 @@ def test_what_one_rank_cancels_ends_on_all(tmp_path: Path) -> None:
 
 
 def waits_in_vain() -> str:
+    forget_other_handlers()
     with cloudckpt.on_sigterm(timeout_s=1.0) as preemption:
         assert not preemption.agreed()
         if dist.get_rank() == 1:
@@ -394,6 +411,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
 
 
 def waits_in_vain_then_meet() -> str:
+    forget_other_handlers()
     said = waits_in_vain()
     dist.barrier()
     return said

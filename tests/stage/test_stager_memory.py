@@ -113,8 +113,8 @@ def test_nothing_is_left_after_close(*, shared: bool) -> None:
         use()
     after = held()
     print(before, after, sep="\n")  # read where it fails
-    assert after.num_threads == before.num_threads
-    assert after.num_other_files == before.num_other_files
+    assert after.num_threads <= before.num_threads  # those of tests before may end meanwhile
+    assert after.num_other_files <= before.num_other_files
     # Of 180 that were taken; glibc keeps up to 64 of what was freed, here of the state dicts.
     assert after.rss_bytes < before.rss_bytes + 120 * MIB
 

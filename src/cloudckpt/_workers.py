@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import queue
 import threading
 from collections import deque
@@ -176,3 +177,15 @@ def each_done(
             stopped.set()
             on_failure()
             raise
+
+
+def ranks_of_host() -> int:
+    """As torchrun says it; 1 where it does not."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else 1
+
+
+def num_cores_of_rank() -> int:
+    """As many as this process has to itself, beside the other ranks of its machine."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, num_cores // max(ranks_of_host(), 1))

@@ -6,7 +6,6 @@ import contextlib
 import datetime as dt
 import logging
 import math
-import os
 import signal
 import threading
 import time
@@ -20,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from cloudckpt._async import AsyncSave
+from cloudckpt._background.groups import Twins
 from cloudckpt._background.in_flight import latest
-from cloudckpt._group import exists
 from cloudckpt._saving import last_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError
 
@@ -36,10 +35,7 @@ _FAREWELL = 0.1
 """Of the deadline, and at most so many seconds: left for a save that is cancelled to remove what it wrote."""
 _SLACK = 1.2
 """How much longer than the last one a save may take before it is thought to come too late."""
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_groups.clear)
+_TWINS = Twins()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,18 +221,7 @@ def _group_like(process_group: dist.ProcessGroup | None, timeout_s: float) -> di
     """A gloo group of the same ranks for this alone; None where this rank is alone. Collective on its first call."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    default = dist.group.WORLD
-    source = process_group if process_group is not None else default
+    source = process_group if process_group is not None else dist.group.WORLD
     if source is None or dist.get_world_size(source) <= 1:
         return None
-    for known, group in list(_groups.items()):
-        if not (exists(known) and exists(group)):
-            del _groups[known]
-    if source not in _groups:
-        _groups[source] = dist.new_group(
-            dist.get_process_group_ranks(source),
-            backend="gloo",
-            timeout=dt.timedelta(seconds=timeout_s),
-            use_local_synchronization=source is not default,
-        )
-    return _groups[source]
+    return _TWINS.of(source, timeout_s=timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 
 import torch
@@ -9,10 +10,31 @@ import torch.distributed as dist
 
 from cloudckpt._group import exists
 
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_groups.clear)
+class Twins:
+    """gloo groups for one purpose, each of the ranks of another group, made once and used again."""
+
+    def __init__(self) -> None:
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+            os.register_at_fork(after_in_child=self._groups.clear)
+
+    def of(self, source: dist.ProcessGroup, *, timeout_s: float | None = None) -> dist.ProcessGroup:
+        """That of the ranks of `source`. Collective on the first call; then its collectives take up to `timeout_s`."""
+        for known, group in list(self._groups.items()):
+            if not (exists(known) and exists(group)):
+                del self._groups[known]
+        if source not in self._groups:
+            self._groups[source] = dist.new_group(
+                dist.get_process_group_ranks(source),
+                backend="gloo",
+                timeout=None if timeout_s is None else dt.timedelta(seconds=timeout_s),
+                use_local_synchronization=source is not dist.group.WORLD,
+            )
+        return self._groups[source]
+
+
+_TWINS = Twins()
 
 
 def require_cpu_backend(process_group: dist.ProcessGroup | None) -> None:
@@ -30,15 +52,6 @@ def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     """A gloo group of the same ranks, made once and used again. Collective on its first call."""
     if not dist.is_available() or not dist.is_initialized():
         return process_group
-    default = dist.group.WORLD
-    assert default is not None  # noqa: S101  # it is initialised
-    source = process_group if process_group is not None else default
-    for known, group in list(_groups.items()):
-        if not (exists(known) and exists(group)):
-            del _groups[known]
-    if source in _groups:
-        return _groups[source]
-    _groups[source] = dist.new_group(
-        dist.get_process_group_ranks(source), backend="gloo", use_local_synchronization=source is not default
-    )
-    return _groups[source]
+    source = process_group if process_group is not None else dist.group.WORLD
+    assert source is not None  # noqa: S101  # it is initialised
+    return _TWINS.of(source)

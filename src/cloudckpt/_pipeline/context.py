@@ -13,6 +13,7 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.traced import TracedStore
 from cloudckpt._transfer.width import KnownWidths, Width, bounds_of
 from cloudckpt._uri import Location
+from cloudckpt._workers import num_cores_of_rank, ranks_of_host
 from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
@@ -47,7 +48,7 @@ class Context:
         if connections is None and location.scheme == "file":
             connections = _threads_for_files()
         bounds = bounds_of(
-            connections, ranks_of_host=_ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
+            connections, ranks_of_host=ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
         )
         self.first_connections = bounds.first
         self.most_connections = bounds.most
@@ -101,13 +102,6 @@ def _ignore(_number: int) -> None:
     """Where nobody wants to know."""
 
 
-def _ranks_of_host() -> int:
-    """As torchrun says it; 1 where it does not."""
-    number = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(number) if number.isdecimal() else 1
-
-
 def _threads_for_files() -> int:
     """As many as this rank has cores: a file's bytes are copied by the CPU, and threads beyond only cost it more."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(num_cores // max(_ranks_of_host(), 1), _LEAST_FOR_FILES), FIRST_CONNECTIONS)
+    return min(max(num_cores_of_rank(), _LEAST_FOR_FILES), FIRST_CONNECTIONS)

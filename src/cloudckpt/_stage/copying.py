@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 
@@ -17,6 +16,7 @@ from cloudckpt._stage.cuda_copying import CudaStream, queues_of
 from cloudckpt._stage.laying import Segment
 from cloudckpt._stage.staging import Staging
 from cloudckpt._stage.tensors import as_carrier
+from cloudckpt._workers import num_cores_of_rank
 from cloudckpt.options import MIB
 
 _MOST_THREADS = 32  # more do not make memory faster
@@ -58,19 +58,6 @@ class Task(msgspec.Struct):
                 ctypes.memmove(copy.target, copy.source, copy.num_bytes)  # other threads run meanwhile
             elif type(copy) is Gather:
                 copy.run()
-
-
-def num_cores_of_rank() -> int:
-    """As many as this process has to itself, beside the other ranks of its machine."""
-    try:
-        num_cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every system
-        num_cores = os.cpu_count() or 1
-    try:
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    except ValueError:
-        num_ranks = 1
-    return max(1, num_cores // max(num_ranks, 1))
 
 
 def num_threads_of_rank() -> int:

@@ -10,12 +10,13 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._collecting import rare_collections
-from cloudckpt._stage.copying import crew_for, num_cores_of_rank, num_threads_of_rank
+from cloudckpt._stage.copying import crew_for, num_threads_of_rank
 from cloudckpt._stage.crew import Crew
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
 from cloudckpt._stage.memory import Pool
 from cloudckpt._stage.staging import Staging
+from cloudckpt._workers import num_cores_of_rank
 
 
 class PinnedStager(AsyncStager):

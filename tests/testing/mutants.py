@@ -388,6 +388,14 @@ class Links(Mutant):
             super().delete([key, *self.__dict__.get("_links", {}).get(key, [])])
 
 
+@caught_by("test_a_copy_by_the_service_says_what_it_copied")
+class CopiesUnseen(Mutant):
+    """The service says of a copy what it has not looked at."""
+
+    def copy_from(self, source_url, target_key):
+        return (super().copy_from(source_url, target_key) or 0) ^ 1
+
+
 @caught_by("test_copying_nothing_is_a_typed_error")
 class CopiesNothing(Mutant):
     """A copy of nothing is an empty object."""

@@ -83,6 +83,7 @@ CALLS: dict[str, Callable[[Store], object]] = {
     "abort_multipart": lambda store: store.abort_multipart("k", "gone"),
     "complete_multipart": lambda store: store.complete_multipart("k", store.create_multipart("k"), []),
     "copy": lambda store: store.copy("there", "copied"),
+    "copy_from": lambda store: store.copy_from(store.url("there"), "copied"),
     "create_multipart": lambda store: store.create_multipart("k"),
     "delete": lambda store: store.delete(["there"]),
     "head": lambda store: store.head("there"),

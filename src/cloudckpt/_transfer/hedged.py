@@ -114,6 +114,9 @@ class HedgedStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         self._inner.copy(source_key, target_key)
 
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        return self._inner.copy_from(source_url, target_key)
+
 
 def _name_of(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int]:
     return ("upload", key, upload_id, part.number)

@@ -128,6 +128,9 @@ class TracedStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         self._traced("copy", target_key, lambda: self._inner.copy(source_key, target_key))
 
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        return self._traced("copy_from", target_key, lambda: self._inner.copy_from(source_url, target_key))
+
 
 def _first(items: Iterator[_T]) -> Iterator[_T]:
     for item in items:

@@ -197,3 +197,16 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def copy(self, source_key: str, target_key: str) -> None:
         """Copy one object within the store, without downloading it where the store can."""
+
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
+
+        No byte passes through here. The CRC32C of what came to lie at `target_key`, as the service has computed it from
+        the bytes; None where it says none. The caller sees to it that one endpoint and one set of credentials reach
+        both. Raises `UnsupportedOperationError` where this store cannot copy from there.
+        """
+        raise UnsupportedOperationError(
+            f"{self.url(target_key)}: this store cannot have {source_url} copied by the service. Read it and write it.",
+            key=self.url(target_key),
+            operation="copy_from",
+        )

@@ -214,6 +214,15 @@ class MemoryStore(Store):
         with bucket.lock:
             bucket.objects[self._prefix + target_key] = _Object(body=body, modified_at=_now())
 
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        check_key(self, target_key, "copy_from")
+        name, _, key = source_url.removeprefix("memory://").partition("/")
+        body = MemoryStore(name)._object("copy_from", key).body  # noqa: SLF001  # its own class
+        bucket = self._bucket("copy_from")
+        with bucket.lock:
+            bucket.objects[self._prefix + target_key] = _Object(body=body, modified_at=_now())
+        return crc32c_of([memoryview(body)])
+
     def _bucket(self, operation: str) -> _Bucket:
         if self._shared.pid != os.getpid():
             raise UnsupportedOperationError(

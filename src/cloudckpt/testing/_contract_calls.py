@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cloudckpt.errors import StoreError
+from cloudckpt.errors import StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing._contract_tools import bodies_of, content, keys, parts_of, put, read_range, upload_part
 
@@ -35,6 +36,10 @@ def calls_of(store: Store) -> dict[str, Call]:
         "delete": Call(key="run/removed", run=lambda far: far.delete(["run/removed"])),
         "copy": Call(key="run/kept", run=lambda far: far.copy("run/kept", "run/copy")),
     }
+    with contextlib.suppress(UnsupportedOperationError):
+        source_url = store.url("run/kept")
+        store.copy_from(source_url, "run/by-service")
+        found["copy_from"] = Call(key="run/kept", run=lambda far: far.copy_from(source_url, "run/by-service"))
     if store.capabilities.multipart:
         body = bodies_of(store, 1)[0]
         part = parts_of([body])[0]

@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
     TransientStoreError,
+    UnsupportedOperationError,
 )
 from cloudckpt.stores.base import Store
 from cloudckpt.testing._contract_base import Clauses
@@ -234,6 +235,23 @@ class WriteClauses(Clauses):
         assert content(store, "target") == content(store, "new/deep/target") == content(store, "a/source") == b"body"
         store.delete(["a/source"])
         assert content(store, "target") == b"body"
+
+    def test_a_copy_by_the_service_says_what_it_copied(self, store: Store) -> None:
+        """What it says is compared with what was saved. Where it is right, the copy is not read again."""
+        body = bytes(range(256)) * 33
+        put(store, "a/source", body)
+        try:
+            said = store.copy_from(store.url("a/source"), "b/target")
+        except UnsupportedOperationError:
+            assert keys(store) == ["a/source"]
+            self.does_not_apply("the store has no copies by the service from other stores, and refuses the call")
+            return
+        assert content(store, "b/target") == content(store, "a/source") == body
+        # Who does not look at checksums may also say wrong ones: the copy is then read, and found to be good.
+        assert said in {None, crc(body)} or not store.probe().verifies_crc32c
+        with pytest.raises(ObjectNotFoundError):
+            store.copy_from(store.url("missing"), "c/target")
+        assert keys(store) == ["a/source", "b/target"]
 
     def test_copying_nothing_is_a_typed_error(self, store: Store) -> None:
         """An empty target in place of an error would be data lost."""

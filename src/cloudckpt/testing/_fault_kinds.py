@@ -116,6 +116,7 @@ EVERYTHING = READS | WRITES | {
     "abort_multipart",
     "complete_multipart",
     "copy",
+    "copy_from",
     "create_multipart",
     "delete",
     "head",

@@ -129,6 +129,11 @@ class FaultyStore(WrappedStore):
     def copy(self, source_key: str, target_key: str) -> None:
         self._written(target_key, lambda: super(FaultyStore, self).copy(source_key, target_key))
 
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        found: list[int | None] = []
+        self._written(target_key, lambda: found.append(super(FaultyStore, self).copy_from(source_url, target_key)))
+        return found[0]
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._written(key, lambda key=key: super(FaultyStore, self).delete([key]))  # type: ignore[misc]  # mypy cannot see the default

@@ -100,3 +100,7 @@ class WrappedStore(Store):
 
     def copy(self, source_key: str, target_key: str) -> None:
         self.around(Call(operation="copy", key=target_key), lambda: self.inner.copy(source_key, target_key))
+
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        call = Call(operation="copy_from", key=target_key)
+        return self.around(call, lambda: self.inner.copy_from(source_url, target_key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -9,17 +10,29 @@ if TYPE_CHECKING:
     from cloudckpt.stores.gcs.session import GCSSession
 
 
-def copy_object(session: GCSSession, source: str, target: str) -> None:
-    """Rewrite the object `source` to `target`; a large one takes several calls, each of which goes on from the last."""
+def copy_object(
+    session: GCSSession, source: str, target: str, *, bucket: str | None = None, operation: str = "copy"
+) -> int | None:
+    """Rewrite the object `source` to `target`; a large one takes several calls, each of which goes on from the last.
+
+    `source` lies in `bucket`, if one is given. The CRC32C that the service says `target` has, if it says one.
+    """
     token: str | None = None
     while True:
 
-        def ask(client: GCSClient, token: str | None = token) -> Any:
-            bucket = client.bucket(session.bucket)
+        def ask(client: GCSClient, token: str | None = token) -> tuple[str | None, Any]:
+            old = client.bucket(bucket or session.bucket).blob(source)
             new = client.blob(session.bucket, target)
-            return new.rewrite(bucket.blob(source), token=token, **client.each_call)[0]
+            return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
 
         # What can be missing is the source, so it is what an error is about.
-        token = session.call("copy", "objects.rewrite", source, ask)
+        token, crc32c = session.call(operation, "objects.rewrite", source, ask)
         if token is None:
-            return
+            return _decoded(crc32c)
+
+
+def _decoded(crc32c: object) -> int | None:
+    try:
+        return int.from_bytes(base64.b64decode(crc32c, validate=True), "big") if isinstance(crc32c, str) else None
+    except ValueError:
+        return None

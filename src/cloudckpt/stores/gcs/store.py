@@ -195,6 +195,12 @@ class GCSStore(Store):
         """Rewritten by the service, in as many calls as it wants."""
         copy_object(self._session, self._name(source_key, "copy"), self._name(target_key, "copy"))
 
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        """Rewritten by the service, which knows the CRC32C of every object."""
+        target = self._name(target_key, "copy_from")
+        bucket, _, source = source_url.removeprefix("gs://").partition("/")
+        return copy_object(self._session, source, target, bucket=bucket, operation="copy_from")
+
     def _name(self, key: str, operation: str) -> str:
         check_key(self, key, operation)
         if naming.parse(self._root + key) is not None:

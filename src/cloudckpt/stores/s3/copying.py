@@ -1,17 +1,23 @@
-"""Copies within the store: one request up to 5 GiB, in parts above."""
+"""Copies that the service makes: one request up to a size, in parts above."""
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Any
 
+from awscrt.checksums import combine_crc32c
+
 from cloudckpt.errors import ObjectNotFoundError
-from cloudckpt.options import GIB
+from cloudckpt.options import GIB, MIB
 
 if TYPE_CHECKING:
     from cloudckpt.stores.s3.session import S3Session
 
 _MOST_PER_COPY_BYTES = 5 * GIB
+_CRC32C_BYTES = 4
 _PART_BYTES = 1 * GIB
+_CHECKED_PART_BYTES = 256 * MIB
+"""The service answers a copy only once it has made it: one of a few GiB can take longer than anybody waits."""
 
 
 def copy_object(session: S3Session, source: str, target: str, *, size_bytes: int) -> None:
@@ -20,25 +26,61 @@ def copy_object(session: S3Session, source: str, target: str, *, size_bytes: int
     if size_bytes <= _MOST_PER_COPY_BYTES:
         session.call("copy", "CopyObject", target, CopySource=place)
         return
-    created = session.call("copy", "CreateMultipartUpload", target, ChecksumAlgorithm="CRC32C")
-    upload_id = session.required(created, "UploadId", "copy", "CreateMultipartUpload", target)
+    _copy_parts(session, "copy", place, target, size_bytes=size_bytes, part_bytes=_PART_BYTES)
+
+
+def copy_checked(session: S3Session, place: dict[str, str], target: str, *, size_bytes: int) -> int | None:
+    """Copy the object at `place`, of any bucket; the CRC32C that the service says it has, if it says one."""
+    if size_bytes <= _CHECKED_PART_BYTES:
+        answer = session.call("copy_from", "CopyObject", target, CopySource=place, ChecksumAlgorithm="CRC32C")
+        result = session.required(answer, "CopyObjectResult", "copy_from", "CopyObject", target)
+        return crc32c_of_answer(result.get("ChecksumCRC32C"))
+    parts = _copy_parts(session, "copy_from", place, target, size_bytes=size_bytes, part_bytes=_CHECKED_PART_BYTES)
+    whole = 0
+    for number, part in enumerate(parts):
+        value = crc32c_of_answer(part.get("ChecksumCRC32C"))
+        if value is None:
+            return None
+        num_bytes = min(_CHECKED_PART_BYTES, size_bytes - number * _CHECKED_PART_BYTES)
+        whole = combine_crc32c(whole, value, num_bytes) if number else value
+    return whole
+
+
+def crc32c_of_answer(encoded: str | None) -> int | None:
+    """What an answer says; None where that is not the checksum of one piece."""
+    if not encoded:
+        return None
+    try:
+        value = base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(value, "big") if len(value) == _CRC32C_BYTES else None
+
+
+def _copy_parts(
+    session: S3Session, operation: str, place: dict[str, str], target: str, *, size_bytes: int, part_bytes: int
+) -> list[dict[str, Any]]:
+    created = session.call(operation, "CreateMultipartUpload", target, ChecksumAlgorithm="CRC32C")
+    upload_id = session.required(created, "UploadId", operation, "CreateMultipartUpload", target)
     try:
         parts = [
             _copy_part(
                 session,
+                operation,
                 target,
                 place=place,
                 upload_id=upload_id,
                 number=number,
                 begin_bytes=begin,
-                end_bytes=min(begin + _PART_BYTES, size_bytes),
+                end_bytes=min(begin + part_bytes, size_bytes),
             )
-            for number, begin in enumerate(range(0, size_bytes, _PART_BYTES), start=1)
+            for number, begin in enumerate(range(0, size_bytes, part_bytes), start=1)
         ]
-        session.call("copy", "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload={"Parts": parts})
+        session.call(operation, "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload={"Parts": parts})
     except BaseException:
-        abort_upload(session, "copy", target, upload_id)
+        abort_upload(session, operation, target, upload_id)
         raise
+    return parts
 
 
 def abort_upload(session: S3Session, operation: str, key: str, upload_id: str) -> None:
@@ -51,6 +93,7 @@ def abort_upload(session: S3Session, operation: str, key: str, upload_id: str) -
 
 def _copy_part(
     session: S3Session,
+    operation: str,
     target: str,
     *,
     place: dict[str, str],
@@ -60,7 +103,7 @@ def _copy_part(
     end_bytes: int,
 ) -> dict[str, Any]:
     answer = session.call(
-        "copy",
+        operation,
         "UploadPartCopy",
         target,
         UploadId=upload_id,
@@ -68,10 +111,10 @@ def _copy_part(
         CopySource=place,
         CopySourceRange=f"bytes={begin_bytes}-{end_bytes - 1}",
     )
-    result = session.required(answer, "CopyPartResult", "copy", "UploadPartCopy", target)
+    result = session.required(answer, "CopyPartResult", operation, "UploadPartCopy", target)
     checksum = {"ChecksumCRC32C": result["ChecksumCRC32C"]} if result.get("ChecksumCRC32C") else {}
     return {
         "PartNumber": number,
-        "ETag": session.required(result, "ETag", "copy", "UploadPartCopy", target),
+        "ETag": session.required(result, "ETag", operation, "UploadPartCopy", target),
         **checksum,
     }

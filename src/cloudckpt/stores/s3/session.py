@@ -24,6 +24,11 @@ class S3Session:
     def __setstate__(self, state: tuple[str, clients.ClientKey]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
+    @property
+    def client_key(self) -> clients.ClientKey:
+        """What its client is made of."""
+        return self._key
+
     def endpoint_url(self, operation: str) -> str:
         """Where requests go, asked on behalf of the store's `operation`.
 

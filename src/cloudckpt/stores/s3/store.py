@@ -14,7 +14,7 @@ from cloudckpt.stores._http_body import ViewsBody
 from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
 from cloudckpt.stores.s3.client import ClientKey, is_amazons, require_boto3
 from cloudckpt.stores.s3.config import parse_storage_options
-from cloudckpt.stores.s3.copying import abort_upload, copy_object
+from cloudckpt.stores.s3.copying import abort_upload, copy_checked, copy_object, crc32c_of_answer
 from cloudckpt.stores.s3.deleting import delete_objects
 from cloudckpt.stores.s3.express import check_options, is_directory_bucket
 from cloudckpt.stores.s3.listing import list_objects, list_parts, list_prefixes, list_unfinished
@@ -199,7 +199,7 @@ class S3Store(Store):
                 number=item["PartNumber"],
                 size_bytes=item["Size"],
                 token=item["ETag"],
-                crc32c=_decoded(item.get("ChecksumCRC32C")),
+                crc32c=crc32c_of_answer(item.get("ChecksumCRC32C")),
                 md5=tag if _MD5.fullmatch(tag) else None,
             )
 
@@ -207,6 +207,16 @@ class S3Store(Store):
         """CopyObject; above 5 GiB, UploadPartCopy."""
         size_bytes = self.head(source_key).size_bytes
         copy_object(self._session, self._root + source_key, self._key(target_key, "copy"), size_bytes=size_bytes)
+
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        """CopyObject; above 256 MiB, UploadPartCopy."""
+        target = self._key(target_key, "copy_from")
+        bucket, _, key = source_url.removeprefix("s3://").partition("/")
+        if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(self._session.bucket):
+            return super().copy_from(source_url, target_key)
+        source = S3Session(bucket, self._session.client_key)
+        size_bytes = source.call("copy_from", "HeadObject", key)["ContentLength"]
+        return copy_checked(self._session, {"Bucket": bucket, "Key": key}, target, size_bytes=size_bytes)
 
     def _call(self, operation: str, api: str, key: str, **members: Any) -> dict[str, Any]:
         return self._session.call(operation, api, self._key(key, operation), **members)
@@ -221,14 +231,3 @@ class S3Store(Store):
 
 def _encoded(crc32c: int) -> str:
     return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
-
-
-def _decoded(crc32c: str | None) -> int | None:
-    """What a listing says; ``None`` where that is not the checksum of one part."""
-    if not crc32c:
-        return None
-    try:
-        value = base64.b64decode(crc32c, validate=True)
-    except ValueError:
-        return None
-    return int.from_bytes(value, "big") if len(value) == 4 else None  # noqa: PLR2004  # bytes of a CRC32C

@@ -7,9 +7,9 @@ import functools
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +34,13 @@ _log = logging.getLogger("cloudckpt")
 _T = TypeVar("_T")
 
 _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
+_MOST_LOOKS = 8
+"""At a root where checkpoints vanish while they are being loaded."""
+
+
+class _Damage(NamedTuple):
+    why: str
+    is_gone: bool
 
 
 def load_latest(
@@ -52,8 +59,9 @@ def load_latest(
 
     The coordinator lists the candidates (`list_checkpoints`), and all ranks go through the same ones, the newest first.
     One that any rank finds damaged, or gone by then, is skipped by all ranks alike: with a warning in the log, and in
-    the report's ``skipped``. Nothing else is a reason to take an older one: a store that does not answer or denies, a
-    state dict that does not fit, a value that would need `allow_pickle`, or a newer format, is raised as `load` does.
+    the report's ``skipped``; where one is gone, `root` is listed anew, for what has been saved meanwhile. Nothing else
+    is a reason to take another one: a store that does not answer or denies, a state dict that does not fit, a value
+    that would need `allow_pickle`, or a newer format, is raised as `load` does.
 
     A load checks only the bytes that it needs, and by then tensors have been filled; those of a checkpoint that is
     skipped are all overwritten by the next. With `verify_first`, the coordinator verifies each candidate whole
@@ -64,13 +72,51 @@ def load_latest(
     is a `CheckpointNotFoundError` where nothing is committed under `root`, and a `CorruptCheckpointError`, whose
     ``problems`` give each checkpoint and its reason, where none can be loaded.
     """
+    report = load_newest(
+        state_dict,
+        root,
+        lambda: _candidates(root, options),
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        allow_pickle=allow_pickle,
+        verify_first=verify_first,
+        options=options,
+    )
+    assert report is not None  # noqa: S101  # that there is nothing is raised
+    return report
+
+
+def load_newest(
+    state_dict: dict[str, Any],
+    root: str | os.PathLike[str],
+    find: Callable[[], list[str]],
+    *,
+    storage_reader: ObjectStoreReader | None = None,
+    planner: LoadPlanner | None,
+    process_group: dist.ProcessGroup | None,
+    no_dist: bool,
+    allow_pickle: bool,
+    verify_first: bool,
+    options: Options | None,
+) -> LoadReport | None:
+    """As `load_latest`, of what `find` gives on the coordinator, the newest first; None where that is nothing.
+
+    Where one is gone that `find` gave, somebody removes old ones, and there may be newer ones by now: it is asked anew.
+    """
     timeout_s = (options or storage_reader or Options()).timeout_s
-    ranks = _Ranks(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
+    ranks = Ranks(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
     verify_first = verify_first or bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
-    for uri in ranks.agreed("find", lambda: _candidates(root, options)):
-        why = ranks.agreed("verify", functools.partial(_damage_of, uri, options)) if verify_first else None
-        if why is None:
+    waiting = ranks.agreed("find", find)
+    if not waiting:
+        return None
+    num_looks = 1
+    while waiting:
+        uri, *waiting = waiting
+        damage = ranks.agreed("verify", functools.partial(_damage_of, uri, options)) if verify_first else None
+        if damage is None:
             try:
                 report = load(
                     state_dict,
@@ -87,12 +133,16 @@ def load_latest(
                 causes = causes_of(error)
                 if not causes or not all(isinstance(cause, _SKIPPED) for cause in causes):
                     raise
-                why = "; ".join(dict.fromkeys(map(str, causes)))
+                damage = _Damage("; ".join(dict.fromkeys(map(str, causes))), _is_gone(causes))
             else:
                 assert report is not None  # noqa: S101  # our reader makes one
                 return _with_skipped(report, skipped, storage_reader)
-        skipped.append(SkippedCheckpoint(uri=uri, why=why))
-        _log.warning("passed over %s, and going on to an older checkpoint: %s", uri, why)
+        skipped.append(SkippedCheckpoint(uri=uri, why=damage.why))
+        _log.warning("passed over %s, and going on to another checkpoint: %s", uri, damage.why)
+        if damage.is_gone and num_looks < _MOST_LOOKS:
+            num_looks += 1
+            tried = {one.uri for one in skipped}
+            waiting = [other for other in ranks.agreed("find", lambda: _found_again(find)) if other not in tried]
     problems = [f"{one.uri}: {one.why}" for one in skipped]
     raise ranks.failure(
         CorruptCheckpointError(
@@ -103,7 +153,7 @@ def load_latest(
     )
 
 
-class _Ranks:
+class Ranks:
     """What the ranks do together besides loading."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
@@ -139,7 +189,7 @@ def _candidates(root: str | os.PathLike[str], options: Options | None) -> list[s
     """The newest first."""
     found = [info.uri for info in reversed(list_checkpoints(root, options=options))]
     if not found:
-        is_one = _holds_checkpoint(root, options)
+        is_one = holds_checkpoint(root, options)
         hint = ", which is a checkpoint itself: cloudckpt.load loads it" if is_one else ""
         raise CheckpointNotFoundError(
             f"no checkpoint is committed directly under {redacted(root)}{hint}. Check the URI; a first run has nothing "
@@ -149,21 +199,33 @@ def _candidates(root: str | os.PathLike[str], options: Options | None) -> list[s
     return found
 
 
-def _holds_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
+def _found_again(find: Callable[[], list[str]]) -> list[str]:
+    try:
+        return find()
+    except CheckpointNotFoundError:
+        return []
+
+
+def holds_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
+    """Whether it is a checkpoint itself: for a hint, so no failure counts."""
     options = options or Options()
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
     try:
         return read_log(open_store(root, options), retrier).counting is not None
     except CloudckptError:
-        return False  # it is only for a hint
+        return False
 
 
-def _damage_of(uri: str, options: Options | None) -> str | None:
+def _damage_of(uri: str, options: Options | None) -> _Damage | None:
     try:
         verify(uri, options=options)
     except _SKIPPED as error:
-        return str(error)
+        return _Damage(str(error), _is_gone([error]))
     return None
+
+
+def _is_gone(causes: Iterable[BaseException]) -> bool:
+    return any(isinstance(cause, CheckpointNotFoundError) for cause in causes)
 
 
 def _with_skipped(

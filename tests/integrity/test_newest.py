@@ -127,6 +127,22 @@ def test_one_that_vanishes_while_it_is_read_is_passed_over(run: Memory) -> None:
 
 
 @pytest.mark.parametrize("verify_first", [False, True])
+def test_newer_ones_are_found_where_those_listed_are_gone(run: Memory, *, verify_first: bool) -> None:
+    """If this fails, a job that starts while another saves and removes old checkpoints finds none at all."""
+
+    def moves_on() -> None:
+        cloudckpt.save(state_of(4.0), run.uri("step-4"))
+        for step in STEPS:
+            cloudckpt.delete(run.uri(f"step-{step}"))
+
+    run.at("step-3").once_before("read_into", "data/", moves_on)
+    state = state_of(-1.0)
+    report = cloudckpt.load_latest(state, run.root, verify_first=verify_first)
+    assert_holds(state, 4.0)
+    assert [one.uri for one in report.skipped] == [run.uri("step-3")]
+
+
+@pytest.mark.parametrize("verify_first", [False, True])
 @pytest.mark.parametrize("kind", [AccessDeniedError, CredentialsError, TransientStoreError, StoreTimeoutError])
 @pytest.mark.parametrize("operation", ["read", "read_into"])
 def test_trouble_with_the_store_is_not_damage(run: Memory, kind: Any, operation: str, *, verify_first: bool) -> None:

@@ -3,15 +3,10 @@
 `save`, `async_save` and `load` take a URI; `enable` teaches torch's own calls to take one.
 """
 
+from typing import TYPE_CHECKING
+
 from cloudckpt import errors
-from cloudckpt._async import AsyncSave
-from cloudckpt._background.in_flight import close
-from cloudckpt._enable import disable, enable
-from cloudckpt._saved import SavedMetadata
-from cloudckpt._stage.stager import PinnedStager
 from cloudckpt._version import __version__
-from cloudckpt.api import async_save, load, save
-from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -49,14 +44,23 @@ from cloudckpt.errors import (
     UnsupportedValueError,
     UploadProcessError,
 )
-from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
-from cloudckpt.newest import load_latest
 from cloudckpt.options import Options
-from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
-from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
-from cloudckpt.verification import verify
-from cloudckpt.writer import ObjectStoreWriter
+
+if TYPE_CHECKING:
+    from cloudckpt._async import AsyncSave
+    from cloudckpt._background.in_flight import close
+    from cloudckpt._enable import disable, enable
+    from cloudckpt._saved import SavedMetadata
+    from cloudckpt._stage.stager import PinnedStager
+    from cloudckpt.api import async_save, load, save
+    from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
+    from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
+    from cloudckpt.newest import load_latest
+    from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
+    from cloudckpt.reader import ObjectStoreReader
+    from cloudckpt.verification import verify
+    from cloudckpt.writer import ObjectStoreWriter
 
 __all__ = [
     "AccessDeniedError",
@@ -128,3 +132,37 @@ __all__ = [
     "save",
     "verify",
 ]
+
+# torch takes seconds to import, which a command that lists or says how it is used need not wait for. The first of these
+# names that is asked for brings all of them.
+_LAZY = {
+    "cloudckpt._async": "AsyncSave",
+    "cloudckpt._background.in_flight": "close",
+    "cloudckpt._enable": "disable enable",
+    "cloudckpt._saved": "SavedMetadata",
+    "cloudckpt._stage.stager": "PinnedStager",
+    "cloudckpt.api": "async_save load save",
+    "cloudckpt.catalog": "CheckpointInfo latest list_checkpoints",
+    "cloudckpt.housekeeping": "Garbage GarbageReport Spared delete gc",
+    "cloudckpt.newest": "load_latest",
+    "cloudckpt.preemption": "Preemption PreemptionReport on_sigterm",
+    "cloudckpt.reader": "ObjectStoreReader",
+    "cloudckpt.verification": "verify",
+    "cloudckpt.writer": "ObjectStoreWriter",
+}
+
+if not TYPE_CHECKING:  # or type checkers would believe that there is every name
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module  # noqa: PLC0415  # of no use to whoever imports this
+
+        if not name.startswith("__"):
+            for module, names in _LAZY.items():
+                found = vars(import_module(module))
+                globals().update({each: found[each] for each in names.split()})
+            if name in globals():  # perhaps as a module that the others have brought
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import re
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
-from cloudckpt.errors import CloudckptError, InvalidOptionError
+from cloudckpt.errors import CloudckptError
+from cloudckpt.stores._assignments import values_of
 from cloudckpt.testing._command import COULD_NOT_ASK, Target, check
 
 _DESCRIPTION = """\
@@ -31,7 +30,6 @@ exit status: 0 if the store keeps all of it; 1 if it does not, or if something c
 be asked. Broken connections are tried on an endpoint_url that begins with http:// alone, and what a refusal looks like
 with --denied alone.
 """
-_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
 
 
 def main(arguments: Sequence[str] | None = None, *, out: TextIO | None = None) -> int:
@@ -48,8 +46,8 @@ def main(arguments: Sequence[str] | None = None, *, out: TextIO | None = None) -
     try:
         target = Target.of(
             chosen.uri,
-            storage_options=_storage_options(chosen.option),
-            denied_options=_storage_options(chosen.denied) if chosen.denied else None,
+            storage_options=values_of(chosen.option, flag="--option"),
+            denied_options=values_of(chosen.denied, flag="--denied") if chosen.denied else None,
             timeout_s=chosen.timeout,
             num_rounds=chosen.rounds,
             num_keys=chosen.keys,
@@ -112,31 +110,6 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
-
-
-def _storage_options(assignments: Sequence[str]) -> Mapping[str, Any]:
-    options = {}
-    for assignment in assignments:
-        name, separator, value = assignment.partition("=")
-        if not separator or not name:
-            # The text may hold a secret, whatever it is.
-            raise InvalidOptionError("A storage option is written NAME=VALUE, as in --option region=eu-west-1.")
-        options[name] = _value(name, value)
-    return options
-
-
-def _value(name: str, text: str) -> Any:
-    """`text` as the value that it looks like."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if _NUMBER.fullmatch(text) or text[:1] in ('"', "{", "["):
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise InvalidOptionError(
-                f"--option {name}=… looks like a number, a quoted text or JSON, and is not well-formed as such."
-            ) from None
-    return text
 
 
 if __name__ == "__main__":

@@ -1,0 +1,69 @@
+"""All commands, and what happens to the errors of any."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cloudckpt._version import __version__
+from cloudckpt.cli import ls
+from cloudckpt.cli._errors import INTERRUPTED, exit_code_of, message_of
+
+
+class _Commands(TyperGroup):
+    """Tells expected errors in a line, and exits as ``docs/command-line.md`` says."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("Interrupted.", file=sys.stderr)  # noqa: T201  # as a command does
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise  # whoever read has enough
+        except Exception as error:
+            code = exit_code_of(error)
+            if code is None:
+                raise
+            if ctx.params.get("verbose"):
+                traceback.print_exc()
+            print(message_of(error), file=sys.stderr)  # noqa: T201  # as a command does
+            raise typer.Exit(code) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="cloudckpt",
+    help="Look at, check, compare, copy and clean up PyTorch checkpoints on object stores.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(is_asked: bool) -> None:  # noqa: FBT001  # Typer's way
+    if is_asked:
+        print(f"cloudckpt {__version__}")  # noqa: T201  # as a command does
+        raise typer.Exit
+
+
+@app.callback()
+def _everywhere(
+    *,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what the library does, and show errors with their tracebacks.")
+    ] = False,
+    version: Annotated[  # noqa: ARG001  # the callback answers
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+
+
+app.command("ls")(ls.ls)

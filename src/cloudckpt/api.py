@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from cloudckpt._async import AsyncSave
 from cloudckpt._background.adopted import Adopted
@@ -21,24 +19,18 @@ from cloudckpt._background.groups import background_group, require_cpu_backend
 from cloudckpt._background.in_flight import await_turn, earlier_failure, turn
 from cloudckpt._background.runner import BackgroundSave, staged_with
 from cloudckpt._background.torchs_process import begin_in_torchs_process
-from cloudckpt._collecting import rare_collections
-from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
-from cloudckpt._group import Call, MetGroup, begin, failure_by_loss, in_company
-from cloudckpt._planner import planned
+from cloudckpt._calls import in_company_of, location_of
+from cloudckpt._failures import raise_own_interrupt, rank_in
+from cloudckpt._group import Call, begin, failure_by_loss
+from cloudckpt._loading import load
 from cloudckpt._save_planner import entries_of
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._saving import RefusingPlanner, failed, saved
-from cloudckpt._uri import redacted
-from cloudckpt.errors import (
-    CheckpointChangedError,
-    InvalidOptionError,
-    InvalidURIError,
-    RankLostError,
-)
+from cloudckpt.errors import InvalidOptionError, RankLostError
 from cloudckpt.options import Options
-from cloudckpt.reader import ObjectStoreReader
-from cloudckpt.report import LoadReport
 from cloudckpt.writer import ObjectStoreWriter
+
+__all__ = ["async_save", "load", "save"]
 
 StateDict = dict[str, Any]
 
@@ -76,7 +68,7 @@ def save(
                 lambda: entries_of(state_dict) if is_balanced and earlier is None else state_dict,
                 writer,
                 planner=planner if earlier is None else RefusingPlanner(earlier),
-                company=_in_company(writer, process_group, doing="saving", alone=no_dist or not use_collectives),
+                company=in_company_of(writer, process_group, doing="saving", alone=no_dist or not use_collectives),
                 process_group=process_group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
@@ -163,104 +155,11 @@ def async_save(
         return save.begin(is_overlapped=is_overlapped)
 
 
-def load(
-    state_dict: StateDict,
-    uri: str | os.PathLike[str] | None = None,
-    *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
-    planner: LoadPlanner | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    no_dist: bool = False,
-    allow_pickle: bool = False,
-    options: Options | None = None,
-) -> LoadReport | None:
-    """Load the checkpoint at `uri` into `state_dict`, in place (`torch.distributed.checkpoint.load`).
-
-    Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks
-    load one and the same save; if it is overwritten meanwhile, the load is made once more. Python objects load under
-    ``weights_only=True`` unless `allow_pickle`, which also admits checkpoints of torch's own writers.
-
-    Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
-    `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, `RankLostError`, … After an error, what
-    the tensors hold is undefined. Returns this rank's report (None for a reader that makes none).
-    """
-    reader = storage_reader
-    if reader is not None and (allow_pickle or options is not None):
-        raise InvalidOptionError("allow_pickle and options belong to the reader: pass them to it, not beside it")
-    if reader is None:
-        reader = ObjectStoreReader(_location(uri, checkpoint_id), options=options, allow_pickle=allow_pickle)
-    elif uri is not None or checkpoint_id is not None:
-        reader.reset(_location(uri, checkpoint_id))
-    rank = rank_in(process_group, no_dist=no_dist)
-    if isinstance(reader, ObjectStoreReader):
-        reader.report_failures_in_set_up(rank=rank, own_planner=planner is None)
-    where = str(getattr(reader, "checkpoint_id", "the checkpoint"))
-    try:
-        for is_last in (False, True):
-            try:
-                with (
-                    rare_collections(),
-                    planned(state_dict, planner, where) as (wanted, chosen_planner),
-                    _in_company(reader, process_group, doing="loading", alone=no_dist) as group,
-                ):
-                    if isinstance(reader, ObjectStoreReader) and isinstance(group, MetGroup):
-                        reader.find_together(group)
-                    state_dict_loader.load(
-                        wanted,
-                        storage_reader=reader,
-                        planner=chosen_planner,
-                        process_group=group,
-                        no_dist=no_dist,
-                    )
-                break
-            except CheckpointException as error:
-                # All ranks get the same failures, so all of them try again, or none does.
-                if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
-                    reader.reset()
-                    continue
-                raise_own_interrupt(error, rank)
-                raise failure_of(
-                    error,
-                    what=f"loading {where}",
-                    local_cause=reader.failure if isinstance(reader, ObjectStoreReader) else None,
-                    local_rank=rank,
-                ) from None
-    finally:
-        if isinstance(reader, ObjectStoreReader):
-            reader.end_together()
-            reader.report_failures_in_set_up(rank=None)
-    return reader.report if isinstance(reader, ObjectStoreReader) else None
-
-
-def _in_company(
-    storage: StorageWriter | StorageReader, process_group: dist.ProcessGroup | None, *, doing: str, alone: bool
-) -> AbstractContextManager[dist.ProcessGroup | None]:
-    """The process group for DCP's call; where the storage is ours, none of its ranks waits for one that is lost."""
-    if alone or not isinstance(storage, (ObjectStoreWriter, ObjectStoreReader)):
-        return nullcontext(process_group)
-    return in_company(process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.timeout_s)
-
-
 def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> Call | None:
     try:
         return begin(process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.timeout_s)
     except RankLostError as error:
         raise failed(failure_by_loss(error), writer) from None
-
-
-def _location(
-    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
-) -> str | os.PathLike[str]:
-    if uri is not None and checkpoint_id is not None and uri != checkpoint_id:
-        raise InvalidURIError(
-            "uri and checkpoint_id are two names for one thing, but differ: "
-            f"{redacted(uri)!r}, {redacted(checkpoint_id)!r}"
-        )
-    chosen = uri if uri is not None else checkpoint_id
-    if chosen is None:
-        raise InvalidURIError("no location was given: pass a URI such as 's3://bucket/run/step-100', or a path")
-    return chosen
 
 
 def _writer(
@@ -274,7 +173,7 @@ def _writer(
     if storage_writer is not None and (overwrite or options is not None):
         raise InvalidOptionError("overwrite and options belong to the writer: pass them to it, not beside it")
     if storage_writer is None:
-        return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite)
+        return ObjectStoreWriter(location_of(uri, checkpoint_id), options=options, overwrite=overwrite)
     if uri is not None or checkpoint_id is not None:
-        storage_writer.reset(_location(uri, checkpoint_id))
+        storage_writer.reset(location_of(uri, checkpoint_id))
     return storage_writer

@@ -44,7 +44,8 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
@@ -98,6 +99,11 @@ class CloudckptError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
+
+    @property
+    def failures(self) -> Mapping[int, tuple[BaseException, traceback.StackSummary]]:
+        """Of a whole save or load: what each rank met, by rank, and where. Empty for the failure of a single call."""
+        return {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call cls(*args), which breaks every subclass with keywords of its own.

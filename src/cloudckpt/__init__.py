@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
     from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
     from cloudckpt.newest import load_latest
+    from cloudckpt.overview import CheckpointStatus, survey
     from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
     from cloudckpt.reader import ObjectStoreReader
     from cloudckpt.verification import verify
@@ -71,6 +72,7 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointInfo",
     "CheckpointNotFoundError",
+    "CheckpointStatus",
     "ChecksumRefusedError",
     "CloudckptError",
     "CommitUnknownError",
@@ -130,6 +132,7 @@ __all__ = [
     "load_latest",
     "on_sigterm",
     "save",
+    "survey",
     "verify",
 ]
 
@@ -145,6 +148,7 @@ _LAZY = {
     "cloudckpt.catalog": "CheckpointInfo latest list_checkpoints",
     "cloudckpt.housekeeping": "Garbage GarbageReport Spared delete gc",
     "cloudckpt.newest": "load_latest",
+    "cloudckpt.overview": "CheckpointStatus survey",
     "cloudckpt.preemption": "Preemption PreemptionReport on_sigterm",
     "cloudckpt.reader": "ObjectStoreReader",
     "cloudckpt.verification": "verify",

@@ -44,7 +44,7 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
     location = parse_location(root)
     store = open_store(location.uri, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    names = [name for name in retrier.call(lambda: list(store.list_directories())) if _can_be_opened(location, name)]
+    names = [name for name in retrier.call(lambda: list(store.list_directories())) if can_be_opened(location, name)]
     committed_at: dict[str, datetime | None] = {}
 
     def look(name: str) -> None:
@@ -63,10 +63,10 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
         for name in names
         if (moment := committed_at[name]) is not None
     ]
-    return sorted(found, key=lambda info: (info.committed_at, _natural(info.name)))
+    return sorted(found, key=lambda info: (info.committed_at, by_name(info.name)))
 
 
-def _can_be_opened(location: Location, name: str) -> bool:
+def can_be_opened(location: Location, name: str) -> bool:
     """Whether a checkpoint can have this name. A bucket can hold others, which some other tool has written."""
     try:
         parse_location(location.child(name).uri)
@@ -118,6 +118,6 @@ def _kept(store: Store, prefix: str, entries: list[Entry], retrier: Retrier) -> 
     return max((entry.number for entry in entries if not entry.is_fence), default=number)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def by_name(name: str) -> list[tuple[int, str]]:
     """``step-2`` before ``step-10``."""
     return [(int(text), "") if text.isdigit() else (-1, text) for text in _DIGITS.split(name)]

@@ -55,6 +55,21 @@ def decode(document: bytes, *, uri: str) -> Manifest:
     Raises `InvalidManifestError` for anything that is damaged, inconsistent or not a manifest, and
     `UnsupportedFormatError` for a newer major version of the format.
     """
+    check_document(document, uri=uri)
+    try:
+        manifest = _MANIFEST_DECODER.decode(document)
+    except _UNDECODABLE as error:
+        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    problems = problems_of(manifest)
+    if problems:
+        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        shown = "; ".join(problems[:_MAX_SHOWN]) + more
+        raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
+    return manifest
+
+
+def check_document(document: bytes, *, uri: str) -> None:
+    """That `document` is whole, a manifest, and of a version that is known. Raises what `decode` raises."""
     tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
     if tail is None:
         raise _foreign(document, uri)
@@ -67,16 +82,6 @@ def decode(document: bytes, *, uri: str) -> Manifest:
             uri=uri,
         )
     _check_version(_probe(document), uri)
-    try:
-        manifest = _MANIFEST_DECODER.decode(document)
-    except _UNDECODABLE as error:
-        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
-    problems = problems_of(manifest)
-    if problems:
-        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-        shown = "; ".join(problems[:_MAX_SHOWN]) + more
-        raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
-    return manifest
 
 
 class _Head(msgspec.Struct):

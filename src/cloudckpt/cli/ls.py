@@ -2,34 +2,96 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cloudckpt.cli._console import Console
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, options_of
-from cloudckpt.cli._text import age
+from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of, parse_duration
+from cloudckpt.cli._text import age, count, size
+
+if TYPE_CHECKING:
+    from cloudckpt.overview import CheckpointStatus
+
+_LONG = ("OBJECTS", "TENSORS", "OVERWRITES", "ATTEMPT")
 
 
 def ls(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
     *,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="Also attempts, overwrites, tensors and metadata.")
+    ] = False,
+    alive_within: Annotated[
+        timedelta,
+        typer.Option(
+            parser=parse_duration,
+            metavar="TIME",
+            help="A save that is not committed, and of which nothing was written for so long, is garbage.",
+        ),
+    ] = "1h",  # type: ignore[assignment]  # Typer parses it
     storage_option: StorageOptions = None,
     endpoint_url: EndpointURL = None,
+    timeout: Timeout = 60.0,
     as_json: AsJSON = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the checkpoints under ROOT, the oldest first.
+    """List the checkpoints in ROOT, oldest first: committed, damaged, in progress, or garbage.
 
     Example: cloudckpt ls s3://bucket/run
     """
-    from cloudckpt.catalog import list_checkpoints
+    from cloudckpt.overview import survey
 
     console = Console(as_json=as_json, quiet=quiet)
-    found = list_checkpoints(root, options=options_of(storage_option, endpoint_url))
+    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    found = survey(root, alive_within=alive_within, options=options)
     if as_json:
-        console.document(
-            [{"name": one.name, "uri": one.uri, "committed_at": one.committed_at.isoformat()} for one in found]
-        )
+        console.document([document_of(one) for one in found])
         return
-    console.table(["NAME", "AGE", "URI"], [[one.name, age(one.committed_at), one.uri] for one in found])
+    if not found:
+        console.say(f"No checkpoint lies directly in {root}, and nothing that a save has left.")
+        return
+    titles = ["NAME", "AGE", "SIZE", "RANKS", "STATE", *(_LONG if long else ())]
+    console.table(titles, [_row(one, long=long) for one in found], right=("AGE", "SIZE", "RANKS", *_LONG[:3]))
+    if long:
+        for one in found:
+            if one.metadata:
+                console.line(f"{one.name}: {json.dumps(one.metadata)}")
+    for one in found:
+        if one.problem:
+            console.warn(f"{one.name}: {one.problem}")
+    if any(one.state == "garbage" for one in found):
+        console.say(f"cloudckpt gc {root} tells what of the garbage can go.")
+
+
+def document_of(one: CheckpointStatus) -> dict[str, Any]:
+    """As ``--json`` prints it."""
+    return {
+        "name": one.name,
+        "uri": one.uri,
+        "state": one.state,
+        "time": one.moment.isoformat(),
+        "num_bytes": one.num_bytes,
+        "num_objects": one.num_objects,
+        "num_uploads": one.num_uploads,
+        "world_size": one.world_size,
+        "num_tensors": one.num_tensors,
+        "num_overwrites": one.num_overwrites,
+        "attempt": one.attempt,
+        "metadata": dict(one.metadata),
+        "problem": one.problem,
+    }
+
+
+def _row(one: CheckpointStatus, *, long: bool) -> list[str]:
+    state = one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else "")
+    row = [one.name, age(one.moment), size(one.num_bytes), _number(one.world_size), state]
+    if long:
+        row += [f"{one.num_objects:,}", _number(one.num_tensors), f"{one.num_overwrites:,}", one.attempt]
+    return row
+
+
+def _number(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"

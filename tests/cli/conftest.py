@@ -1,0 +1,85 @@
+"""Places for the commands to work on, and a way to run them as the entry point does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.conftest import (  # noqa: F401  # fixtures
+    local,
+    on_server,
+    place,
+    s3,
+    s3_application,
+    s3_server,
+    servers,
+)
+from tests.e2e.places import Place
+
+import cloudckpt
+from cloudckpt.cli import main
+
+_PLACES = ("local", "s3", "fake-gcs")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A path, moto's S3, and the GCS emulator; others where ``--places`` says so."""
+    if "place" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--places")
+        names = _PLACES if chosen == "local,s3" else tuple(chosen.split(","))
+        metafunc.parametrize("place", names, indirect=True)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has run."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The entry point, in this process; nothing here is a terminal."""
+
+    def call(*arguments: str) -> Ended:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        out, err = capsys.readouterr()
+        code = end.value.code
+        assert "Traceback" not in err
+        return Ended(code=code if isinstance(code, int) else 0, out=out, err=err)
+
+    return call
+
+
+def state_of(fill: float = 1.0) -> dict[str, Any]:
+    """Tensors of several kinds, and a value."""
+    return {
+        "model": {"w": torch.full((300, 10), fill), "b": torch.arange(7, dtype=torch.bfloat16)},
+        "optim": {"step": 17, "lr": [0.5, float("nan")]},
+    }
+
+
+def save(uri: str, state: dict[str, Any] | None = None, **settings: Any) -> None:
+    """A checkpoint there."""
+    cloudckpt.save(state if state is not None else state_of(), uri, no_dist=True, **settings)
+
+
+def leave_unfinished(at: Place, name: str, *, attempt: str) -> None:
+    """What a save that died has left."""
+    at.write(f"{name}/data/{attempt}/0-0.safetensors", b"x" * 1000)
+    at.write(f"{name}/data/{attempt}/1-0.safetensors", b"x" * 500)

@@ -1,0 +1,125 @@
+"""``cloudckpt ls``, and the survey that it shows."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from tests.cli.conftest import Run, leave_unfinished, save, state_of
+from tests.e2e.places import Place
+from tests.in_memory import Memory
+
+import cloudckpt
+from cloudckpt._commit.attempt import new_attempt_id
+
+
+def test_each_state_is_told(place: Place, run: Run) -> None:
+    """If this fails, a user takes for a checkpoint what is none, or misses one, or garbage."""
+    save(place.uri("step-1"), options=cloudckpt.Options(metadata={"loss": 0.5}))
+    save(place.uri("step-2"))
+    save(place.uri("step-2"), state_of(2.0), overwrite=True)
+    leave_unfinished(place, "step-3", attempt=new_attempt_id())
+    leave_unfinished(place, "step-1", attempt="20200101T000000000Z-0123456789ab")
+    (manifest,) = (key for key in place.manifest_keys() if key.startswith("step-1/"))
+    save(place.uri("step-4"))
+    place.write("step-4/manifest.json", place.read(manifest)[:-300])
+    place.write("other/notes.txt", b"not a checkpoint")
+    ended = run("ls", place.root, "--json")
+    assert ended.code == 0
+    found = {(one["name"], one["state"]): one for one in ended.document}
+    assert found.keys() == {
+        ("step-1", "committed"),
+        ("step-1", "garbage"),
+        ("step-2", "committed"),
+        ("step-3", "in progress"),
+        ("step-4", "damaged"),
+    }
+    committed = found["step-1", "committed"]
+    assert (committed["world_size"], committed["num_tensors"], committed["metadata"]) == (1, 2, {"loss": 0.5})
+    assert committed["num_bytes"] == sum(
+        len(place.read(key)) for key in place.data_keys() if key.startswith("step-1/") and "20200101" not in key
+    )
+    assert found["step-2", "committed"]["num_overwrites"] == 1
+    unfinished = found["step-3", "in progress"]
+    assert (unfinished["num_bytes"], unfinished["num_objects"], unfinished["world_size"]) == (1500, 2, 2)
+    assert "truncated" in found["step-4", "damaged"]["problem"]
+    table = run("ls", place.root, "--long")
+    assert table.code == 0
+    lines = table.out.splitlines()
+    assert lines[0].split()[:5] == ["NAME", "AGE", "SIZE", "RANKS", "STATE"]
+    assert sum("committed" in line for line in lines) == 2
+    assert '{"loss": 0.5}' in table.out
+    assert run("ls", place.root, "--alive-within", "0s").out.count("garbage") == 2
+
+
+def test_a_checkpoint_itself_can_be_listed(place: Place, run: Run) -> None:
+    """If this fails, who names a checkpoint and not the folder above is told that there is none."""
+    save(place.uri("step-1"))
+    assert [(one["name"], one["state"]) for one in run("ls", place.uri("step-1"), "--json").document] == [
+        ("step-1", "committed")
+    ]
+
+
+def test_where_nothing_lies_there_is_nothing_to_list(place: Place, run: Run) -> None:
+    """If this fails, a script before the first save stops with an error."""
+    ended = run("ls", place.uri("nothing"))
+    assert (ended.code, ended.out) == (0, "")
+    assert "No checkpoint" in ended.err
+    assert run("ls", place.uri("nothing"), "--json").document == []
+    assert run("ls", place.uri("nothing"), "--quiet").err == ""
+
+
+def test_requests_are_few_and_known(memory: Memory) -> None:
+    """If this fails, listing a run of a thousand steps takes requests by the number of objects, or more than is told."""
+    num_checkpoints = 20
+    for step in range(num_checkpoints):
+        save(memory.uri(f"step-{step}"))
+    for store in memory.stores.values():
+        store.calls.clear()
+    found = cloudckpt.survey(memory.root)
+    assert [one.name for one in found] == [f"step-{step}" for step in range(num_checkpoints)]
+    counts = {
+        operation: sum(store.count(operation) for store in memory.stores.values())
+        for operation in ("list_directories", "list_uploads", "list", "read", "head", "read_into", "put", "delete")
+    }
+    assert counts == {
+        "list_directories": 1,
+        "list_uploads": 1,
+        "list": 2 * num_checkpoints + 1,
+        "read": num_checkpoints,
+        "head": 0,
+        "read_into": 0,
+        "put": 0,
+        "delete": 0,
+    }
+
+
+def test_what_ranks_saved_on_their_own_is_one_checkpoint(place: Place, run: Run) -> None:
+    """If this fails, a checkpoint that was saved without collectives looks like none, or like several."""
+    save(place.uri("step-1/rank-0"))
+    save(place.uri("step-1/rank-1"))
+    (one,) = run("ls", place.root, "--json").document
+    assert (one["name"], one["state"], one["world_size"]) == ("step-1", "committed", 2)
+    assert one["num_bytes"] == sum(len(place.read(key)) for key in place.data_keys())
+
+
+def test_a_save_that_began_before_the_commit_is_over(place: Place) -> None:
+    """If this fails, what a lost race has left looks as though something were still being saved."""
+    attempt = new_attempt_id()
+    save(place.uri("step-1"))
+    leave_unfinished(place, "step-1", attempt=attempt)
+    states = sorted(one.state for one in cloudckpt.survey(place.root))
+    assert states == ["committed", "garbage"]
+
+
+def test_how_long_is_alive_can_be_chosen(place: Place) -> None:
+    """If this fails, slow saves are taken for dead ones."""
+    leave_unfinished(place, "step-1", attempt=new_attempt_id())
+    assert [one.state for one in cloudckpt.survey(place.root, alive_within=timedelta(0))] == ["garbage"]
+    assert [one.state for one in cloudckpt.survey(place.root)] == ["in progress"]
+
+
+@pytest.mark.parametrize("text", ["1 fortnight", "-3h", "h", "nan"])
+def test_a_time_that_is_none_is_refused(text: str, run: Run, tmp_path: object) -> None:
+    """If this fails, a typing error decides what counts as garbage."""
+    assert run("ls", str(tmp_path), f"--alive-within={text}").code == 2

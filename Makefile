@@ -4,13 +4,14 @@ VENV ?= .venv
 PYTEST_ARGS ?= -n 2
 INTEGRATION_ARGS ?= -n 2
 SERVERS_VENV ?= .venv-servers
+WHEEL_VENV ?= .venv-wheel
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test test-gpu faults integration soak exhaustive azure lint format types imports bench clean
+.PHONY: help demo test test-gpu faults integration soak exhaustive azure package lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -70,6 +71,14 @@ azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
 	CLOUDCKPT_AZURITE=$(abspath .azurite)/node_modules/.bin/azurite-blob $(BIN)/python -m pytest tests/stores/azure_contract.py
 
+package: ## Build the sdist and the wheel, and test and type-check what is installed from it, with no checkout in sight.
+	rm -rf dist $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/package/requirements.txt
+	$(WHEEL_VENV)/bin/python -m build --outdir dist .
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[all,testing]"
+	$(WHEEL_VENV)/bin/python -m pytest tests/package --confcutdir tests/package --timeout 300
+
 lint: $(INSTALLED) types imports ## Check style, types and the direction of imports.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -88,4 +97,4 @@ bench: $(INSTALLED) ## Compare with the rivals. BENCH_ARGS="--help" says how.
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(SERVERS_VENV) .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) dist .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

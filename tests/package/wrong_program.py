@@ -1,0 +1,13 @@
+"""What a type checker has to refuse, a line each: what is wrong stands in the comment."""
+
+from __future__ import annotations
+
+import cloudckpt
+
+cloudckpt.save({"step": 1}, 7)  # wrong: where to
+cloudckpt.Options(timeout_s="a minute")  # wrong: a number
+cloudckpt.Options(async_mode="fork")  # wrong: no such mode
+print(
+    cloudckpt.async_save({"step": 1}, "memory://a").uploaded
+)  # wrong: no such attribute
+print(cloudckpt.latest("memory://a").uri)  # wrong: there may be none

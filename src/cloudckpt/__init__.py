@@ -51,11 +51,15 @@ if TYPE_CHECKING:
     from cloudckpt._async import AsyncSave
     from cloudckpt._background.in_flight import close
     from cloudckpt._enable import disable, enable
+    from cloudckpt._manager.restoring import Restored
+    from cloudckpt._manager.retention import RetentionReport
+    from cloudckpt._manager.rule import StepInfo
     from cloudckpt._saved import SavedMetadata
     from cloudckpt._stage.stager import PinnedStager
     from cloudckpt.api import async_save, load, save
     from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
     from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
+    from cloudckpt.manager import CheckpointManager
     from cloudckpt.newest import load_latest
     from cloudckpt.overview import CheckpointStatus, survey
     from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
@@ -71,6 +75,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointInfo",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointStatus",
     "ChecksumRefusedError",
@@ -99,6 +104,8 @@ __all__ = [
     "Preemption",
     "PreemptionReport",
     "RankLostError",
+    "Restored",
+    "RetentionReport",
     "SaveCancelledError",
     "SaveInFlightError",
     "SaveProgress",
@@ -108,6 +115,7 @@ __all__ = [
     "SkippedCheckpoint",
     "Spared",
     "StateDictMismatchError",
+    "StepInfo",
     "StoreError",
     "StoreTimeoutError",
     "ThrottledError",
@@ -147,6 +155,10 @@ _LAZY = {
     "cloudckpt.api": "async_save load save",
     "cloudckpt.catalog": "CheckpointInfo latest list_checkpoints",
     "cloudckpt.housekeeping": "Garbage GarbageReport Spared delete gc",
+    "cloudckpt._manager.restoring": "Restored",
+    "cloudckpt._manager.retention": "RetentionReport",
+    "cloudckpt._manager.rule": "StepInfo",
+    "cloudckpt.manager": "CheckpointManager",
     "cloudckpt.newest": "load_latest",
     "cloudckpt.overview": "CheckpointStatus survey",
     "cloudckpt.preemption": "Preemption PreemptionReport on_sigterm",

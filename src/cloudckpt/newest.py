@@ -72,7 +72,7 @@ def load_latest(
     is a `CheckpointNotFoundError` where nothing is committed under `root`, and a `CorruptCheckpointError`, whose
     ``problems`` give each checkpoint and its reason, where none can be loaded.
     """
-    report = load_newest(
+    found = load_newest(
         state_dict,
         root,
         lambda: _candidates(root, options),
@@ -84,8 +84,8 @@ def load_latest(
         verify_first=verify_first,
         options=options,
     )
-    assert report is not None  # noqa: S101  # that there is nothing is raised
-    return report
+    assert found is not None  # noqa: S101  # that there is nothing is raised
+    return found[1]
 
 
 def load_newest(
@@ -100,10 +100,11 @@ def load_newest(
     allow_pickle: bool,
     verify_first: bool,
     options: Options | None,
-) -> LoadReport | None:
-    """As `load_latest`, of what `find` gives on the coordinator, the newest first; None where that is nothing.
+) -> tuple[str, LoadReport] | None:
+    """As `load_latest`, of what `find` gives on the coordinator, the newest first: which one, and the report.
 
-    Where one is gone that `find` gave, somebody removes old ones, and there may be newer ones by now: it is asked anew.
+    None where that is nothing. Where one is gone that `find` gave, somebody removes old ones, and there may be newer
+    ones by now: it is asked anew.
     """
     timeout_s = (options or storage_reader or Options()).timeout_s
     ranks = Ranks(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
@@ -136,8 +137,8 @@ def load_newest(
                 damage = _Damage("; ".join(dict.fromkeys(map(str, causes))), _is_gone(causes))
             else:
                 assert report is not None  # noqa: S101  # our reader makes one
-                return _with_skipped(report, skipped, storage_reader)
-        skipped.append(SkippedCheckpoint(uri=uri, why=damage.why))
+                return uri, _with_skipped(report, skipped, storage_reader)
+        skipped.append(SkippedCheckpoint(uri=uri, why=damage.why, is_gone=damage.is_gone))
         _log.warning("passed over %s, and going on to another checkpoint: %s", uri, damage.why)
         if damage.is_gone and num_looks < _MOST_LOOKS:
             num_looks += 1

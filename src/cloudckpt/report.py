@@ -18,6 +18,8 @@ EventName = Literal[
     "load.planned",
     "load.range_read",
     "load.done",
+    "retention.removed",
+    "retention.failed",
     "retry",
 ]
 
@@ -93,6 +95,8 @@ class SkippedCheckpoint:
 
     uri: str
     why: str
+    is_gone: bool = False
+    """Whether it was removed meanwhile; else it is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

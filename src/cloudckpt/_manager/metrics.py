@@ -1,0 +1,44 @@
+"""Metrics, as users give them and as manifests keep them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+from cloudckpt.errors import InvalidOptionError
+
+STEP_KEY = "step"
+METRICS_KEY = "metrics"
+"""In the manifest's ``metadata``."""
+
+
+def checked(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float | None]:
+    """As JSON can hold them: None is what is not finite. Raises `InvalidOptionError` for what is no number by name."""
+    numbers: dict[str, float | None] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = None if isinstance(value, (str, bytes)) or not isinstance(name, str) else float(value)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor that is no scalar
+            number = None
+        if number is None:
+            raise InvalidOptionError(f"metrics are numbers by name, not {name!r}: {value!r:.80}")
+        numbers[name] = number if math.isfinite(number) else None
+    return numbers
+
+
+def metadata_of(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:
+    """What goes into the manifest."""
+    return {STEP_KEY: step, METRICS_KEY: dict(numbers)} if numbers else {STEP_KEY: step}
+
+
+def metrics_in(metadata: Mapping[str, Any]) -> dict[str, float]:
+    """What a manifest says. Whatever else lies there under that name is another program's."""
+    values = metadata.get(METRICS_KEY)
+    if not isinstance(values, dict):
+        return {}
+    return {
+        name: math.nan if value is None else float(value)
+        for name, value in values.items()
+        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    }

@@ -1,0 +1,191 @@
+"""Removing what is superseded, in a thread of its own, after each commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+from cloudckpt._manager.reading import removing
+from cloudckpt._manager.removal import remove
+from cloudckpt._manager.rule import Policy, StepInfo, newest_first, superseded
+from cloudckpt._manager.steps import Seen, Steps
+from cloudckpt.errors import CheckpointError, CloudckptError, StoreError
+from cloudckpt.housekeeping import Spared, gc
+from cloudckpt.options import Options
+from cloudckpt.report import Event, EventName
+
+_log = logging.getLogger("cloudckpt")
+
+_ALIVE = timedelta(days=1)
+"""As in `gc`: for so long after its last sign of life, a save counts as alive."""
+_MOST_TRACES = 64
+"""Of deleted checkpoints that one run removes, so that it ends soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionReport:
+    """What one run of a manager's retention did."""
+
+    kept: tuple[str, ...]
+    """The URIs of all that are there still, the newest first."""
+    removed: tuple[str, ...]
+    """The oldest first."""
+    failed: tuple[Spared, ...]
+    """What should have gone, and why it did not. It is tried again after the next save."""
+
+
+class Retention:
+    """Of one manager, on the coordinator. At most one thread at a time, which ends when there is nothing to do."""
+
+    def __init__(
+        self, steps: Steps, options: Options, policy: Policy, *, damaged: Callable[[], Collection[int]]
+    ) -> None:
+        self._steps = steps
+        self._options = options
+        self._policy = policy
+        self._damaged = damaged
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_wanted = False
+        self._report: RetentionReport | None = None
+        self._traces: dict[int, datetime] = {}
+        """Steps that are known to be deleted, and since when."""
+        self._own: set[int] = set()
+        """Steps that were committed here, and not removed since."""
+
+    @property
+    def report(self) -> RetentionReport | None:
+        """Of the last run."""
+        with self._changed:
+            return self._report
+
+    def begin(self, step: int) -> None:
+        """After the commit of `step`: look what is to go. Does not wait, and never raises."""
+        if self._policy.keep_last is None:
+            return
+        with self._changed:
+            self._traces.pop(step, None)
+            self._own.add(step)
+            self._is_wanted = True
+            if self._thread is not None:
+                return
+            # No daemon: the interpreter waits for it, and it ends by itself.
+            thread = threading.Thread(target=self._run, name="cloudckpt-retention", daemon=False)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the interpreter ends, or the system's limit: after the next save, then
+                _log.warning("old checkpoints under %s were not looked for: %s", self._steps.root.uri, error)
+                return
+            self._thread = thread
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until nothing is being removed, nor about to be; False where that is not so within `timeout` seconds."""
+        ends_at_s = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            thread = self._thread
+            if not self._changed.wait_for(lambda: self._thread is None, timeout):
+                return False
+        if thread is not None:
+            thread.join(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
+        return thread is None or not thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while self._goes_on():
+                report = self._once()
+                with self._changed:
+                    self._report = report
+        finally:
+            with self._changed:
+                self._thread = None
+                self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        with self._changed:
+            if not self._is_wanted:
+                self._thread = None  # with the same lock: who wants more from here on starts another
+                return False
+            self._is_wanted = False
+            return True
+
+    def _once(self) -> RetentionReport:
+        failed: list[Spared] = []
+        removed: list[str] = []
+        infos: list[StepInfo] = []
+        try:
+            with self._changed:
+                known = set(self._traces)
+            seen = self._steps.seen(without=known)
+            infos = self._judged(seen)
+            for info in superseded(infos, self._policy, damaged=self._damaged()):
+                try:
+                    why = self._removed(info)
+                except StoreError as error:  # it would befall the others, too
+                    failed.append(Spared(uri=info.uri, reason=str(error)))
+                    break
+                if why is None:
+                    removed.append(info.uri)
+                else:
+                    failed.append(Spared(uri=info.uri, reason=why))
+            self._note_traces(seen)
+            self._remove_traces()
+        except Exception as error:  # noqa: BLE001  # a thread has nobody to raise it to; the report has it
+            failed.append(Spared(uri=self._steps.root.uri, reason=str(error) or repr(error)))
+        for one in failed:
+            _log.warning("superseded, but not removed: %s: %s", one.uri, one.reason)
+            self._emit("retention.failed", one.uri)
+        kept = [info.uri for info in newest_first(infos) if info.uri not in removed]
+        return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
+
+    def _judged(self, seen: list[Seen]) -> list[StepInfo]:
+        if self._policy.keep_best is None:
+            return [one.info for one in seen if one.info is not None]
+        return self._steps.measured(seen)
+
+    def _removed(self, info: StepInfo) -> str | None:
+        """None, or why not. Raises `StoreError`."""
+        with removing(self._steps.root.uri):
+            try:
+                why = remove(info.uri, self._options, alive_since=datetime.now(timezone.utc) - _ALIVE)
+            except CheckpointError as error:
+                return str(error)
+        if why is None:
+            with self._changed:
+                self._own.discard(info.step)
+                self._traces[info.step] = datetime.now(timezone.utc)
+            _log.info("removed %s, which is superseded", info.uri)
+            self._emit("retention.removed", info.uri)
+        return why
+
+    def _note_traces(self, seen: list[Seen]) -> None:
+        with self._changed:
+            for one in seen:
+                # One of ours may have been committed since it was looked at.
+                if one.fenced_at is not None and one.step not in self._own:
+                    self._traces[one.step] = one.fenced_at
+
+    def _remove_traces(self) -> None:
+        """The fence that a deleted checkpoint leaves goes, once no save of before can be under way any more."""
+        before = datetime.now(timezone.utc) - _ALIVE
+        with self._changed:
+            old = [step for step, since in self._traces.items() if since < before]
+        for step in old[:_MOST_TRACES]:
+            try:
+                gc(self._steps.uri_of(step), older_than=_ALIVE, dry_run=False, options=self._options)
+            except CloudckptError as error:
+                _log.warning("what is left of %s was not removed: %s", self._steps.uri_of(step), error)
+                return
+            with self._changed:
+                self._traces.pop(step, None)
+
+    def _emit(self, name: EventName, uri: str) -> None:
+        if self._options.on_event is None:
+            return
+        try:
+            self._options.on_event(Event(name=name, uri=uri, rank=0))
+        except Exception:  # noqa: BLE001  # it is the user's, and the thread is ours
+            _log.exception("Options.on_event failed in a thread that has nobody to raise it to")

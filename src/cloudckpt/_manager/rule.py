@@ -1,0 +1,104 @@
+"""Which checkpoints stay. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal, TypeAlias
+
+from cloudckpt.errors import InvalidOptionError
+
+Mode: TypeAlias = Literal["min", "max"]
+_MODES = ("min", "max")
+_NUM_OF_BEST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """One committed checkpoint of a `CheckpointManager`."""
+
+    step: int
+    uri: str
+    committed_at: datetime
+    """When, by the store's clock, the manifest that counts was written."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What was saved with it. NaN stands for what was not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What is kept; without `keep_last`, everything."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: tuple[str, Mode, int] | None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be a positive whole number or None, not {value!r}"
+            for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every))
+            if value is not None and not is_positive(value)
+        ]
+        if self.keep_best is not None and not _is_choice(self.keep_best):
+            problems.append(
+                f"keep_best must be a metric's name, 'min' or 'max', and how many to keep, not {self.keep_best!r}"
+            )
+        if self.keep_last is None and (self.keep_every is not None or self.keep_best is not None):
+            problems.append(
+                "keep_every and keep_best say what is kept of what would go, and without keep_last nothing goes: say "
+                "how many of the newest are kept (keep_last=1)"
+            )
+        if problems:
+            raise InvalidOptionError("CheckpointManager: " + "; ".join(problems))
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_choice(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == _NUM_OF_BEST
+        and isinstance(value[0], str)
+        and value[1] in _MODES
+        and is_positive(value[2])
+    )
+
+
+def check_mode(mode: str) -> None:
+    """Raises `InvalidOptionError` for what is none."""
+    if mode not in _MODES:
+        raise InvalidOptionError(f"mode must be 'min' or 'max', not {mode!r}")
+
+
+def newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """By the time of their commits; of those within the resolution of the store's clock, the higher step is newer."""
+    return sorted(steps, key=lambda info: (info.committed_at, info.step), reverse=True)
+
+
+def best_first(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[StepInfo]:
+    """Those that have a finite value of the metric; of equal ones, the newer is better."""
+    found = [info for info in newest_first(steps) if math.isfinite(info.metrics.get(metric, math.nan))]
+    return sorted(found, key=lambda info: info.metrics[metric] * (1 if mode == "min" else -1))
+
+
+def superseded(steps: Sequence[StepInfo], policy: Policy, *, damaged: Collection[int] = ()) -> list[StepInfo]:
+    """What is to go, the oldest first: never the newest, nor what is `damaged`.
+
+    What is damaged does not count as one of the last, for it cannot stand in for them; whether it really is lost is not
+    for a rule to say.
+    """
+    if policy.keep_last is None:
+        return []
+    whole = [info for info in newest_first(steps) if info.step not in damaged]
+    kept = {info.step for info in whole[: policy.keep_last]}
+    if policy.keep_every is not None:
+        kept |= {info.step for info in whole if info.step % policy.keep_every == 0}
+    if policy.keep_best is not None:
+        metric, mode, number = policy.keep_best
+        kept |= {info.step for info in best_first(whole, metric, mode)[:number]}
+    return [info for info in reversed(whole) if info.step not in kept]

@@ -1,0 +1,170 @@
+"""Which steps are committed under a root, and what was measured at them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from cloudckpt._commit.resolve import Log, list_entries, ranks_of, read_log, read_manifest
+from cloudckpt._manager.metrics import metrics_in
+from cloudckpt._manager.rule import StepInfo, newest_first
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt._uri import Location
+from cloudckpt._workers import each_done
+from cloudckpt.errors import CheckpointChangedError, CheckpointError
+from cloudckpt.options import FIRST_CONNECTIONS, Options
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_MOST_MANIFESTS = 4
+"""In memory at once: those of large models take some."""
+
+
+def name_of(step: int) -> str:
+    """The folder of a step, under the root."""
+    return f"step-{step}"
+
+
+def step_in(name: str) -> int | None:
+    """The reverse of `name_of`; None for a folder that is no step's."""
+    match = _NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One step's folder, as it was found."""
+
+    step: int
+    info: StepInfo | None
+    """None where nothing is committed there."""
+    number: int | None
+    """Of the manifest that counts."""
+    fenced_at: datetime | None = None
+    """Where nothing is committed and a fence says so: since when."""
+
+
+class Steps:
+    """The steps under `root`. For several threads.
+
+    Where ranks save on their own, `alone_ranks` says how many: a step is committed when all of them have saved it.
+    """
+
+    def __init__(self, root: Location, options: Options, *, alone_ranks: Callable[[], int] | None) -> None:
+        self.root = root
+        self._options = options
+        self._alone_ranks = alone_ranks
+        self._lock = threading.Lock()
+        self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
+
+    def uri_of(self, step: int) -> str:
+        """Where a step is saved."""
+        return self.root.child(name_of(step)).uri
+
+    def found(self, *, with_metrics: bool) -> list[StepInfo]:
+        """The committed ones, the newest first. Raises `StoreError` where the store cannot be read."""
+        seen = self.seen()
+        infos = [one.info for one in seen if one.info is not None]
+        return newest_first(self.measured(seen) if with_metrics else infos)
+
+    def seen(self, *, without: Iterable[int] = ()) -> list[Seen]:
+        """What the folders hold, but for those of the steps in `without`."""
+        retrier = self._retrier()
+        store = open_store(self.root, self._options)
+        left_out = set(without)
+        names = retrier.call(lambda: list(store.list_directories()))
+        steps = [step for name in names if (step := step_in(name)) is not None and step not in left_out]
+        found: dict[int, Seen] = {}
+
+        def look(step: int) -> None:
+            found[step] = self._seen(step, retrier)
+
+        width = self._options.connections or FIRST_CONNECTIONS
+        for _ in each_done(steps, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
+            pass
+        return [found[step] for step in sorted(found)]
+
+    def measured(self, seen: Sequence[Seen]) -> list[StepInfo]:
+        """The committed ones of `seen`, with their metrics. A manifest is read once, and then remembered.
+
+        Of one that cannot be read because it is damaged, or gone by now, no metrics are known.
+        """
+        retrier = self._retrier()
+        committed = [(one.info, one.number) for one in seen if one.info is not None and one.number is not None]
+        values: dict[int, dict[str, float]] = {}
+
+        def look(at: tuple[StepInfo, int]) -> None:
+            info, number = at
+            values[info.step] = self._metrics_of(info, number, retrier)
+
+        width = min(self._options.connections or FIRST_CONNECTIONS, _MOST_MANIFESTS)
+        for _ in each_done(committed, look, num_threads=width, name="cloudckpt-metrics", on_failure=retrier.stop):
+            pass
+        return [replace(info, metrics=values[info.step]) for info, _ in committed]
+
+    def _seen(self, step: int, retrier: Retrier) -> Seen:
+        store = self._store(step)
+        if self._alone_ranks is not None:
+            return self._seen_of_ranks(step, store, self._alone_ranks(), retrier)
+        log = _log_of(store, retrier)
+        entry = next((entry for entry in log.entries if entry.number == log.counting), None)
+        if entry is not None:
+            info = StepInfo(step=step, uri=self.uri_of(step), committed_at=entry.modified_at)
+            return Seen(step=step, info=info, number=entry.number)
+        is_fenced = log.counting is None and bool(log.entries)
+        return Seen(step=step, info=None, number=None, fenced_at=log.entries[-1].modified_at if is_fenced else None)
+
+    def _seen_of_ranks(self, step: int, store: Store, num_ranks: int, retrier: Retrier) -> Seen:
+        folders = retrier.call(lambda: list(store.list_directories()))
+        ranks = ranks_of(folders)
+        if not set(range(num_ranks)) <= set(ranks):
+            return Seen(step=step, info=None, number=None)
+        logs = [_log_of(self._store(step, rank), retrier) for rank in range(num_ranks)]
+        times = [entry.modified_at for log in logs for entry in log.entries if entry.number == log.counting]
+        if len(times) == num_ranks:
+            info = StepInfo(step=step, uri=self.uri_of(step), committed_at=max(times))
+            return Seen(step=step, info=info, number=logs[0].counting)
+        fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
+        return Seen(step=step, info=None, number=None, fenced_at=max(fences) if len(fences) == num_ranks else None)
+
+    def _metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float]:
+        key = (info.uri, number, info.committed_at)
+        with self._lock:
+            known = self._metrics.get(key)
+        if known is not None:
+            return known
+        store = self._store(info.step, None if self._alone_ranks is None else 0)
+        try:
+            manifest = read_manifest(store, number, retrier)
+        except CheckpointError:
+            return {}
+        if manifest is None:
+            return {}
+        values = metrics_in(manifest.metadata)
+        with self._lock:
+            self._metrics[key] = values
+        return values
+
+    def _store(self, step: int, rank: int | None = None) -> Store:
+        location = self.root.child(name_of(step))
+        return open_store(location if rank is None else location.child(f"rank-{rank}"), self._options)
+
+    def _retrier(self) -> Retrier:
+        return Retrier(retries=self._options.retries, timeout_s=self._options.timeout_s)
+
+
+def _log_of(store: Store, retrier: Retrier) -> Log:
+    """What counts there; of a fence that cannot be read, what lies below stands for the checkpoint."""
+    try:
+        return read_log(store, retrier)
+    except CheckpointChangedError:
+        return Log(entries=(), counting=None)  # replaced all the time: not to be had now
+    except CheckpointError:
+        entries = retrier.call(functools.partial(list_entries, store))
+        below = [entry.number for entry in entries if not entry.is_fence]
+        return Log(entries=entries, counting=max(below, default=entries[-1].number if entries else None))

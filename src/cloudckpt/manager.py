@@ -1,0 +1,297 @@
+"""The checkpoints of one run: saved when they are due, found again, and removed when they are superseded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import operator
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, SupportsFloat
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from typing_extensions import Self
+
+from cloudckpt._async import AsyncSave
+from cloudckpt._background import in_flight
+from cloudckpt._failures import rank_in
+from cloudckpt._manager.metrics import METRICS_KEY, STEP_KEY, checked, metadata_of
+from cloudckpt._manager.reading import reading
+from cloudckpt._manager.restoring import Restored, Restorer, step_at
+from cloudckpt._manager.retention import Retention, RetentionReport
+from cloudckpt._manager.rule import Mode, Policy, StepInfo, best_first, check_mode, is_positive
+from cloudckpt._manager.steps import Steps
+from cloudckpt._saved import SavedMetadata
+from cloudckpt._uri import parse_location
+from cloudckpt.api import async_save, save
+from cloudckpt.errors import InvalidOptionError
+from cloudckpt.options import Options
+
+_log = logging.getLogger("cloudckpt")
+
+_RESERVED = (STEP_KEY, METRICS_KEY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """The last save, as `save` has answered it."""
+
+    step: int
+    numbers: Mapping[str, float | None]
+    answer: AsyncSave | SavedMetadata
+
+    @property
+    def has_failed(self) -> bool:
+        """Once it has ended, for which this waits: all ranks come to the same conclusion then."""
+        if not isinstance(self.answer, AsyncSave):
+            return False
+        wait([self.answer.committed])
+        return self.answer.committed.failure() is not None
+
+
+class CheckpointManager:
+    """The checkpoints of one run, each at ``<root>/step-<n>``. Every rank makes one, with the same arguments.
+
+    `save_every`: `save` does something at multiples of so many steps. `async_`: by `cloudckpt.async_save`. `keep_last`:
+    so many of those committed last are kept; `keep_every`: besides, all multiples of so many steps; `keep_best`:
+    besides, the best by a metric, as in ``("loss", "min", 3)``. What is kept by none of them is removed after a newer
+    checkpoint is committed, by the coordinator, in a thread of its own. Without `keep_last`, nothing is.
+
+    `verify_first` and `allow_pickle` are those of `cloudckpt.load_latest`, `process_group`, `no_dist` and
+    `use_collectives` those of `cloudckpt.save`. A manager is for one thread. As a context, it ends with `close`.
+    Raises `InvalidOptionError` and `InvalidURIError`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save_every: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, Mode, int] | None = None,
+        async_: bool = True,
+        verify_first: bool = False,
+        allow_pickle: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        no_dist: bool = False,
+        use_collectives: bool = True,
+        options: Options | None = None,
+    ) -> None:
+        policy = Policy(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
+        if save_every is not None and not is_positive(save_every):
+            raise InvalidOptionError(
+                f"CheckpointManager: save_every must be a positive whole number or None, not {save_every!r}"
+            )
+        self._options = options or Options()
+        taken = [name for name in _RESERVED if name in self._options.metadata]
+        if taken:
+            raise InvalidOptionError(
+                f"CheckpointManager: it keeps the step and the metrics under {', '.join(map(repr, _RESERVED))} in "
+                f"Options.metadata, so leave out {', '.join(map(repr, taken))}"
+            )
+        self._save_every = save_every
+        self._is_async = async_
+        self._process_group, self._no_dist, self._use_collectives = process_group, no_dist, use_collectives
+        self._steps = Steps(
+            parse_location(root), self._options, alone_ranks=None if use_collectives else self._num_ranks
+        )
+        self._restorer = Restorer(
+            steps=self._steps,
+            options=self._options,
+            process_group=process_group,
+            no_dist=no_dist,
+            allow_pickle=allow_pickle,
+            verify_first=verify_first,
+        )
+        self._damaged: frozenset[int] = frozenset()
+        self._retention = Retention(self._steps, self._options, policy, damaged=lambda: self._damaged)
+        self._last: _Made | None = None
+
+    @property
+    def root(self) -> str:
+        """Under which everything lies."""
+        return self._steps.root.uri
+
+    @property
+    def in_flight(self) -> AsyncSave | None:
+        """The handle of the save that still runs; None where none does."""
+        answer = self._last.answer if self._last is not None else None
+        return answer if isinstance(answer, AsyncSave) and not answer.done() else None
+
+    @property
+    def retention(self) -> RetentionReport | None:
+        """What was removed, kept, and not to be removed, when that was last looked at; always None on other ranks than
+        the coordinator.
+        """
+        return self._retention.report
+
+    def uri_of(self, step: int) -> str:
+        """Where a step is saved; whether there is one is another question."""
+        return self._steps.uri_of(_checked(step))
+
+    def is_due(self, step: int) -> bool:
+        """Whether `save` would save this step by itself."""
+        return self._save_every is None or _checked(step) % self._save_every == 0
+
+    def save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        force: bool = False,
+        overwrite: bool = False,
+        planner: SavePlanner | None = None,
+    ) -> AsyncSave | SavedMetadata | None:
+        """Save a step from all ranks, as `cloudckpt.async_save` or `cloudckpt.save` does, and return what that returns.
+
+        None, without a word to the store or the other ranks, where the step is not due and not asked for by `force`.
+        With `force`, a step that this manager has saved last, with the same `metrics` or now without any, is not saved
+        once more: that save is waited for and, unless it failed, its answer returned.
+
+        A step that is there already is refused with `CheckpointExistsError`, also if it is of an earlier life of this
+        job, unless `overwrite`; but one that `restore` found damaged is overwritten. `metrics` are kept in the manifest
+        (the coordinator's count), and so are there if and only if the checkpoint is. What goes wrong in a background
+        save is raised by the next save, or by `close`.
+        """
+        step, numbers = _checked(step), checked(metrics)
+        if not force and not self.is_due(step):
+            return None
+        if force and not overwrite and self._last is not None and self._last.step == step:
+            is_same = metrics is None or numbers == self._last.numbers
+            if is_same and not self._last.has_failed:
+                return self._last.answer
+        settings: dict[str, Any] = {
+            "planner": planner,
+            "process_group": self._process_group,
+            "no_dist": self._no_dist,
+            "use_collectives": self._use_collectives,
+            "overwrite": overwrite or step in self._damaged,
+            "options": self._options_for(step, numbers),
+        }
+        is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
+        answer: AsyncSave | SavedMetadata
+        if self._is_async:
+            answer = async_save(state_dict, self.uri_of(step), **settings)
+            answer.committed.add_done_callback(functools.partial(self._ended, step, is_coordinator))
+        else:
+            answer = save(state_dict, self.uri_of(step), **settings)
+            self._committed(step, is_coordinator=is_coordinator)
+        self._last = _Made(step=step, numbers=numbers, answer=answer)
+        return answer
+
+    def restore(
+        self, state_dict: dict[str, Any], step: int | None = None, *, planner: LoadPlanner | None = None
+    ) -> Restored | None:
+        """Load into `state_dict`, in place, on all ranks: `step`, or else the newest step that is whole.
+
+        The newest is the one that was committed last. It is found as by `cloudckpt.load_latest`: damaged ones are
+        passed over with a warning, on all ranks alike, and named in the result. Where there is no step at all, nothing
+        is touched, and the answer is None: a fresh start. Where there are some and none can be loaded, that is a
+        `CorruptCheckpointError`.
+
+        A `step` that is asked for is loaded, or the call fails: with `CheckpointNotFoundError`, which names the steps
+        that there are, where it is not there. Raises what `cloudckpt.load` does.
+        """
+        wanted = None if step is None else _checked(step)
+        with reading(self.root):
+            if wanted is not None:
+                return self._restorer.one(state_dict, wanted, planner)
+            restored = self._restorer.newest(state_dict, planner)
+        if restored is not None:
+            self._damaged |= {step_at(one.uri) for one in restored.skipped if not one.is_gone}
+        return restored
+
+    def steps(self) -> list[StepInfo]:
+        """The committed steps with their metrics, the lowest first. Asks the store, and no other rank.
+
+        Reads each manifest, once in a manager's life. Of one that is damaged no metrics are known. Raises `StoreError`.
+        """
+        return sorted(self._steps.found(with_metrics=True), key=lambda info: info.step)
+
+    def latest(self) -> StepInfo | None:
+        """The step that was committed last; None where there is none. Its metrics are not looked up. As `steps`."""
+        return next(iter(self._steps.found(with_metrics=False)), None)
+
+    def best(self, metric: str, mode: Mode = "min") -> StepInfo | None:
+        """The step with the lowest, or for ``"max"`` the highest, value of a metric; of equal ones, the newest.
+
+        None where no step has a finite one. As `steps`.
+        """
+        check_mode(mode)
+        return next(iter(best_first(self._steps.found(with_metrics=True), metric, mode)), None)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the save in flight is committed, and what it supersedes is removed.
+
+        Raises why the save failed, if nobody has asked its handle or heard of it by the next save; and `TimeoutError`
+        where `timeout` seconds are not enough. What could not be removed is no error: see `retention`.
+        """
+        ends_at_s = None if timeout is None else time.monotonic() + timeout
+        handle = self._last.answer if self._last is not None else None
+        if isinstance(handle, AsyncSave):
+            if wait([handle.committed], timeout).not_done:
+                raise TimeoutError(f"the background save to {handle.uri} has not ended within {timeout} s; it goes on")
+            if in_flight.latest() is handle:  # it has failed, and nobody knows
+                handle.result(0)
+        if not self._retention.wait(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic())):
+            raise TimeoutError(f"old checkpoints under {self.root} were not removed within {timeout} s; that goes on")
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait, as `wait` does, also for retention where the save has failed. Can be called again, and so can all else.
+
+        The memory that saves keep is the process's: `cloudckpt.close` frees it.
+        """
+        try:
+            self.wait(timeout)
+        except CheckpointException:
+            self._retention.wait(timeout)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except (CheckpointException, Exception) as failure:  # noqa: BLE001  # the one that came first is the one to see
+            _log.warning("while another error ended the program, the last save failed: %s", failure)
+
+    def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
+        return dataclasses.replace(self._options, metadata={**self._options.metadata, **metadata_of(step, numbers)})
+
+    def _ended(self, step: int, is_coordinator: bool, outcome: Any) -> None:  # noqa: FBT001  # a future's callback
+        if outcome.failure() is None:
+            self._committed(step, is_coordinator=is_coordinator)
+
+    def _committed(self, step: int, *, is_coordinator: bool) -> None:
+        self._damaged -= {step}
+        if is_coordinator:
+            self._retention.begin(step)
+
+    def _num_ranks(self) -> int:
+        is_alone = self._no_dist or not dist.is_available() or not dist.is_initialized()
+        return 1 if is_alone else dist.get_world_size(self._process_group)
+
+
+def _checked(step: int) -> int:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise InvalidOptionError(f"a step is a whole number and not negative, not {step!r}")
+    return number

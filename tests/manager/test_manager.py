@@ -1,0 +1,714 @@
+"""`CheckpointManager` on one rank: what is saved, found again, kept and removed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.in_memory import Memory, assert_holds, state_of
+from tests.wrapped import permanent
+
+import cloudckpt
+from cloudckpt import AsyncSave, CheckpointManager, Options
+from cloudckpt.stores._body import crc32c_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Each test begins without a save of an earlier one."""
+    yield
+    with contextlib.suppress(BaseException):
+        cloudckpt.close(WAIT_S)
+
+
+def save_all(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
+    """One after the other, each with its retention."""
+    for step in steps:
+        manager.save(step, state_of(float(step)), **settings)
+        manager.wait(WAIT_S)
+
+
+def committed(manager: CheckpointManager, step: int, **settings: Any) -> None:
+    made = manager.save(step, state_of(float(step)), **settings)
+    if isinstance(made, AsyncSave):
+        made.result(WAIT_S)
+
+
+def numbers(manager: CheckpointManager) -> list[int]:
+    return [info.step for info in manager.steps()]
+
+
+def break_data(memory: Memory, name: str) -> None:
+    (key,) = memory.data_keys(name)
+    data = memory.at(name).inner.read(key, max_bytes=2**30)[:-1]
+    memory.at(name).inner.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
+
+
+class Gate:
+    """A point that a thread comes to, and is let through when the test wants it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT_S)
+
+
+def at_event(name: str, call: Callable[[], None]) -> Options:
+    return Options(on_event=lambda event: call() if event.name == name else None)
+
+
+# --- saving
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_saved_and_restored(memory: Memory, *, async_: bool) -> None:
+    """If this fails, nothing works."""
+    with CheckpointManager(memory.root, async_=async_) as manager:
+        made = manager.save(7, state_of(7.0))
+    assert isinstance(made, AsyncSave) == async_
+    state = state_of(-1.0)
+    restored = CheckpointManager(memory.root).restore(state)
+    assert restored is not None
+    assert_holds(state, 7.0)
+    assert (restored.step, restored.uri, restored.skipped) == (
+        7,
+        memory.uri("step-7"),
+        (),
+    )
+    assert restored.report.num_bytes_wanted > 0
+    assert cloudckpt.latest(memory.root) == cloudckpt.list_checkpoints(memory.root)[0]
+
+
+def test_what_is_not_due_costs_nothing(memory: Memory) -> None:
+    """If this fails, every step of training asks the store, or is held up by the save of an earlier one."""
+    manager = CheckpointManager(memory.root, save_every=10)
+    assert [manager.save(step, state_of()) for step in (1, 9, 11)] == [None] * 3
+    assert memory.stores == {}
+    assert [step for step in range(31) if manager.is_due(step)] == [0, 10, 20, 30]
+    save_all(manager, 20)
+    manager.save(21, state_of(21.0), force=True)
+    manager.wait(WAIT_S)
+    assert numbers(manager) == [20, 21]
+
+
+def test_a_step_that_is_there_is_refused(memory: Memory) -> None:
+    """If this fails, a job that was started twice overwrites what the first one saved."""
+    save_all(CheckpointManager(memory.root), 5)
+    again = CheckpointManager(memory.root, async_=False)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        again.save(5, state_of(6.0))
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        again.save(5, state_of(6.0), force=True)  # it is not this manager's
+    again.save(5, state_of(6.0), overwrite=True)
+    state = state_of(-1.0)
+    again.restore(state)
+    assert_holds(state, 6.0)
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_the_last_step_is_not_saved_twice(memory: Memory, *, async_: bool) -> None:
+    """If this fails, a program that saves once more at its end fails where the last step was due anyhow."""
+    manager = CheckpointManager(memory.root, async_=async_)
+    first = manager.save(10, state_of(10.0), metrics={"loss": 1.0, "nan": math.nan})
+    assert manager.save(10, state_of(10.0), force=True) is first
+    assert manager.save(10, state_of(10.0), force=True, metrics={"loss": 1.0, "nan": math.nan}) is first
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        committed(manager, 10, force=True, metrics={"loss": 2.0})  # which were not kept with the first
+
+
+def test_a_last_step_that_failed_is_saved_again(memory: Memory) -> None:
+    """If this fails, the save at a program's end is skipped because of one that came to nothing."""
+    manager = CheckpointManager(memory.root)
+    memory.at("step-10").fail("put", key_part="data/", error=lambda: permanent("put"), times=100)
+    first = manager.save(10, state_of(10.0))
+    assert isinstance(first, AsyncSave)
+    assert isinstance(first.exception(WAIT_S), cloudckpt.StoreError)
+    memory.at("step-10")._faults.clear()
+    assert manager.save(10, state_of(10.0), force=True) is not first
+    manager.close(WAIT_S)
+    assert numbers(manager) == [10]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True, None])
+def test_what_is_no_step_is_refused(memory: Memory, step: Any) -> None:
+    """If this fails, a checkpoint gets a name under which nothing finds it again."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match="a step is a whole number"):
+        CheckpointManager(memory.root).save(step, state_of())
+
+
+def test_steps_of_numpy_and_torch_are_steps(memory: Memory) -> None:
+    """If this fails, a counter that lies in a tensor cannot be used."""
+    save_all(CheckpointManager(memory.root), np.int64(3), torch.tensor(4))  # type: ignore[arg-type]
+    assert numbers(CheckpointManager(memory.root)) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"save_every": 0}, "save_every must be"),
+        ({"keep_last": 0}, "keep_last must be"),
+        ({"options": Options(metadata={"step": 1})}, "leave out 'step'"),
+        ({"options": Options(metadata={"metrics": {}})}, "leave out 'metrics'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(memory: Memory, settings: dict[str, Any], words: str) -> None:
+    """If this fails, a slip is found at the first save, or never."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match=words):
+        CheckpointManager(memory.root, **settings)
+
+
+# --- failures of saves
+
+
+def failing(memory: Memory, step: int) -> None:
+    memory.at(f"step-{step}").fail("put", key_part="data/", error=lambda: permanent("put"), times=100)
+
+
+def test_a_failure_comes_with_the_next_save_and_only_once(memory: Memory) -> None:
+    """If this fails, days pass without a checkpoint and nobody hears of it; or a job stops for what it has handled."""
+    manager = CheckpointManager(memory.root)
+    failing(memory, 1)
+    manager.save(1, state_of())
+    with pytest.raises(cloudckpt.StoreError, match="step-1"):
+        manager.save(2, state_of())
+    manager.save(3, state_of(3.0))
+    manager.close(WAIT_S)
+    assert numbers(manager) == [3]
+
+
+@pytest.mark.parametrize("end", ["close", "wait", "with"])
+def test_a_failure_comes_at_the_end(memory: Memory, end: str) -> None:
+    """If this fails, a program ends with success although its last checkpoint is not there."""
+    failing(memory, 1)
+    manager = CheckpointManager(memory.root)
+
+    def run() -> None:
+        with manager if end == "with" else contextlib.nullcontext():
+            manager.save(1, state_of())
+        if end != "with":
+            getattr(manager, end)(WAIT_S)
+
+    with pytest.raises(cloudckpt.StoreError, match="step-1"):
+        run()
+    manager.close(WAIT_S)  # it is known now
+
+
+def test_a_failure_that_the_handle_told_does_not_come_again(memory: Memory) -> None:
+    """If this fails, a program that has handled a failure is stopped by it later."""
+    failing(memory, 1)
+    with CheckpointManager(memory.root) as manager:
+        made = manager.save(1, state_of())
+        assert isinstance(made, AsyncSave)
+        assert made.exception(WAIT_S) is not None
+
+
+def test_an_error_in_the_loop_is_not_masked(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, the traceback of a crash is that of a checkpoint, or the save in flight is abandoned."""
+    failing(memory, 2)
+    manager = CheckpointManager(memory.root)
+    save_all(manager, 1)
+
+    def run() -> None:
+        with manager:
+            manager.save(2, state_of(2.0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert any("the last save failed" in record.message and "step-2" in record.message for record in caplog.records)
+    assert manager.in_flight is None
+    assert numbers(manager) == [1]
+
+
+def test_leaving_the_context_waits_for_the_save(memory: Memory) -> None:
+    """If this fails, a script that ends right after it loses nothing, but a check made right after it finds nothing."""
+    gate = Gate()
+
+    def open_it() -> None:
+        gate.reached.wait(WAIT_S)
+        gate.opened.set()
+
+    opener = threading.Thread(target=open_it)
+    with CheckpointManager(memory.root, options=at_event("save.committing", gate)) as manager:
+        manager.save(1, state_of())
+        assert manager.in_flight is not None
+        opener.start()
+    assert numbers(manager) == [1]
+    assert not manager.in_flight
+    opener.join(WAIT_S)
+
+
+def test_waiting_has_a_bound(memory: Memory) -> None:
+    """If this fails, a job hangs at its end for a store that does."""
+    gate = Gate()
+    manager = CheckpointManager(memory.root, options=at_event("save.committing", gate))
+    manager.save(1, state_of())
+    assert gate.reached.wait(WAIT_S)
+    with pytest.raises(TimeoutError, match="it goes on"):
+        manager.close(0.01)
+    gate.opened.set()
+    manager.close(WAIT_S)
+
+
+# --- metrics
+
+
+def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
+    """If this fails, which checkpoint is the best is known only to the process that saved it."""
+    options = Options(metadata={"run": "a"})
+    manager = CheckpointManager(memory.root, options=options)
+    save_all(
+        manager,
+        1,
+        metrics={"loss": torch.tensor(0.5), "accuracy": np.float32(0.25), "n": 3},
+    )
+    save_all(manager, 2, metrics={"loss": math.nan, "accuracy": 0.75})
+    save_all(manager, 3)
+    document = json.loads(memory.at("step-1").inner.read("manifest.json", max_bytes=2**30))
+    assert document["metadata"] == {
+        "run": "a",
+        "step": 1,
+        "metrics": {"loss": 0.5, "accuracy": 0.25, "n": 3.0},
+    }
+    other = CheckpointManager(memory.root)
+    first, second, third = other.steps()
+    assert first.metrics == {"loss": 0.5, "accuracy": 0.25, "n": 3.0}
+    assert math.isnan(second.metrics["loss"])
+    assert third.metrics == {}
+    best = [
+        other.best("loss"),
+        other.best("accuracy", "max"),
+        other.best("accuracy"),
+        other.best("none"),
+    ]
+    assert [info.step if info else None for info in best] == [1, 2, 1, None]
+
+
+def test_a_manifest_is_read_once(memory: Memory) -> None:
+    """If this fails, asking for the best step downloads every manifest each time; or an overwrite goes unnoticed."""
+    manager = CheckpointManager(memory.root)
+    save_all(manager, 1, 2, metrics={"loss": 1.0})
+    reader = CheckpointManager(memory.root)
+    reader.steps()
+    num_reads = memory.at("step-1").count("read")
+    reader.steps()
+    reader.best("loss")
+    assert memory.at("step-1").count("read") == num_reads
+    save_all(manager, 1, overwrite=True, metrics={"loss": 0.0})
+    best = reader.best("loss")
+    assert best is not None
+    assert (best.step, best.metrics["loss"]) == (1, 0.0)
+
+
+def test_a_damaged_manifest_has_no_metrics(memory: Memory) -> None:
+    """If this fails, one bad object keeps a job from finding its other checkpoints."""
+    manager = CheckpointManager(memory.root)
+    save_all(manager, 1, 2, metrics={"loss": 1.0})
+    text = b"x" * 300
+    memory.at("step-2").inner.put("manifest.json", [memoryview(text)], crc32c=crc32c_of([memoryview(text)]))
+    assert [(info.step, dict(info.metrics)) for info in manager.steps()] == [
+        (1, {"loss": 1.0}),
+        (2, {}),
+    ]
+    best = manager.best("loss")
+    assert best is not None
+    assert best.step == 1
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "0.5"}, {1: 0.5}, {"loss": None}, {"loss": torch.zeros(2)}])
+def test_what_is_no_metric_is_refused(memory: Memory, metrics: Any) -> None:
+    """If this fails, a manifest gets what no reader understands."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match="metrics are numbers by name"):
+        CheckpointManager(memory.root).save(1, state_of(), metrics=metrics)
+    assert memory.stores == {}
+
+
+def test_modes_are_checked(memory: Memory) -> None:
+    """If this fails, a slip in a word gives the worst checkpoint for the best."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match="mode must be"):
+        CheckpointManager(memory.root).best("loss", "lowest")  # type: ignore[arg-type]
+
+
+# --- restoring
+
+
+def test_nothing_is_a_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, the first run of a job cannot begin; or one with a wrong root begins without a word."""
+    state = state_of(-1.0)
+    assert CheckpointManager(memory.root).restore(state) is None
+    assert_holds(state, -1.0)
+    assert CheckpointManager(memory.root).latest() is None
+    cloudckpt.save(state_of(), memory.uri("checkpoint-5"))
+    cloudckpt.save(state_of(), memory.uri("step-007"))
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        assert CheckpointManager(memory.root).restore(state) is None
+    assert any("checkpoint-5, step-007" in record.message for record in caplog.records)
+
+
+def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
+    """If this fails, a job that is given a step instead of the folder of steps begins anew, and says nothing."""
+    save_all(CheckpointManager(memory.root), 5)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="is a checkpoint itself"):
+        CheckpointManager(memory.uri("step-5")).restore(state_of())
+
+
+def test_a_step_that_is_asked_for_and_missing_is_an_error(memory: Memory) -> None:
+    """If this fails, a job that was told where to begin begins somewhere else."""
+    manager = CheckpointManager(memory.root)
+    with pytest.raises(
+        cloudckpt.CheckpointNotFoundError,
+        match=r"step 3 is not committed .* there is none",
+    ):
+        manager.restore(state_of(), step=3)
+    save_all(manager, 1, 20, 4)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="there are the steps 1, 4, 20"):
+        manager.restore(state_of(), step=3)
+    state = state_of(-1.0)
+    restored = manager.restore(state, step=4)
+    assert restored is not None
+    assert restored.step == 4
+    assert_holds(state, 4.0)
+
+
+def test_damage_is_passed_over_and_its_step_can_be_saved_again(memory: Memory) -> None:
+    """If this fails, a job that goes back behind a damaged checkpoint fails when it comes to that step again."""
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    break_data(memory, "step-3")
+    state = state_of(-1.0)
+    manager = CheckpointManager(memory.root)
+    restored = manager.restore(state)
+    assert restored is not None
+    assert_holds(state, 2.0)
+    assert restored.step == 2
+    assert [one.uri for one in restored.skipped] == [memory.uri("step-3")]
+    save_all(manager, 3)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save_all(manager, 3)  # it is whole now
+    cloudckpt.verify(memory.uri("step-3"))
+
+
+def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
+    """If this fails, a job whose checkpoints are all damaged trains from nothing, and nobody knows."""
+    save_all(CheckpointManager(memory.root), 1)
+    break_data(memory, "step-1")
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match="none of the 1 checkpoints"):
+        CheckpointManager(memory.root).restore(state_of())
+
+
+def test_a_store_that_fails_is_no_fresh_start(memory: Memory) -> None:
+    """If this fails, a network that is away for a minute costs all of the training."""
+    save_all(CheckpointManager(memory.root), 1)
+    memory.at("").fail("list_directories", error=lambda: permanent("list"), times=100)
+    with pytest.raises(cloudckpt.StoreError):
+        CheckpointManager(memory.root).restore(state_of())
+
+
+# --- retention
+
+
+def test_what_is_superseded_goes(memory: Memory) -> None:
+    """If this fails, the bucket fills up, or what was promised to stay is gone."""
+    manager = CheckpointManager(memory.root, keep_last=2, keep_every=40, keep_best=("loss", "min", 1))
+    for step in range(0, 100, 10):
+        save_all(manager, step, metrics={"loss": abs(step - 30)})
+    assert numbers(manager) == [0, 30, 40, 80, 90]
+    assert [info.step for info in CheckpointManager(memory.root).steps()] == [
+        0,
+        30,
+        40,
+        80,
+        90,
+    ]
+    assert manager.retention is not None
+    assert manager.retention.removed == (memory.uri("step-70"),)
+    assert manager.retention.kept == tuple(memory.uri(f"step-{step}") for step in (90, 80, 40, 30, 0))
+    assert memory.data_keys("step-70") == []
+    for step in numbers(manager):
+        cloudckpt.verify(manager.uri_of(step))
+
+
+def test_without_a_policy_nothing_goes(memory: Memory) -> None:
+    """If this fails, a manager that was only to save removes."""
+    manager = CheckpointManager(memory.root)
+    save_all(manager, *range(6))
+    assert numbers(manager) == list(range(6))
+    assert manager.retention is None
+
+
+def test_nothing_goes_for_a_save_that_failed(memory: Memory) -> None:
+    """If this fails, a checkpoint is removed for a newer one that does not exist."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1)
+    failing(memory, 2)
+    with pytest.raises(cloudckpt.StoreError):
+        save_all(manager, 2)
+    assert numbers(manager) == [1]
+
+
+def test_the_manifest_goes_first_and_only_after_the_commit(memory: Memory) -> None:
+    """If this fails, a death in between leaves a checkpoint without its data, or none at all."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1)
+    seen: list[str] = []
+    memory.at("step-1").once_before("put", "manifest.1", lambda: seen.extend(memory.all_keys("step-2")))
+    memory.at("step-1").once_before("delete", "data/", lambda: seen.append("data"))
+    memory.at("step-1").once_before("delete", "manifest.json", lambda: seen.append("manifest"))
+    save_all(manager, 2)
+    assert "manifest.json" in seen
+    assert seen[-2:] == ["manifest", "data"]
+
+
+def test_what_another_job_removes_meanwhile_is_no_error(memory: Memory) -> None:
+    """If this fails, two jobs on one root take each other for trouble."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(CheckpointManager(memory.root), 1, 2)
+    memory.at("step-1").once_before("list", "manifest", lambda: cloudckpt.delete(memory.uri("step-1")))
+    memory.at("step-2").once_before("put", "manifest.1", lambda: cloudckpt.delete(memory.uri("step-2")))
+    save_all(manager, 3)
+    assert manager.retention is not None
+    assert manager.retention.failed == ()
+    assert numbers(manager) == [3]
+
+
+def test_what_is_being_overwritten_is_left_alone(memory: Memory) -> None:
+    """If this fails, retention ends the save of another job that comes to an old step once more."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    gate = Gate()
+    failures: list[BaseException] = []
+
+    def overwrite() -> None:
+        options = at_event("save.committing", gate)
+        try:
+            cloudckpt.save(state_of(5.0), memory.uri("step-1"), overwrite=True, options=options)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    other = threading.Thread(target=overwrite)
+    other.start()
+    assert gate.reached.wait(WAIT_S)
+    manager = CheckpointManager(memory.root, keep_last=1, async_=False)
+    save_all(manager, 3)
+    assert manager.retention is not None
+    assert [(one.uri, one.reason) for one in manager.retention.failed] == [
+        (memory.uri("step-1"), "another save is writing there")
+    ]
+    assert manager.retention.removed == (memory.uri("step-2"),)
+    gate.opened.set()
+    other.join(WAIT_S)
+    assert failures == []
+    state = state_of(-1.0)
+    cloudckpt.load(state, memory.uri("step-1"))
+    assert_holds(state, 5.0)
+
+
+def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a role that may not delete ends a job that trains well; or nobody hears of it."""
+    events: list[str] = []
+    options = Options(on_event=lambda event: events.append(f"{event.name} {event.uri}"))
+    with CheckpointManager(memory.root, keep_last=1, options=options) as manager:
+        save_all(manager, 1, 2)
+        assert numbers(manager) == [2]
+        memory.at("step-2").fail("put", key_part="manifest.1", error=lambda: permanent("put"), times=1)
+        save_all(manager, 3)
+        assert numbers(manager) == [2, 3]
+        assert manager.retention is not None
+        (failed,) = manager.retention.failed
+        assert failed.uri == memory.uri("step-2")
+        assert f"retention.failed {memory.uri('step-2')}" in events
+        assert f"retention.removed {memory.uri('step-1')}" in events
+        assert any("superseded, but not removed" in record.message for record in caplog.records)
+        save_all(manager, 4)  # and is made up for
+        assert manager.retention.failed == ()
+        assert numbers(manager) == [4]
+
+
+def test_a_listing_that_fails_removes_nothing(memory: Memory) -> None:
+    """If this fails, a store that shows only a part of what is there has the rest removed by mistake."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1, 2)
+    memory.at("step-2").fail("list", error=lambda: permanent("list"), times=100)
+    save_all(manager, 3)
+    assert manager.retention is not None
+    assert manager.retention.failed[0].uri == memory.root
+    assert manager.retention.removed == ()
+
+
+def test_an_event_handler_that_raises_ends_no_retention(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a slip in a user's callback makes `close` hang for ever."""
+
+    def handler(event: cloudckpt.Event) -> None:
+        if event.name.startswith("retention"):
+            raise ValueError("mine")
+
+    with CheckpointManager(memory.root, keep_last=1, options=Options(on_event=handler)) as manager:
+        save_all(manager, 1, 2, 3)
+    assert numbers(manager) == [3]
+    assert any("on_event failed" in record.message for record in caplog.records)
+
+
+def test_nothing_is_removed_while_this_process_restores(memory: Memory) -> None:
+    """If this fails, a job removes what it is reading."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    gate = Gate()
+    reader = CheckpointManager(memory.root, options=at_event("load.planned", gate))
+    state = state_of(-1.0)
+    thread = threading.Thread(target=lambda: reader.restore(state, step=1))
+    thread.start()
+    assert gate.reached.wait(WAIT_S)
+    manager = CheckpointManager(memory.root, keep_last=1, async_=False)
+    manager.save(3, state_of(3.0))
+    with pytest.raises(TimeoutError, match="were not removed within"):
+        manager.wait(0.05)
+    assert memory.data_keys("step-1")
+    gate.opened.set()
+    thread.join(WAIT_S)
+    assert_holds(state, 1.0)
+    manager.close(WAIT_S)
+    assert numbers(manager) == [3]
+
+
+def test_a_reader_elsewhere_gets_the_next_one_or_a_clear_error(memory: Memory) -> None:
+    """If this fails, a job that starts while another removes old checkpoints fails, or takes them for damaged."""
+    writer = CheckpointManager(memory.root, keep_last=1)
+    save_all(writer, 1)
+    for step in (1, 2):
+        # As if in another process: nothing here keeps it from being removed.
+        memory.at(f"step-{step}").once_before("read_into", "data/", lambda step=step: elsewhere(step + 1))  # type: ignore[misc]
+
+        def elsewhere(new: int) -> None:
+            cloudckpt.save(state_of(float(new)), memory.uri(f"step-{new}"))
+            cloudckpt.delete(memory.uri(f"step-{new - 1}"))
+
+    state = state_of(-1.0)
+    restored = CheckpointManager(memory.root).restore(state)
+    assert restored is not None
+    assert restored.step == 3
+    assert_holds(state, 3.0)
+    assert all(one.is_gone for one in restored.skipped)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="there are the steps 3"):
+        CheckpointManager(memory.root).restore(state, step=1)
+
+
+def test_a_damaged_one_does_not_stand_in_for_a_whole_one(memory: Memory) -> None:
+    """If this fails, the last whole checkpoint is removed in favour of one that cannot be loaded."""
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    break_data(memory, "step-3")
+    manager = CheckpointManager(memory.root, keep_last=2)
+    manager.restore(state_of())
+    save_all(manager, 4)
+    assert numbers(manager) == [2, 3, 4]
+
+
+def test_after_going_back_the_new_life_is_kept(memory: Memory) -> None:
+    """If this fails, a job that was taken back to an earlier step loses its new checkpoints to the old ones."""
+    save_all(CheckpointManager(memory.root), 100, 200, 300)
+    manager = CheckpointManager(memory.root, keep_last=2, async_=False)
+    manager.restore(state_of(), step=100)
+    save_all(manager, 150)
+    assert numbers(manager) == [150, 300]
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        manager.save(300, state_of())
+    save_all(manager, 300, overwrite=True)
+    state = state_of(-1.0)
+    restored = CheckpointManager(memory.root).restore(state)
+    assert restored is not None
+    assert restored.step == 300
+
+
+def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, each removed step leaves an object for ever, and every listing of the root gets longer."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1, 2, 3)
+    assert memory.all_keys("step-1") == ["manifest.1.json"]
+    num_lists = memory.at("step-1").count("list")
+    save_all(manager, 4)
+    assert memory.at("step-1").count("list") == num_lists, "what is known to be gone is looked at again and again"
+    monkeypatch.setattr("cloudckpt._manager.retention._ALIVE", timedelta(0))
+    fresh = CheckpointManager(memory.root, keep_last=1)  # a restart: it finds them by itself
+    save_all(fresh, 5)
+    assert memory.all_keys("step-1") == memory.all_keys("step-2") == []
+
+
+def test_several_managers_in_one_process(memory: Memory) -> None:
+    """If this fails, a manager for evaluation mixes with the one for training."""
+    with (
+        CheckpointManager(memory.uri("train"), keep_last=1) as train,
+        CheckpointManager(memory.uri("best"), keep_last=1, async_=False) as best,
+    ):
+        for step in range(4):
+            train.save(step, state_of(float(step)))
+            best.save(step, state_of(-float(step)))
+    assert (numbers(train), numbers(best)) == ([3], [3])
+    state = state_of()
+    best.restore(state)
+    assert_holds(state, -3.0)
+
+
+def test_no_thread_is_left(memory: Memory) -> None:
+    """If this fails, a long run gathers threads, or the interpreter does not end."""
+    before = set(threading.enumerate())
+    with CheckpointManager(memory.root, keep_last=1) as manager:
+        save_all(manager, *range(5))
+    assert not [thread for thread in set(threading.enumerate()) - before if "retention" in thread.name]
+
+
+# --- without collectives, Stateful, paths
+
+
+def test_ranks_on_their_own(memory: Memory) -> None:
+    """If this fails, what is saved without collectives is never found again, nor removed."""
+    manager = CheckpointManager(memory.root, use_collectives=False, keep_last=1, async_=False)
+    save_all(manager, 1, 2, metrics={"loss": 1.0})
+    assert [(info.step, info.metrics) for info in manager.steps()] == [(2, {"loss": 1.0})]
+    assert memory.all_keys("step-2")[0].startswith("rank-0/")
+    state = state_of(-1.0)
+    restored = CheckpointManager(memory.root, use_collectives=False).restore(state)
+    assert restored is not None
+    assert (restored.step, restored.uri) == (2, memory.uri("step-2"))
+    assert_holds(state, 2.0)
+
+
+class Counting:
+    """A Stateful object."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.weight = torch.full((3,), float(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_stateful_objects(tmp_path: Path, *, async_: bool) -> None:
+    """If this fails, what torch's own functions take is not taken here."""
+    with CheckpointManager(tmp_path, async_=async_, keep_last=1) as manager:
+        manager.save(1, {"app": Counting(1)})
+        manager.wait(WAIT_S)
+        manager.save(2, {"app": Counting(2)})
+    loaded = Counting(-1)
+    assert manager.restore({"app": loaded}) is not None
+    assert loaded.count == 2
+    assert loaded.weight.tolist() == [2.0] * 3
+    assert [path.name for path in tmp_path.iterdir() if any(path.rglob("*.safetensors"))] == ["step-2"]

@@ -18,6 +18,8 @@ EventName = Literal[
     "load.planned",
     "load.range_read",
     "load.done",
+    "verify.planned",
+    "verify.range_read",
     "retention.removed",
     "retention.failed",
     "retry",

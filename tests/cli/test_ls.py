@@ -70,7 +70,7 @@ def test_where_nothing_lies_there_is_nothing_to_list(place: Place, run: Run) -> 
 
 
 def test_requests_are_few_and_known(memory: Memory) -> None:
-    """If this fails, listing a run of a thousand steps takes requests by the number of objects, or more than is told."""
+    """If this fails, listing a run of a thousand steps takes requests by the number of objects, or more than told."""
     num_checkpoints = 20
     for step in range(num_checkpoints):
         save(memory.uri(f"step-{step}"))

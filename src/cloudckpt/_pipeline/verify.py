@@ -55,6 +55,7 @@ class VerifyJob:
         Raises `StoreError` where the store does not answer, or may not be read: that says nothing about the data.
         """
         self._contents = contents_of(self._manifest)
+        self._context.emit("verify.planned", num_bytes=sum(stored.size for stored in self._manifest.objects))
         self._in_threads(range(len(self._manifest.objects)), self._look)
         self._in_threads(list(self._units()), self._check)
         return [text for index in range(len(self._manifest.objects)) for text in self._problems_of(index)]
@@ -107,6 +108,7 @@ class VerifyJob:
             for tile in bad:
                 begin = unit.begin + tile * manifest.tile_bytes
                 self._damage[index].append((begin, min(begin + manifest.tile_bytes, unit.end)))
+        self._context.emit("verify.range_read", key=manifest.objects[index].key, num_bytes=unit.end - unit.begin)
 
     def _bad_tiles(self, unit: _Unit, expected: Sequence[int]) -> Sequence[int]:
         context = self._context

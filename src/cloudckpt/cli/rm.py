@@ -1,0 +1,88 @@
+"""``cloudckpt rm``."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cloudckpt.cli._console import Console
+from cloudckpt.cli._errors import NO, WRONG_USAGE
+from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
+from cloudckpt.cli._text import age, count, size
+from cloudckpt.cli.ls import document_of
+
+if TYPE_CHECKING:
+    from cloudckpt.options import Options
+    from cloudckpt.overview import CheckpointStatus
+
+_RANK = re.compile(r"rank-[0-9]+")
+
+
+def rm(
+    uris: Annotated[list[str], typer.Argument(metavar="URI...", help="The checkpoints.")],
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only say what would be deleted.")] = False,
+    storage_option: StorageOptions = None,
+    endpoint_url: EndpointURL = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJSON = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete checkpoints, with what saves have left beside them. Asks first; without a terminal, --yes is needed.
+
+    Example: cloudckpt rm s3://bucket/run/step-100
+    """
+    from cloudckpt.housekeeping import delete
+
+    console = Console(as_json=as_json, quiet=quiet)
+    if not (yes or dry_run or console.is_interactive):
+        console.warn("Error: there is nobody to ask: pass --yes to delete, or --dry-run to see what would go.")
+        raise typer.Exit(WRONG_USAGE)
+    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    doomed = {uri: _lying_at(uri, options) for uri in dict.fromkeys(uris)}
+    documents: list[dict[str, Any]] = []
+    for uri, found in doomed.items():
+        documents.append({"uri": uri, "deleted": not dry_run, "found": [document_of(one) for one in found]})
+        if not as_json:
+            for one in found:
+                console.line(_told(one, is_dry=dry_run))
+    if dry_run:
+        if as_json:
+            console.document(documents)
+        return
+    if not yes and not console.confirms(f"Delete {count(len(doomed), 'checkpoint')} for good?"):
+        console.say("Nothing was deleted.")
+        raise typer.Exit(NO)
+    for uri in doomed:
+        delete(uri, options=options)
+        console.say(f"Deleted {uri}.")
+    if as_json:
+        console.document(documents)
+
+
+def _lying_at(uri: str, options: Options) -> list[CheckpointStatus]:
+    """What goes with the checkpoint. Raises `CheckpointNotFoundError`."""
+    from cloudckpt._uri import parse_location
+    from cloudckpt.errors import CheckpointNotFoundError
+    from cloudckpt.overview import survey
+
+    location = parse_location(uri)
+    found = [one for one in survey(uri, options=options) if one.uri == location.uri or _RANK.fullmatch(one.name)]
+    if not any(one.state in ("committed", "damaged") for one in found):
+        raise CheckpointNotFoundError(
+            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. What failed saves have left "
+            "there, cloudckpt gc removes",
+            uri=location.uri,
+        )
+    return found
+
+
+def _told(one: CheckpointStatus, *, is_dry: bool) -> str:
+    what = "would be deleted" if is_dry else "is to be deleted"
+    return (
+        f"{one.uri}: {one.state}, {age(one.moment)} old, {size(one.num_bytes)} in "
+        f"{count(one.num_objects, 'object')}: {what}"
+    )

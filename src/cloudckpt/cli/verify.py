@@ -1,0 +1,82 @@
+"""``cloudckpt verify``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cloudckpt.cli._console import Console
+from cloudckpt.cli._errors import NO
+from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
+from cloudckpt.cli._text import count, rate, size
+
+if TYPE_CHECKING:
+    from cloudckpt.report import Event
+
+
+def verify(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint.")],
+    *,
+    storage_option: StorageOptions = None,
+    endpoint_url: EndpointURL = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJSON = False,
+    quiet: Quiet = False,
+) -> None:
+    """Read every byte of a checkpoint and compare it with what was saved; exit 1 where anything is damaged.
+
+    Example: cloudckpt verify s3://bucket/run/step-100
+    """
+    from cloudckpt.errors import CorruptCheckpointError
+    from cloudckpt.verification import verify as verified
+
+    console = Console(as_json=as_json, quiet=quiet)
+    with console.progress("verifying") as progress:
+        total_bytes = 0
+
+        def on_event(event: Event) -> None:
+            nonlocal total_bytes
+            if event.name == "verify.planned":
+                total_bytes += event.num_bytes
+                progress.set_total(total_bytes)
+            elif event.name == "verify.range_read":
+                progress.advance(event.num_bytes)
+
+        options = options_of(storage_option, endpoint_url, timeout_s=timeout, on_event=on_event)
+        try:
+            report = verified(uri, options=options)
+        except CorruptCheckpointError as error:
+            problems = list(error.problems) or [str(error)]
+        else:
+            problems = []
+    if problems:
+        if as_json:
+            console.document({"uri": uri, "is_whole": False, "problems": problems})
+        else:
+            for problem in problems:
+                console.line(problem)
+            console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
+        raise typer.Exit(NO)
+    if as_json:
+        console.document(
+            {
+                "uri": report.uri,
+                "is_whole": True,
+                "problems": [],
+                "attempts": list(report.attempts),
+                "num_objects": report.num_objects,
+                "num_tensors": report.num_tensors,
+                "num_values": report.num_values,
+                "num_bytes": report.num_bytes,
+                "num_requests": report.num_requests,
+                "num_retries": report.num_retries,
+                "seconds": report.verify_s,
+            }
+        )
+        return
+    console.line(
+        f"{report.uri} is whole: {size(report.num_bytes)} in {count(report.num_objects, 'object')}, "
+        f"{count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')}"
+    )
+    console.say(f"Read in {report.verify_s:.1f} s, {rate(report.bytes_per_s)}.")

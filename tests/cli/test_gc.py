@@ -1,0 +1,53 @@
+"""``cloudckpt gc``."""
+
+from __future__ import annotations
+
+from tests.cli.conftest import Run, leave_unfinished, save
+from tests.e2e.places import Place
+
+_OLD = "20200101T000000000Z-0123456789ab"
+
+
+def test_it_shows_and_then_removes(place: Place, run: Run) -> None:
+    """If this fails, garbage is removed unasked, or stays although it was asked for."""
+    save(place.uri("step-1"))
+    leave_unfinished(place, "step-1", attempt=_OLD)
+    before = place.contents()
+    shown = run("gc", place.root, "--older-than", "0s")
+    assert shown.code == 0
+    assert "2 data objects of 1 save" in shown.out
+    assert "--yes" in shown.err
+    assert place.contents() == before
+    removed = run("gc", place.root, "--older-than", "0s", "--yes", "--json")
+    assert removed.code == 0
+    assert (removed.document["num_objects"], removed.document["dry_run"]) == (2, False)
+    assert not any(_OLD in key for key in place.contents())
+    assert run("verify", place.uri("step-1")).code == 0
+
+
+def test_what_is_young_stays(place: Place, run: Run) -> None:
+    """If this fails, a save that is under way loses its data."""
+    leave_unfinished(place, "step-1", attempt=_OLD)
+    before = place.contents()
+    assert run("gc", place.root, "--yes").code == 0
+    assert place.contents() == before
+
+
+def test_a_dry_run_wins(place: Place, run: Run) -> None:
+    """If this fails, who asks for both loses what he only wanted to look at."""
+    leave_unfinished(place, "step-1", attempt=_OLD)
+    before = place.contents()
+    ended = run("gc", place.root, "--older-than", "0s", "--yes", "--dry-run")
+    assert ended.code == 0
+    assert "would be removed" in ended.out
+    assert place.contents() == before
+
+
+def test_what_could_not_be_removed_is_named(local: Place, run: Run) -> None:
+    """If this fails, a job that cleans up every night fails every night, and nobody knows."""
+    leave_unfinished(local, "step-1", attempt=_OLD)
+    save(local.uri("step-2"))
+    local.write("step-1/manifest.json", b'{"format":"cloudckpt","version":[9,0]}' + b" " * 200)
+    ended = run("gc", local.root, "--older-than", "0s", "--yes")
+    assert "left alone" in ended.out
+    assert ended.code == 0

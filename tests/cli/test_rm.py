@@ -1,0 +1,83 @@
+"""``cloudckpt rm``."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Run, leave_unfinished, save
+from tests.e2e.places import Place
+
+import cloudckpt
+
+
+def test_it_deletes_what_it_is_told_to_and_nothing_else(place: Place, run: Run) -> None:
+    """If this fails, a checkpoint that was not named is gone, or one that was is still there."""
+    for step in (1, 2, 3):
+        save(place.uri(f"step-{step}"))
+    ended = run("rm", place.uri("step-1"), place.uri("step-3"), "--yes", "--json")
+    assert ended.code == 0
+    assert [one["deleted"] for one in ended.document] == [True, True]
+    assert [one.name for one in cloudckpt.list_checkpoints(place.root)] == ["step-2"]
+    assert run("verify", place.uri("step-2")).code == 0
+
+
+def test_without_a_terminal_it_deletes_only_with_yes(place: Place, run: Run) -> None:
+    """If this fails, a script that forgot --yes hangs at a question, or deletes unasked."""
+    save(place.uri())
+    before = place.contents()
+    ended = run("rm", place.uri())
+    assert (ended.code, ended.out) == (2, "")
+    assert "--yes" in ended.err
+    assert place.contents() == before
+
+
+def test_a_dry_run_says_what_would_go(place: Place, run: Run) -> None:
+    """If this fails, who looks before he deletes loses what he looked at, or is told less than would go."""
+    save(place.uri())
+    leave_unfinished(place, "checkpoint", attempt="20200101T000000000Z-0123456789ab")
+    before = place.contents()
+    ended = run("rm", place.uri(), "--dry-run")
+    assert ended.code == 0
+    assert "committed" in ended.out
+    assert "garbage" in ended.out
+    assert place.contents() == before
+    (document,) = run("rm", place.uri(), "--dry-run", "--json").document
+    assert document["deleted"] is False
+    assert {one["state"] for one in document["found"]} == {"committed", "garbage"}
+
+
+def test_what_is_not_there_is_an_error_before_anything_goes(place: Place, run: Run) -> None:
+    """If this fails, a typing error in the second name costs the first checkpoint, or is taken for a success."""
+    save(place.uri())
+    before = place.contents()
+    ended = run("rm", place.uri(), place.uri("nothing"), "--yes")
+    assert ended.code == 3
+    assert place.contents() == before
+
+
+@pytest.mark.parametrize(("answer", "code", "num_left"), [("y\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1)])
+def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, code: int, num_left: int) -> None:
+    """If this fails, a checkpoint goes although the user said no, or stays although he said yes."""
+    uri = str(tmp_path / "checkpoint")
+    save(uri)
+    ours, its = pty.openpty()
+    try:
+        os.write(ours, answer.encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "cloudckpt", "rm", uri],
+            stdin=its,
+            stderr=its,
+            stdout=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(its)
+        os.close(ours)
+    assert done.returncode == code
+    assert len(cloudckpt.list_checkpoints(tmp_path)) == num_left

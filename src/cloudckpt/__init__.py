@@ -50,12 +50,15 @@ from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, Skippe
 if TYPE_CHECKING:
     from cloudckpt._async import AsyncSave
     from cloudckpt._background.in_flight import close
+    from cloudckpt._convert.copying import copy
+    from cloudckpt._convert.reports import ConversionReport, CopyReport
     from cloudckpt._enable import disable, enable
     from cloudckpt._manager.restoring import Restored
     from cloudckpt._manager.retention import RetentionReport
     from cloudckpt._manager.rule import StepInfo
     from cloudckpt._saved import SavedMetadata
     from cloudckpt._stage.stager import PinnedStager
+    from cloudckpt._stage.zstandard import Zstandard
     from cloudckpt.api import async_save, load, save
     from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
     from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
@@ -81,6 +84,8 @@ __all__ = [
     "ChecksumRefusedError",
     "CloudckptError",
     "CommitUnknownError",
+    "ConversionReport",
+    "CopyReport",
     "CorruptCheckpointError",
     "CredentialsError",
     "Event",
@@ -126,9 +131,11 @@ __all__ = [
     "UnsupportedValueError",
     "UploadProcessError",
     "VerifyReport",
+    "Zstandard",
     "__version__",
     "async_save",
     "close",
+    "copy",
     "delete",
     "disable",
     "enable",
@@ -149,9 +156,12 @@ __all__ = [
 _LAZY = {
     "cloudckpt._async": "AsyncSave",
     "cloudckpt._background.in_flight": "close",
+    "cloudckpt._convert.copying": "copy",
+    "cloudckpt._convert.reports": "ConversionReport CopyReport",
     "cloudckpt._enable": "disable enable",
     "cloudckpt._saved": "SavedMetadata",
     "cloudckpt._stage.stager": "PinnedStager",
+    "cloudckpt._stage.zstandard": "Zstandard",
     "cloudckpt.api": "async_save load save",
     "cloudckpt.catalog": "CheckpointInfo latest list_checkpoints",
     "cloudckpt.housekeeping": "Garbage GarbageReport Spared delete gc",

@@ -263,7 +263,7 @@ class InvalidManifestError(CorruptCheckpointError):
 
 
 class UnsupportedFormatError(CheckpointError):
-    """The checkpoint was written in a newer major version of the format."""
+    """The checkpoint was written in a newer major version of the format, or through an extension not known here."""
 
 
 class UnsupportedValueError(CheckpointError):

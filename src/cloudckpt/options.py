@@ -8,7 +8,7 @@ import numbers
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -87,6 +87,9 @@ class Options:
     are missing are sent. A save that fails then removes nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own JSON values, kept in the manifest."""
+    extensions: Sequence[Any] = ()
+    """Transforms of what is stored, such as ``cloudckpt.Zstandard()``: torch's `StreamTransformExtension` objects. A
+    save applies them in this order; a load undoes what the manifest names, by these where it does not know them."""
     on_event: Callable[[Event], None] | None = None
     """Called at each step, always in this process, and by the thread that made the step or one that waits for it. Must
     be quick."""
@@ -151,6 +154,14 @@ def _is_trace(name: str) -> bool:
     return is_local and name != "" and "\0" not in name and set(re.findall(r"\{\w*\}", name)) <= {"{rank}", "{verb}"}
 
 
+def _are_extensions(value: object) -> bool:
+    """By what they can do: torch's class is not known here."""
+    parts = ("transform_to", "transform_from", "get_descriptor", "registry_name")
+    return isinstance(value, (list, tuple)) and all(
+        not isinstance(one, type) and all(callable(getattr(one, part, None)) for part in parts) for one in value
+    )
+
+
 _WHOLE_NUMBERS = (
     "retries",
     "connections",
@@ -178,6 +189,7 @@ _TYPES: tuple[_Rule, ...] = (
     _of_type("async_overlap", bool, "True or False"),
     _of_type("resume", bool, "True or False"),
     _of_type("metadata", Mapping, "a mapping"),
+    ("extensions", lambda options: _are_extensions(options.extensions), "a list of StreamTransformExtension objects"),
     _callable_or_none("on_event"),
     ("trace", lambda options: options.trace is None or _is_path(options.trace), "a path or None"),
     _callable_or_none("wrap_store"),

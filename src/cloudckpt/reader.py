@@ -27,7 +27,7 @@ from cloudckpt._pipeline.load import LoadJob, wanted_by
 from cloudckpt._share.deal import Ticket, dealt
 from cloudckpt._share.found import Found, found_at, handed_on
 from cloudckpt._share.session import Session
-from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt._stage.transforms import ReadTransforms, registry_with
 from cloudckpt._trace import new_recorder
 from cloudckpt._uri import is_valid_location, parse_location
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
@@ -65,7 +65,7 @@ class ObjectStoreReader(StorageReader):
         self._location = parse_location(uri)
         self._options = options or Options()
         self._allow_pickle = allow_pickle
-        self._registry = _extension_registry
+        self._registry = registry_with(_extension_registry, self._options.extensions)
         self._reporting_rank: int | None = None
         self._is_lazy = False
         self._session: Session | None = None
@@ -233,7 +233,7 @@ class ObjectStoreReader(StorageReader):
             context,
             self._manifest,
             self._metadata.storage_data,
-            transforms=ReadTransforms(self._registry),
+            transforms=ReadTransforms(self._registry, self._options.extensions),
             allow_pickle=self._allow_pickle,
             exchange=exchange,
         )

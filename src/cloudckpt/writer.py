@@ -28,7 +28,7 @@ from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._steering import Steering
 from cloudckpt._trace import new_recorder, now_ns
 from cloudckpt._uri import is_valid_location, parse_location
-from cloudckpt.errors import CloudckptError, portable
+from cloudckpt.errors import CloudckptError, InvalidOptionError, portable
 from cloudckpt.options import Options
 from cloudckpt.report import SaveReport
 
@@ -63,7 +63,9 @@ class ObjectStoreWriter(StorageWriter):
         self._location = parse_location(uri)
         self._options = options or Options()
         self._overwrite = overwrite
-        self._transforms = WriteTransforms(_extensions)
+        if _extensions and self._options.extensions:
+            raise InvalidOptionError("Options: extensions are given twice, here and as torch's _extensions")
+        self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
         self._save_id = str(uuid.uuid4())
         self._job: SaveJob | RemoteJob | None = None
         self._process: UploadProcess | None = None

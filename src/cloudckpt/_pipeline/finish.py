@@ -26,6 +26,15 @@ class Finisher:
         self._transforms = transforms
         self._allow_pickle = allow_pickle
 
+    def check(self, consumers: Consumers) -> None:
+        """Raise, before anything is read, what would be raised for lack of an extension."""
+        seen: set[tuple[str, ...]] = set()
+        for consumer in consumers.others:
+            descriptors = consumer.location.transforms
+            if descriptors and descriptors not in seen:
+                seen.add(descriptors)
+                self._transforms.check(descriptors, fqn=consumer.item.storage_index.fqn, uri=self._context.uri)
+
     def finish_all(
         self,
         consumers: Consumers,
@@ -79,7 +88,7 @@ class Finisher:
         item, location, uri = consumer.item, consumer.location, self._context.uri
         fqn, read_bytes = item.storage_index.fqn, self._context.options.read_bytes
         if location.dtype is None:
-            content = self._transforms.undo(item, location.transforms, stored, max_bytes=read_bytes)
+            content = self._transforms.undo(location.transforms, stored, max_bytes=read_bytes, fqn=fqn, uri=uri)
             if content is None:
                 raise CheckpointError(
                     f"the value {fqn!r} of {uri} unpacks to more than Options(read_bytes={read_bytes}). If that is no "
@@ -88,7 +97,7 @@ class Finisher:
                 )
             return content
         num_bytes = math.prod(location.lengths) * ITEMSIZE_BYTES[location.dtype]
-        content = self._transforms.undo(item, location.transforms, stored, max_bytes=num_bytes)
+        content = self._transforms.undo(location.transforms, stored, max_bytes=num_bytes, fqn=fqn, uri=uri)
         if content is None or len(content) != num_bytes:
             raise CorruptCheckpointError(
                 f"{fqn!r} of {uri} unpacks to {'more' if content is None else 'fewer'} than the {num_bytes} bytes that "

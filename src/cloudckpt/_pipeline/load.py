@@ -93,6 +93,7 @@ class LoadJob:
         """Fetch all that the plan asks for, and finish each item as its last byte arrives."""
         with rare_collections():
             consumers = consumers_of(plan.items, planner, self._manifest, self._storage_data, uri=self._context.uri)
+            self._finisher.check(consumers)
             shares, requests = self._requests_for(consumers)
         self._check_claims([*requests, *shares.to_take], consumers)
         self._execute(requests, shares, consumers, planner)

@@ -77,7 +77,7 @@ class RemoteJob:
         subject = Subject(
             location=context.location,
             # The timeline's file and the user's function belong to this process.
-            options=dataclasses.replace(context.options, on_event=None, trace=None),
+            options=dataclasses.replace(context.options, on_event=None, trace=None, extensions=()),
             rank=context.rank,
             save_id=save_id,
             transforms=transforms,

@@ -171,7 +171,7 @@ def _staged_value(item: WriteItem, data: object, transforms: WriteTransforms, ur
     content: memoryview = data.getbuffer()
     descriptors: tuple[str, ...] = ()
     if transforms:
-        content, descriptors = transforms.apply(item, content)
+        content, descriptors = transforms.apply(item, content, uri=uri)
     return StagedItem(
         index_offsets=_index_offsets(item),
         entry=Entry(fqn=item.index.fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content)),
@@ -201,7 +201,7 @@ def _staged_tensor(
         )
     dtype, lengths = dtype_name(tensor.dtype), tuple(tensor.shape)
     if transforms:
-        content, descriptors = transforms.apply(item, _all_bytes(tensor))
+        content, descriptors = transforms.apply(item, _all_bytes(tensor), uri=uri)
         entry = Entry(fqn=fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content))
         return StagedItem(
             index_offsets=_index_offsets(item),

@@ -1,0 +1,228 @@
+"""Stream extensions by way of `Options(extensions=…)`: compression, ciphers, and chains of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.extensions.ciphers import Failing, Miscounting, Xor
+from torch.distributed._tensor import DTensor
+from torch.distributed.checkpoint._extension import ZStandard as TorchsZstandard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import cloudckpt
+from cloudckpt import Options, Zstandard
+from cloudckpt._stage.transforms import ReadTransforms
+
+SMALL = {"tile_bytes": 4096, "part_bytes": 16384}
+
+
+def state_of(fill: float) -> dict[str, Any]:
+    weight = torch.full((64, 100), fill)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(fill),
+        "half": torch.full((33,), fill, dtype=torch.bfloat16),
+        "strided": torch.full((8, 6), fill).t(),
+        "value": ["text", fill],
+        "blob": io.BytesIO(b"bytes" * int(fill)),
+    }
+
+
+def loaded_from(uri: Any, **more: Any) -> dict[str, Any]:
+    state = state_of(0.0)
+    cloudckpt.load(state, uri, no_dist=True, **more)
+    return state
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+        elif isinstance(value, io.BytesIO):
+            assert found[name].getvalue() == value.getvalue()
+        else:
+            assert found[name] == value, name
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "manifest.json").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("mode", ["save", "thread", "process"])
+def test_compressed_checkpoints_load_without_a_word(tmp_path: Path, mode: Any) -> None:
+    """If this fails, a compressed checkpoint loses values in one of the ways to save it, or needs options."""
+    uri = tmp_path / "c"
+    if mode == "save":
+        cloudckpt.save(state_of(3.0), uri, no_dist=True, options=Options(extensions=[Zstandard()], **SMALL))
+    else:
+        options = Options(extensions=[Zstandard(level=1, threads=2)], async_mode=mode, **SMALL)
+        cloudckpt.async_save(state_of(3.0), uri, no_dist=True, options=options).result(120)
+    assert_equal(loaded_from(uri), state_of(3.0))
+    manifest = manifest_of(uri)
+    assert {tuple(entry["transforms"]) for entry in manifest["tensors"].values()} == {("stream.zstd/1",)}
+    assert {tuple(entry["transforms"]) for entry in manifest["values"].values()} == {("stream.zstd/1",)}
+    assert sum(stored["size"] for stored in manifest["objects"]) < 20_000  # of 55,000 that the tensors have
+    assert cloudckpt.verify(uri).num_tensors == 6
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_chain_is_undone_from_its_end(tmp_path: Path, mode: Any) -> None:
+    """If this fails, a cipher behind a compressor cannot be read, or compresses what is encrypted already."""
+    uri, chain = tmp_path / "c", [Zstandard(), Xor(0x5A)]
+    options = Options(extensions=chain, async_mode=mode, **SMALL)
+    cloudckpt.async_save(state_of(2.0), uri, no_dist=True, options=options).result(120)
+    assert_equal(loaded_from(uri, options=Options(extensions=chain)), state_of(2.0))
+    assert_equal(loaded_from(uri, options=Options(extensions=chain[1:])), state_of(2.0))
+    (transforms,) = {tuple(entry["transforms"]) for entry in manifest_of(uri)["tensors"].values()}
+    assert transforms == ("tests.xor/1", "stream.zstd/1")  # in the order to undo them, as the format has it
+    assert sum(path.stat().st_size for path in uri.rglob("*.safetensors")) < 20_000
+
+
+def test_the_key_of_an_extension_is_the_one_that_was_given(tmp_path: Path) -> None:
+    """If this fails, extensions have to keep their keys in classes, or a wrong key gives wrong weights in silence."""
+    chain = [Zstandard(), Xor(7)]
+    cloudckpt.save(state_of(2.0), tmp_path / "c", no_dist=True, options=Options(extensions=chain))
+    with pytest.raises(dcp.api.CheckpointException, match=r"could not be decoded by tests.xor/1, stream.zstd/1.*key"):
+        loaded_from(tmp_path / "c", options=Options(extensions=[Xor(8)]))
+
+
+def test_an_unknown_extension_is_named_before_anything_is_read(tmp_path: Path) -> None:
+    """If this fails, a user learns from a stack trace, or from wrong weights, that an extension is missing."""
+    cloudckpt.save(state_of(2.0), tmp_path / "c", no_dist=True, options=Options(extensions=[Xor(7)]))
+    read: list[Any] = []
+    with pytest.raises(dcp.api.CheckpointException, match=r"'tests.xor/1'.*Options\(extensions=") as raised:
+        loaded_from(tmp_path / "c", options=Options(on_event=read.append))
+    assert isinstance(raised.value, cloudckpt.UnsupportedFormatError)
+    assert not [event for event in read if event.name == "load.range_read"]
+    with pytest.raises(cloudckpt.UnsupportedFormatError, match=r"'w' of u.*'stream.zstd/2'.*newer"):
+        ReadTransforms(None).check(["stream.zstd/2"], fqn="w", uri="u")
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_decoder_that_miscounts_is_caught(tmp_path: Path, more: Any) -> None:
+    """If this fails, an extension that loses or adds bytes gives tensors that are shifted, without an error."""
+    cloudckpt.save({"w": torch.ones(500)}, tmp_path / "c", no_dist=True, options=Options(extensions=[Xor(7)]))
+    options = Options(extensions=[Miscounting(7, more=more)])
+    words = f"'w' of .* unpacks to {'more' if more else 'fewer'} than the 2000 bytes"
+    with pytest.raises(dcp.api.CheckpointException, match=words):
+        cloudckpt.load({"w": torch.zeros(500)}, tmp_path / "c", no_dist=True, options=options)
+
+
+def test_an_extension_that_fails_fails_the_save_by_name(tmp_path: Path) -> None:
+    """If this fails, the error of an extension does not say which tensor it is about, or leaves half a checkpoint."""
+    options = Options(extensions=[Failing(7)])
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"'w' could not be saved to .* through tests.xor/1: .*key server"
+    ):
+        cloudckpt.save({"w": torch.ones(500)}, tmp_path / "c", no_dist=True, options=options)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    cloudckpt.save({"w": torch.ones(500)}, tmp_path / "d", no_dist=True, options=Options(extensions=[Xor(7)]))
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"'w' of .* could not be decoded by tests.xor/1: .*key server"
+    ):
+        cloudckpt.load({"w": torch.ones(500)}, tmp_path / "d", no_dist=True, options=options)
+
+
+def test_torchs_own_keywords_and_classes_work_as_well(tmp_path: Path) -> None:
+    """If this fails, code that uses torch's FileSystemWriter with extensions cannot move to our writer as it is."""
+    writer = cloudckpt.ObjectStoreWriter(tmp_path / "c", _extensions=[TorchsZstandard()])
+    dcp.save(state_of(2.0), storage_writer=writer, no_dist=True)
+    state = state_of(0.0)
+    dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(tmp_path / "c"), no_dist=True)
+    assert_equal(state, state_of(2.0))
+    with pytest.raises(cloudckpt.InvalidOptionError, match="given twice"):
+        cloudckpt.ObjectStoreWriter("x", _extensions=[TorchsZstandard()], options=Options(extensions=[Zstandard()]))
+
+
+def test_what_torch_compressed_is_read_with_consent(tmp_path: Path) -> None:
+    """If this fails, compressed checkpoints of torch's own writer, or with users' extensions, cannot be taken over."""
+    for name, extension in (("zstd", TorchsZstandard()), ("xor", Constant(7))):
+        writer = dcp.FileSystemWriter(tmp_path / name, _extensions=[extension])
+        dcp.save({"w": torch.arange(50.0)}, storage_writer=writer, no_dist=True)
+        state = {"w": torch.zeros(50)}
+        options = Options(extensions=[Constant(7)])
+        cloudckpt.load(state, tmp_path / name, no_dist=True, allow_pickle=True, options=options)
+        assert torch.equal(state["w"], torch.arange(50.0))
+
+
+class Constant(Xor):
+    """Its class knows its key, which torch's reader needs."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> Constant:
+        return Constant(7)
+
+
+def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, whoever has no zstandard installed is not told what to install."""
+    cloudckpt.save({"w": torch.ones(500)}, tmp_path / "c", no_dist=True, options=Options(extensions=[Zstandard()]))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(cloudckpt.MissingDependencyError, match=r"cloudckpt\[zstd\]"):
+        Zstandard()
+    with pytest.raises(dcp.api.CheckpointException, match=r"'w' of .*'stream.zstd/1'.*cloudckpt\[zstd\]"):
+        cloudckpt.load({"w": torch.zeros(500)}, tmp_path / "c", no_dist=True)
+
+
+@pytest.mark.parametrize("wrong", [{"level": 23}, {"level": "1"}, {"threads": -1}, {"threads": True}])
+def test_wrong_settings_are_refused_at_once(wrong: Any) -> None:
+    """If this fails, a wrong level fails only in the middle of a save."""
+    with pytest.raises(cloudckpt.InvalidOptionError, match=f"Zstandard: {next(iter(wrong))}"):
+        Zstandard(**wrong)
+    for extensions in ([Zstandard], Zstandard(), ["zstd"], None):
+        with pytest.raises(cloudckpt.InvalidOptionError, match="extensions must be a list of StreamTransformExtension"):
+            Options(extensions=extensions)  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(Zstandard(level=5))).level == 5
+
+
+def reshard_compressed(root: str) -> None:
+    """Rows of two ranks, loaded as columns, as a whole, and in part."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(60 * 40, dtype=torch.float32).reshape(60, 40)
+    options = Options(extensions=[Zstandard(), Xor(9)], **SMALL)
+    saved = {
+        "w": DTensor.from_local(whole.chunk(2)[dist.get_rank()], mesh, [Shard(0)]),
+        "step": 3,
+        "own": torch.ones(7),
+    }
+    cloudckpt.save(saved, root, options=options)
+    for placement in (Shard(1), Shard(0), Replicate()):
+        target = DTensor.from_local(
+            torch.zeros(60, 20) if placement == Shard(1) else torch.zeros(30 if placement == Shard(0) else 60, 40),
+            mesh,
+            [placement],
+        )
+        state = {"w": target, "step": 0}
+        cloudckpt.load(state, root, options=options)
+        assert torch.equal(target.full_tensor(), whole)
+        assert state["step"] == 3
+
+
+@pytest.mark.multirank
+def test_compressed_shards_are_cut_anew(tmp_path: Path) -> None:
+    """If this fails, a compressed checkpoint of sharded tensors cannot be loaded with another sharding."""
+    run_ranks(reshard_compressed, str(tmp_path / "c"), world_size=2)
+
+
+def test_memory_for_what_unpacks_is_bounded_by_the_manifest(tmp_path: Path) -> None:
+    """If this fails, a few bytes in a bucket can ask for all memory: a value unpacks to more than `read_bytes`."""
+    options = Options(extensions=[Zstandard()])
+    cloudckpt.save({"v": io.BytesIO(bytes(3 << 20))}, tmp_path / "c", no_dist=True, options=options)
+    few = Options(read_bytes=2 << 20, request_bytes=1 << 20)
+    with pytest.raises(dcp.api.CheckpointException, match=r"'v' of .* unpacks to more than"):
+        cloudckpt.load({"v": io.BytesIO()}, tmp_path / "c", no_dist=True, options=few)

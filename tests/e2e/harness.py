@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 10.0
 """How long the other ranks may still report after the first has failed, if nothing else is said."""
 
-# Imported once, in the server: what every test here needs and what takes long. cloudckpt is left out so that
-# coverage sees its modules run in the ranks.
+# Imported once, in the server: what every test here needs. Of cloudckpt, coverage sees all but the modules' own lines
+# run in the ranks, and those run in the tests' process too.
 PRELOAD = [
     "__main__",
     "torch",
@@ -48,6 +48,20 @@ PRELOAD = [
     "boto3.s3.inject",
     "fsspec",
     "msgspec",
+    "pytest",
+    "hypothesis",
+    "cloudckpt.api",
+    "cloudckpt._enable",
+    "cloudckpt.housekeeping",
+    "cloudckpt.newest",
+    "cloudckpt.preemption",
+    "cloudckpt.stores.fsspec_store",
+    "cloudckpt.stores.gcs",
+    "cloudckpt.stores.s3",
+    "tests.secrets_watch",
+    "tests.e2e.harness",
+    "tests.e2e.models",
+    "tests.e2e.places",
 ]
 
 

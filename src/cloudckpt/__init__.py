@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from cloudckpt._async import AsyncSave
     from cloudckpt._background.in_flight import close
     from cloudckpt._convert.copying import copy
+    from cloudckpt._convert.exporting import export_checkpoint
+    from cloudckpt._convert.importing import import_checkpoint
     from cloudckpt._convert.reports import ConversionReport, CopyReport
     from cloudckpt._enable import disable, enable
     from cloudckpt._manager.restoring import Restored
@@ -140,7 +142,9 @@ __all__ = [
     "disable",
     "enable",
     "errors",
+    "export_checkpoint",
     "gc",
+    "import_checkpoint",
     "latest",
     "list_checkpoints",
     "load",
@@ -157,6 +161,8 @@ _LAZY = {
     "cloudckpt._async": "AsyncSave",
     "cloudckpt._background.in_flight": "close",
     "cloudckpt._convert.copying": "copy",
+    "cloudckpt._convert.exporting": "export_checkpoint",
+    "cloudckpt._convert.importing": "import_checkpoint",
     "cloudckpt._convert.reports": "ConversionReport CopyReport",
     "cloudckpt._enable": "disable enable",
     "cloudckpt._saved": "SavedMetadata",

@@ -162,7 +162,13 @@ class CopyJob:
         if not numbers:
             return
         leftovers = self._job.leftovers()
-        with upload_session(target, self._progress, part_bytes=self._part_bytes, tile_bytes=tile_bytes) as session:
+        with upload_session(
+            target,
+            self._progress,
+            part_bytes=self._part_bytes,
+            tile_bytes=tile_bytes,
+            resumable=target.options.resume,
+        ) as session:
             try:
                 for number in numbers:
                     stored = self._manifest.objects[number]

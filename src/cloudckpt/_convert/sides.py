@@ -48,12 +48,14 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
 
 
 def part_bytes_for(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
-    """Of uploads whose every part is held in memory: so that the connections' parts together stay within the budget."""
-    share_bytes = max(budget_bytes // target.most_connections, min(_LEAST_PART_BYTES, budget_bytes))
+    """Of uploads whose every part is held in memory: so that there is one for each connection to begin with."""
+    share_bytes = max(budget_bytes // target.first_connections, min(_LEAST_PART_BYTES, budget_bytes))
     return max(min(target.options.part_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 
-def upload_session(target: Context, progress: Progress, *, part_bytes: int, tile_bytes: int) -> UploadSession:
+def upload_session(
+    target: Context, progress: Progress, *, part_bytes: int, tile_bytes: int, resumable: bool
+) -> UploadSession:
     """Uploads of objects, whole or not at all."""
 
     def on_part(key: str, num_bytes: int) -> None:
@@ -67,7 +69,7 @@ def upload_session(target: Context, progress: Progress, *, part_bytes: int, tile
         hedger=target.hedger,
         part_bytes=part_bytes,
         tile_bytes=tile_bytes,
-        resumable=target.options.resume,
+        resumable=resumable,
         on_part=on_part,
         on_completing=lambda key: target.emit("save.completing", key=key),
         on_object=lambda key, num_bytes: target.emit("save.object_uploaded", key=key, num_bytes=num_bytes),

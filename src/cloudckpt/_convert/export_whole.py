@@ -1,0 +1,93 @@
+"""Exports that take the whole state dict in memory: as ``torch.save`` writes it, and in torch's own DCP format."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from cloudckpt._convert.bodies import FileBody
+from cloudckpt._convert.files import Files
+from cloudckpt._convert.plan import Done, ExportPlan
+from cloudckpt._convert.progress import Progress
+from cloudckpt._convert.sides import folder_and_name
+from cloudckpt._convert.whole import load_whole
+from cloudckpt._pipeline.context import Context
+from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.options import MIB
+
+_METADATA = ".metadata"
+_TILE_BYTES = MIB
+
+
+def export_torch(plan: ExportPlan, progress: Progress) -> Done:
+    """See `cloudckpt.export_checkpoint`."""
+    folder, name = folder_and_name(plan.target)
+    target = Context(folder, plan.target_options, rank=0)
+    files = Files(
+        target, progress, patterns=(_escaped(name),), entry=name, overwrite=plan.overwrite, tile_bytes=_TILE_BYTES
+    )
+    files.check()
+    state_dict, done = _loaded(plan)
+    with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
+        path = os.path.join(scratch, "state.pt")  # noqa: PTH118
+        torch.save(state_dict, path)
+        size_bytes = os.path.getsize(path)  # noqa: PTH202
+        progress.expect(size_bytes)
+        files.clear()
+        files.upload_file(name, path, size_bytes=size_bytes, budget_bytes=plan.options.read_bytes)
+    return Done(num_tensors=done[0], num_values=done[1], files=files.written)
+
+
+def export_dcp(plan: ExportPlan, progress: Progress) -> Done:
+    """See `cloudckpt.export_checkpoint`."""
+    target = Context(plan.target, plan.target_options, rank=0)
+    files = Files(
+        target,
+        progress,
+        patterns=(_METADATA, "__*_*.distcp"),
+        entry=_METADATA,
+        overwrite=plan.overwrite,
+        tile_bytes=_TILE_BYTES,
+    )
+    files.check()
+    state_dict, done = _loaded(plan)
+    with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
+        dcp_save(state_dict, storage_writer=FileSystemWriter(scratch, sync_files=False), no_dist=True)
+        sizes = {name: os.path.getsize(os.path.join(scratch, name)) for name in sorted(os.listdir(scratch))}  # noqa: PTH118, PTH202, PTH208
+        progress.expect(sum(sizes.values()))
+        files.clear()
+        with files.upload(budget_bytes=plan.options.read_bytes) as submit:
+            for name, size_bytes in sizes.items():
+                if name != _METADATA:
+                    path = os.path.join(scratch, name)  # noqa: PTH118
+                    submit(name, lambda arena, path=path, size=size_bytes: FileBody(path, arena, size_bytes=size))  # type: ignore[misc]  # mypy cannot see the defaults
+        with open(os.path.join(scratch, _METADATA), "rb") as file:  # noqa: PTH118, PTH123
+            files.put_last(_METADATA, file.read())
+    return Done(num_tensors=done[0], num_values=done[1], files=files.written)
+
+
+def _loaded(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:
+    """The state dict, and how many tensors and values are in it."""
+    state_dict = load_whole(
+        plan.source,
+        plan.options,
+        include=plan.include,
+        strip_prefix=plan.strip_prefix,
+        allow_pickle=plan.allow_pickle,
+    )
+    if not state_dict:
+        raise UnsupportedValueError(f"{plan.source.uri} holds nothing to export", uri=plan.source.uri)
+    flat, _ = flatten_state_dict(state_dict)
+    num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
+    return state_dict, (num_tensors, len(flat) - num_tensors)
+
+
+def _escaped(name: str) -> str:
+    """As a pattern that fits nothing else."""
+    return "".join(f"[{each}]" if each in "*?[" else each for each in name)

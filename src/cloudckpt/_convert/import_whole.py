@@ -1,0 +1,129 @@
+"""Imports that take the whole state dict in memory: of a ``torch.save`` file, and of torch's own DCP format."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from cloudckpt._convert.names import shown
+from cloudckpt._convert.plan import Done, ImportPlan
+from cloudckpt._convert.progress import Progress
+from cloudckpt._convert.sides import folder_and_name
+from cloudckpt._convert.whole import load_whole, renamed
+from cloudckpt._pipeline.context import Context
+from cloudckpt._transfer.download import fetch
+from cloudckpt.api import save
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UnsafePickleError,
+    UnsupportedValueError,
+)
+from cloudckpt.options import MIB
+from cloudckpt.report import Event
+
+_PIECE_BYTES = 16 * MIB
+
+
+def import_torch(plan: ImportPlan, progress: Progress) -> Done:
+    """See `cloudckpt.import_checkpoint`."""
+    with _local_copy(plan) as path:
+        state_dict = _unpickled(path, plan)
+        if plan.include or plan.add_prefix:
+            state_dict = renamed(state_dict, include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri)
+        return _saved(state_dict, plan, progress)
+
+
+def import_dcp(plan: ImportPlan, progress: Progress) -> Done:
+    """See `cloudckpt.import_checkpoint`."""
+    state_dict = load_whole(
+        plan.source,
+        plan.options,
+        include=plan.include,
+        add_prefix=plan.add_prefix,
+        allow_pickle=plan.allow_pickle,
+    )
+    return _saved(state_dict, plan, progress)
+
+
+def _saved(state_dict: dict[str, Any], plan: ImportPlan, progress: Progress) -> Done:
+    flat, _ = flatten_state_dict(state_dict)
+    tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
+    progress.expect(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+    theirs = plan.target_options.on_event
+    sizes: dict[str, int] = {}
+
+    def on_event(event: Event) -> None:
+        if event.name == "save.part_uploaded":
+            progress.add(event.num_bytes)
+        elif event.name == "save.object_uploaded":
+            sizes[event.key] = event.num_bytes
+        if theirs is not None:
+            theirs(event)
+
+    options = dataclasses.replace(plan.target_options, on_event=on_event)
+    save(state_dict, plan.target.uri, no_dist=True, overwrite=plan.overwrite, options=options)
+    return Done(num_tensors=len(tensors), num_values=len(flat) - len(tensors), files=sizes)
+
+
+@contextlib.contextmanager
+def _local_copy(plan: ImportPlan) -> Iterator[str]:
+    """The file, where torch can map it into memory."""
+    folder, name = folder_and_name(plan.source)
+    context = Context(folder, plan.options, rank=0)
+    try:
+        size_bytes = context.retrier.call(lambda: context.store.head(name)).size_bytes
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
+    if plan.source.scheme == "file":
+        yield plan.source.path
+        return
+    with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
+        path = os.path.join(scratch, "state.pt")  # noqa: PTH118
+        with open(path, "wb") as file:  # noqa: PTH123
+            for begin in range(0, size_bytes, _PIECE_BYTES):
+                piece = bytearray(min(_PIECE_BYTES, size_bytes - begin))
+                fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
+                file.write(piece)
+        yield path
+
+
+def _unpickled(path: str, plan: ImportPlan) -> dict[str, Any]:
+    uri = plan.source.uri
+    try:
+        found = _loaded(path, weights_only=not plan.allow_pickle)
+    except pickle.UnpicklingError as error:
+        raise UnsafePickleError(
+            f"{uri} holds more than tensors and plain values, so that reading it could run any code, or it is no file "
+            "of torch.save. If you trust who wrote it, pass allow_pickle=True (cloudckpt import --unsafe-pickle): "
+            f"{str(error).splitlines()[0]}",
+            uri=uri,
+        ) from error
+    except Exception as error:  # a pickle can raise anything
+        raise CorruptCheckpointError(
+            f"{uri} cannot be read as a file of torch.save ({type(error).__name__}: {error})", uri=uri
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        what = (
+            f"a dict with the keys {shown([repr(key) for key in found])}"
+            if isinstance(found, dict)
+            else type(found).__name__
+        )
+        raise UnsupportedValueError(f"{uri} holds no state dict with names, but {what}", uri=uri)
+    return found
+
+
+def _loaded(path: str, *, weights_only: bool) -> Any:
+    is_archive = torch.serialization._is_zipfile  # noqa: SLF001  # only archives can be mapped into memory
+    with open(path, "rb") as file:  # noqa: PTH123
+        mmap = bool(is_archive(file))
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)

@@ -1,0 +1,196 @@
+"""Tensors of safetensors files on a store: a single file, or a folder in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from cloudckpt._convert.bodies import TensorBytes
+from cloudckpt._convert.names import shown
+from cloudckpt._convert.safetensors_header import FileTensor, parsed_header
+from cloudckpt._convert.shards import INDEX_NAME
+from cloudckpt._convert.sides import folder_and_name
+from cloudckpt._pipeline.context import Context
+from cloudckpt._plan.header import LENGTH_BYTES, header_end
+from cloudckpt._stage.tensors import bytes_view
+from cloudckpt._transfer.download import fetch
+from cloudckpt._uri import Location
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UnsupportedValueError,
+)
+from cloudckpt.options import MIB, Options
+
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 256 * MIB
+_SHARDS_KEY = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    key: str
+    size_bytes: int
+    modified_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    file: _File
+    tensor: FileTensor
+
+
+class SafetensorsSource:
+    """All tensors there, by their names. Reads each header when it is made, and nothing else.
+
+    Raises `CheckpointNotFoundError`, `CorruptCheckpointError` for a file that is none, or is not all there, and
+    `UnsupportedValueError`.
+    """
+
+    def __init__(self, location: Location, options: Options) -> None:
+        is_file = location.name.endswith((_SUFFIX, _INDEX_SUFFIX))
+        folder: Location = location
+        self._name: str | None = None
+        if is_file:
+            folder, self._name = folder_and_name(location)
+        self._location = location
+        self._context = Context(folder, options, rank=0)
+        self._found: dict[str, _Found] = {}
+        files, weight_map = self._files()
+        for file in files:
+            self._add(file, weight_map)
+        lost = sorted(set(weight_map or ()) - self._found.keys())
+        if lost:
+            raise CorruptCheckpointError(
+                f"{location.uri} lacks {shown(lost)}, which its index names: a file is not all there", uri=location.uri
+            )
+
+    @property
+    def tensors(self) -> dict[str, FileTensor]:
+        """By their names, in the order of the files and of the bytes in them."""
+        return {name: found.tensor for name, found in self._found.items()}
+
+    def stop(self) -> None:
+        """Give up what would have to be tried again."""
+        self._context.retrier.stop()
+
+    def read(self, wanted: Sequence[TensorBytes]) -> None:
+        """See `TensorReader`. What lies side by side in a file is read at once."""
+        runs: list[list[TensorBytes]] = []
+        reached: tuple[str, int] | None = None
+        for want in wanted:
+            found = self._found[want.name]
+            if not runs or reached != (found.file.key, found.tensor.begin + want.begin):
+                runs.append([])
+            runs[-1].append(want)
+            reached = found.file.key, found.tensor.begin + want.end
+        for run in runs:
+            first = self._found[run[0].name]
+            views = [bytes_view(want.buffer) for want in run]
+            self._fetch(first.file.key, first.tensor.begin + run[0].begin, views)
+
+    def check_unchanged(self) -> None:
+        """Raises `CheckpointChangedError` where a file was replaced since it was looked at first."""
+        context = self._context
+        for file in {found.file.key: found.file for found in self._found.values()}.values():
+            info = context.retrier.call(lambda key=file.key: context.store.head(key))  # type: ignore[misc]  # mypy cannot see the default
+            if (info.size_bytes, info.modified_at) != (file.size_bytes, file.modified_at):
+                raise CheckpointChangedError(
+                    f"{context.store.url(file.key)} was replaced while it was read, so nothing was committed. Import "
+                    "again",
+                    uri=self._location.uri,
+                )
+
+    def _files(self) -> tuple[list[_File], dict[str, str] | None]:
+        """The files, and what the index says lies where, if there is one."""
+        context, name = self._context, self._name
+        if name is not None and name.endswith(_SUFFIX):
+            return [self._head(name)], None
+        index_name = name
+        if index_name is None:
+            keys = sorted(info.key for info in context.retrier.call(lambda: list(context.store.list())))
+            here = [key for key in keys if "/" not in key]
+            indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
+            if not indices:
+                names = [key for key in here if key.endswith(_SUFFIX)]
+                if not names:
+                    raise CheckpointNotFoundError(
+                        f"no safetensors file lies at {self._location.uri}. Check the URI", uri=self._location.uri
+                    )
+                return [self._head(key) for key in names], None
+            if len(indices) > 1 and INDEX_NAME not in indices:
+                raise UnsupportedValueError(
+                    f"{self._location.uri} has several indices: name one of {shown(indices)}", uri=self._location.uri
+                )
+            index_name = INDEX_NAME if INDEX_NAME in indices else indices[0]
+        weight_map = self._index(index_name)
+        return [self._head(key) for key in sorted(set(weight_map.values()))], weight_map
+
+    def _index(self, name: str) -> dict[str, str]:
+        context, url = self._context, self._context.store.url(name)
+        try:
+            document = context.retrier.call(lambda: context.store.read(name, max_bytes=_MAX_INDEX_BYTES))
+            weight_map = json.loads(document)["weight_map"]
+            names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        except ObjectNotFoundError as error:
+            raise self._missing(name) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{url} is no index of safetensors files: {error!r}", uri=url) from error
+        foreign = sorted({file for file in names.values() if "/" in file or not file.endswith(_SUFFIX)})
+        if foreign or not names:
+            raise CorruptCheckpointError(f"{url} names no files beside it, but {shown(foreign)}", uri=url)
+        return names
+
+    def _head(self, key: str) -> _File:
+        context = self._context
+        try:
+            info = context.retrier.call(lambda: context.store.head(key))
+        except ObjectNotFoundError as error:
+            raise self._missing(key) from error
+        return _File(key=key, size_bytes=info.size_bytes, modified_at=info.modified_at)
+
+    def _missing(self, key: str) -> CheckpointNotFoundError:
+        url = self._context.store.url(key)
+        return CheckpointNotFoundError(f"{url} is not there", uri=self._location.uri)
+
+    def _add(self, file: _File, weight_map: dict[str, str] | None) -> None:
+        url = self._context.store.url(file.key)
+        try:
+            end = header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
+            header = parsed_header(self._beginning(file, end), size_bytes=file.size_bytes)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{url} cannot be read: {error}", uri=self._location.uri) from error
+        if _SHARDS_KEY in header.metadata:
+            raise UnsupportedValueError(
+                f"{url} holds shards of tensors, as torch's HuggingFaceStorageWriter writes them. Put them together "
+                "first: torch.distributed.checkpoint.HuggingFaceStorageWriter(…, enable_consolidation=True)",
+                uri=self._location.uri,
+            )
+        for tensor in header.tensors:
+            if weight_map is not None and weight_map.get(tensor.name) != file.key:
+                continue
+            if tensor.name in self._found:
+                other = self._context.store.url(self._found[tensor.name].file.key)
+                raise UnsupportedValueError(
+                    f"{tensor.name!r} lies in {other} and in {url}, and no index says which counts",
+                    uri=self._location.uri,
+                )
+            self._found[tensor.name] = _Found(file=file, tensor=tensor)
+
+    def _beginning(self, file: _File, num_bytes: int) -> bytes:
+        content = bytearray(num_bytes)
+        if num_bytes:
+            self._fetch(file.key, 0, [memoryview(content)])
+        return bytes(content)
+
+    def _fetch(self, key: str, begin: int, views: Sequence[memoryview]) -> None:
+        context = self._context
+        try:
+            fetch(context.store, context.retrier, key=key, begin=begin, views=views)
+        except ObjectNotFoundError as error:
+            raise self._missing(key) from error

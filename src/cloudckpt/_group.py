@@ -64,10 +64,8 @@ class MetGroup(dist.ProcessGroup):
         return _BACKEND
 
     def call_at_end(self, call: Callable[[], None] | None) -> None:
-        """Have `call` made when this rank comes to the end of its load, whatever its own part in it came to.
-
-        DCP ends a load with the first all-gather after its plans were scattered.
-        """
+        """Have `call` made when this rank comes to the end of its load, whatever its own part in it came to."""
+        # DCP ends a load with the first all-gather after its plans were scattered.
         self._at_end, self._is_scattered = call, False
 
     # torch's collectives of objects are two or three of tensors: the sizes first, for which it may have to wait, and
@@ -169,23 +167,36 @@ class Call:
 
     def __init__(self, key: _Key, *, doing: str, uri: str, timeout_s: float) -> None:
         self._key = key
-        self._company = self._begun(doing=doing, uri=uri, timeout_s=timeout_s)
+        self._company: _Company | None = None
+        self._number = 0
+        self._pid = os.getpid()
         try:
-            self.group = self._company.found()
+            self.group = self._begun(doing=doing, uri=uri, timeout_s=timeout_s).found()
         except BaseException:
             self.end(has_left=True)
             raise
 
-    @property
-    def meetings(self) -> Meetings:
-        """Of the ranks that make this call."""
-        return self._company.meetings
+    def heed(self, on_cancelled: Callable[[tuple[int, ...]], object] | None) -> None:
+        """See `Meetings.heed`."""
+        if self._company is not None:
+            self._company.meetings.heed(on_cancelled)
+
+    def cancel(self) -> None:
+        """Let all ranks know that this one wants this call, and no later one, to come to nothing."""
+        if self._company is not None:
+            self._company.meetings.cancel(self._number)
 
     def end(self, *, has_left: bool) -> None:
         """After DCP's call. `has_left` where this rank has not come to its end, and the others may be waiting."""
-        self._company.meetings.end(has_left=has_left)
-        if self._company.meetings.is_over:
-            self._give_up()
+        if self._company is not None and self._company.meetings.next_call <= self._number + 1:
+            self._company.meetings.end(has_left=has_left)
+            if self._company.meetings.is_over:
+                self._give_up(self._company)
+
+    def __del__(self) -> None:
+        # Where an interrupt was faster than who was to end it, the others would wait as long as this process lives.
+        if self._company is not None and self._pid == os.getpid():
+            self._company.meetings.abandon(self._number)
 
     def _begun(self, *, doing: str, uri: str, timeout_s: float) -> _Company:
         while True:
@@ -194,23 +205,23 @@ class Call:
                 company = _companies.get(self._key)
                 if company is None:
                     company = _companies[self._key] = _Company(self._key)
+            if company.meetings.is_over:  # an interrupt was faster
+                company.meetings.end(has_left=True)
+                self._give_up(company)
+                continue
+            self._company, self._number = company, company.meetings.next_call
             try:
                 company.meetings.begin(doing=doing, uri=uri, timeout_s=timeout_s)
             except GivenUpError:
-                self._company = company
-                self.end(has_left=True)
+                self.end(has_left=False)
                 continue
-            except BaseException:
-                self._company = company
-                self.end(has_left=True)
-                raise
             return company
 
-    def _give_up(self) -> None:
+    def _give_up(self, company: _Company) -> None:
         with _lock:
-            if _companies.get(self._key) is self._company:
+            if _companies.get(self._key) is company:
                 del _companies[self._key]
-        self._company.disband()
+        company.disband()
 
 
 def begin(

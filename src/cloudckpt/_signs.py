@@ -24,31 +24,37 @@ class Sign:
     call: int = 0
     """The save or load that it is in, counted from 1."""
     num_met: int = 0
-    has_left: bool = False
+    left_call: int = 0
+    """One that it left before its end, where it is not known yet what became of that; else 0."""
     has_cancelled: bool = False
-    """Wants that call to come to nothing."""
+    """Wants the call that it is in to come to nothing."""
     task: str = "-"
     """What it is to do in that call, as `task_of` says: ranks that are to do different things are not waited for."""
     process: str = "-"
 
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left the call that it was in last."""
+        return self.left_call == self.call > 0
+
     def of_next_call(self, doing: str, uri: str) -> Sign:
         """As it begins; this rank may go on in another process than it was."""
         task = task_of(doing, uri)
-        return replace(self, call=self.call + 1, has_left=False, has_cancelled=False, task=task, process=own_process())
+        return replace(self, call=self.call + 1, has_cancelled=False, task=task, process=own_process())
 
     def encoded(self) -> str:
-        flags = f"{int(self.has_left)} {int(self.has_cancelled)}"
-        return f"{self.beat} {self.call} {self.num_met} {flags} {self.task} {self.process}"
+        numbers = f"{self.beat} {self.call} {self.num_met} {self.left_call} {int(self.has_cancelled)}"
+        return f"{numbers} {self.task} {self.process}"
 
 
 def sign_of(text: bytes) -> Sign:
     *numbers, task, process = text.decode().split()
-    beat, call, num_met, has_left, has_cancelled = map(int, numbers)
+    beat, call, num_met, left_call, has_cancelled = map(int, numbers)
     return Sign(
         beat=beat,
         call=call,
         num_met=num_met,
-        has_left=bool(has_left),
+        left_call=left_call,
         has_cancelled=bool(has_cancelled),
         task=task,
         process=process,

@@ -114,45 +114,49 @@ def async_save(
             async_stager = writer
         in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
         by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
-        call = None
-        if not (no_dist or by_torch):
-            require_cpu_backend(process_group)
-            if use_collectives and isinstance(writer, ObjectStoreWriter):
-                call = _begun_in_background(writer, process_group)
-            process_group = call.group if call is not None else background_group(process_group)
-        with earlier_failure() as earlier:
-            if by_torch:
-                if earlier is not None:
-                    raise earlier
-                return begin_in_torchs_process(
-                    state_dict,
-                    writer,
-                    planner=planner,
+        call: Call | None = None
+        save: BackgroundSave | None = None
+        try:
+            if not (no_dist or by_torch):
+                require_cpu_backend(process_group)
+                if use_collectives and isinstance(writer, ObjectStoreWriter):
+                    call = _begun_in_background(writer, process_group)
+                process_group = call.group if call is not None else background_group(process_group)
+            with earlier_failure() as earlier:
+                if by_torch:
+                    if earlier is not None:
+                        raise earlier  # noqa: TRY301  # there is no call to end
+                    return begin_in_torchs_process(
+                        state_dict,
+                        writer,
+                        planner=planner,
+                        process_group=process_group,
+                        async_stager=async_stager,
+                        no_dist=no_dist,
+                        use_collectives=use_collectives,
+                    )
+                save_of = functools.partial(
+                    BackgroundSave,
+                    writer=writer,
+                    in_process=in_process,
+                    call=call,
                     process_group=process_group,
-                    async_stager=async_stager,
                     no_dist=no_dist,
                     use_collectives=use_collectives,
                 )
-            save_of = functools.partial(
-                BackgroundSave,
-                writer=writer,
-                in_process=in_process,
-                call=call,
-                process_group=process_group,
-                no_dist=no_dist,
-                use_collectives=use_collectives,
-            )
-            if earlier is not None:
-                save_of(staging=Adopted.failed(earlier), planner=None).begin(is_overlapped=False)
-        try:
+                if earlier is not None:
+                    save = save_of(staging=Adopted.failed(earlier), planner=None)
+                    save.begin(is_overlapped=False)
             staging = staged_with(async_stager, entries_of(state_dict), is_shared=in_process)
             is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)
-        except BaseException:
-            if call is not None:
+            return save.begin(is_overlapped=is_overlapped)
+        except BaseException:  # nobody gets the handle, and the others must not wait for this rank
+            if save is not None:
+                save.abandon()
+            elif call is not None:
                 call.end(has_left=True)
             raise
-        return save.begin(is_overlapped=is_overlapped)
 
 
 def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> Call | None:

@@ -262,7 +262,6 @@ def interrupt_while_staging(root: str) -> None:
         assert isinstance(error, cloudckpt.RankLostError)
         assert error.ranks == (1,)
         assert "left before the end" in str(error)
-    dist.barrier()  # a rank that comes again before the others know of its end is not met by them
     save_again(root)
 
 
@@ -273,7 +272,7 @@ def test_an_interrupt_while_a_rank_stages_keeps_nobody_waiting(local: Place) -> 
 
 
 def interrupt_while_copying(root: str) -> None:
-    """On each rank: rank 1 is interrupted while it copies, and goes on with something else until rank 0 knows."""
+    """On each rank: rank 1 is interrupted while it copies; both save again."""
     if dist.get_rank() == 1:
         real = copying.Task.run
 
@@ -289,7 +288,6 @@ def interrupt_while_copying(root: str) -> None:
         assert isinstance(error, cloudckpt.RankLostError)
         assert error.ranks == (1,)
         assert "left before the end" in str(error)
-    dist.barrier()
     save_again(root)
 
 

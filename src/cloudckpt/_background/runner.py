@@ -55,11 +55,13 @@ class BackgroundSave:
     use_collectives: bool
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Taken once: by the thread that makes the save, or by who found that it could not begin."""
+    handle: AsyncSave | None = None
+    is_abandoned: bool = False
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
         """Save in a thread of its own; return once all is staged, or at once if that is not to be waited for.
 
-        Raises what the save came to where staging has failed by then.
+        Raises what the save came to where staging has failed by then. Whatever is raised here, `abandon` has to follow.
         """
         staging = self.staging
         assert staging is not None  # noqa: S101  # it has not run yet
@@ -68,29 +70,32 @@ class BackgroundSave:
         steering = Steering(uri, rank=rank_in(self.process_group, no_dist=self.no_dist))
         tell_others = None
         if self.call is not None:
-            self.call.meetings.on_cancelled = steering.cancel
-            tell_others = self.call.meetings.cancel
+            self.call.heed(steering.cancel)
+            tell_others = self.call.cancel
         handle = AsyncSave(uri, steering=steering if is_ours else None, staging=staging, tell_others=tell_others)
+        self.handle = handle
         thread = threading.Thread(
             target=self._run, args=(handle, steering, is_overlapped), name="cloudckpt-async", daemon=False
         )
-        try:
-            keep(handle, thread)
-            thread.start()
-            if is_overlapped and not staging.completed.done():
-                return handle
-            wait([staging.completed])
-        except BaseException:  # nobody gets the handle, so there must be no save
-            if self.turn.acquire(blocking=False):
-                forget(handle)
-                if self.call is not None:
-                    self.call.end(has_left=True)
-            else:
-                handle.cancel()
-            raise
+        keep(handle, thread)
+        thread.start()
+        if is_overlapped and not staging.completed.done():
+            return handle
+        wait([staging.completed])
         if staging.completed.exception() is not None and (error := handle.exception()) is not None:
             raise error
         return handle
+
+    def abandon(self) -> None:
+        """Where `begin` did not return, nobody has the handle: there must be no save. Can be called again."""
+        if self.is_abandoned or self.turn.acquire(blocking=False):
+            self.is_abandoned = True
+            if self.handle is not None:
+                forget(self.handle)
+            if self.call is not None:
+                self.call.end(has_left=True)
+        elif self.handle is not None:
+            self.handle.cancel()
 
     def _run(self, handle: AsyncSave, steering: Steering, is_overlapped: bool) -> None:  # noqa: FBT001  # as a thread's arguments are
         staging = self.staging
@@ -107,7 +112,7 @@ class BackgroundSave:
                 error.__traceback__ = None  # it says itself where it comes from, and this frame would go on for it
         wait([staging.completed])  # until then the memory is written to
         staging.state_dict = {}  # else its tensors live until the next one
-        self.staging = self.planner = None
+        self.staging = self.planner = self.handle = None
         handle.end(outcome)
         if not isinstance(outcome, BaseException) or handle.cancelled():
             forget(handle)
@@ -149,7 +154,7 @@ class BackgroundSave:
             )
         finally:
             if self.call is not None:
-                self.call.meetings.on_cancelled = None
+                self.call.heed(None)
             if ours is not None:
                 ours.steer(None)
                 ours.run_in(None)

@@ -1,0 +1,170 @@
+"""Ranks that leave a call by an exception of their own, and come to the next one: all make that one together."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from cloudckpt._ranks import GivenUpError, Meetings
+from cloudckpt.errors import RankLostError
+
+TIMEOUT_S = 60.0
+"""Far longer than any of this takes: who waits so long has missed the others."""
+NUM_MEETINGS = 2
+TO_THE_END = NUM_MEETINGS + 1
+
+
+class Rank:
+    """As `cloudckpt._group.Call` has it: from call to call with the same meetings, until they are over."""
+
+    def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
+        self._new: Callable[[], Meetings] = lambda: Meetings(store, rank=rank, num_ranks=num_ranks, store_keeper=())
+        self.meetings = self._new()
+
+    def begin(self, task: str) -> None:
+        while True:
+            try:
+                self.meetings.begin(doing="saving", uri=task, timeout_s=TIMEOUT_S)
+            except GivenUpError:
+                self.end(has_left=False)
+                continue
+            return
+
+    def end(self, *, has_left: bool) -> None:
+        self.meetings.end(has_left=has_left)
+        if self.meetings.is_over:
+            self.meetings = self._new()
+
+    def call(self, task: str, leaves_at: int = TO_THE_END) -> str:
+        """What becomes of a call that this rank leaves after so many meetings."""
+        try:
+            self.begin(task)
+            for _ in range(min(leaves_at, NUM_MEETINGS)):
+                self.meetings.meet()
+        except RankLostError as error:
+            self.end(has_left=True)
+            return str(error)
+        self.end(has_left=leaves_at != TO_THE_END)
+        return "left" if leaves_at != TO_THE_END else "made"
+
+
+def ranks(num_ranks: int) -> list[Rank]:
+    store = dist.HashStore()
+    return [Rank(store, rank, num_ranks) for rank in range(num_ranks)]
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(2 * TIMEOUT_S) for future in [pool.submit(call) for call in calls]]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_whoever_left_a_call_makes_the_next_one_with_the_others(num_ranks: int) -> None:
+    """If this fails, Ctrl-C on some ranks, at some moment, makes all ranks miss each other in the next call."""
+    ways = (0, 1, NUM_MEETINGS, TO_THE_END)
+    for leaves_at in itertools.product(ways, repeat=num_ranks):
+
+        def both(rank: Rank, at: int) -> list[str]:
+            return [rank.call("first", at), rank.call("second"), rank.call("third")]
+
+        told = at_once(
+            [lambda r=rank, at=at: both(r, at) for rank, at in zip(ranks(num_ranks), leaves_at, strict=True)]
+        )
+        for at, (first, *later) in zip(leaves_at, told, strict=True):
+            assert later == ["made", "made"], (leaves_at, told)
+            if at == TO_THE_END and min(leaves_at) < NUM_MEETINGS:
+                assert "left before the end" in first, (leaves_at, told)
+            elif min(leaves_at) >= NUM_MEETINGS:
+                assert first == ("made" if at == TO_THE_END else "left"), (leaves_at, told)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_who_has_left_a_call_before_the_others_came_to_it_waits_for_them_in_the_next(early: int) -> None:
+    """If this fails, a rank that is interrupted first of all waits in the next call for ranks that meet elsewhere."""
+    both = ranks(2)
+    assert both[early].call("first", 0) == "left"
+    has_begun = threading.Event()
+    begin = both[early].meetings.begin
+
+    def noted(**arguments: Any) -> None:
+        has_begun.set()
+        begin(**arguments)
+
+    both[early].meetings.begin = noted  # type: ignore[method-assign]
+
+    def late() -> list[str]:
+        assert has_begun.wait(TIMEOUT_S)
+        return [both[1 - early].call("first"), both[1 - early].call("second")]
+
+    second, (first, also_second) = at_once([lambda: both[early].call("second"), late])
+    assert "left before the end" in first
+    assert [second, also_second] == ["made", "made"]
+
+
+def test_a_rank_that_is_interrupted_again_and_again_is_met_in_the_end() -> None:
+    """If this fails, two interrupts in a row put a rank out of step with the others for good."""
+    for early, num_left in itertools.product((0, 1), (2, 3)):
+        both = ranks(2)
+
+        def impatient(rank: Rank, num_left: int = num_left) -> list[str]:
+            return [rank.call(str(number), 0) for number in range(num_left)] + [rank.call("last"), rank.call("after")]
+
+        def patient(rank: Rank, num_left: int = num_left) -> list[str]:
+            return [rank.call(str(number)) for number in range(num_left)] + [rank.call("last"), rank.call("after")]
+
+        calls = [lambda: patient(both[1 - early]), lambda: impatient(both[early])]  # noqa: B023  # they have ended by then
+        for told in at_once(calls):
+            assert told[-2:] == ["made", "made"], (early, num_left, told)
+
+
+def test_a_cancel_that_comes_too_late_does_not_cancel_the_next_call() -> None:
+    """If this fails, a thread that was descheduled in `AsyncSave.cancel` cancels the save after the one it meant."""
+    both = ranks(2)
+    number = both[1].meetings.next_call
+    at_once([lambda r=rank: r.call("first") for rank in both])
+    heard: list[tuple[int, ...]] = []
+    at_once([lambda r=rank: r.begin("second") for rank in both])
+    both[0].meetings.heed(heard.append)
+    both[1].meetings.cancel(number)
+    at_once([both[0].meetings.meet, both[1].meetings.meet])
+    assert heard == []
+    both[1].meetings.cancel(number + 1)
+    at_once([both[0].meetings.meet, both[1].meetings.meet])
+    for rank in both:
+        rank.end(has_left=False)
+    assert set(heard) == {(1,)}
+
+
+def test_a_call_that_an_interrupt_left_open_is_left_by_the_next_one() -> None:
+    """If this fails, an interrupt between the beginning of a call and all that would end it makes this rank look alive
+    to the others for ever.
+    """
+    both = ranks(2)
+
+    def interrupted() -> list[str]:
+        both[1].begin("first")
+        return [both[1].call("second")]
+
+    assert at_once([lambda: [both[0].call("first"), both[0].call("second")], interrupted])[1] == ["made"]
+
+
+@pytest.mark.parametrize("lonely", [0, 1, 2])
+def test_what_one_of_three_gives_up_alone_all_meet_anew(lonely: int) -> None:
+    """If this fails, the second rank that hears of it hides it from the third, which then misses the others."""
+    three = ranks(3)
+    at_once([lambda r=rank: r.begin("first") for rank in three])
+    at_once([rank.meetings.meet for rank in three])
+    three[lonely].meetings.is_over = True
+    for rank in three:
+        rank.end(has_left=False)
+    for rank in three[:lonely:-1] + three[:lonely][::-1]:  # rank 0, whose word would tell all, is the last one
+        with pytest.raises(GivenUpError):
+            rank.meetings.begin(doing="saving", uri="second", timeout_s=TIMEOUT_S)
+        rank.end(has_left=False)
+    assert at_once([lambda r=rank: r.call("second") for rank in three]) == ["made"] * 3

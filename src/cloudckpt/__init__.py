@@ -66,6 +66,14 @@ if TYPE_CHECKING:
     from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
     from cloudckpt.manager import CheckpointManager
     from cloudckpt.newest import load_latest
+    from cloudckpt.comparison import Comparison, Difference, compare
+    from cloudckpt.description import (
+        CheckpointDescription,
+        ObjectDescription,
+        TensorDescription,
+        ValueDescription,
+        describe,
+    )
     from cloudckpt.overview import CheckpointStatus, survey
     from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
     from cloudckpt.reader import ObjectStoreReader
@@ -77,6 +85,7 @@ __all__ = [
     "AsyncSave",
     "BucketNotFoundError",
     "CheckpointChangedError",
+    "CheckpointDescription",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointInfo",
@@ -86,10 +95,12 @@ __all__ = [
     "ChecksumRefusedError",
     "CloudckptError",
     "CommitUnknownError",
+    "Comparison",
     "ConversionReport",
     "CopyReport",
     "CorruptCheckpointError",
     "CredentialsError",
+    "Difference",
     "Event",
     "Garbage",
     "GarbageLeftError",
@@ -102,6 +113,7 @@ __all__ = [
     "LoadReport",
     "MissingDependencyError",
     "NoConditionalCommitError",
+    "ObjectDescription",
     "ObjectExistsError",
     "ObjectNotFoundError",
     "ObjectStoreReader",
@@ -125,6 +137,7 @@ __all__ = [
     "StepInfo",
     "StoreError",
     "StoreTimeoutError",
+    "TensorDescription",
     "ThrottledError",
     "TransientStoreError",
     "UnsafePickleError",
@@ -132,13 +145,16 @@ __all__ = [
     "UnsupportedOperationError",
     "UnsupportedValueError",
     "UploadProcessError",
+    "ValueDescription",
     "VerifyReport",
     "Zstandard",
     "__version__",
     "async_save",
     "close",
+    "compare",
     "copy",
     "delete",
+    "describe",
     "disable",
     "enable",
     "errors",
@@ -176,6 +192,8 @@ _LAZY = {
     "cloudckpt._manager.rule": "StepInfo",
     "cloudckpt.manager": "CheckpointManager",
     "cloudckpt.newest": "load_latest",
+    "cloudckpt.comparison": "Comparison Difference compare",
+    "cloudckpt.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription describe",
     "cloudckpt.overview": "CheckpointStatus survey",
     "cloudckpt.preemption": "Preemption PreemptionReport on_sigterm",
     "cloudckpt.reader": "ObjectStoreReader",
@@ -188,7 +206,7 @@ if not TYPE_CHECKING:  # or type checkers would believe that there is every name
     def __getattr__(name: str) -> object:
         from importlib import import_module  # noqa: PLC0415  # of no use to whoever imports this
 
-        if not name.startswith("__"):
+        if not name.startswith("_"):  # else a module that is being imported, perhaps by one of these
             for module, names in _LAZY.items():
                 found = vars(import_module(module))
                 globals().update({each: found[each] for each in names.split()})

@@ -1,0 +1,86 @@
+"""State dicts to copy and convert, and how they are compared: bit for bit."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+
+import cloudckpt
+from cloudckpt.options import Options
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+
+
+def small() -> dict[str, Any]:
+    """Tensors of several kinds, and values, nested."""
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(300, 40, generator=generator)
+    weight[3, 4] = float("nan")
+    return {
+        "model": {
+            "weight": weight,
+            "half": torch.randn(33, generator=generator).to(torch.bfloat16),
+            "scalar": torch.tensor(2.5, dtype=torch.float64),
+            "empty": torch.empty(0, 5),
+            "flags": torch.tensor([True, False, True]),
+        },
+        "optim": {"state": [torch.arange(9), {"step": 4}], "lr": 0.5},
+        "step": 12,
+    }
+
+
+def save(state_dict: dict[str, Any], uri: str, **options: Any) -> None:
+    """From this process alone."""
+    overwrite = options.pop("overwrite", False)
+    cloudckpt.save(state_dict, uri, no_dist=True, overwrite=overwrite, options=Options(**options))
+
+
+def loaded(like: dict[str, Any], uri: str) -> dict[str, Any]:
+    """What lies at `uri`, in the shape of `like`, of which nothing is left."""
+    state_dict = blank(like)
+    cloudckpt.load(state_dict, uri, no_dist=True)
+    return state_dict
+
+
+def blank(value: Any) -> Any:
+    """The same structure with other contents."""
+    if isinstance(value, torch.Tensor):
+        return torch.ones(value.shape).to(value.dtype)
+    if isinstance(value, dict):
+        return {key: blank(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [blank(each) for each in value]
+    return None
+
+
+def bits(value: Any) -> Any:
+    """What can be compared with ``==``: of tensors their dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().contiguous()
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        return str(tensor.dtype), tuple(tensor.shape), raw
+    if isinstance(value, dict):
+        return {key: bits(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(each) for each in value]
+    return value
+
+
+def contents(uri: str, **options: Any) -> dict[str, bytes]:
+    """Every object under `uri`."""
+    store = store_at(uri, **options)
+    return {info.key: store.read(info.key, max_bytes=1 << 40) for info in store.list()}
+
+
+def store_at(uri: str, **options: Any) -> Store:
+    """The bare store."""
+    return open_store(uri, Options(**options))
+
+
+def torch_saved(state_dict: dict[str, Any]) -> bytes:
+    """As ``torch.save`` writes it."""
+    target = io.BytesIO()
+    torch.save(state_dict, target)
+    return target.getvalue()

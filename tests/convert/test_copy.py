@@ -1,0 +1,348 @@
+"""Copies of checkpoints, between all kinds of places and through all kinds of trouble."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.convert.conftest import Root
+from tests.convert.states import bits, contents, loaded, save, small, store_at
+
+import cloudckpt
+from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.testing import damage
+from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell, WrappedStore
+
+KINDS = ["path", "s3", "gs", "memory"]
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(KINDS, KINDS)))
+def test_a_copy_is_the_same_checkpoint(root_of: Root, one: str, other: str) -> None:
+    """If this fails, what is copied to another store is not what was saved, or cannot be loaded there."""
+    source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
+    state = small()
+    save(state, source, tile_bytes=4 * KIB, part_bytes=64 * KIB, object_bytes=16 * KIB, metadata={"run": "a"})
+    before = contents(source)
+    told: list[tuple[int, int]] = []
+    report = cloudckpt.copy(source, target, on_progress=lambda done, total: told.append((done, total)))
+    assert bits(loaded(state, target)) == bits(state)
+    verified = cloudckpt.verify(target)
+    assert verified.attempts == report.attempts
+    assert verified.num_bytes == report.num_bytes
+    assert report.num_objects > 1
+    assert contents(source) == before
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (report.num_bytes, report.num_bytes)
+    if one == other != "path":  # moto says CRC32 in the place of CRC32C, so that it has to be read
+        assert report.num_service_bytes + report.num_read_back_bytes == report.num_bytes
+    else:
+        assert report.num_service_bytes == report.num_read_back_bytes == 0
+    old, new = _manifest(before), _manifest(contents(target))
+    for name in ("tensors", "values", "nesting", "tile_bytes", "world_size", "metadata", "save_id"):
+        assert new.get(name) == old.get(name), name
+    assert new["attempt"] != old["attempt"]
+    assert [(each["size"], each["crc32c"]) for each in new["objects"]] == [
+        (each["size"], each["crc32c"]) for each in old["objects"]
+    ]
+
+
+def test_a_copy_leaves_alone_what_is_there_unless_told(root_of: Root) -> None:
+    """If this fails, a mistyped target costs a checkpoint; or one that was to be replaced is not, or not at once."""
+    source, target = f"{root_of('path')}/a", f"{root_of('memory')}/b"
+    save({"w": torch.arange(4)}, source)
+    save({"w": torch.arange(5)}, target)
+    before = contents(target)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target)
+    assert contents(target) == before
+    cloudckpt.copy(source, target, overwrite=True)
+    assert bits(loaded({"w": torch.zeros(4)}, target)) == bits({"w": torch.arange(4).float()})
+    assert set(contents(target)).isdisjoint(before), "what was replaced is still there"
+
+
+@pytest.mark.parametrize(("one", "other"), [("memory", "memory"), ("path", "memory"), ("path", "path"), ("s3", "s3")])
+def test_a_damaged_source_is_found_and_named(root_of: Root, one: str, other: str) -> None:
+    """If this fails, bits that rot are copied with a fresh and good name."""
+    source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
+    save({"w": torch.arange(50_000), "b": torch.ones(3)}, source, tile_bytes=4 * KIB)
+    key = next(key for key in contents(source) if key.startswith("data/"))
+    damage.flip_bit(store_at(source), key, bit=8 * 100_000)
+    with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
+        cloudckpt.copy(source, target)
+    assert key in str(caught.value)
+    assert "'w'" in str(caught.value)
+    assert source in str(caught.value)
+    assert contents(target) == {}
+
+
+@pytest.mark.parametrize(("one", "other"), [("memory", "memory"), ("path", "memory")])
+def test_a_missing_object_is_named(root_of: Root, one: str, other: str) -> None:
+    """If this fails, the user reads of a save and a gc, and not of the object that the source lacks."""
+    source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
+    save({"w": torch.arange(500)}, source)
+    key = next(key for key in contents(source) if key.startswith("data/"))
+    damage.remove(store_at(source), key)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match=re.escape(key) + " is missing, and with it .*'w'"):
+        cloudckpt.copy(source, target)
+    assert contents(target) == {}
+
+
+class _Service(WrappedStore):
+    """A service that copies as a test wants it."""
+
+    def __init__(self, inner: Any, copy: Callable[..., int | None]) -> None:
+        super().__init__(inner)
+        self._copy = copy
+
+    def copy_from(self, source_url: str, target_key: str) -> int | None:
+        return self._copy(self.inner, source_url, target_key)
+
+
+def _silent(inner: Any, source_url: str, target_key: str) -> None:
+    inner.copy_from(source_url, target_key)
+
+
+def _damaging(inner: Any, source_url: str, target_key: str) -> int:
+    said: int = inner.copy_from(source_url, target_key)
+    damage.flip_bit(inner, target_key, bit=9999)
+    return said ^ 1
+
+
+def _cutting(inner: Any, source_url: str, target_key: str) -> None:
+    inner.copy_from(source_url, target_key)
+    damage.truncate(inner, target_key, size_bytes=5000)
+
+
+@pytest.mark.parametrize(("copy", "is_kept"), [(_silent, True), (_damaging, False), (_cutting, False)])
+def test_what_the_service_copies_is_not_believed(root_of: Root, copy: Callable[..., Any], *, is_kept: bool) -> None:
+    """If this fails, a store that copies badly and says nothing makes a checkpoint that cannot be loaded."""
+    root = root_of("memory")
+    state = {"w": torch.arange(5000)}
+    save(state, f"{root}/a", tile_bytes=4 * KIB)
+    options = Options(wrap_store=lambda inner: _Service(inner, copy))
+    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=options)
+    assert report.num_service_bytes == 0
+    assert report.num_read_back_bytes == (report.num_bytes if is_kept else 0)
+    assert bits(loaded(state, f"{root}/b")) == bits(state)
+    assert len(contents(f"{root}/b")) == 2, "the bad copy is still there"
+
+
+def test_a_service_that_may_not_copy_is_done_without(root_of: Root) -> None:
+    """If this fails, credentials that may read one bucket and write the other are of no use."""
+    root = root_of("memory")
+    state = small()
+    save(state, f"{root}/a")
+    faults = Faults(Rule(fault=Denied(), operations={"copy_from"}, times=None))
+    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(wrap_store=faults))
+    assert report.num_service_bytes == report.num_read_back_bytes == 0
+    assert bits(loaded(state, f"{root}/b")) == bits(state)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_the_side_that_denies_is_named(root_of: Root, side: str) -> None:
+    """If this fails, a user with two sets of credentials does not know which of them is wrong."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    save(small(), source)
+    denied = Options(
+        wrap_store=Faults(Rule(fault=Denied(), operations={"read_into", "put", "upload_part"}, times=None))
+    )
+    which = {"options": denied} if side == "source" else {"target_options": denied}
+    with pytest.raises(cloudckpt.AccessDeniedError) as caught:
+        cloudckpt.copy(source, target, **which)
+    assert caught.value.key.startswith(source if side == "source" else target)
+    assert contents(target) == {}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_source_that_changes_meanwhile_is_copied_anew(root_of: Root, times: int) -> None:
+    """If this fails, an overwrite in the middle makes a copy of two saves, or an error that speaks of damage."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    save({"w": torch.full((3000,), 0)}, source)
+    left = list(range(1, times + 1))
+
+    def overwrite(_call: Call) -> None:
+        if left:
+            save({"w": torch.full((3000,), left.pop(0))}, source, overwrite=True)
+
+    options = Options(wrap_store=Faults(Rule(fault=Tell(before=overwrite), operations={"read_into"}, times=None)))
+    if times > 1:
+        with pytest.raises(cloudckpt.CheckpointChangedError):
+            cloudckpt.copy(source, target, options=options)
+        assert contents(target) == {}
+    else:
+        cloudckpt.copy(source, target, options=options)
+        assert bits(loaded({"w": torch.zeros(3000, dtype=torch.int64)}, target)) == bits({"w": torch.full((3000,), 1)})
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("a", "a"), ("a", "a/b"), ("a/data/x", "a"), ("a", "../{name}/a"), ("a", "link")]
+)
+def test_places_inside_of_each_other_are_refused(tmp_path: Path, source: str, target: str) -> None:
+    """If this fails, a copy lies where gc takes it for a part of its source."""
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(cloudckpt.InvalidURIError):
+        cloudckpt.copy(tmp_path / source, tmp_path / target.format(name=tmp_path.name))
+
+
+def test_a_checkpoint_of_torchs_own_is_not_copied_but_explained(tmp_path: Path) -> None:
+    """If this fails, "not found" is all that is said of a checkpoint that is there."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="import"):
+        cloudckpt.copy(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="nothing lies there"):
+        cloudckpt.copy(tmp_path / "c", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_what_ranks_saved_on_their_own_is_copied_rank_by_rank(root_of: Root) -> None:
+    """If this fails, such a save cannot be moved; or a half of it is taken for all."""
+    source, target = root_of("path"), root_of("memory")
+    for rank in (0, 1):
+        save({"w": torch.full((10,), rank)}, f"{source}/rank-{rank}")
+    report = cloudckpt.copy(source, target)
+    assert len(report.attempts) == 2
+    for rank in (0, 1):
+        assert bits(loaded({"w": torch.zeros(10, dtype=torch.int64)}, f"{target}/rank-{rank}")) == bits(
+            {"w": torch.full((10,), rank)}
+        )
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target)
+
+
+class _DiedError(BaseException):
+    """The process is gone, and makes no call any more."""
+
+
+class _Mortal(WrappedStore):
+    """Dies at the call with a number, or, `after`, when the store has carried it out."""
+
+    def __init__(self, inner: Any, at: int, *, after: bool) -> None:
+        super().__init__(inner)
+        self.num_calls, self._at, self._after = 0, at, after
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        self.num_calls += 1
+        if self.num_calls > self._at or (self.num_calls == self._at and not self._after):
+            raise _DiedError
+        result = action()
+        if self.num_calls == self._at:
+            raise _DiedError
+        return result
+
+
+@pytest.mark.parametrize("kind", ["memory", "path"])
+@pytest.mark.parametrize("after", [False, True])
+def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, after: bool) -> None:
+    """If this fails, a copy that is killed leaves what a reader takes for a checkpoint, or what nobody removes."""
+    source = f"{root_of('memory')}/step-1"
+    state = small()
+    save(state, source, tile_bytes=4 * KIB, part_bytes=64 * KIB, object_bytes=16 * KIB)
+    num_died = 0
+    for at in itertools.count(1):
+        root = root_of(kind)
+        target = f"{root}/step-1"
+        options = Options(
+            wrap_store=lambda inner, at=at: _Mortal(inner, at, after=after), connections=1, part_bytes=MIB
+        )
+        try:
+            cloudckpt.copy(source, target, target_options=options)
+        except (_DiedError, cloudckpt.CommitUnknownError):
+            num_died += 1
+        else:
+            break
+        is_there = bool(cloudckpt.list_checkpoints(root))
+        if is_there:
+            cloudckpt.verify(target)
+        cloudckpt.gc(root, older_than=0, dry_run=False)
+        if is_there:
+            assert bits(loaded(state, target)) == bits(state)
+            continue
+        assert not any(key.startswith("data/") for key in contents(target)), at
+        cloudckpt.copy(source, target)
+        assert bits(loaded(state, target)) == bits(state)
+    assert num_died > 5
+
+
+_KILLED = """
+import os, signal, sys
+import cloudckpt
+from cloudckpt.options import Options
+from cloudckpt.testing.faults import Faults, Rule, Tell
+kill = Tell(before=lambda call: os.kill(os.getpid(), signal.SIGKILL))
+faults = Faults(Rule(fault=kill, operations={sys.argv[3]}, skip=1))
+cloudckpt.copy(sys.argv[1], sys.argv[2], target_options=Options(wrap_store=faults, connections=1))
+"""
+
+
+def test_a_process_that_is_killed_leaves_what_gc_removes(tmp_path: Path) -> None:
+    """If this fails, temporary files of a copy stay for ever, or a half of it is loaded."""
+    source, target = tmp_path / "a", tmp_path / "b"
+    save({f"w{i}": torch.full((5000,), i) for i in range(6)}, str(source), object_bytes=MIB // 32)
+    script = tmp_path / "killed.py"
+    script.write_text(_KILLED)
+    done = subprocess.run([sys.executable, script, source, target, "put"], check=False, timeout=120)
+    assert done.returncode == -9
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.verify(target)
+    assert [path for path in target.rglob("*") if path.is_file()]
+    cloudckpt.gc(target, older_than=0, dry_run=False)
+    assert not [path for path in target.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    cloudckpt.copy(source, target)
+    cloudckpt.verify(target)
+
+
+def test_a_copy_that_was_interrupted_goes_on(root_of: Root) -> None:
+    """If this fails, ``Options(resume=True)`` sends all bytes of a large checkpoint again."""
+    source, target = f"{root_of('path')}/a", f"{root_of('memory')}/b"
+    state = {f"w{i}": torch.full((20_000,), i) for i in range(8)}
+    save(state, source, object_bytes=KIB)
+    failing = Faults(Rule(fault=Denied(), operations={"put"}, skip=5, times=None))
+    with pytest.raises(cloudckpt.AccessDeniedError):
+        cloudckpt.copy(source, target, target_options=Options(resume=True, wrap_store=failing, connections=1))
+    sent: list[int] = []
+    counting = Faults(Rule(fault=Tell(before=lambda call: sent.append(call.num_bytes)), operations={"put"}, times=None))
+    cloudckpt.copy(source, target, target_options=Options(resume=True, wrap_store=counting, connections=1))
+    assert len([size for size in sent if size > 100_000]) == 3
+    assert bits(loaded(state, target)) == bits(state)
+
+
+_MEASURED = """
+import resource, sys
+import cloudckpt
+from cloudckpt.options import MIB, Options
+cloudckpt.copy(sys.argv[1] + "/small", sys.argv[2] + "/small")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+options = Options(read_bytes=64 * MIB, request_bytes=16 * MIB)
+cloudckpt.copy(sys.argv[1] + "/large", sys.argv[2] + "/large", options=options)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_it_holds_no_more_than_it_may(tmp_path: Path) -> None:
+    """If this fails, a copy of a checkpoint larger than the machine's memory is killed."""
+    save({"w": torch.zeros(1000)}, f"{tmp_path}/a/small")
+    save({"w": torch.zeros(GIB // 2, dtype=torch.uint8)}, f"{tmp_path}/a/large")
+    script = tmp_path / "measured.py"
+    script.write_text(_MEASURED)
+    answer = subprocess.run(
+        [sys.executable, script, tmp_path / "a", tmp_path / "b"],
+        check=True,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert int(answer.stdout) < 64 * MIB + 24 * MIB, "the buffers, and what the allocator and threads take"
+
+
+def _manifest(objects: dict[str, bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(objects["manifest.json"])
+    return found

@@ -12,3 +12,8 @@ output "uri" {
   description = "The root of the bucket's checkpoints."
   value       = "s3://${aws_s3_bucket.this.id}"
 }
+
+output "kms_key_arn" {
+  description = "The KMS key that objects are encrypted with; null where S3 encrypts them with its own."
+  value       = local.kms_key_arn
+}

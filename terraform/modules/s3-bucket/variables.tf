@@ -1,6 +1,7 @@
 variable "name" {
   description = "The bucket's name."
   type        = string
+  nullable    = false
 
   validation {
     condition     = can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", var.name)) && !strcontains(var.name, "..")
@@ -8,8 +9,27 @@ variable "name" {
   }
 }
 
+variable "partition" {
+  description = "The partition of AWS that the bucket's ARN lies in."
+  type        = string
+  default     = "aws"
+  nullable    = false
+
+  validation {
+    condition     = contains(["aws", "aws-cn", "aws-us-gov"], var.partition)
+    error_message = "One of aws, aws-cn and aws-us-gov."
+  }
+}
+
+variable "create_kms_key" {
+  description = "Whether to make a KMS key for the bucket, which AWS rotates each year. Its policy leaves access to IAM."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
 variable "kms_key_arn" {
-  description = "The KMS key that objects are encrypted with. Without one, S3 encrypts them with its own (SSE-S3)."
+  description = "The KMS key that objects are encrypted with. Without one, and without create_kms_key, S3 encrypts them with its own (SSE-S3)."
   type        = string
   default     = null
 
@@ -19,10 +39,30 @@ variable "kms_key_arn" {
   }
 }
 
+variable "versioning" {
+  description = "Whether S3 keeps what was deleted or replaced for keep_noncurrent_days, so that a mistaken delete can be undone. It is paid for as long."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
+variable "keep_noncurrent_days" {
+  description = "With versioning, what was deleted or replaced is removed for good after this many days."
+  type        = number
+  default     = 7
+  nullable    = false
+
+  validation {
+    condition     = var.keep_noncurrent_days >= 1 && floor(var.keep_noncurrent_days) == var.keep_noncurrent_days
+    error_message = "A whole number of days, at least 1."
+  }
+}
+
 variable "abort_uploads_after_days" {
   description = "Unfinished multipart uploads of this age are aborted. Longer than the longest save may take."
   type        = number
   default     = 7
+  nullable    = false
 
   validation {
     condition     = var.abort_uploads_after_days >= 1 && floor(var.abort_uploads_after_days) == var.abort_uploads_after_days
@@ -30,8 +70,23 @@ variable "abort_uploads_after_days" {
   }
 }
 
+variable "require_conditional_commits" {
+  description = "Whether S3 itself refuses to replace a manifest: a put to one without If-None-Match is denied, whoever makes it. Saves with commit=\"unconditional\", and tools that copy checkpoints object by object, are refused then."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
+variable "force_destroy" {
+  description = "Whether destroying the bucket destroys the checkpoints in it."
+  type        = bool
+  default     = false
+  nullable    = false
+}
+
 variable "tags" {
-  description = "Tags of the bucket."
+  description = "Tags of the bucket, and of its key."
   type        = map(string)
   default     = {}
+  nullable    = false
 }

@@ -1,0 +1,9 @@
+output "checkpoint_uri" {
+  description = "What to pass to cloudckpt: save to <it>/step-100."
+  value       = var.prefix == "" ? module.bucket.uri : "${module.bucket.uri}/${var.prefix}"
+}
+
+output "service_account_emails" {
+  description = "The service accounts of the roles that have one."
+  value       = module.roles.service_account_emails
+}

@@ -1,0 +1,7 @@
+# Nothing of the provider's, and no secret: the machine's service account is how it reaches the bucket.
+locals {
+  startup_script = templatefile("${path.module}/run.sh.tftpl", {
+    package    = var.package
+    bucket_uri = var.bucket_uri
+  })
+}

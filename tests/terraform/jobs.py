@@ -1,0 +1,241 @@
+"""What trainers, readers and janitors do with checkpoints. A job raises where it is refused, or left half done."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from awscrt.checksums import crc32c
+from tests.wrapped import FaultyStore, permanent
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt import Options
+from cloudckpt.options import MIB
+from cloudckpt.stores.base import Part, Store
+from cloudckpt.stores.open import open_store
+
+_PART_BYTES = 5 * MIB
+_NUM_PARTS = 2
+_LAYOUT: Mapping[str, Any] = {"object_bytes": _PART_BYTES, "connections": 1}
+"""With which what failed fails where it should, and is found again."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A prefix, as one role sees it and as its owner does."""
+
+    root: str
+    role: Mapping[str, Any] = field(repr=False)
+    """The role's storage options."""
+    owner: Mapping[str, Any] = field(repr=False)
+    watched: list[FaultyStore] = field(default_factory=list)
+
+    def options(self, **more: Any) -> Options:
+        """The role's. The endpoint is believed, as Amazon's own is: nothing is probed."""
+        return self._options(self.role, wrap_store=self._watch, **more)
+
+    def owners(self, **more: Any) -> Options:
+        """For what has to be there beforehand, and for looking at it afterwards."""
+        return self._options(self.owner, wrap_store=FaultyStore, **more)
+
+    def store(self) -> Store:
+        return open_store(self.root, self.owners())
+
+    def all_keys(self) -> set[str]:
+        return {info.key for info in self.store().list()}
+
+    def _options(self, storage_options: Mapping[str, Any], **more: Any) -> Options:
+        return Options(
+            storage_options=storage_options, part_bytes=_PART_BYTES, tile_bytes=MIB, retries=1, timeout_s=60.0, **more
+        )
+
+    def _watch(self, store: Store) -> FaultyStore:
+        self.watched.append(FaultyStore(store))
+        return self.watched[-1]
+
+    def num_parts_sent(self) -> int:
+        return sum(store.count("upload_part") for store in self.watched)
+
+
+def state(fill: float = 1.0) -> dict[str, Any]:
+    """Something that goes up in parts, and an object."""
+    return {"w": torch.full(((_NUM_PARTS - 1) * _PART_BYTES // 4 + 1000,), fill), "step": int(fill)}
+
+
+def small(fill: float = 1.0) -> dict[str, Any]:
+    """Something that goes up whole."""
+    return {"w": torch.full((100,), fill), "step": int(fill)}
+
+
+def save(place: Place) -> None:
+    cloudckpt.save(state(), f"{place.root}/saved", options=place.options(), no_dist=True)
+
+
+def async_save(place: Place) -> None:
+    cloudckpt.async_save(state(), f"{place.root}/saved", options=place.options(), no_dist=True).result(120)
+
+
+def overwrite(place: Place) -> None:
+    """What was replaced goes, too."""
+    uri = _saved(place)
+    before = place.all_keys()
+    cloudckpt.save(state(2.0), uri, overwrite=True, options=place.options(), no_dist=True)
+    assert not before & place.all_keys()
+
+
+def fail(place: Place) -> None:
+    """A save that fails leaves no unfinished upload."""
+    _fail(place, state(), num_objects_done=0)
+    assert not place.all_keys()
+    assert not list(place.store().list_uploads())
+
+
+def fail_late(place: Place) -> None:
+    """A save that fails when one of its objects lies there already leaves nothing either."""
+    _fail(place, {**state(), "v": state(2.0)["w"]}, num_objects_done=1)
+    assert not place.all_keys()
+
+
+def resume(place: Place) -> None:
+    """The parts of a save that failed are not sent again."""
+
+    uri = f"{place.root}/failing"
+    _fail(place, state(), num_objects_done=0, storage_options=place.owner, resume=True)
+    cloudckpt.save(state(), uri, options=place.options(resume=True, **_LAYOUT), no_dist=True)
+    assert place.num_parts_sent() == 0
+
+
+def load(place: Place) -> None:
+    found = small(-1.0)
+    cloudckpt.load(found, _saved(place), options=place.options(), no_dist=True)
+    assert found["step"] == 1
+
+
+def load_latest(place: Place) -> None:
+    _saved(place)
+    found = small(-1.0)
+    cloudckpt.load_latest(found, place.root, options=place.options(), no_dist=True)
+    assert found["step"] == 1
+
+
+def list_checkpoints(place: Place) -> None:
+    _saved(place)
+    assert len(cloudckpt.list_checkpoints(place.root, options=place.options())) == 1
+
+
+def verify(place: Place) -> None:
+    cloudckpt.verify(_saved(place), options=place.options())
+
+
+def delete(place: Place) -> None:
+    uri = _saved(place)
+    begun = _begin_upload(place)
+    cloudckpt.delete(uri, options=place.options())
+    assert not any("data/" in key for key in place.all_keys())
+    assert begun not in {upload.key for upload in place.store().list_uploads()}
+
+
+def gc(place: Place) -> None:
+    uri = _saved(place)
+    garbage = f"saved/data/{_LONG_AGO}/0-0.safetensors"
+    _put(place.store(), garbage)
+    begun = _begin_upload(place)
+    cloudckpt.gc(place.root, older_than=0, dry_run=False, options=place.options())
+    assert garbage not in place.all_keys()
+    assert begun not in {upload.key for upload in place.store().list_uploads()}
+    cloudckpt.verify(uri, options=place.owners())
+
+
+def put_data(place: Place) -> None:
+    """An object of data that nobody saves."""
+    _put(open_store(place.root, place.options()), f"saved/data/{_LONG_AGO}/0-0.safetensors")
+
+
+def leave_the_prefix(place: Place) -> None:
+    """Look at what lies beside the prefix: names, or content."""
+    beside = f"{place.root.rpartition('/')[0]}ning/beside"  # begins as the prefix does, and is another folder
+    cloudckpt.save({"step": 1}, beside, options=place.owners(), no_dist=True, overwrite=True)
+    tries: tuple[Callable[[], object], ...] = (
+        lambda: list(open_store(beside, place.options()).list()),
+        lambda: open_store(beside, place.options()).read("manifest.json", max_bytes=MIB),
+        lambda: open_store(beside, place.options()).delete(["manifest.json"]),
+        lambda: _put(open_store(beside, place.options()), "manifest.9.json"),
+    )
+    refusals = [refusal for refusal in map(_refusal, tries) if refusal is not None]
+    if len(refusals) == len(tries):
+        raise refusals[-1]
+
+
+JOBS: Mapping[str, Callable[[Place], None]] = {
+    job.__name__: job
+    for job in (
+        save,
+        async_save,
+        overwrite,
+        fail,
+        fail_late,
+        resume,
+        load,
+        load_latest,
+        list_checkpoints,
+        verify,
+        delete,
+        gc,
+        put_data,
+        leave_the_prefix,
+    )
+}
+
+_LONG_AGO = "20200101T000000000Z-0123456789ab"
+
+
+def _refusal(look: Callable[[], object]) -> cloudckpt.AccessDeniedError | None:
+    try:
+        look()
+    except cloudckpt.AccessDeniedError as error:
+        return error
+    return None
+
+
+def _saved(place: Place) -> str:
+    uri = f"{place.root}/saved"
+    cloudckpt.save(small(), uri, options=place.owners(), no_dist=True)
+    return uri
+
+
+def _put(store: Store, key: str) -> None:
+    store.put(key, [memoryview(b"left over")], crc32c=crc32c(b"left over"))
+
+
+def _fail(
+    place: Place,
+    state_dict: dict[str, Any],
+    *,
+    num_objects_done: int,
+    storage_options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """A save whose uploads cannot be completed, but for the first few."""
+    watched = []
+
+    def failing(store: Store) -> FaultyStore:
+        watched.append(FaultyStore(store))
+        complete = "complete_multipart"
+        watched[-1].fail(complete, error=lambda: permanent(complete), skip=num_objects_done, times=9)
+        return watched[-1]
+
+    options = place._options(storage_options or place.role, wrap_store=failing, **_LAYOUT, **more)
+    with contextlib.suppress(cloudckpt.CloudckptError, CheckpointException):  # as it should
+        cloudckpt.save(state_dict, f"{place.root}/failing", options=options, no_dist=True)
+    assert sum(store.count("complete_multipart") for store in watched) == num_objects_done + 1
+
+
+def _begin_upload(place: Place) -> str:
+    key = f"saved/data/{_LONG_AGO}/0-1.safetensors"
+    store, part = place.store(), Part(number=1, offset_bytes=0, size_bytes=6)
+    store.upload_part(key, store.create_multipart(key), part, [memoryview(b"a part")], crc32c=crc32c(b"a part"))
+    return key

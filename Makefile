@@ -1,8 +1,8 @@
 # Two commands: `make demo` and `make test`. Both make the virtual environment by themselves.
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?= -n 2
-INTEGRATION_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
+INTEGRATION_ARGS ?= -n 2 --dist worksteal
 SERVERS_VENV ?= .venv-servers
 WHEEL_VENV ?= .venv-wheel
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test test-gpu faults integration soak exhaustive azure package lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults integration soak exhaustive azure package lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -24,7 +24,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train, kill, resume, reshard: the main job, on an embedded store. DEMO_ARGS="--uri s3://…" for yours.
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(INSTALLED) ## Run the tests, with coverage; not those of the lanes below.
+test: $(INSTALLED) ## Run the tests; not those of the lanes below.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults"
+
+coverage: $(INSTALLED) ## Run the same tests with coverage, of branches and of every rank; takes about twice as long.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults" --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 faults: $(INSTALLED) ## Kill ranks, flip bits, interleave calls, stall stores: what the guarantees were tried with.

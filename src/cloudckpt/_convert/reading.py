@@ -50,7 +50,7 @@ class CheckpointReader:
         blocks: list[torch.Tensor] = []
         items = [item for want in wanted for item in self._items_of(want, blocks)]
         if items:
-            transforms = ReadTransforms(None)
+            transforms = ReadTransforms(None, self._context.options.extensions)
             job = LoadJob(
                 self._context,
                 self._manifest,

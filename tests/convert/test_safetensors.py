@@ -1,0 +1,389 @@
+"""Exports to safetensors files and imports of them, held against the safetensors library and torch's own reader."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.convert.conftest import Root
+from tests.convert.states import bits, blank, contents, loaded, save, small, store_at
+from tests.e2e.harness import run_ranks
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.testing import damage
+from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell
+
+KNOWN = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.bool,
+]  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+def _tensors(dtypes: list[torch.dtype]) -> dict[str, torch.Tensor]:
+    """One of each kind, with every bit pattern that there is: NaN payloads and signed zeros among them."""
+    generator = torch.Generator().manual_seed(11)
+    found = {}
+    for number, dtype in enumerate(dtypes):
+        itemsize = torch.empty(0, dtype=dtype).element_size()
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * itemsize,), generator=generator)
+        found[f"layers.{number}.weight"] = raw.to(torch.uint8).view(dtype).view(2, 3)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["path", "s3", "gs", "memory"])
+@pytest.mark.parametrize("max_shard_bytes", [1 << 40, 60])
+def test_an_export_is_what_the_library_reads(root_of: Root, tmp_path: Path, kind: str, max_shard_bytes: int) -> None:
+    """If this fails, an export does not open elsewhere, or has other weights than the checkpoint."""
+    root = root_of(kind)
+    tensors = _tensors(KNOWN) | {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 4, dtype=torch.int16)}
+    save(tensors, f"{root}/step-1")
+    report = cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/export", max_shard_bytes=max_shard_bytes)
+    files = contents(f"{root}/export")
+    assert set(files) == set(report.files)
+    assert sum(map(len, files.values())) == report.num_bytes
+    for name, body in files.items():
+        (tmp_path / name).write_bytes(body)
+    found = {}
+    for name in files:
+        if name != INDEX:
+            with safe_open(tmp_path / name, framework="pt") as file:
+                assert file.metadata() == {"format": "pt"}
+            found |= load_file(tmp_path / name)
+    assert bits(found) == bits(tensors)
+    if max_shard_bytes == 60:
+        index = json.loads(files[INDEX])
+        assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in tensors.values())
+        assert index["weight_map"].keys() == tensors.keys()
+        num_files = len(files) - 1
+        assert sorted(set(index["weight_map"].values())) == [
+            f"model-{number:05d}-of-{num_files:05d}.safetensors" for number in range(1, num_files + 1)
+        ]
+        for name, file in index["weight_map"].items():
+            assert name in load_file(tmp_path / file)
+    else:
+        assert set(files) == {"model.safetensors"}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 40, 60])
+def test_torchs_own_reader_reads_an_export(tmp_path: Path, max_shard_bytes: int) -> None:
+    """If this fails, a model that was exported cannot be loaded with DCP from Hugging Face's layout."""
+    tensors = _tensors(KNOWN[:4]) | {"long": torch.arange(1000)}
+    save(tensors, f"{tmp_path}/step-1")
+    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", max_shard_bytes=max_shard_bytes)
+    state_dict = blank(tensors)
+    dcp.load(state_dict, storage_reader=HuggingFaceStorageReader(str(tmp_path / "export")), no_dist=True)
+    assert bits(state_dict) == bits(tensors)
+
+
+def _save_sharded(uri: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2))
+    state = {}
+    for number, placements in enumerate(
+        [
+            (Shard(0), Shard(1)),
+            (Shard(1), Shard(0)),
+            (Shard(0), Shard(0)),
+            (Replicate(), Shard(1)),
+            (Shard(1), Replicate()),
+        ]
+    ):
+        for name, tensor in _full(number).items():
+            state[name] = distribute_tensor(tensor, mesh, placements)
+    state["alone"] = torch.full((3,), 7.0)
+    assert rank in range(4)
+    cloudckpt.save(state, uri, options=Options(tile_bytes=4 * KIB, object_bytes=20 * KIB))
+
+
+def _full(number: int) -> dict[str, torch.Tensor]:
+    shapes = {"even": (128, 64), "uneven": (131, 67), "few": (3, 1001), "cube": (5, 33, 17)}
+    return {
+        f"{name}.{number}": torch.arange(torch.Size(shape).numel(), dtype=torch.int32).view(shape) + number
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.multirank
+def test_an_export_of_shards_is_that_of_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, what several ranks saved comes out scrambled."""
+    monkeypatch.setattr("cloudckpt._convert.export_safetensors._TILE_BYTES", 4 * KIB)  # parts that cut rows
+    run_ranks(_save_sharded, str(tmp_path / "step-1"), world_size=4)
+    options = Options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
+    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", options=options)
+    expected = {name: tensor for number in range(5) for name, tensor in _full(number).items()}
+    assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits(
+        expected | {"alone": torch.full((3,), 7.0)}
+    )
+
+
+def test_names_are_chosen_and_shortened(tmp_path: Path) -> None:
+    """If this fails, a model cannot be taken out of a checkpoint of training."""
+    state = small()
+    save(state, f"{tmp_path}/step-1")
+    report = cloudckpt.export_checkpoint(
+        tmp_path / "step-1", tmp_path / "export", include="model.*", strip_prefix="model."
+    )
+    assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits(state["model"])
+    assert (report.num_tensors, report.num_values, report.left_out) == (5, 0, ())
+    for wrong in ({"include": ["model.*", "modle.*"]}, {"strip_prefix": "module."}, {"max_shard_bytes": 0}):
+        with pytest.raises(cloudckpt.InvalidOptionError):
+            cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "other", **wrong)
+    save({"a": torch.ones(1), "p.a": torch.ones(2)}, f"{tmp_path}/twice")
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=r"'a' and 'p\.a'"):
+        cloudckpt.export_checkpoint(tmp_path / "twice", tmp_path / "other", strip_prefix="p.")
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
+    """If this fails, values are lost in silence, or a tensor comes out as bytes of another type."""
+    save(small(), f"{tmp_path}/step-1")
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=r"'optim\.lr'") as caught:
+        cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export")
+    assert "skip_non_tensors" in str(caught.value)
+    report = cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", skip_non_tensors=True)
+    assert set(report.left_out) == {"optim.lr", "step", "optim.state.1.step"}
+    save({"ok": torch.ones(2), "wave": torch.ones(2, dtype=torch.complex64)}, f"{tmp_path}/complex")
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=r"'wave \(complex64\)'"):
+        cloudckpt.export_checkpoint(tmp_path / "complex", tmp_path / "complex-export")
+    assert not (tmp_path / "complex-export").exists()
+
+
+def test_tied_tensors_are_there_under_each_name(tmp_path: Path) -> None:
+    """If this fails, a model whose embeddings are tied lacks one of them."""
+    weight = torch.arange(12).view(3, 4)
+    save({"embed": weight, "head": weight}, f"{tmp_path}/step-1")
+    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export")
+    assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits({"embed": weight, "head": weight})
+
+
+def test_an_earlier_export_is_left_alone_unless_told(tmp_path: Path) -> None:
+    """If this fails, an export overwrites a model, or leaves files of an older one beside it."""
+    target = tmp_path / "export"
+    save({f"w{i}": torch.full((10,), i) for i in range(6)}, f"{tmp_path}/large")
+    save({"w": torch.ones(3)}, f"{tmp_path}/small")
+    cloudckpt.export_checkpoint(tmp_path / "large", target, max_shard_bytes=100)
+    (target / "config.json").write_text("{}")
+    before = contents(str(target))
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="model-00001"):
+        cloudckpt.export_checkpoint(tmp_path / "small", target)
+    assert contents(str(target)) == before
+    cloudckpt.export_checkpoint(tmp_path / "small", target, overwrite=True)
+    assert set(contents(str(target))) == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("failing", ["put", "read_into"])
+def test_an_export_that_fails_leaves_nothing(root_of: Root, failing: str) -> None:
+    """If this fails, a half of a model lies where a whole one is expected."""
+    source, target = f"{root_of('path')}/a", root_of("memory")
+    save({f"w{i}": torch.full((1000,), i) for i in range(6)}, source)
+    faults = Faults(Rule(fault=Denied(), operations={failing}, skip=2, times=None))
+    options = {"target_options" if failing == "put" else "options": Options(wrap_store=faults, connections=1)}
+    with pytest.raises(cloudckpt.AccessDeniedError):
+        cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, **options)
+    assert contents(target) == {}
+
+
+def test_the_index_comes_last(root_of: Root) -> None:
+    """If this fails, who looks meanwhile finds an index of files that are not there."""
+    source, target = f"{root_of('path')}/a", root_of("memory")
+    save({f"w{i}": torch.full((1000,), i) for i in range(6)}, source)
+    seen: list[str] = []
+    faults = Faults(Rule(fault=Tell(before=lambda call: seen.append(call.key)), operations={"put"}, times=None))
+    cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, target_options=Options(wrap_store=faults))
+    assert [key for key in seen if not key.startswith(".cloudckpt")][-1] == INDEX
+
+
+def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
+    """If this fails, bits that rotted are exported as weights."""
+    save({"w": torch.arange(5000)}, f"{tmp_path}/step-1")
+    key = next(key for key in contents(f"{tmp_path}/step-1") if key.startswith("data/"))
+    damage.flip_bit(store_at(f"{tmp_path}/step-1"), key, bit=8 * 20_000)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match="'w'"):
+        cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export")
+    assert not contents(str(tmp_path / "export"))
+
+
+_MEASURED = """
+import resource, sys
+import cloudckpt
+from cloudckpt.options import MIB, Options
+def convert(name, options):
+    cloudckpt.export_checkpoint(f"{sys.argv[1]}/{name}", f"{sys.argv[1]}/{name}-export", options=options)
+    yield
+    cloudckpt.import_checkpoint(f"{sys.argv[1]}/{name}-export", f"{sys.argv[1]}/{name}-import", options=options)
+    yield
+list(convert("small", None))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in convert("large", Options(read_bytes=64 * MIB, request_bytes=16 * MIB)):
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_a_tensor_larger_than_the_memory_is_converted(tmp_path: Path) -> None:
+    """If this fails, a tensor has to fit into memory to be exported or imported."""
+    save({"w": torch.zeros(1000)}, f"{tmp_path}/small")
+    save({"w": torch.zeros(GIB, dtype=torch.uint8)}, f"{tmp_path}/large")
+    script = tmp_path / "measured.py"
+    script.write_text(_MEASURED)
+    answer = subprocess.run([sys.executable, script, tmp_path], check=True, timeout=300, capture_output=True, text=True)
+    assert all(int(line) < 64 * MIB + 32 * MIB for line in answer.stdout.split()), answer.stdout
+    assert cloudckpt.verify(tmp_path / "large-import").num_bytes > GIB
+
+
+@pytest.mark.parametrize("kind", ["path", "s3", "gs", "memory"])
+@pytest.mark.parametrize("layout", ["file", "folder", "index"])
+def test_an_import_is_what_the_library_wrote(root_of: Root, tmp_path: Path, kind: str, layout: str) -> None:
+    """If this fails, a model of Hugging Face's cannot be loaded, or is another one."""
+    root = root_of(kind)
+    tensors = _tensors(KNOWN) | {
+        "scalar": torch.tensor(2.0),
+        "empty": torch.empty(0, 4),
+        "w": torch.zeros(2).to(torch.complex64),
+    }
+    source = f"{root}/hub"
+    if layout == "file":
+        source += "/weights.safetensors"
+        _put(source, _saved(tensors, tmp_path))
+    else:
+        names = list(tensors)
+        files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, members in files.items():
+            _put(f"{source}/{file}", _saved({name: tensors[name] for name in members}, tmp_path))
+        _put(f"{source}/config.json", b"{}")
+        if layout == "index":
+            weight_map = {name: file for file, members in files.items() for name in members}
+            _put(f"{source}/{INDEX}", json.dumps({"weight_map": weight_map}).encode())
+            source += f"/{INDEX}"
+    report = cloudckpt.import_checkpoint(source, f"{root}/step-1", add_prefix="model.")
+    assert report.num_tensors == len(tensors)
+    expected = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    assert bits(loaded(expected, f"{root}/step-1")) == bits(expected)
+    cloudckpt.verify(f"{root}/step-1")
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.import_checkpoint(source, f"{root}/step-1")
+
+
+def _saved(tensors: dict[str, torch.Tensor], tmp_path: Path) -> bytes:
+    save_file(tensors, tmp_path / "made.safetensors", metadata={"format": "pt"})
+    return (tmp_path / "made.safetensors").read_bytes()
+
+
+def _put(uri: str, body: bytes) -> None:
+    folder, _, name = uri.rpartition("/")
+    damage.overwrite(store_at(folder), name, body)
+
+
+def _header(members: Any) -> bytes:
+    text = json.dumps(members).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b"", "too few"),
+        (b"\xff" * 100, "header would have"),
+        (_header([]), "not that of a safetensors"),
+        (_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}), "it was cut"),
+        (_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}) + bytes(4), "4 bytes"),
+        (_header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}) + bytes(8), "back to back"),
+        (_header({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}) + bytes(1), "'F4'"),
+        (_header({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}) + bytes(1), "impossible"),
+        (_header({"a": {"dtype": "U8", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 1]}}) + bytes(1), "1 bytes"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_none_is_refused(tmp_path: Path, body: bytes, what: str) -> None:
+    """If this fails, a file that was cut or made up becomes a checkpoint, or takes memory without a bound."""
+    (tmp_path / "x.safetensors").write_bytes(body)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match=what):
+        cloudckpt.import_checkpoint(tmp_path / "x.safetensors", tmp_path / "step-1")
+    assert not (tmp_path / "step-1").exists()
+
+
+def test_sources_that_do_not_say_what_counts_are_refused(tmp_path: Path) -> None:
+    """If this fails, one of two tensors of a name is taken, or a model with a hole in it."""
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
+    for name in ("a", "b"):
+        save_file({"w": torch.ones(2)}, hub / f"{name}.safetensors")
+    with pytest.raises(cloudckpt.UnsupportedValueError, match="'w' lies in"):
+        cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
+    for weight_map, error in (
+        ({"w": "c.safetensors"}, cloudckpt.CheckpointNotFoundError),
+        ({"w": "a.safetensors", "v": "b.safetensors"}, cloudckpt.CorruptCheckpointError),
+        ({"w": "../a.safetensors"}, cloudckpt.CorruptCheckpointError),
+        ({}, cloudckpt.CorruptCheckpointError),
+        ([], cloudckpt.CorruptCheckpointError),
+    ):
+        (hub / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(error):
+            cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
+    (hub / INDEX).write_text(json.dumps({"weight_map": {"w": "b.safetensors"}}))
+    cloudckpt.import_checkpoint(hub, tmp_path / "step-1")
+    writer = HuggingFaceStorageWriter(str(tmp_path / "shards"), save_distributed=True)
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(cloudckpt.UnsupportedValueError, match="shards"):
+        cloudckpt.import_checkpoint(tmp_path / "shards", tmp_path / "step-2")
+
+
+def test_a_file_that_is_replaced_meanwhile_is_noticed(root_of: Root, tmp_path: Path) -> None:
+    """If this fails, an import holds tensors of two models."""
+    source = f"{root_of('memory')}/w.safetensors"
+    _put(source, _saved({"w": torch.ones(1000)}, tmp_path))
+    other = _saved({"w": torch.zeros(1000)}, tmp_path)
+
+    def replace(_call: Call) -> None:
+        _put(source, other)
+
+    faults = Faults(Rule(fault=Tell(before=replace), operations={"read_into"}, skip=2, times=None))
+    with pytest.raises(cloudckpt.CheckpointChangedError):
+        cloudckpt.import_checkpoint(source, tmp_path / "step-1", options=Options(wrap_store=faults))
+    assert not contents(str(tmp_path / "step-1"))
+
+
+@given(data=st.data())
+@settings(max_examples=25)
+def test_what_goes_out_comes_back(data: st.DataObject) -> None:
+    """If this fails, some dtype, shape or name does not survive an export and an import."""
+    root = f"memory://round-trip-{id(data)}"
+    names = data.draw(
+        st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), min_size=1, max_size=6, unique=True)
+    )
+    state = {}
+    for name in names:
+        if name == "__metadata__":
+            continue
+        dtype = data.draw(st.sampled_from(KNOWN))
+        shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
+        itemsize = torch.empty(0, dtype=dtype).element_size()
+        numel = torch.Size(shape).numel()
+        most = 1 if dtype is torch.bool else 255
+        raw = data.draw(st.lists(st.integers(0, most), min_size=numel * itemsize, max_size=numel * itemsize))
+        state[name] = (
+            torch.tensor(raw, dtype=torch.uint8).view(dtype).view(shape) if numel else torch.empty(shape, dtype=dtype)
+        )
+    uri = f"{root}/a"
+    save(state, uri, overwrite=True)
+    cloudckpt.export_checkpoint(uri, f"{root}/b", max_shard_bytes=data.draw(st.integers(1, 200)), overwrite=True)
+    cloudckpt.import_checkpoint(f"{root}/b", f"{root}/c", overwrite=True)
+    assert bits(loaded(state, f"{root}/c")) == bits(state)

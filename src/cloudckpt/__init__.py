@@ -63,6 +63,14 @@ if TYPE_CHECKING:
     from cloudckpt._stage.zstandard import Zstandard
     from cloudckpt.api import async_save, load, save
     from cloudckpt.catalog import CheckpointInfo, latest, list_checkpoints
+    from cloudckpt.comparison import Comparison, Difference, compare
+    from cloudckpt.description import (
+        CheckpointDescription,
+        ObjectDescription,
+        TensorDescription,
+        ValueDescription,
+        describe,
+    )
     from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
     from cloudckpt.manager import CheckpointManager
     from cloudckpt.newest import load_latest
@@ -186,6 +194,8 @@ _LAZY = {
     "cloudckpt._stage.zstandard": "Zstandard",
     "cloudckpt.api": "async_save load save",
     "cloudckpt.catalog": "CheckpointInfo latest list_checkpoints",
+    "cloudckpt.comparison": "Comparison Difference compare",
+    "cloudckpt.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription describe",
     "cloudckpt.housekeeping": "Garbage GarbageReport Spared delete gc",
     "cloudckpt._manager.restoring": "Restored",
     "cloudckpt._manager.retention": "RetentionReport",

@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -21,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print("The command line needs Typer and Rich: pip install 'cloudckpt[cli]'", file=sys.stderr)  # noqa: T201  # as a command does
         sys.exit(_WRONG_USAGE)
     from cloudckpt.cli._app import app  # needs them
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of course: a command has no ranks
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _on_sigterm)

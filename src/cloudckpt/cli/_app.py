@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import gc, ls, rm, verify
+from cloudckpt.cli import bench, diff, gc, ls, rm, show, verify
 from cloudckpt.cli._errors import INTERRUPTED, exit_code_of, message_of
 
 
@@ -67,6 +67,9 @@ def _everywhere(
 
 
 app.command("ls")(ls.ls)
+app.command("show")(show.show)
+app.command("diff")(diff.diff)
 app.command("verify")(verify.verify)
 app.command("rm")(rm.rm)
 app.command("gc")(gc.gc)
+app.command("bench")(bench.bench)

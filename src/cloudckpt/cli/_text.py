@@ -35,8 +35,10 @@ def rate(bytes_per_s: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 object``, ``2 objects``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """``1 object``, ``2 objects``; ``2 entries``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
 
 
 def age(moment: datetime, *, now: datetime | None = None) -> str:

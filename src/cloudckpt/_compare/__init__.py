@@ -1,0 +1,1 @@
+"""Two checkpoints, read side by side."""

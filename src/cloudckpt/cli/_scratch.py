@@ -1,0 +1,61 @@
+"""A fresh place below a URI that is empty again afterwards, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cloudckpt._uri import Location
+    from cloudckpt.cli._console import Console
+    from cloudckpt.options import Options
+
+_NUM_TRIES = 3
+
+
+@contextlib.contextmanager
+def scratch(uri: str, what: str, options: Options, console: Console) -> Iterator[Location]:
+    """A location below `uri` whose name begins with `what`. Raises `StoreError` where nobody may look there."""
+    from cloudckpt._uri import parse_location
+    from cloudckpt.stores.open import open_store
+
+    above = parse_location(uri)
+    location = above.child(f"{what}-{uuid.uuid4().hex[:12]}")
+    # A bucket that does not exist or lets nobody in is found out before anything is written.
+    next(open_store(location, options).list(), None)
+    existing = Path(above.path).exists() if above.scheme == "file" else True
+    try:
+        yield location
+    finally:
+        try:
+            _remove(location, options)
+            if not existing:
+                Path(above.path).rmdir()
+        except BaseException:
+            console.warn(f"Not everything was removed: remove by hand what lies under {location.uri}")
+            raise
+
+
+def _remove(location: Location, options: Options) -> None:
+    from cloudckpt._transfer.retry import Retrier
+    from cloudckpt.errors import UnsupportedOperationError
+    from cloudckpt.stores.open import open_store
+
+    if location.scheme == "file":
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(location.path)
+        return
+    store = open_store(location, options)
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    for _ in range(_NUM_TRIES):  # an upload that was interrupted may still have come through
+        with contextlib.suppress(UnsupportedOperationError):
+            for upload in retrier.call(lambda: list(store.list_uploads())):
+                retrier.call(lambda upload=upload: store.abort_multipart(upload.key, upload.upload_id))  # type: ignore[misc]  # mypy cannot see the default
+        keys = retrier.call(lambda: [info.key for info in store.list()])
+        if not keys:
+            return
+        retrier.call(lambda keys=keys: store.delete(keys))  # type: ignore[misc]  # as above

@@ -1,0 +1,209 @@
+"""``cloudckpt diff``, and the comparison that it prints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.cli.conftest import Run, save, state_of
+from tests.e2e.places import Place
+
+import cloudckpt
+from cloudckpt._compare import blocks
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "1.0" / "once"
+
+
+def differences(run: Run, *arguments: str) -> dict[str, dict[str, Any]]:
+    ended = run("diff", *arguments, "--json")
+    document = ended.document
+    assert ended.code == (0 if document["is_same"] else 1)
+    return {one["name"]: one for one in document["differences"]}
+
+
+def test_a_checkpoint_is_the_same_as_its_twin(place: Place, run: Run) -> None:
+    """If this fails, two saves of one state seem to differ: NaN is not itself, or values are compared by accident."""
+    state = state_of()
+    state["model"]["w"][3, 4] = float("nan")
+    save(place.uri("a"), state)
+    save(place.uri("b"), state)
+    ended = run("diff", place.uri("a"), place.uri("b"))
+    assert ended.code == 0
+    assert "0 differences, 4 entries the same" in ended.out
+
+
+def test_every_kind_of_difference_is_told(place: Place, run: Run) -> None:
+    """If this fails, a change between two checkpoints goes unseen, or is told as another one."""
+    before: dict[str, Any] = {
+        "same": torch.arange(10.0),
+        "changed": torch.tensor([1.0, 2.0, 0.0, -4.0]),
+        "whole": torch.tensor([1, 2**60], dtype=torch.int64),
+        "cast": torch.ones(3),
+        "reshaped": torch.ones(2, 3),
+        "gone": torch.ones(1),
+        "kind": torch.ones(1),
+        "value": {"lr": 0.1},
+        "nan": torch.tensor([1.0, float("inf")]),
+    }
+    after = before | {
+        "changed": torch.tensor([1.0, 3.0, 0.5, -4.0]),
+        "whole": torch.tensor([1, 2**60 + 1], dtype=torch.int64),
+        "cast": torch.ones(3, dtype=torch.bfloat16),
+        "reshaped": torch.ones(3, 2),
+        "kind": "text",
+        "value": {"lr": 0.2},
+        "new": torch.ones(1),
+        "nan": torch.tensor([float("nan"), float("inf")]),
+    }
+    del after["gone"]
+    save(place.uri("a"), before)
+    save(place.uri("b"), after)
+    found = differences(run, place.uri("a"), place.uri("b"))
+    assert {name: one["kind"] for name, one in found.items()} == {
+        "changed": "values",
+        "whole": "values",
+        "cast": "dtype",
+        "reshaped": "shape",
+        "gone": "removed",
+        "kind": "type",
+        "value.lr": "values",
+        "new": "added",
+        "nan": "values",
+    }
+    assert (found["changed"]["num_different"], found["changed"]["num_elements"]) == (2, 4)
+    assert (found["changed"]["max_absolute"], found["changed"]["max_relative"]) == (1.0, 1.0)
+    assert found["whole"]["num_different"] == 1
+    assert (found["nan"]["num_different"], found["nan"]["max_absolute"]) == (1, "infinity")
+    assert (found["cast"]["before"], found["cast"]["after"]) == ("float32 [3]", "bfloat16 [3]")
+    table = run("diff", place.uri("a"), place.uri("b"))
+    assert table.code == 1
+    assert "2 of 4" in table.out
+    assert differences(run, place.uri("a"), place.uri("b"), "--name", "same") == {}
+
+
+def test_noise_can_be_ignored(place: Place, run: Run) -> None:
+    """If this fails, two runs that differ in the last bit cannot be told from two that differ; or what is far apart
+    passes for noise."""
+    before = torch.tensor([1.0, 100.0, float("inf")], dtype=torch.float64)
+    save(place.uri("a"), {"w": before})
+    save(place.uri("b"), {"w": torch.tensor([1.001, 100.1, float("inf")], dtype=torch.float64)})
+    save(place.uri("c"), {"w": torch.tensor([1.0, 100.0, 5.0], dtype=torch.float64)})
+    a, b, c = (place.uri(name) for name in "abc")
+    assert differences(run, a, b)["w"]["num_different"] == 2
+    assert differences(run, a, b, "--atol", "0.01")["w"]["num_different"] == 1
+    assert differences(run, a, b, "--rtol", "0.002") == {}
+    assert differences(run, a, c, "--rtol", "0.002")["w"]["num_different"] == 1
+    assert run("diff", a, b, "--rtol", "nan").code == 2
+    assert run("diff", a, place.uri("nothing")).code == 3
+
+
+@pytest.mark.parametrize("batch_bytes", [64, 1 << 26])
+def test_sharding_makes_no_difference(
+    tmp_path: Path, run: Run, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a checkpoint of four ranks seems to differ from the same one saved by one rank; or some element is
+    compared with another than its own, or with none."""
+    monkeypatch.setattr(blocks, "BATCH_BYTES", batch_bytes)
+    state = {
+        one.name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype)) for one in cloudckpt.describe(GOLDEN).tensors
+    }
+    cloudckpt.load(state, GOLDEN, no_dist=True)
+    whole, changed = str(tmp_path / "whole"), str(tmp_path / "changed")
+    save(whole, state)
+    only = ["--name", "model.*", "--name", "optimizer.state*"]
+    assert differences(run, str(GOLDEN), whole, *only) == {}
+    assert differences(run, whole, str(GOLDEN), *only) == {}
+    state["model.blocks"] = state["model.blocks"].clone()
+    state["model.blocks"][5, 9] += 1
+    old = state["model.many_tiles"]
+    state["model.many_tiles"] = old + 1
+    num_changed = int((state["model.many_tiles"] != old).sum())
+    assert num_changed > 100
+    save(changed, state)
+    found = differences(run, str(GOLDEN), changed, *only)
+    assert {name: one["num_different"] for name, one in found.items()} == {
+        "model.blocks": 1,
+        "model.many_tiles": num_changed,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in ITEMSIZE_BYTES if isinstance(getattr(torch, name, None), torch.dtype))
+)
+def test_every_dtype_can_be_compared(tmp_path: Path, name: str) -> None:
+    """If this fails, one tensor of a rare dtype ends the comparison, or its changes go unseen."""
+    dtype = getattr(torch, name)
+    raw = torch.arange(64, dtype=torch.uint8)
+    other = raw.clone()
+    other[ITEMSIZE_BYTES[name]] ^= 0x02  # in the second element
+    if dtype is torch.bool:
+        raw, other = raw % 2, other % 2 ^ torch.tensor([0, 1] + [0] * 62, dtype=torch.uint8)
+    try:
+        save(str(tmp_path / "a"), {"w": raw.view(dtype)})
+        save(str(tmp_path / "b"), {"w": other.view(dtype)})
+    except cloudckpt.CloudckptError:
+        pytest.skip("torch cannot save it")
+    except Exception as error:  # noqa: BLE001  # torch's own planner fails on some, each in its way
+        pytest.skip(f"torch cannot save it: {type(error).__name__}")
+    assert cloudckpt.compare(tmp_path / "a", tmp_path / "a").is_same
+    (difference,) = cloudckpt.compare(tmp_path / "a", tmp_path / "b").differences
+    assert (difference.num_different, difference.num_elements) == (1, 64 // ITEMSIZE_BYTES[name])
+
+
+def test_damage_is_damage_and_no_difference(place: Place, run: Run) -> None:
+    """If this fails, flipped bits on the store pass for a change that training made."""
+    save(place.uri("a"))
+    save(place.uri("b"))
+    (key,) = (key for key in place.data_keys() if key.startswith("b/"))
+    content = bytearray(place.read(key))
+    content[-1] ^= 1
+    place.write(key, bytes(content))
+    ended = run("diff", place.uri("a"), place.uri("b"))
+    assert (ended.code, ended.out) == (1, "")
+    assert "damaged" in ended.err
+
+
+def test_values_that_would_run_code_are_compared_by_their_bytes(tmp_path: Path, run: Run) -> None:
+    """If this fails, comparing two checkpoints from a bucket runs code from that bucket."""
+    save(str(tmp_path / "a"), {"v": Loud(1)})
+    save(str(tmp_path / "b"), {"v": Loud(2)})
+    Loud.num_loaded = 0
+    assert differences(run, str(tmp_path / "a"), str(tmp_path / "b"))["v"]["kind"] == "values"
+    assert differences(run, str(tmp_path / "a"), str(tmp_path / "a")) == {}
+    assert Loud.num_loaded == 0
+
+
+class Loud:
+    """Notices when it is unpickled."""
+
+    num_loaded = 0
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __reduce__(self) -> Any:
+        return _loaded, (self.value,)
+
+
+def _loaded(value: int) -> Loud:
+    Loud.num_loaded += 1
+    return Loud(value)
+
+
+def test_blocks_cover_each_element_once() -> None:
+    """If this fails, some part of a large tensor is never compared."""
+    for lengths in ((7,), (5, 6), (3, 4, 5), (1, 1, 9)):
+        box = blocks.Box(tuple(2 for _ in lengths), lengths)
+        for most in (1, 2, 5, 11, 1000):
+            seen = torch.zeros([2 + length for length in lengths], dtype=torch.int64)
+            for block in blocks._cut(box, most):
+                assert math.prod(block.lengths) <= most
+                slices = tuple(slice(at, at + n) for at, n in zip(block.offsets, block.lengths, strict=True))
+                seen[slices] += 1
+            inside = tuple(slice(2, None) for _ in lengths)
+            assert bool((seen[inside] == 1).all())
+            assert int(seen.sum()) == math.prod(lengths)

@@ -74,14 +74,6 @@ if TYPE_CHECKING:
     from cloudckpt.housekeeping import Garbage, GarbageReport, Spared, delete, gc
     from cloudckpt.manager import CheckpointManager
     from cloudckpt.newest import load_latest
-    from cloudckpt.comparison import Comparison, Difference, compare
-    from cloudckpt.description import (
-        CheckpointDescription,
-        ObjectDescription,
-        TensorDescription,
-        ValueDescription,
-        describe,
-    )
     from cloudckpt.overview import CheckpointStatus, survey
     from cloudckpt.preemption import Preemption, PreemptionReport, on_sigterm
     from cloudckpt.reader import ObjectStoreReader
@@ -202,8 +194,6 @@ _LAZY = {
     "cloudckpt._manager.rule": "StepInfo",
     "cloudckpt.manager": "CheckpointManager",
     "cloudckpt.newest": "load_latest",
-    "cloudckpt.comparison": "Comparison Difference compare",
-    "cloudckpt.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription describe",
     "cloudckpt.overview": "CheckpointStatus survey",
     "cloudckpt.preemption": "Preemption PreemptionReport on_sigterm",
     "cloudckpt.reader": "ObjectStoreReader",

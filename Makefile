@@ -11,7 +11,7 @@ SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults integration soak exhaustive azure package lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure package lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -47,17 +47,18 @@ $(SERVERS_INSTALLED): tests/integration/requirements.txt
 	$(SERVERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	touch $@
 
-integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
-integration: $(INSTALLED) $(SERVERS_INSTALLED) ## Run the tests on real servers, which it installs (Ceph's as root).
+servers: $(SERVERS_INSTALLED) ## Install the servers that `make integration` and `make soak` run (Ceph's as root).
 	tests/integration/install.sh
+
+integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
+integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places ministack $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places fake-gcs $(INTEGRATION_ARGS)
 
 soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
-soak: $(INSTALLED) $(SERVERS_INSTALLED) ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.
-	tests/integration/install.sh
+soak: $(INSTALLED) servers ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.
 	$(BIN)/python -m pytest tests/soak -s
 
 exhaustive: export CLOUDCKPT_EXHAUSTIVE := 1
@@ -65,8 +66,7 @@ exhaustive: export CLOUDCKPT_KILLS := all
 exhaustive: export CLOUDCKPT_ALL_FATES := 1
 exhaustive: export CLOUDCKPT_SCHEDULES ?= 20000
 exhaustive: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
-exhaustive: $(INSTALLED) $(SERVERS_INSTALLED) ## Every interleaving, kill and schedule that the other targets sample; takes hours.
-	tests/integration/install.sh
+exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that the other targets sample; takes hours.
 	$(BIN)/python -m pytest tests/commit tests/simulated tests/e2e/test_crash.py tests/e2e/test_waiting.py tests/e2e/test_time_bounds.py tests/integration/test_kills.py --timeout 7200 $(INTEGRATION_ARGS)
 
 azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.

@@ -1,0 +1,158 @@
+"""Exports to and imports from ``torch.save`` files and torch's own DCP format."""
+
+from __future__ import annotations
+
+import collections
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.convert.conftest import Root
+from tests.convert.states import bits, blank, contents, loaded, save, small, store_at, torch_saved
+
+import cloudckpt
+from cloudckpt.options import Options
+from cloudckpt.testing import damage
+from cloudckpt.testing.faults import Denied, Faults, Rule
+
+KINDS = ["path", "s3", "gs", "memory"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_what_torch_load_reads(root_of: Root, kind: str) -> None:
+    """If this fails, the file does not open with ``weights_only=True``, or is another state dict than was saved."""
+    root = root_of(kind)
+    state = small()
+    save(state, f"{root}/step-1")
+    report = cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/model.pt", format="torch")
+    files = contents(f"{root}/out")
+    assert (report.files, set(files)) == (("model.pt",), {"model.pt"})
+    assert (report.num_tensors, report.num_values, report.num_bytes) == (6, 3, len(files["model.pt"]))
+    assert bits(torch.load(io.BytesIO(files["model.pt"]), weights_only=True)) == bits(state)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/model.pt", format="torch")
+    options: dict[str, Any] = {"format": "torch", "include": "model.*", "strip_prefix": "model.", "overwrite": True}
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/model.pt", **options)
+    found = torch.load(io.BytesIO(contents(f"{root}/out")["model.pt"]), weights_only=True)
+    assert bits(found) == bits(state["model"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_is_what_torchs_dcp_reads(root_of: Root, tmp_path: Path, kind: str) -> None:
+    """If this fails, torch alone cannot load what was exported for it."""
+    root = root_of(kind)
+    state = small()
+    save(state, f"{root}/step-1")
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
+    (tmp_path / "local").mkdir()
+    for name, body in contents(f"{root}/out").items():
+        (tmp_path / "local" / name).write_bytes(body)
+    found = blank(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "local"), no_dist=True)
+    assert bits(found) == bits(state)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
+    cloudckpt.import_checkpoint(f"{root}/out", f"{root}/back", format="dcp", allow_pickle=True)
+    assert bits(loaded(state, f"{root}/back")) == bits(state)
+
+
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_an_export_that_fails_leaves_nothing(root_of: Root, format_: Any) -> None:
+    """If this fails, a half of a file lies where a whole one is expected."""
+    source, target = f"{root_of('path')}/a", root_of("memory")
+    save(small(), source)
+    where = f"{target}/x/model.pt" if format_ == "torch" else f"{target}/x"
+    for key in ["model"] if format_ == "torch" else ["distcp", "metadata"]:
+        faults = Faults(Rule(fault=Denied(), operations={"put"}, key=key, times=None))
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            cloudckpt.export_checkpoint(source, where, format=format_, target_options=Options(wrap_store=faults))
+        assert contents(f"{target}/x") == {}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_torch_save_is_imported(root_of: Root, kind: str) -> None:
+    """If this fails, what was saved with ``torch.save`` cannot be moved here, or changes on the way."""
+    root = root_of(kind)
+    state = small()
+    damage.overwrite(store_at(f"{root}/old"), "model.pt", torch_saved(state))
+    report = cloudckpt.import_checkpoint(f"{root}/old/model.pt", f"{root}/step-1", format="torch")
+    assert (report.num_tensors, report.num_values) == (6, 3)
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+    options: dict[str, Any] = {"format": "torch", "include": "model.*", "add_prefix": "old."}
+    cloudckpt.import_checkpoint(f"{root}/old/model.pt", f"{root}/step-2", **options)
+    expected = {f"old.model.{name}": tensor for name, tensor in state["model"].items()}
+    assert bits(loaded(expected, f"{root}/step-2")) == bits(expected)
+
+
+class _Evil:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (collections.deque, ([1],))
+
+
+def test_pickles_are_code(tmp_path: Path) -> None:
+    """If this fails, an import runs whatever the file says."""
+    torch.save({"w": torch.ones(2), "x": _Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(cloudckpt.UnsafePickleError, match="allow_pickle"):
+        cloudckpt.import_checkpoint(tmp_path / "evil.pt", tmp_path / "step-1", format="torch")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "old", no_dist=True)
+    with pytest.raises(cloudckpt.UnsafePickleError):
+        cloudckpt.import_checkpoint(tmp_path / "old", tmp_path / "step-1", format="dcp")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="import"):
+        cloudckpt.export_checkpoint(tmp_path / "old", tmp_path / "out")
+    assert not (tmp_path / "step-1").exists()
+    cloudckpt.import_checkpoint(tmp_path / "evil.pt", tmp_path / "step-1", format="torch", allow_pickle=True)
+    cloudckpt.import_checkpoint(tmp_path / "old", tmp_path / "step-2", format="dcp", allow_pickle=True)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_other_files_are_refused_in_words(tmp_path: Path, *, legacy: bool) -> None:
+    """If this fails, a wrong path ends in a traceback of torch's."""
+    torch.save([torch.ones(2)], tmp_path / "list.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(cloudckpt.UnsupportedValueError, match="list"):
+        cloudckpt.import_checkpoint(tmp_path / "list.pt", tmp_path / "step-1", format="torch")
+    (tmp_path / "cut.pt").write_bytes(torch_saved({"w": torch.ones(1000)})[:2000])
+    with pytest.raises((cloudckpt.CorruptCheckpointError, cloudckpt.UnsafePickleError)):
+        cloudckpt.import_checkpoint(tmp_path / "cut.pt", tmp_path / "step-1", format="torch")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.import_checkpoint(tmp_path / "none.pt", tmp_path / "step-1", format="torch")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.import_checkpoint(tmp_path / "none", tmp_path / "step-1", format="dcp", allow_pickle=True)
+    wrong: Any = "onnx"
+    with pytest.raises(cloudckpt.InvalidOptionError, match="'onnx'"):
+        cloudckpt.import_checkpoint(tmp_path / "cut.pt", tmp_path / "step-1", format=wrong)
+    with pytest.raises(cloudckpt.InvalidOptionError, match="'onnx'"):
+        cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "b", format=wrong)
+
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64]
+_VALUES = st.recursive(
+    st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(max_size=3) | st.none()
+    | st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 3), max_size=3)).map(
+        lambda made: torch.ones(made[1]).to(made[0])
+    ),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=3)
+    | st.lists(inner, min_size=1, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(state=st.dictionaries(st.sampled_from(["model", "optim", "step"]), _VALUES, min_size=1))
+@settings(max_examples=20)
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_what_goes_out_comes_back(format_: Any, state: dict[str, Any]) -> None:
+    """If this fails, some nesting, dtype or value does not survive an export and an import."""
+    root = f"memory://whole-{format_}"
+    where = f"{root}/out/x.pt" if format_ == "torch" else f"{root}/out"
+    save(state, f"{root}/a", overwrite=True)
+    cloudckpt.export_checkpoint(f"{root}/a", where, format=format_, overwrite=True)
+    cloudckpt.import_checkpoint(where, f"{root}/b", format=format_, overwrite=True, allow_pickle=format_ == "dcp")
+    cloudckpt.export_checkpoint(f"{root}/b", f"{root}/again/x.pt", format="torch", overwrite=True)
+    body = contents(f"{root}/again")["x.pt"]
+    assert bits(torch.load(io.BytesIO(body), weights_only=True)) == bits(state)

@@ -55,6 +55,23 @@ def test_a_fence_whose_answer_is_lost_is_found(memory: Memory, uri: str, *, afte
     assert len(memory.data_keys()) == 1
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_fence_whose_file_another_deletion_swept_is_laid_again(memory: Memory, uri: str, *, after: bool) -> None:
+    """If this fails, of two deletions of one checkpoint on a path, one cannot say what has become of it."""
+
+    def swept() -> ObjectNotFoundError:
+        return ObjectNotFoundError("no such file", key=uri, operation="put")
+
+    memory.at().fail("put", key_part="manifest.1", error=swept, times=2, after=after)
+    cloudckpt.delete(uri)
+    assert memory.data_keys() == []
+    cloudckpt.save(state_of(2.0), memory.uri("other"), no_dist=True)
+    memory.at("other").fail("put", key_part="manifest.1", error=swept, times=100)
+    with pytest.raises(cloudckpt.CommitUnknownError):
+        cloudckpt.delete(memory.uri("other"))
+    assert_holds(loaded(memory.uri("other")), 2.0)
+
+
 def test_without_a_fence_nothing_goes(memory: Memory, uri: str) -> None:
     """If this fails, gc removes data that a save can still commit."""
     before = memory.all_keys()

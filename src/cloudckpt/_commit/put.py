@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     CredentialsError,
     ObjectExistsError,
+    ObjectNotFoundError,
     StoreError,
     UnsupportedOperationError,
 )
@@ -31,6 +32,8 @@ _REFUSALS = (
     ObjectExistsError,
     UnsupportedOperationError,
 )
+_MOST_SWEEPS = 3
+"""On a path, a deletion of the same checkpoint takes the hidden file of a put under way for an unfinished upload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +56,20 @@ def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, 
     key, views, checksum = manifest_key(number), [memoryview(document)], crc32c(document)
     may_have_arrived = False
 
+    num_swept = 0
+
     def put() -> None:
-        nonlocal may_have_arrived
+        nonlocal may_have_arrived, num_swept
         try:
             store.put(key, views, crc32c=checksum, if_absent=conditional)
         except _REFUSALS:
             raise
-        except StoreError:
+        except StoreError as error:
             may_have_arrived = True
-            raise
+            num_swept += isinstance(error, ObjectNotFoundError)
+            if num_swept > _MOST_SWEEPS or not isinstance(error, ObjectNotFoundError):
+                raise
+            put()
 
     try:
         retrier.call(put)

@@ -9,12 +9,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from tests.docs.markdown import Snippet, anchors_of, links_of, snippets_of
 from tests.docs.tables import ROOT, TABLES, marked
 
 import cloudckpt
+from cloudckpt.cli._app import app
 from cloudckpt.stores._fsspec_backends import _BACKENDS, Create
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs.config import PARSERS as GCS_PARSERS
@@ -116,7 +119,19 @@ def problem_of(command: str) -> str | None:
     if words[0] in ("python", "torchrun"):
         files = [word for word in words if word.endswith(".py")]
         return None if files and all((ROOT / name).is_file() for name in files) else f"no files {files}"
-    return "a command that this test does not know"
+    return problem_of_ours(words[1:]) if words[0] == "cloudckpt" else "a command that this test does not know"
+
+
+def problem_of_ours(words: list[str]) -> str | None:
+    """Why `cloudckpt` does not take these arguments."""
+    command: Any = typer.main.get_command(app)
+    if words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"no command {words[0]}"
+        command = command.commands[words[0]]
+    known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+    missing = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
+    return f"no options {missing}" if missing else None
 
 
 @pytest.mark.parametrize(

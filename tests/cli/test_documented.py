@@ -1,0 +1,93 @@
+"""``docs/command-line.md`` says what the commands do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from tests.cli.conftest import Run, save
+from tests.docs.tables import marked
+
+from cloudckpt import cli, errors
+from cloudckpt.cli import _errors
+from cloudckpt.cli._app import app
+
+TEXT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+COMMON = TEXT.partition("## What all commands have")[2].partition("\n## ")[0]
+OF_THIS_PAGE = ("ls", "show", "diff", "verify", "rm", "gc", "bench")
+"""Others have pages of their own."""
+
+
+def section_of(name: str) -> str:
+    return TEXT.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("name", OF_THIS_PAGE)
+def test_what_the_page_shows_is_there(name: str) -> None:
+    """If this fails, an option that the page tells of does not exist."""
+    command: Any = typer.main.get_command(app)
+    options = {text for parameter in command.commands[name].params for text in parameter.opts}
+    assert section_of(name)
+    shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", section_of(name)))
+    assert shown <= options
+    common = set(re.findall(r"^\| `(--[a-z-]+)", COMMON, re.MULTILINE))
+    assert common <= options
+
+
+def test_the_exit_codes_are_those_of_the_code() -> None:
+    """If this fails, a script goes by codes that do not come."""
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", marked(TEXT, "exit codes"), re.MULTILINE)}
+    assert codes == {value for name, value in vars(_errors).items() if name.isupper() and isinstance(value, int)} | {
+        cli._TERMINATED
+    }
+
+
+def members_of(name: str) -> list[str]:
+    (row,) = (line for line in marked(TEXT, "json").splitlines() if line.startswith(f"| `{name}`"))
+    return re.findall(r"`(\w+)`", row)[1:]
+
+
+@pytest.mark.parametrize("name", OF_THIS_PAGE)
+def test_the_documents_are_as_documented(name: str, tmp_path: Path, run: Run) -> None:
+    """If this fails, a script asks for a member that is not there, or that may go unannounced."""
+    uri = str(tmp_path / "step-1")
+    save(uri)
+    arguments = {
+        "ls": [str(tmp_path)],
+        "diff": [uri, uri],
+        "gc": [str(tmp_path)],
+        "rm": [uri, "--dry-run"],
+        "bench": [str(tmp_path), "--size", "64KiB", "--rounds", "1", "--requests", "1"],
+    }.get(name, [uri])
+    document = run(name, *arguments, "--json").document
+    assert list(document[0] if isinstance(document, list) else document) == members_of(name)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_has_its_exit_code(name: str) -> None:
+    """If this fails, an error that a user will meet ends in a traceback, or in the code of another one."""
+    kind = getattr(errors, name)
+    error = kind.__new__(kind, "it is so")
+    error.args = ("it is so",)
+    code = _errors.exit_code_of(error)
+    assert code in {1, 2, 3, 4, 5, 6, 70}
+    expected = {
+        "AccessDeniedError": 4,
+        "BucketNotFoundError": 3,
+        "CheckpointExistsError": 6,
+        "CheckpointNotFoundError": 3,
+        "CorruptCheckpointError": 1,
+        "CredentialsError": 4,
+        "InvalidManifestError": 1,
+        "InvalidOptionError": 2,
+        "InvalidURIError": 2,
+        "MissingDependencyError": 2,
+        "StoreTimeoutError": 5,
+        "ThrottledError": 5,
+        "UnsupportedFormatError": 70,
+    }
+    assert code == expected.get(name, code)
+    assert "it is so" in _errors.message_of(error)

@@ -368,10 +368,10 @@ class GatedCopies:
         self.gate = Gate()
         original, first = copying.Task.run, iter([True])
 
-        def run(task: Any) -> None:
+        def run(task: Any, views: Any) -> None:
             if not next(first, False):
                 self.gate()
-            original(task)
+            original(task, views)
 
         monkeypatch.setattr(copying.Task, "run", run)
 
@@ -434,7 +434,7 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
     gate = Gate()
     gate.opened.set()
 
-    def run(_task: Any) -> None:
+    def run(_task: Any, _views: Any) -> None:
         gate()
         raise RuntimeError("the device is gone")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from cloudckpt._stage.cuda_copying import CopyQueue, queues_of
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.memory import Pool
 from cloudckpt._stage.stager import PinnedStager
-from cloudckpt._stage.staging import Staging
+from cloudckpt._stage.staging import Expected, Staging
 
 MIB = 1024 * 1024
 WAIT_S = 60
@@ -31,15 +31,15 @@ class Gate:
         self.entered = threading.Event()
         self._error = error
         self._run = copying.Task.run
-        monkeypatch.setattr(copying.Task, "run", lambda task: self._pass(task))  # noqa: PLW0108  # a function, which binds the task
+        monkeypatch.setattr(copying.Task, "run", lambda task, views: self._pass(task, views))  # noqa: PLW0108  # a function, which binds the task
 
-    def _pass(self, task: copying.Task) -> None:
+    def _pass(self, task: copying.Task, views: Sequence[torch.Tensor]) -> None:
         self.entered.set()
         assert self.permits.acquire(timeout=WAIT_S)
         self.threads.add(threading.current_thread().name)
         if self._error is not None:
             raise self._error
-        self._run(task)
+        self._run(task, views)
 
 
 def waiting_for(staging: Staging, tensor: torch.Tensor) -> tuple[threading.Thread, threading.Event]:
@@ -92,11 +92,11 @@ def test_all_threads_copy_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = threading.Barrier(num_threads)
     run = copying.Task.run
 
-    def run_together(task: copying.Task) -> None:
+    def run_together(task: copying.Task, views: Sequence[torch.Tensor]) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
             at_once.wait(WAIT_S)
         at_once.abort()  # once all have been in here together
-        run(task)
+        run(task, views)
 
     monkeypatch.setattr(copying.Task, "run", run_together)
     before = threading.active_count()
@@ -303,7 +303,7 @@ def queued(tensors: list[torch.Tensor], *, failing: int | None = None) -> tuple[
         blocks=laid_out.blocks,
     )
     addresses = [(segment.target, segment.target + segment.num_bytes) for segment in laid_out.segments]
-    staging.expect(addresses, ranges, num_tasks=queue.end_task, sources=tensors)
+    staging.expect(Expected.of(addresses, ranges, num_tasks=queue.end_task), sources=tensors)
     stream = FakeStream(failing=failing)
     Crew(staging, [lambda crew: queue.run(crew, stream)], in_threads=False).run()
     return staging, stream

@@ -7,14 +7,15 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
 from cloudckpt._stage.crew import Crew
-from cloudckpt._stage.cuda_copying import CudaStream, queues_of
+from cloudckpt._stage.cuda_copying import CopyQueue, CudaStream, queues_of
 from cloudckpt._stage.laying import Segment
-from cloudckpt._stage.staging import Staging
+from cloudckpt._stage.staging import Expected, Staging
 from cloudckpt._stage.tensors import as_carrier
 from cloudckpt._workers import num_cores_of_rank
 from cloudckpt.options import MIB
@@ -34,30 +35,40 @@ class Move(msgspec.Struct, frozen=True, gc=False):
 
 
 class Gather(msgspec.Struct, frozen=True):
-    """The elements of `source`, however they lie, into `target`, which has the same shape."""
+    """The elements of a view, however they lie, into `target`, which has the same shape."""
 
     target: torch.Tensor
-    source: torch.Tensor
-    num_bytes: int
+    view: int
 
-    def run(self) -> None:
+    def run(self, views: Sequence[torch.Tensor]) -> None:
         """By numpy, which does it in this thread alone: torch would start threads of its own for each of ours."""
-        source = self.source.detach().resolve_conj().resolve_neg()
+        source = views[self.view].detach().resolve_conj().resolve_neg()
         as_carrier(self.target).numpy()[...] = as_carrier(source).numpy()
 
 
-class Task(msgspec.Struct):
-    """Copies that one thread makes in one go."""
+class Batch(msgspec.Struct, frozen=True):
+    """Small views into `targets` of the same shapes, in one call, during which other threads run."""
 
-    copies: list[Move | Gather]
+    targets: list[torch.Tensor]
+    views: list[int]
+
+    def run(self, views: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(self.targets, [views[number] for number in self.views])
+
+
+class Task(msgspec.Struct):
+    """Copies that one thread makes in one go. It holds none of the views that it copies."""
+
+    copies: list[Move | Gather | Batch]
     num_bytes: int
 
-    def run(self) -> None:
+    @torch.no_grad()
+    def run(self, views: Sequence[torch.Tensor]) -> None:
         for copy in self.copies:
             if type(copy) is Move:
                 ctypes.memmove(copy.target, copy.source, copy.num_bytes)  # other threads run meanwhile
-            elif type(copy) is Gather:
-                copy.run()
+            elif isinstance(copy, Gather | Batch):
+                copy.run(views)
 
 
 def num_threads_of_rank() -> int:
@@ -75,13 +86,14 @@ class _CpuJob:
         self._lock = threading.Lock()
 
     def __call__(self, crew: Crew) -> None:
+        views = crew.sources
         while not crew.has_failed:
             with self._lock:
                 number = next(self._numbers, None)
             if number is None:
                 return
             task = self._tasks[number]
-            task.run()
+            task.run(views)
             crew.done(number, task.num_bytes)
 
 
@@ -98,7 +110,15 @@ def tasks_of(segments: Sequence[Segment], *, task_bytes: int) -> tuple[list[Task
                 tasks.append(task)
             if segment.copy is not None:
                 step_bytes = segment.num_bytes
-                task.copies.append(Gather(segment.copy, segment.tensor, step_bytes))
+                task.copies.append(Gather(segment.copy, segment.view))
+            elif segment.small is not None:
+                step_bytes = segment.num_bytes
+                batch = task.copies[-1] if task.copies else None
+                if type(batch) is not Batch:
+                    batch = Batch([], [])
+                    task.copies.append(batch)
+                batch.targets.append(segment.small)
+                batch.views.append(segment.view)
             else:
                 step_bytes = min(segment.num_bytes - done_bytes, task_bytes - task.num_bytes)
                 task.copies.append(Move(target + done_bytes, segment.source + done_bytes, step_bytes))
@@ -108,11 +128,19 @@ def tasks_of(segments: Sequence[Segment], *, task_bytes: int) -> tuple[list[Task
     return tasks, ranges
 
 
-def crew_for(staging: Staging, segments: Sequence[Segment], *, num_threads: int) -> Crew:
-    """Whoever fills `segments`, and tells `staging` what is there, and how it ended.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What fills the segments of a snapshot."""
 
-    What the caller's current streams still have to do on GPUs comes before what is copied from there.
-    """
+    tasks: list[Task]
+    """On the CPU. They hold nothing of the state dict, and can be done again for one that lies where it lay."""
+    queues: dict[torch.device, CopyQueue]
+    """Of each GPU."""
+    expected: Expected
+
+
+def work_for(segments: Sequence[Segment], *, num_threads: int) -> Work:
+    """What `num_threads` threads do on the CPU, and one thread for each GPU."""
     is_on_cpu = [segment.tensor.is_cpu for segment in segments]
     on_cpu = list(itertools.compress(segments, is_on_cpu))
     share_bytes = sum(segment.num_bytes for segment in on_cpu) // (num_threads * _TASKS_PER_THREAD)
@@ -123,11 +151,19 @@ def crew_for(staging: Staging, segments: Sequence[Segment], *, num_threads: int)
     ranges = [next(cpu_ranges if is_here else gpu_ranges) for is_here in is_on_cpu]
     targets = [segment.target for segment in segments]
     addresses = [(target, target + segment.num_bytes) for target, segment in zip(targets, segments, strict=True)]
-    staging.expect(addresses, ranges, num_tasks=num_tasks, sources=[segment.tensor for segment in segments])
-    streams = [CudaStream(device) for device in queues]
+    return Work(tasks=tasks, queues=queues, expected=Expected.of(addresses, ranges, num_tasks=num_tasks))
+
+
+def crew_for(staging: Staging, work: Work, tensors: Sequence[torch.Tensor], *, num_threads: int) -> Crew:
+    """Whoever does `work` on `tensors`, and tells `staging` what is there, and how it ended.
+
+    What the caller's current streams still have to do on GPUs comes before what is copied from there.
+    """
+    staging.expect(work.expected, sources=tensors)
+    streams = [CudaStream(device) for device in work.queues]
     jobs: list[Callable[[Crew], None]] = [
-        functools.partial(queue.run, stream=stream) for queue, stream in zip(queues.values(), streams, strict=True)
+        functools.partial(queue.run, stream=stream) for queue, stream in zip(work.queues.values(), streams, strict=True)
     ]
-    is_little = not jobs and len(tasks) <= 1  # it is copied before a thread has started
-    jobs += [_CpuJob(tasks)] * max(min(num_threads, len(tasks)), not jobs)
+    is_little = not jobs and len(work.tasks) <= 1  # it is copied before a thread has started
+    jobs += [_CpuJob(work.tasks)] * max(min(num_threads, len(work.tasks)), not jobs)
     return Crew(staging, jobs, in_threads=not is_little)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from cloudckpt._stage.staging import Staging
 
@@ -29,6 +30,11 @@ class Crew:
     def has_failed(self) -> bool:
         """Whether there is no use in going on."""
         return self._error is not None
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What is copied."""
+        return self._staging.sources
 
     def done(self, task: int, num_bytes: int) -> None:
         """A task of the staging has been."""

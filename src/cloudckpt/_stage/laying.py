@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,14 +23,26 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     source: int
     """The address of the bytes that it gets as they are."""
     num_bytes: int
+    view: int
+    """The first of the tensors that lie there."""
     tensor: torch.Tensor
-    """A tensor that lies there; where `copy` is given, the one whose elements it gets instead."""
+    """That tensor; where `copy` is given, its elements are what is copied."""
     copy: torch.Tensor | None
+    small: torch.Tensor | None
+    """The one tensor that lies there, if it is one that torch copies in no more time than it takes."""
 
     @property
     def target(self) -> int:
         """Its address."""
         return self.block.address + self.offset
+
+
+_SMALL_ELEMENTS = 32 * 1024  # torch copies what has as many, or more, in threads of its own
+# Of these it copies any bits.
+_ORDINARY = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +68,21 @@ def lay_out(
     hulls = hulls_of(begins, ends, own_bytes)
     wanted: list[tuple[int, int]] = []
     firsts: list[int] = []
+    num_views: list[int] = []
     slots: list[int] = []
-    known: dict[int, int] = {}
+    known: dict[Hashable, int] = {}
     for view, hull in enumerate(hulls.segment_of):
         # torch reads a tensor at an odd address where it is, but has none that lies so in memory of ours.
         is_alone = hull < 0 or begins[view] % tensors[view].itemsize
-        slot = -1 if is_alone else known.get(hull, -1)
-        if slot < 0:
-            slot = len(wanted)
+        key = _form_of(tensors[view], begins[view]) if is_alone else hull
+        slot = known.setdefault(key, len(wanted))
+        if slot == len(wanted):
             firsts.append(view)
-            if is_alone:
-                wanted.append((0, own_bytes[view]))
-            else:
-                known[hull] = slot
-                wanted.append((hulls.begins[hull], hulls.ends[hull] - hulls.begins[hull]))
+            num_views.append(0)
+            wanted.append(
+                (0, own_bytes[view]) if is_alone else (hulls.begins[hull], hulls.ends[hull] - hulls.begins[hull])
+            )
+        num_views[slot] += 1
         slots.append(slot)
     placing = pool.lay_out(wanted, reuse_lent=reuse_lent)
     used = pool.blocks
@@ -100,14 +113,31 @@ def lay_out(
             offset=offset,
             source=source,
             num_bytes=num_bytes,
+            view=first,
             tensor=tensors[first],
             copy=None if source else copies[first],
+            small=copies[first] if source and count == 1 and _is_small(tensors[first]) else None,
         )
-        for first, block, offset, (source, num_bytes) in zip(
-            firsts, placing.blocks, placing.offsets, wanted, strict=True
+        for first, block, offset, (source, num_bytes), count in zip(
+            firsts, placing.blocks, placing.offsets, wanted, num_views, strict=True
         )
     ]
     return LaidOut(copies=copies, segments=segments, blocks=pool.blocks)
+
+
+def _form_of(tensor: torch.Tensor, address: int) -> Hashable:
+    """Equal for views of the same values in the same memory."""
+    return address, tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return bool(
+        tensor.is_cpu
+        and tensor.dtype in _ORDINARY
+        and tensor.numel() < _SMALL_ELEMENTS
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
 def _with_bits(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,28 @@ from cloudckpt.errors import UnsupportedValueError
 _UNCHANGING = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range}
 )
+_DICTS = frozenset({dict, OrderedDict})
 _PLACEHOLDERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Leaves:
     """The tensors of a state dict, in its order, and a copy of all else.
 
-    `tensors` are strided and have memory: what is laid out must be put into `put_together` in their order.
+    `tensors` have addresses; `of_memory` sees to it that they are nothing but strided memory. Their copies must be put
+    into `put_together` in their order.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+    def __init__(
+        self, state_dict: Mapping[str, Any], *, address_of: Callable[[torch.Tensor], int] | None = None
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.addresses: list[int] = []
         self.are_within: list[bool] = []
         """Of each tensor, whether it is in a tuple, which DCP has serialised as a whole."""
+        self._address_of = address_of or _address_of
         self._num_tuples = 0
-        self._places: list[tuple[Any, Any]] = []
+        self._places: list[tuple[Any, Sequence[Any]]] = []
+        """Containers, and of each the keys that the next of the copies get."""
         self._finishers: list[Callable[[], None]] = []
         self._default: DefaultStager | None = None
         self._path: list[str] = []
@@ -55,10 +62,19 @@ class Leaves:
         finally:
             self._close_default()
 
+    @classmethod
+    def of_memory(cls, state_dict: Mapping[str, Any], found: Leaves) -> Leaves:
+        """`found`, what was found in `state_dict`, if its tensors are strided memory; else with the others copied."""
+        if all(map(_is_memory, found.tensors)):
+            return found
+        return cls(state_dict, address_of=lambda tensor: tensor.data_ptr() if _is_memory(tensor) else 0)
+
     def put_together(self, copies: list[torch.Tensor]) -> dict[str, Any]:
         """The state dict with `copies` in place of `tensors`."""
-        for (container, key), tensor in zip(self._places, copies, strict=True):
-            container[key] = tensor
+        ordered = iter(copies)
+        for container, keys in self._places:
+            for key, tensor in zip(keys, ordered, strict=False):
+                container[key] = tensor
         for finish in self._finishers:
             finish()
         result: dict[str, Any] = self._root[0]
@@ -67,11 +83,9 @@ class Leaves:
     def _take(self, value: Any, container: Any, key: Any) -> None:
         """Put a copy of `value` at `key` of `container`, now or when its tensors are there."""
         kind = type(value)
-        if kind in PLAIN_TENSORS and _is_memory(value):
+        if kind in PLAIN_TENSORS and (address := self._address_of(value)):
             container[key] = None
-            self.tensors.append(value)
-            self.are_within.append(self._num_tuples > 0)
-            self._places.append((container, key))
+            self._note([value], [address], container, [key])
         elif kind in _UNCHANGING:
             container[key] = value
         else:
@@ -87,11 +101,9 @@ class Leaves:
         elif self._num_tuples and isinstance(value, dict) and kind not in {dict, OrderedDict}:
             container[key] = self._copied(value)  # a Counter, say: what is in a tuple is serialised with its types
         elif isinstance(value, Mapping):
-            items: Any = OrderedDict() if kind is OrderedDict else {}
+            items: dict[Any, Any] = OrderedDict() if kind is OrderedDict else {}
             container[key] = items
-            for name, item in value.items():
-                items[name] = None  # in its place, also where it is put in later
-                self._take(item, items, name)
+            self._take_mapping(value, items)
         elif kind is list:
             container[key] = entries = [None] * len(value)
             self._take_all(value, entries)
@@ -113,6 +125,31 @@ class Leaves:
             self._take(value.wait(), container, key)
         else:
             container[key] = self._copied(value)
+
+    def _take_mapping(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> None:
+        if type(value) in _DICTS and self._take_together(value, items):
+            return
+        for name, item in value.items():
+            items[name] = None  # in its place, also where it is put in later
+            self._take(item, items, name)
+
+    def _take_together(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
+        """As `_take` for each item where all are tensors with addresses; else False, with nothing done."""
+        tensors = list(value.values())
+        if not PLAIN_TENSORS.issuperset(map(type, tensors)):
+            return False
+        addresses = list(map(self._address_of, tensors))
+        if not all(addresses):
+            return False
+        items.update(dict.fromkeys(value))
+        self._note(tensors, addresses, items, list(items))
+        return True
+
+    def _note(self, tensors: list[torch.Tensor], addresses: list[int], container: Any, keys: Sequence[Any]) -> None:
+        self.tensors += tensors
+        self.addresses += addresses
+        self.are_within += [self._num_tuples > 0] * len(tensors)
+        self._places.append((container, keys))
 
     def _take_all(self, values: Any, entries: list[Any]) -> None:
         for number, item in enumerate(values):
@@ -163,6 +200,14 @@ class Leaves:
             )
         staged: Any = self._default.stage({"": value})
         return staged[""]
+
+
+def _address_of(tensor: torch.Tensor) -> int:
+    """0 where there is none."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # of a layout without one
+        return 0
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._collecting import rare_collections
-from cloudckpt._stage.copying import crew_for, num_threads_of_rank
+from cloudckpt._stage.copying import Work, crew_for, num_threads_of_rank, work_for
 from cloudckpt._stage.crew import Crew
+from cloudckpt._stage.kept import Kept
 from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
 from cloudckpt._stage.memory import Pool
@@ -40,6 +42,7 @@ class PinnedStager(AsyncStager):
         self._num_threads = num_threads
         self._last: Staging | None = None
         self._crew: Crew | None = None
+        self._kept: Kept | None = None
         self._process = os.getpid()
 
     @property
@@ -76,25 +79,35 @@ class PinnedStager(AsyncStager):
     def close(self) -> None:
         """Free the memory, once the copy that is being made has ended. It can be used again, and begins anew."""
         self._wait_for_last()
+        self._kept = None
         self._pool.close()
 
     def _wait_for_last(self) -> None:
         if self._process != os.getpid():  # a forked child, which has none of the threads
-            self._process, self._last, self._crew = os.getpid(), None, None
+            self._process, self._last, self._crew, self._kept = os.getpid(), None, None, None
             self._pool.close()  # shared memory is still its parent's
         if self._crew is not None:
             self._crew.wait()
             self._last = self._crew = None
 
     @torch.no_grad()
+    @torch.inference_mode(mode=False)  # other threads write to the copies, and later snapshots do
     @rare_collections()
     def _begin(self, state_dict: dict[str, Any], *, is_torchs: bool) -> Staging:
         self._wait_for_last()
+        kept, self._kept = self._kept, None
         leaves = Leaves(state_dict)
+        if not is_torchs and kept is not None and kept.lie_there(leaves.tensors, leaves.addresses):
+            staging = self._again(kept, leaves)
+            if staging is not None:
+                return staging
+            leaves = Leaves(state_dict)
+        del kept  # the memory that it holds may be needed
+        leaves = Leaves.of_memory(state_dict, leaves)
         # torch hands shared storages on to its process, which serialises tuples, and with them all of their storages.
         as_whole = [is_torchs and not is_within for is_within in leaves.are_within]
         laid_out = lay_out(leaves.tensors, self._pool, reuse_lent=not is_torchs, as_whole=as_whole)
-        num_threads = self._num_threads or num_threads_of_rank()
+        num_threads = self._threads()
         staging = Staging(
             state_dict=leaves.put_together(laid_out.copies),
             num_bytes=sum(segment.num_bytes for segment in laid_out.segments),
@@ -103,10 +116,35 @@ class PinnedStager(AsyncStager):
         )
         if any(tensor.is_cuda for tensor in leaves.tensors):
             self._pool.pin()
-        crew = crew_for(staging, laid_out.segments, num_threads=num_threads)
+        work = work_for(laid_out.segments, num_threads=num_threads)
+        self._run(staging, work, leaves.tensors)
+        if not is_torchs and not work.queues:
+            self._kept = Kept(leaves.tensors, leaves.addresses, laid_out, work)
+        return staging
+
+    def _again(self, kept: Kept, leaves: Leaves) -> Staging | None:
+        """The last snapshot once more, with the values that there are now; None where it would not be the same one."""
+        staging = Staging(
+            state_dict=leaves.put_together(kept.copies),
+            num_bytes=kept.num_bytes,
+            blocks=kept.blocks,
+            leaves_cores=self._threads() < num_cores_of_rank(),
+        )
+        crew = self._run(staging, kept.work, leaves.tensors)
+        if not kept.are_alike(leaves.tensors):
+            crew.wait()
+            return None
+        self._kept = kept
+        return staging
+
+    def _run(self, staging: Staging, work: Work, tensors: Sequence[torch.Tensor]) -> Crew:
+        crew = crew_for(staging, work, tensors, num_threads=self._threads())
         self._last, self._crew = staging, crew
         crew.run()
-        return staging
+        return crew
+
+    def _threads(self) -> int:
+        return self._num_threads or num_threads_of_rank()
 
 
 def _state_dict_of(staging: Staging) -> Future[dict[str, Any]]:

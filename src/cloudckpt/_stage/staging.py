@@ -6,9 +6,34 @@ import bisect
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt._stage.memory import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Where the segments of a snapshot lie, in the order of their addresses, and which tasks fill each of them."""
+
+    begins: list[int]
+    ends: list[int]
+    tasks: list[range]
+    num_tasks: int
+
+    @classmethod
+    def of(cls, segments: Sequence[tuple[int, int]], tasks: Sequence[range], *, num_tasks: int) -> Expected:
+        """Of each segment, in any order, its range of addresses, and the tasks that fill it."""
+        order = sorted(range(len(segments)), key=lambda number: segments[number][0])
+        return cls(
+            begins=[segments[number][0] for number in order],
+            ends=[segments[number][1] for number in order],
+            tasks=[tasks[number] for number in order],
+            num_tasks=num_tasks,
+        )
+
+
+_NOTHING = Expected(begins=[], ends=[], tasks=[], num_tasks=0)
 
 
 class Staging:
@@ -32,11 +57,10 @@ class Staging:
         self._blocks = [(block.address, block.num_bytes, block) for block in blocks]
         self._changed = threading.Condition()
         self._copied_bytes = 0
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._tasks: list[range] = []
+        self._expected = _NOTHING
         self._is_done = bytearray()
-        self._sources: Sequence[Any] = ()
+        self.sources: Sequence[Any] = ()
+        """What is copied, until it has been."""
 
     @property
     def copied_bytes(self) -> int:
@@ -51,12 +75,12 @@ class Staging:
         if self.completed.done():
             self.completed.result()
             return
-        first = bisect.bisect_right(self._ends, address)
-        last = bisect.bisect_left(self._begins, address + num_bytes)
+        first = bisect.bisect_right(self._expected.ends, address)
+        last = bisect.bisect_left(self._expected.begins, address + num_bytes)
         if first >= last:
             return
-        low = min(tasks.start for tasks in self._tasks[first:last])
-        high = max(tasks.stop for tasks in self._tasks[first:last])
+        low = min(tasks.start for tasks in self._expected.tasks[first:last])
+        high = max(tasks.stop for tasks in self._expected.tasks[first:last])
         with self._changed:
             self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[low:high]))
         if self.completed.done():
@@ -74,16 +98,11 @@ class Staging:
         """The descriptors of the shared memory that it lies in."""
         return [block.descriptor for _, _, block in self._blocks if block.descriptor is not None]
 
-    def expect(
-        self, segments: Sequence[tuple[int, int]], tasks: Sequence[range], *, num_tasks: int, sources: Sequence[Any]
-    ) -> None:
-        """Of each segment its range of addresses, and the tasks that fill it. `sources` are kept until all are done."""
-        order = sorted(range(len(segments)), key=lambda number: segments[number][0])
-        self._begins = [segments[number][0] for number in order]
-        self._ends = [segments[number][1] for number in order]
-        self._tasks = [tasks[number] for number in order]
-        self._is_done = bytearray(num_tasks)
-        self._sources = sources
+    def expect(self, expected: Expected, *, sources: Sequence[Any]) -> None:
+        """Say what is going to be done. `sources` are kept until it has been."""
+        self._expected = expected
+        self._is_done = bytearray(expected.num_tasks)
+        self.sources = sources
 
     def task_done(self, task: int, num_bytes: int) -> None:
         """Let those go on that wait for it."""
@@ -94,7 +113,7 @@ class Staging:
 
     def end(self, error: BaseException | None) -> None:
         """Let everybody go on."""
-        self._sources = ()
+        self.sources = ()
         if error is None:
             self.completed.set_result(None)
         else:

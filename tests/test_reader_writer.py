@@ -153,6 +153,7 @@ def test_events_tell_the_story_in_order(memory: Memory) -> None:
     parts = [event for event in events if event.name == "save.part_uploaded"]
     names = [event.name for event in events]
     assert names == [
+        "save.begun",
         "save.set_up",
         *["save.part_uploaded"] * len(parts),
         "save.completing",
@@ -160,6 +161,7 @@ def test_events_tell_the_story_in_order(memory: Memory) -> None:
         "save.written",
         "save.committing",
         "save.committed",
+        "save.done",
     ]
     (key,) = memory.data_keys()
     assert {event.key for event in parts} == {key}
@@ -169,22 +171,27 @@ def test_events_tell_the_story_in_order(memory: Memory) -> None:
         size_bytes
     ] * 2
     assert {event.uri for event in events} == {memory.uri()}
-    assert events[-1].key == "manifest.json"
+    assert events[-2].key == "manifest.json"
+    assert len({event.operation for event in events}) == 1
+    assert events[-1].report is not None
+    assert events[-1].num_bytes == events[-1].report.num_bytes == size_bytes
 
     events.clear()
     cloudckpt.save({"w": torch.ones(10)}, memory.uri(), options=options, overwrite=True)
-    assert [(event.name, event.key) for event in events][-5:] == [
+    assert [(event.name, event.key) for event in events][-6:] == [
         ("save.committing", "manifest.1.json"),
         ("save.committed", "manifest.1.json"),
         ("save.removing", "manifest.json"),
         ("save.removing", key),
         ("save.cleaned_up", ""),
+        ("save.done", ""),
     ]
 
     events.clear()
     memory.at().fail("read_into")
     cloudckpt.load({"w": torch.ones(10)}, memory.uri(), options=options)
-    assert [event.name for event in events] == ["load.planned", "retry", "load.range_read", "load.done"]
+    assert [event.name for event in events] == ["load.begun", "load.planned", "retry", "load.range_read", "load.done"]
+    assert events[2].error == "TransientStoreError"
 
 
 def test_the_save_report_is_what_the_store_saw(memory: Memory) -> None:

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from cloudckpt import errors
+from cloudckpt import errors, telemetry
 from cloudckpt._version import __version__
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -168,6 +168,7 @@ __all__ = [
     "on_sigterm",
     "save",
     "survey",
+    "telemetry",
     "verify",
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -14,7 +13,6 @@ from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SaveProgress, SaveReport
 
 _T = TypeVar("_T")
-_log = logging.getLogger("cloudckpt")
 
 
 class Staged(Protocol):
@@ -145,10 +143,8 @@ class AsyncSave:
             return
         if isinstance(outcome, SaveCancelledError):
             self._steering.end("cancelled")
-            _log.info("a background save was cancelled: %s", outcome)
         else:
             self._steering.end("failed")
-            _log.warning("a background save failed: %s", outcome)
         self.committed.set_exception(outcome)
 
 

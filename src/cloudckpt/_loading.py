@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, overload
 
 import torch.distributed as dist
@@ -91,6 +93,7 @@ def load(
         for is_last in (False, True):
             try:
                 with (
+                    _told(reader),
                     rare_collections(),
                     planned(state_dict, planner, where) as (wanted, chosen_planner),
                     in_company_of(reader, process_group, doing="loading", alone=no_dist) as group,
@@ -122,3 +125,14 @@ def load(
             reader.end_together()
             reader.report_failures_in_set_up(rank=None)
     return reader.report if isinstance(reader, ObjectStoreReader) else None
+
+
+@contextlib.contextmanager
+def _told(reader: StorageReader) -> Iterator[None]:
+    """Whatever ends the load here is told."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(reader, ObjectStoreReader):
+            reader.lifecycle.end(error)
+        raise

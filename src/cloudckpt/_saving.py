@@ -92,6 +92,7 @@ def with_report(metadata: Metadata, writer: StorageWriter) -> SavedMetadata:
     """What a save returns."""
     if isinstance(writer, ObjectStoreWriter):
         writer.flush_trace()
+        writer.lifecycle.end(writer.report)
     global _last_s  # noqa: PLW0603  # of the process
     report = writer.report if isinstance(writer, ObjectStoreWriter) else None
     if report is not None:
@@ -109,4 +110,5 @@ def failed(error: CheckpointException, writer: StorageWriter) -> CheckpointExcep
         if not may_be_committed:
             writer.discard()
         writer.flush_trace()
+        writer.lifecycle.end(error)
     return failure_of(error, what=f"saving {getattr(writer, 'checkpoint_id', 'the checkpoint')}")

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 from typing_extensions import ParamSpec
 
+from cloudckpt import _watchers
 from cloudckpt._timeline import Timeline, Verb
 
 _P = ParamSpec("_P")
@@ -33,8 +34,9 @@ class Recorder:
     Without a timeline, a span costs a reading of the clock and an addition.
     """
 
-    def __init__(self, timeline: Timeline | None = None) -> None:
+    def __init__(self, timeline: Timeline | None = None, *, operation: str = "") -> None:
         self.timeline = timeline
+        self.operation = operation
         self._lock = threading.Lock()
         self._spent_ns: Counter[Phase] = Counter()
         self._in_flight_bytes = 0
@@ -70,7 +72,8 @@ class Recorder:
         """A span for what is done in this context, and then all so far in the timeline's file, whatever came of it."""
         begun_ns, more = now_ns(), {}
         try:
-            yield
+            with _watchers.step(self.operation, name):
+                yield
         except BaseException as error:
             more = {"error": type(error).__name__}
             raise
@@ -144,9 +147,9 @@ def meeting(meet: Callable[_P, _R]) -> Callable[_P, _R]:
     return drawn
 
 
-def new_recorder(trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str) -> Recorder:
+def new_recorder(trace: str | os.PathLike[str] | None, *, verb: Verb, uri: str, operation: str = "") -> Recorder:
     """For one save or load. Its timeline, if `trace` names a file, begins now, and its file with `Recorder.open`."""
-    return Recorder(None if trace is None else Timeline(trace, verb=verb, uri=uri))
+    return Recorder(None if trace is None else Timeline(trace, verb=verb, uri=uri), operation=operation)
 
 
 def _recorder_of(trace: str | os.PathLike[str], verb: Verb, uri: str) -> Recorder:

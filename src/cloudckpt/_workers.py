@@ -7,6 +7,7 @@ is still running when a script ends has to be completed, not lost.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
 import queue
@@ -91,7 +92,8 @@ class Workers:
             if len(self._threads) >= self._current_width():
                 break
             # Not a daemon: the interpreter waits for it.
-            thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=False)
+            name, run = f"{self._name}-{len(self._threads)}", contextvars.copy_context().run
+            thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=False)
             try:
                 thread.start()
             except RuntimeError:  # the system's limit, or the interpreter ends: those that there are do the work

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import traceback
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from cloudckpt._commit.resolve import read_log
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._group import in_company
+from cloudckpt._pipeline.lifecycle import tell
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import redacted
 from cloudckpt.api import load
@@ -26,11 +26,10 @@ from cloudckpt.catalog import list_checkpoints
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
-from cloudckpt.report import LoadReport, SkippedCheckpoint
+from cloudckpt.report import Event, LoadReport, SkippedCheckpoint
 from cloudckpt.stores.open import open_store
 from cloudckpt.verification import verify
 
-_log = logging.getLogger("cloudckpt")
 _T = TypeVar("_T")
 
 _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
@@ -41,6 +40,10 @@ _MOST_LOOKS = 8
 class _Damage(NamedTuple):
     why: str
     is_gone: bool
+
+    @property
+    def kind(self) -> str:
+        return (CheckpointNotFoundError if self.is_gone else CorruptCheckpointError).__name__
 
 
 def load_latest(
@@ -139,7 +142,11 @@ def load_newest(
                 assert report is not None  # noqa: S101  # our reader makes one
                 return uri, _with_skipped(report, skipped, storage_reader)
         skipped.append(SkippedCheckpoint(uri=uri, why=damage.why, is_gone=damage.is_gone))
-        _log.warning("passed over %s, and going on to another checkpoint: %s", uri, damage.why)
+        tell(
+            Event(name="load.skipped", uri=uri, rank=ranks.rank, error=damage.kind, message=damage.why),
+            options or Options(),
+            words=f"passed over {uri}, and going on to another checkpoint: {damage.why}",
+        )
         if damage.is_gone and num_looks < _MOST_LOOKS:
             num_looks += 1
             tried = {one.uri for one in skipped}
@@ -160,7 +167,7 @@ class Ranks:
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
         self._process_group = process_group
         self._use_dist = not no_dist and dist.is_available() and dist.is_initialized()
-        self._rank = rank_in(process_group, no_dist=no_dist)
+        self.rank = rank_in(process_group, no_dist=no_dist)
         self._root, self._timeout_s = root, timeout_s
         self._what = f"loading the newest checkpoint under {root}"
 
@@ -170,7 +177,7 @@ class Ranks:
             with self._in_company() as group:
                 found: _T = _DistWrapper(group, self._use_dist, 0).broadcast(step, find)
         except CheckpointException as error:
-            raise_own_interrupt(error, self._rank)
+            raise_own_interrupt(error, self.rank)
             raise failure_of(error, what=self._what) from None
         return found
 
@@ -182,7 +189,7 @@ class Ranks:
 
     def failure(self, error: CorruptCheckpointError) -> CheckpointException:
         """`error`, found by all ranks alike, as a load's failures come."""
-        failures: Any = {self._rank: (error, traceback.StackSummary())}
+        failures: Any = {self.rank: (error, traceback.StackSummary())}
         return failure_of(CheckpointException("find", failures), what=self._what)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import os
 import time
 import uuid
@@ -23,7 +22,9 @@ from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt._pipeline.context import Context
+from cloudckpt._pipeline.lifecycle import Lifecycle, told
 from cloudckpt._pipeline.load import LoadJob, wanted_by
+from cloudckpt._pipeline.reporting import report_of
 from cloudckpt._share.deal import Ticket, dealt
 from cloudckpt._share.found import Found, found_at, handed_on
 from cloudckpt._share.session import Session
@@ -33,8 +34,6 @@ from cloudckpt._uri import is_valid_location, parse_location
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
-
-_log = logging.getLogger("cloudckpt")
 
 
 class ObjectStoreReader(StorageReader):
@@ -94,7 +93,8 @@ class ObjectStoreReader(StorageReader):
         self._found_here: tuple[Context, Manifest] | None = None
         self.report = self.failure = None
         self._manifest_s = 0.0
-        self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri)
+        self.lifecycle = Lifecycle("load", self._options)
+        self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self._load_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -141,6 +141,8 @@ class ObjectStoreReader(StorageReader):
                 self.failure = None
                 if self._found is None:
                     self._started_s = time.monotonic()
+                begun_by, uri = self._reporting_rank, self._location.uri
+                self.lifecycle.begin(uri, operation=self._load_id, rank=begun_by, is_set_up=True)
                 if self._reporting_rank is not None:
                     self._recorder.open(self._reporting_rank)
                 return self._read_metadata(rank=None)
@@ -160,6 +162,7 @@ class ObjectStoreReader(StorageReader):
                 self.failure = error
         return Metadata(state_dict_metadata={})  # never used: set_up_storage_reader raises
 
+    @told
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Begin a load."""
         if self._reporting_rank is not None and self.failure is not None:
@@ -199,6 +202,7 @@ class ObjectStoreReader(StorageReader):
         pairs = zip(plans, tickets, strict=True)
         return [plan if one is None else dataclasses.replace(plan, storage_data=one) for plan, one in pairs]
 
+    @told
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill what the plan asks for. After an error, what the tensors hold is undefined."""
         future: Future[None] = Future()
@@ -239,24 +243,17 @@ class ObjectStoreReader(StorageReader):
         )
         with recorder.step("read"):
             loaded = job.run(plan, planner)
-        self.report = LoadReport(
-            uri=context.uri,
+        self.report = report_of(
+            loaded,
+            context,
             attempt=self._manifest.attempt,
-            rank=context.rank,
-            num_bytes_wanted=loaded.num_bytes_wanted,
-            num_bytes_read=loaded.num_bytes_read,
-            num_bytes_received=loaded.num_bytes_received,
-            num_requests=context.retrier.num_requests + context.hedger.num_hedges,
-            num_retries=context.retrier.num_retries,
-            num_hedges=context.hedger.num_hedges,
             plan_s=begun_s - self._started_s,
             manifest_s=self._manifest_s,
             read_s=time.monotonic() - begun_s,
             transfer_s=recorder.seconds("transfer") - transferred_s,
             stage_s=recorder.seconds("stage") - staged_s,
         )
-        context.emit("load.done", num_bytes=loaded.num_bytes_read)
-        _log.info("loaded %s", self.report)
+        self.lifecycle.end(self.report)
 
     def _find(self) -> Found:
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)

@@ -6,23 +6,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 EventName = Literal[
+    "save.begun",
+    "save.staged",
     "save.set_up",
     "save.part_uploaded",
     "save.completing",
     "save.object_uploaded",
+    "save.resumed",
     "save.written",
     "save.committing",
     "save.committed",
     "save.removing",
     "save.cleaned_up",
+    "save.done",
+    "save.failed",
+    "save.cancelled",
+    "load.begun",
     "load.planned",
     "load.range_read",
     "load.done",
+    "load.failed",
+    "load.skipped",
     "verify.planned",
     "verify.range_read",
     "retention.removed",
     "retention.failed",
     "retry",
+    "hedge",
 ]
 
 
@@ -36,6 +46,16 @@ class Event:
     key: str = ""
     """The object concerned, relative to `uri`; empty where it concerns none."""
     num_bytes: int = 0
+    operation: str = ""
+    """The same in all events of one save or load on one rank."""
+    seconds: float = 0.0
+    """Where something has ended: how long it took."""
+    error: str = ""
+    """The class of what went wrong, such as ``ThrottledError``."""
+    message: str = ""
+    """What it says."""
+    report: SaveReport | LoadReport | None = None
+    """Where a save or load is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

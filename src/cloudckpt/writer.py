@@ -18,6 +18,7 @@ from torch.futures import Future
 from cloudckpt._manifest.stored_ranges import StoredRanges
 from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
+from cloudckpt._pipeline.lifecycle import Lifecycle, told
 from cloudckpt._pipeline.save import SaveJob
 from cloudckpt._process.host import UploadProcess
 from cloudckpt._process.job import RemoteJob
@@ -67,6 +68,8 @@ class ObjectStoreWriter(StorageWriter):
             raise InvalidOptionError("Options: extensions are given twice, here and as torch's _extensions")
         self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
         self._save_id = str(uuid.uuid4())
+        self.lifecycle = Lifecycle("save", self._options)
+        """Of the save that is under way."""
         self._job: SaveJob | RemoteJob | None = None
         self._process: UploadProcess | None = None
         self._shared_snapshot: SharedSnapshot | None = None
@@ -116,6 +119,7 @@ class ObjectStoreWriter(StorageWriter):
             self._location = parse_location(checkpoint_id)
         self._save_id = str(uuid.uuid4())
         self._job = None
+        self.lifecycle = Lifecycle("save", self._options)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -130,13 +134,19 @@ class ObjectStoreWriter(StorageWriter):
     def _storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
 
+    def begin(self, rank: int) -> None:
+        """Let a save be known to have begun before `set_up_storage_writer`."""
+        self.lifecycle.begin(self._location.uri, operation=self._save_id, rank=rank, is_set_up=False)
+
+    @told
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001  # torch's signature; it looks for the name "kwargs"
         """Begin a save. Raises `CheckpointExistsError` before any byte moves."""
         rank = int(kwargs.get("rank") or 0)
         # Without collectives there is no coordinator: each rank commits a checkpoint of its own.
         is_alone = not kwargs.get("use_collectives", True)
         location = self._location.child(f"rank-{rank}") if is_alone else self._location
-        recorder = new_recorder(self._options.trace, verb="save", uri=location.uri)
+        self.lifecycle.begin(location.uri, operation=self._save_id, rank=rank, is_set_up=True)
+        recorder = new_recorder(self._options.trace, verb="save", uri=location.uri, operation=self._save_id)
         recorder.open(rank)
         context = Context(location, self._options, rank=rank, recorder=recorder)
         self._steering.enter("planning")
@@ -165,12 +175,14 @@ class ObjectStoreWriter(StorageWriter):
         """Attach this save's ticket."""
         return dataclasses.replace(plan, storage_data=self._begun().ticket)
 
+    @told
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Hand the attempt to all ranks."""
         job = self._begun()
         self._steering.check()
         return [dataclasses.replace(plan, storage_data=job.handed_out(plan.storage_data)) for plan in plans]
 
+    @told
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items, all of them or none."""
         future: Future[list[WriteResult]] = Future()
@@ -195,6 +207,7 @@ class ObjectStoreWriter(StorageWriter):
             raise portable(error) from error
         return future
 
+    @told
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit, on the coordinator. Returns only once the checkpoint exists.
 
@@ -211,6 +224,7 @@ class ObjectStoreWriter(StorageWriter):
         metadata.version = DCP_VERSION
         metadata.storage_data = storage_data
         metadata.storage_meta = self._storage_meta()
+        self.lifecycle.end(job.report)
 
     def flush_trace(self) -> None:
         """Write what `Options.trace` has got since the last step: each of them does so at its end."""

@@ -6,10 +6,12 @@ See ``docs/design/017-background-saves.md``.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from cloudckpt._background.adopted import Adopted
 from cloudckpt._background.in_flight import forget, keep, own_stager
 from cloudckpt._failures import rank_in
 from cloudckpt._group import Call, accompanied
+from cloudckpt._pipeline.lifecycle import Lifecycle
 from cloudckpt._process.host import upload_process
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._saving import RefusingPlanner, saved
@@ -67,7 +70,11 @@ class BackgroundSave:
         assert staging is not None  # noqa: S101  # it has not run yet
         is_ours = isinstance(self.writer, ObjectStoreWriter)
         uri = str(getattr(self.writer, "checkpoint_id", "the checkpoint"))
-        steering = Steering(uri, rank=rank_in(self.process_group, no_dist=self.no_dist))
+        rank = rank_in(self.process_group, no_dist=self.no_dist)
+        steering = Steering(uri, rank=rank)
+        if isinstance(self.writer, ObjectStoreWriter):
+            self.writer.begin(rank)
+            staging.completed.add_done_callback(functools.partial(_tell_staged, staging, self.writer.lifecycle))
         tell_others = None
         if self.call is not None:
             self.call.heed(steering.cancel)
@@ -75,7 +82,10 @@ class BackgroundSave:
         handle = AsyncSave(uri, steering=steering if is_ours else None, staging=staging, tell_others=tell_others)
         self.handle = handle
         thread = threading.Thread(
-            target=self._run, args=(handle, steering, is_overlapped), name="cloudckpt-async", daemon=False
+            target=contextvars.copy_context().run,
+            args=(self._run, handle, steering, is_overlapped),
+            name="cloudckpt-async",
+            daemon=False,
         )
         keep(handle, thread)
         thread.start()
@@ -110,6 +120,8 @@ class BackgroundSave:
             outcome = error
             if isinstance(error, CheckpointException):
                 error.__traceback__ = None  # it says itself where it comes from, and this frame would go on for it
+        if isinstance(self.writer, ObjectStoreWriter) and isinstance(outcome, BaseException):
+            self.writer.lifecycle.end(outcome)
         wait([staging.completed])  # until then the memory is written to
         staging.state_dict = {}  # else its tensors live until the next one
         self.staging = self.planner = self.handle = None
@@ -158,6 +170,11 @@ class BackgroundSave:
             if ours is not None:
                 ours.steer(None)
                 ours.run_in(None)
+
+
+def _tell_staged(staging: Staging | Adopted, lifecycle: Lifecycle, completed: Future[None]) -> None:
+    if completed.exception() is None:
+        lifecycle.staged(staging.copied_bytes)
 
 
 @contextlib.contextmanager

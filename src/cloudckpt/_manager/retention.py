@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
+from cloudckpt import _watchers
 from cloudckpt._manager.reading import removing
 from cloudckpt._manager.removal import remove
 from cloudckpt._manager.rule import Policy, StepInfo, newest_first, superseded
@@ -183,9 +184,11 @@ class Retention:
                 self._traces.pop(step, None)
 
     def _emit(self, name: EventName, uri: str) -> None:
+        event = Event(name=name, uri=uri, rank=0)
+        _watchers.tell(event)
         if self._options.on_event is None:
             return
         try:
-            self._options.on_event(Event(name=name, uri=uri, rank=0))
+            self._options.on_event(event)
         except Exception:  # noqa: BLE001  # it is the user's, and the thread is ours
             _log.exception("Options.on_event failed in a thread that has nobody to raise it to")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 
+from cloudckpt import _watchers
 from cloudckpt._trace import Recorder
 from cloudckpt._transfer.hedged import HedgedStore
 from cloudckpt._transfer.hedging import Hedger
@@ -18,6 +20,8 @@ from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
+
+_log = logging.getLogger("cloudckpt")
 
 _SCHEMES_OF_CONNECTIONS = ("s3", "gs")
 _LEAST_FOR_FILES = 2  # while one waits for its device, another can copy
@@ -64,7 +68,9 @@ class Context:
         # Where only few requests fit into what a load may hold, none of it is left for second ones.
         self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
         width = Width(bounds, begin_at=self.known_connections)
-        self.hedger = Hedger(width, budget_bytes=self.hedge_bytes, on_width=on_width)
+        self.hedger = Hedger(
+            width, budget_bytes=self.hedge_bytes, on_width=on_width, on_hedge=lambda: self.announce("hedge")
+        )
         self.on_sent: Callable[[int], None] = _ignore
         """Told the size of each part that the store has."""
         self._store: Store | None = None
@@ -74,7 +80,7 @@ class Context:
         return Retrier(
             retries=self.options.retries,
             timeout_s=self.options.timeout_s,
-            on_retry=lambda error: self.emit("retry", key=error.key),
+            on_retry=lambda error: self.emit("retry", key=error.key, error=error),
             recorder=self.recorder,
         )
 
@@ -90,12 +96,36 @@ class Context:
             self._store = HedgedStore(traced, self.hedger)
         return self._store
 
-    def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0) -> None:
-        """Tell the user's `Options.on_event`."""
+    def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
+        """Tell whoever watches, and the user's `Options.on_event`: what that raises, this raises."""
         if name == "save.part_uploaded":
             self.on_sent(num_bytes)
+        if self.options.on_event is None and not _watchers.is_watched():
+            return
+        event = Event(
+            name=name,
+            uri=self.uri,
+            rank=self.rank,
+            key=key,
+            num_bytes=num_bytes,
+            operation=self.recorder.operation,
+            error="" if error is None else type(error).__name__,
+            message="" if error is None else str(error),
+        )
+        self.deliver(event)
+
+    def deliver(self, event: Event) -> None:
+        """As `emit`, of an event that may come from another process."""
+        _watchers.tell(event)
         if self.options.on_event is not None:
-            self.options.on_event(Event(name=name, uri=self.uri, rank=self.rank, key=key, num_bytes=num_bytes))
+            self.options.on_event(event)
+
+    def announce(self, name: EventName) -> None:
+        """As `emit`, from a thread that has nobody to raise anything to."""
+        try:
+            self.emit(name)
+        except Exception:  # noqa: BLE001  # as it says
+            _log.exception("Options.on_event failed at %s", name)
 
 
 def _ignore(_number: int) -> None:

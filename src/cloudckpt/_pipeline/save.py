@@ -182,6 +182,8 @@ class SaveJob:
             transfer_s=recorder.seconds("transfer") - transferred_s,
             commit_s=0.0,
         )
+        if written.num_reused_bytes:
+            context.emit("save.resumed", num_bytes=written.num_reused_bytes)
         context.emit("save.written", num_bytes=self.report.num_bytes)
         return written.results
 

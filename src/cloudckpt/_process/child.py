@@ -31,6 +31,7 @@ from cloudckpt._process.messages import (
     Sent,
     Stop,
 )
+from cloudckpt._watchers import FIELDS
 from cloudckpt.errors import portable
 from cloudckpt.report import Event
 
@@ -87,9 +88,9 @@ class _Child:
             elif isinstance(message, Stop):
                 self._desk.stop(message.nonce, message.error)
 
-    def say_logged(self, level: int, text: str) -> None:
+    def say_logged(self, level: int, text: str, fields: dict[str, object]) -> None:
         if self._is_busy.is_set():  # else nobody listens
-            self._say(Logged(level=level, text=text))
+            self._say(Logged(level=level, text=text, fields=fields))
 
     def _say(self, message: object) -> None:
         with contextlib.suppress(ClosedError):  # the main thread sees it, too, and ends all
@@ -153,7 +154,8 @@ class _Sent(logging.Handler):
         self._child = child
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._child.say_logged(record.levelno, self.format(record))
+        known = {name: value for name, value in vars(record).items() if name in FIELDS}
+        self._child.say_logged(record.levelno, self.format(record), known)
 
 
 def _set_environment(environment: dict[str, str]) -> None:

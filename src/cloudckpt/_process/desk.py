@@ -78,7 +78,9 @@ class Desk:
     def _context(self, location: Location) -> Context:
         subject = self._known()
         options = dataclasses.replace(subject.options, on_event=self._on_event)
-        return Context(location, options, rank=subject.rank, recorder=Recorder(self._timeline))
+        return Context(
+            location, options, rank=subject.rank, recorder=Recorder(self._timeline, operation=subject.save_id)
+        )
 
     def _on_event(self, event: Event) -> None:
         subject = self._known()

@@ -206,7 +206,7 @@ class _Asked:
         if isinstance(message, Committing):
             self.is_committing = True
         elif isinstance(message, Logged):
-            _log.log(message.level, "%s", message.text)
+            _log.log(message.level, "%s", message.text, extra=message.fields)
         elif isinstance(message, Sent):
             self._listener.on_sent(message.num_bytes)
         elif isinstance(message, Happened):

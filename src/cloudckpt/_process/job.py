@@ -22,6 +22,7 @@ from cloudckpt._process.messages import Reply, Spans, Subject, Task
 from cloudckpt._stage.body import Filled
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._trace import Recorder
+from cloudckpt._watchers import is_watched
 from cloudckpt.errors import CloudckptError, CommitUnknownError, InvalidOptionError, UploadProcessError
 from cloudckpt.options import Options
 from cloudckpt.report import Event, SaveReport
@@ -81,7 +82,7 @@ class RemoteJob:
             rank=context.rank,
             save_id=save_id,
             transforms=transforms,
-            tells_events=context.options.on_event is not None,
+            tells_events=context.options.on_event is not None or is_watched(),
             traces=None if timeline is None else timeline.subject[1:],
             log_level=_log.getEffectiveLevel(),
             snapshot_files=frozenset() if snapshot is None else frozenset(map(file_id_of, snapshot.files)),
@@ -151,8 +152,7 @@ class RemoteJob:
             _log.warning("could not remove what a failed save left at %s, gc will: %s", self._context.uri, error)
 
     def on_event(self, event: Event) -> None:
-        if self._context.options.on_event is not None:
-            self._context.options.on_event(event)
+        self._context.deliver(event)
 
     def on_spans(self, spans: Spans) -> None:
         timeline = self.recorder.timeline

@@ -102,6 +102,7 @@ class Logged:
 
     level: int
     text: str
+    fields: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

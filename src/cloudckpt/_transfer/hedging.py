@@ -56,8 +56,8 @@ class Hedger:
     `watch` looks for stragglers; somebody has to call it, again and again. Only a request whose connection can be
     closed is made twice, since whichever of the two loses is ended before its caller goes on: so no loser sends from,
     or writes into, memory that its caller has let go of, and a thread waits for one no longer than a new connection
-    may take. Second requests hold no more than `budget_bytes`. `on_width` is told of each settled change of the width.
-    Safe to share between threads.
+    may take. Second requests hold no more than `budget_bytes`. `on_width` is told of each settled change of the width,
+    and `on_hedge` of each second request, in the thread that watches. Safe to share between threads.
     """
 
     def __init__(
@@ -66,10 +66,12 @@ class Hedger:
         *,
         budget_bytes: int,
         on_width: Callable[[int], None] = lambda _: None,
+        on_hedge: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._width = width
         self._on_width = on_width
+        self._on_hedge = on_hedge
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -154,9 +156,13 @@ class Hedger:
             now_s = self._clock()
             if now_s < self._calm_until_s:
                 return
+            num_before = len(self._hedged)
             for call in sorted(self._running, key=lambda call: call.begun_s):
                 if self._is_straggler(call, now_s) and self._is_affordable(call):
                     self._hedge(call)
+            num_more = len(self._hedged) - num_before
+        for _ in range(num_more):  # without the lock: it is the user's own code
+            self._on_hedge()
 
     def _is_straggler(self, call: _Call[object], now_s: float) -> bool:
         patience_s = self._peers[call.kind].patience_s(call.num_bytes)

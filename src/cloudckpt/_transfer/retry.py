@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cloudckpt._trace import Recorder, now_ns
+from cloudckpt._watchers import fields
 from cloudckpt.errors import ChecksumRefusedError, StoreError, ThrottledError, TransientStoreError
 
 _T = TypeVar("_T")
@@ -89,7 +90,8 @@ class Retrier:
                 delay_s = _delay_s(error, num_failures)
                 if num_failures > self._retries or time.monotonic() + delay_s >= deadline:
                     raise
-                _log.info("trying again in %.2f s: %s", delay_s, error)
+                more = fields(event="retry", key=error.key, seconds=round(delay_s, 3), error=type(error).__name__)
+                _log.info("trying again in %.2f s: %s", delay_s, error, extra=more)
                 with self._lock:
                     self._num_retries += 1
                 if self._on_retry is not None:

@@ -1,0 +1,338 @@
+"""Events, log records, and OpenTelemetry's spans and metrics of saves and loads."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from opentelemetry import trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.e2e.harness import run_ranks
+from tests.in_memory import Memory
+
+import cloudckpt
+from cloudckpt import Event, Options, telemetry
+from cloudckpt._opentelemetry import METRICS, SPANS
+from cloudckpt._watchers import FIELDS, is_watched
+
+SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096}
+
+
+class Exported:
+    """What OpenTelemetry got."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        self.tracers = TracerProvider(shutdown_on_exit=False)
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.reader = InMemoryMetricReader()
+        self.meters = MeterProvider([self.reader], shutdown_on_exit=False)
+        telemetry.instrument(tracer_provider=self.tracers, meter_provider=self.meters)
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        """By name, each of which there is one of."""
+        found = self.exporter.get_finished_spans()
+        assert len({span.name for span in found}) == len(found), [span.name for span in found]
+        return {span.name: span for span in found}
+
+    def points(self, name: str) -> list[Any]:
+        data = self.reader.get_metrics_data()
+        assert data is not None
+        metrics = [one for part in data.resource_metrics for scope in part.scope_metrics for one in scope.metrics]
+        return [point for metric in metrics if metric.name == name for point in metric.data.data_points]
+
+
+@pytest.fixture
+def exported() -> Iterator[Exported]:
+    found = Exported()
+    yield found
+    telemetry.uninstrument()
+    found.tracers.shutdown()
+    found.meters.shutdown()
+    assert not is_watched()
+
+
+def state_of(fill: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((20_000,), fill), "step": 3}
+
+
+def parent_of(span: ReadableSpan) -> int | None:
+    return None if span.parent is None else span.parent.span_id
+
+
+def test_a_save_and_a_load_are_spans_below_the_callers(exported: Exported, tmp_path: Path) -> None:
+    """If this fails, a trace of a training step does not show where its checkpoint's time went."""
+    with exported.tracers.get_tracer("test").start_as_current_span("step") as step:
+        cloudckpt.save(state_of(), tmp_path / "c", no_dist=True, options=Options(**SMALL))
+    spans = exported.spans()
+    assert spans.keys() == {"step", "cloudckpt.save", "cloudckpt.plan", "cloudckpt.upload", "cloudckpt.commit"}
+    save = spans["cloudckpt.save"]
+    assert parent_of(save) == step.get_span_context().span_id
+    assert {parent_of(spans[f"cloudckpt.{name}"]) for name in ("plan", "upload", "commit")} == {save.context.span_id}
+    assert save.attributes is not None
+    assert save.attributes["cloudckpt.uri"] == str(tmp_path / "c")
+    assert save.attributes["cloudckpt.rank"] == 0
+    assert save.attributes["cloudckpt.store"] == "file"
+    assert save.attributes["cloudckpt.bytes"] > 80_000
+    phases = [spans[f"cloudckpt.{name}"] for name in ("plan", "upload", "commit")]
+    times = [(span.start_time, span.end_time) for span in phases]
+    assert times == sorted(times)
+    exported.exporter.clear()
+
+    cloudckpt.load(state_of(0.0), tmp_path / "c", no_dist=True)
+    spans = exported.spans()
+    assert spans.keys() == {"cloudckpt.load", "cloudckpt.plan", "cloudckpt.read"}
+    of_load = spans.pop("cloudckpt.load").context.span_id
+    assert {parent_of(span) for span in spans.values()} == {of_load}
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_background_save_belongs_to_who_began_it(exported: Exported, tmp_path: Path, mode: Any) -> None:
+    """If this fails, background saves are traces of their own, which nobody finds from the step that began them."""
+    with exported.tracers.get_tracer("test").start_as_current_span("step") as step:
+        handle = cloudckpt.async_save(
+            state_of(), tmp_path / "c", no_dist=True, options=Options(async_mode=mode, **SMALL)
+        )
+    handle.result(120)
+    spans = exported.spans()
+    names = ("save", "stage", "plan", "upload", "commit")
+    assert spans.keys() == {"step", *(f"cloudckpt.{name}" for name in names)}
+    assert parent_of(spans["cloudckpt.save"]) == step.get_span_context().span_id
+    assert spans["cloudckpt.stage"].attributes == {"cloudckpt.bytes": 80_000}
+    assert exported.points("cloudckpt.io")[0].value > 80_000
+    cloudckpt.close()
+
+
+def test_calls_to_the_store_hang_below_the_phase(exported: Exported, memory: Memory) -> None:
+    """If this fails, spans that boto3's instrumentation makes in our threads are lost from the trace."""
+    seen: dict[str, set[int]] = {}
+
+    def look(event: Event) -> None:
+        if event.name in ("save.part_uploaded", "load.range_read"):
+            assert threading.current_thread() is not threading.main_thread()
+            seen.setdefault(event.name, set()).add(trace.get_current_span().get_span_context().span_id)
+
+    cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=Options(on_event=look, **SMALL))
+    upload = exported.spans()["cloudckpt.upload"].context.span_id
+    exported.exporter.clear()
+    cloudckpt.load(state_of(0.0), memory.uri(), no_dist=True, options=Options(on_event=look))
+    assert seen == {
+        "save.part_uploaded": {upload},
+        "load.range_read": {exported.spans()["cloudckpt.read"].context.span_id},
+    }
+
+
+def test_a_failed_save_says_so(exported: Exported, memory: Memory) -> None:
+    """If this fails, dashboards show failed saves as saves, or as ones that never end."""
+    memory.at().fail("read_into")
+    cloudckpt.save(state_of(), memory.uri(), no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException):
+        cloudckpt.save(state_of(), memory.uri(), no_dist=True)
+    cloudckpt.load(state_of(0.0), memory.uri(), no_dist=True)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.load(state_of(0.0), memory.uri() + "-not", no_dist=True)
+    ended = [
+        span for span in exported.exporter.get_finished_spans() if span.name in ("cloudckpt.save", "cloudckpt.load")
+    ]
+    errors = [(span.name, (span.attributes or {}).get("error.type")) for span in ended]
+    assert errors == [
+        ("cloudckpt.save", None),
+        ("cloudckpt.save", "CheckpointExistsError"),
+        ("cloudckpt.load", None),
+        ("cloudckpt.load", "CheckpointNotFoundError"),
+    ]
+    assert [span.status.is_ok for span in ended] == [True, False, True, False]
+    durations = {
+        (point.attributes["cloudckpt.operation"], point.attributes.get("error.type")): point.count
+        for point in exported.points("cloudckpt.operation.duration")
+    }
+    assert durations == {(name.removeprefix("cloudckpt."), error): 1 for name, error in errors}
+    (retries,) = exported.points("cloudckpt.retries")
+    assert (retries.value, retries.attributes["error.type"]) == (1, "TransientStoreError")
+    assert {point.value for point in exported.points("cloudckpt.operation.active")} == {0}
+
+
+def test_what_is_exported_is_what_the_document_lists(exported: Exported, memory: Memory) -> None:
+    """If this fails, dashboards are built on names that are not there."""
+    cloudckpt.async_save(state_of(), memory.uri(), no_dist=True).result(60)
+    cloudckpt.load_latest(state_of(0.0), memory.uri().rpartition("/")[0], no_dist=True)
+    assert {span.name for span in exported.exporter.get_finished_spans()} == SPANS.keys()
+    data = exported.reader.get_metrics_data()
+    assert data is not None
+    found = {
+        one.name: one.unit for part in data.resource_metrics for scope in part.scope_metrics for one in scope.metrics
+    }
+    assert found.items() <= {name: unit for name, (_, unit, _) in METRICS.items()}.items()
+    assert len(found) >= 5  # the others count what did not happen here
+
+
+def test_torchs_own_calls_are_told_as_well(exported: Exported, tmp_path: Path) -> None:
+    """If this fails, who calls torch's dcp.save with our writer sees nothing of it."""
+    writer = cloudckpt.ObjectStoreWriter(tmp_path / "c")
+    dcp.save(state_of(), storage_writer=writer, no_dist=True)
+    dcp.save(state_of(), storage_writer=writer, checkpoint_id=tmp_path / "d", no_dist=True)
+    dcp.load(state_of(0.0), storage_reader=cloudckpt.ObjectStoreReader(tmp_path / "d"), no_dist=True)
+    roots = [span.name for span in exported.exporter.get_finished_spans() if span.parent is None]
+    assert roots == ["cloudckpt.save", "cloudckpt.save", "cloudckpt.load"]
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.save(state_of(), storage_writer=cloudckpt.ObjectStoreWriter(tmp_path / "d"), no_dist=True)
+    assert exported.exporter.get_finished_spans()[-1].attributes["error.type"] == "CheckpointExistsError"  # type: ignore[index]
+
+
+def test_a_subscriber_that_fails_changes_nothing(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a broken dashboard costs a checkpoint; or Options.on_event can undo what is committed."""
+
+    def break_off(_: Event) -> None:
+        raise RuntimeError("no dashboard")
+
+    end = telemetry.subscribe(break_off)
+    try:
+        cloudckpt.save(state_of(), memory.uri(), no_dist=True)
+        cloudckpt.load(state_of(0.0), memory.uri(), no_dist=True)
+    finally:
+        end()
+    assert not is_watched()
+    assert "a subscriber of cloudckpt's events failed at save.done" in caplog.text
+
+    def at_the_ends(event: Event) -> None:
+        if event.name in ("save.begun", "save.done", "load.begun", "load.done"):
+            raise RuntimeError("no dashboard")
+
+    options = Options(on_event=at_the_ends)
+    cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=options, overwrite=True)
+    cloudckpt.load(state_of(0.0), memory.uri(), no_dist=True, options=options)
+
+
+def test_cancelled_and_copied_are_told(memory: Memory) -> None:
+    """If this fails, a save that was cancelled is one that never ends to whoever watches."""
+    events: list[Event] = []
+    end = telemetry.subscribe(events.append)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold(event: Event) -> None:
+        if event.name == "save.written":
+            reached.set()
+            assert go_on.wait(60)
+
+    try:
+        handle = cloudckpt.async_save(state_of(), memory.uri(), no_dist=True, options=Options(on_event=hold))
+        assert reached.wait(60)
+        assert handle.cancel()
+        go_on.set()
+        assert isinstance(handle.exception(60), cloudckpt.SaveCancelledError)
+    finally:
+        end()
+    names = [event.name for event in events]
+    assert names[0] == "save.begun"
+    assert names[-1] == "save.cancelled"
+    assert names.count("save.cancelled") == 1
+    (staged,) = [event for event in events if event.name == "save.staged"]
+    assert staged.num_bytes == 80_000
+    assert {event.operation for event in events} == {staged.operation}
+    assert events[-1].error == "SaveCancelledError"
+
+
+def test_what_is_passed_over_and_taken_up_is_told(memory: Memory) -> None:
+    """If this fails, nobody notices that training went on from an older checkpoint."""
+    root = memory.uri().rpartition("/")[0]
+    for name in ("step-1", "step-2"):
+        cloudckpt.save(state_of(), f"{root}/{name}", no_dist=True)
+    store = memory.at("step-2").inner
+    (key,) = [entry.key for entry in store.list("data/")]
+    store.delete([key])
+    events: list[Event] = []
+    cloudckpt.load_latest(state_of(0.0), root, no_dist=True, options=Options(on_event=events.append))
+    (skipped,) = [event for event in events if event.name == "load.skipped"]
+    assert (skipped.uri, skipped.error) == (f"{root}/step-2", "CorruptCheckpointError")
+    assert key in skipped.message
+    assert [event.name for event in events if event.name in ("load.failed", "load.done")] == [
+        "load.failed",
+        "load.done",
+    ]
+
+
+def test_records_have_fields(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, whoever collects logs as JSON has to parse sentences."""
+    memory.at().fail("put")
+    with caplog.at_level(logging.DEBUG, "cloudckpt"):
+        cloudckpt.save(state_of(), memory.uri(), no_dist=True)
+        with pytest.raises(dcp.api.CheckpointException):
+            cloudckpt.save(state_of(), memory.uri(), no_dist=True)
+    records = {vars(one)["event"]: one for one in caplog.records if one.name == "cloudckpt" and "event" in vars(one)}
+    assert records.keys() == {"save.begun", "retry", "save.done", "save.failed"}
+    done = vars(records["save.done"])
+    assert (done["uri"], done["rank"]) == (memory.uri(), 0)
+    assert done["num_bytes"] > 80_000
+    assert done["seconds"] > 0
+    assert done["attempt"]
+    assert [records[name].levelname for name in ("save.begun", "save.done", "save.failed")] == [
+        "DEBUG",
+        "INFO",
+        "WARNING",
+    ]
+    assert vars(records["save.failed"])["error"] == "CheckpointExistsError"
+    known = set(vars(logging.makeLogRecord({})))
+    assert not known & set(FIELDS)
+
+
+def test_nothing_is_printed_by_default_and_nothing_of_it_is_loaded(tmp_path: Path) -> None:
+    """If this fails, every job's output has our warnings in it, or importing cloudckpt loads OpenTelemetry."""
+    script = f"""
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, cloudckpt
+options = cloudckpt.Options()
+cloudckpt.save({{"w": torch.ones(3)}}, {str(tmp_path / "c")!r}, no_dist=True)
+try:
+    cloudckpt.save({{"w": torch.ones(3)}}, {str(tmp_path / "c")!r}, no_dist=True)
+except BaseException as error:
+    assert "already exists" in str(error)
+assert not [name for name in sys.modules if name == "cloudckpt._opentelemetry"]
+sys.modules["opentelemetry"] = sys.modules["opentelemetry.context"] = None
+try:
+    cloudckpt.telemetry.instrument()
+except cloudckpt.MissingDependencyError as error:
+    assert "cloudckpt[otel]" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def save_and_look(root: str) -> None:
+    """On each rank: what it is told of its own part, by thread and by process."""
+    modes: tuple[Any, ...] = ("thread", "process")
+    for mode in modes:
+        events: list[Event] = []
+        end = telemetry.subscribe(events.append)
+        state = {"shared": torch.ones(5000), f"own-{dist.get_rank()}": torch.ones(7000)}
+        cloudckpt.async_save(state, f"{root}/{mode}", options=Options(async_mode=mode, **SMALL)).result(120)
+        end()
+        assert {event.rank for event in events} == {dist.get_rank()}
+        assert len({event.operation for event in events}) == 1
+        names = [event.name for event in events if event.name != "retry"]
+        assert names[0] == "save.begun"
+        assert names[-1] == "save.done"
+        assert ("save.committed" in names) == (dist.get_rank() == 0)
+        assert sum(event.num_bytes for event in events if event.name == "save.part_uploaded") == events[-1].num_bytes
+    cloudckpt.close()
+
+
+@pytest.mark.multirank
+def test_each_rank_is_told_of_its_own(tmp_path: Path) -> None:
+    """If this fails, what ranks do is told as another's, or not at all where another process uploads."""
+    run_ranks(save_and_look, str(tmp_path), world_size=2)

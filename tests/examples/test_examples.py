@@ -14,6 +14,10 @@ pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 TIMEOUT_S = 200.0
 
+# A run takes seconds. What an example does is the same on every store: each runs on one, and all stores have one.
+on_a_path = pytest.mark.parametrize("uri", ["path"], indirect=True)
+on_s3 = pytest.mark.parametrize("uri", ["s3"], indirect=True)
+
 
 def run_example(name: str, uri: str, tmp_path: Path) -> None:
     """Run it on two ranks; fail with what they said."""
@@ -22,6 +26,7 @@ def run_example(name: str, uri: str, tmp_path: Path) -> None:
     assert status == 0, log.read_text(errors="replace")
 
 
+@on_s3
 def test_async_with_faults(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A loop that saves in the background and reloads after each fault would end with other weights, or not at all."""
     run_example("async_with_faults", uri, tmp_path)
@@ -37,6 +42,7 @@ def test_async_with_faults(uri: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "failed" not in said
 
 
+@on_s3
 def test_stateful(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model and an optimizer, put into the state dict as they are or in one object, would not come back whole."""
     run_example("stateful", uri, tmp_path)
@@ -52,8 +58,24 @@ def test_stateful_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "both train on as the original did" in capsys.readouterr().out
 
 
+@on_a_path
 def test_fsdp_optimizer_apart(uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FSDP1's optimizer state, loaded apart from the model's, would not come back whole."""
     run_example("fsdp_optimizer_apart", uri, tmp_path)
     assert "train on as the original did" in capsys.readouterr().out
     assert [info.name for info in cloudckpt.list_checkpoints(uri)] == ["fsdp-optimizer-apart"]
+
+
+def test_prometheus_metrics(tmp_path: Path) -> None:
+    """The metrics that its alerts are about would be missing, count wrongly, or come from no endpoint."""
+    command = [sys.executable, "examples/prometheus_metrics.py", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if line and not line.startswith("#"))
+    assert float(found['cloudckpt_operation_seconds_count{operation="save",outcome="done"}']) == 3
+    assert float(found['cloudckpt_operation_seconds_count{operation="load",outcome="done"}']) == 1
+    assert float(found['cloudckpt_bytes_total{direction="sent"}']) > 3 * 2**20
+    assert float(found['cloudckpt_in_flight{operation="save"}']) == 0
+    text = Path("docs/telemetry.md").read_text().partition("## Prometheus")[2]
+    kinds = {name.partition("{")[0] for name in found} | {"cloudckpt_retries_total"}  # which has no series before the first
+    assert set(re.findall(r"cloudckpt_\w+", text)) <= kinds

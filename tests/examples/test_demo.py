@@ -166,7 +166,7 @@ def test_a_run_that_hangs_is_stopped(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.multirank
 @pytest.mark.timeout(600)
 def test_the_whole_demo_in_short(tmp_path: Path) -> None:

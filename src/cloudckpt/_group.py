@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt._ranks import GivenUpError, Meetings
+from cloudckpt._signs import GROUP_DESTROYED
 from cloudckpt.errors import RankLostError
 
 Purpose: TypeAlias = Literal["foreground", "background"]
@@ -68,8 +69,7 @@ class MetGroup(dist.ProcessGroup):
         # DCP ends a load with the first all-gather after its plans were scattered.
         self._at_end, self._is_scattered = call, False
 
-    # torch's collectives of objects are two or three of tensors: the sizes first, for which it may have to wait, and
-    # what follows in one go.
+    # torch's collectives of objects are two or three of tensors: the sizes first, and what follows in one go.
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if self._at_end is not None and self._is_scattered:
@@ -112,8 +112,7 @@ def _c10d() -> Any:
 class _Company:
     """The ranks of a group, from call to call: their meetings, and the group once it is made."""
 
-    def __init__(self, key: _Key) -> None:
-        source, purpose = key
+    def __init__(self, source: dist.ProcessGroup, purpose: Purpose) -> None:
         self._ranks = sorted(dist.get_process_group_ranks(source))
         store = source.get_group_store()
         self.meetings = Meetings(
@@ -166,7 +165,7 @@ class Call:
     """One save or load that the ranks make together: `group` is for DCP, and `end` must be called."""
 
     def __init__(self, key: _Key, *, doing: str, uri: str, timeout_s: float) -> None:
-        self._key = key
+        self._key, self._uri, self._what = key, uri, f"{doing} {uri}"
         self._company: _Company | None = None
         self._number = 0
         self._pid = os.getpid()
@@ -193,6 +192,11 @@ class Call:
             if self._company.meetings.is_over:
                 self._give_up(self._company)
 
+    def without_group(self) -> RankLostError:
+        """What to raise where the group was destroyed meanwhile."""
+        ranks = () if self._company is None else (self._company.meetings.rank,)
+        return RankLostError(f"{self._what} has failed: {GROUP_DESTROYED}", uri=self._uri, ranks=ranks)
+
     def __del__(self) -> None:
         # Where an interrupt was faster than who was to end it, the others would wait as long as this process lives.
         if self._company is not None and self._pid == os.getpid():
@@ -202,9 +206,7 @@ class Call:
         while True:
             with _lock:
                 _forget_destroyed()
-                company = _companies.get(self._key)
-                if company is None:
-                    company = _companies[self._key] = _Company(self._key)
+                company = _companies.get(self._key) or _companies.setdefault(self._key, _Company(*self._key))
             if company.meetings.is_over:  # an interrupt was faster
                 company.meetings.end(has_left=True)
                 self._give_up(company)
@@ -256,28 +258,27 @@ def in_company(
 @contextlib.contextmanager
 def accompanied(call: Call | None) -> Iterator[None]:
     """End `call` with this context, in the way in which DCP's call in it ended; see `in_company`."""
+    has_left = True
     try:
         yield
+        has_left = False
     except CheckpointException:
-        _end(call, has_left=False)  # it is the same on all ranks
+        has_left = False  # it is the same on all ranks
         raise
     except RankLostError as error:
-        _end(call, has_left=True)
         raise failure_by_loss(error) from None
-    except BaseException:
-        _end(call, has_left=True)
-        raise
-    _end(call, has_left=False)
+    except Exception as error:
+        if call is None or exists(call.group):
+            raise
+        raise failure_by_loss(call.without_group()) from error
+    finally:
+        if call is not None:
+            call.end(has_left=has_left)
 
 
 def failure_by_loss(error: RankLostError) -> CheckpointException:
     """`error` in the form in which DCP reports failures by rank."""
     return CheckpointException("meeting", dict.fromkeys(error.ranks or (0,), (error, None)))  # type: ignore[arg-type]
-
-
-def _end(call: Call | None, *, has_left: bool) -> None:
-    if call is not None:
-        call.end(has_left=has_left)
 
 
 def _backends_of(group: dist.ProcessGroup) -> set[str]:

@@ -206,8 +206,8 @@ class Meetings:
         notices.gives_up_in_call = earlier = notices.mine.call - 1
         if self.rank == 0 and not notices.word.lost_in_call:
             # Those who wait for this rank to go on from there are to hear that it does not.
-            left = tuple(rank for rank, sign in {0: notices.mine, **notices.signs}.items() if sign.left_call == earlier)
-            notices.word = replace(notices.word, lost_in_call=earlier, lost=left, why=_LEFT)
+            lost = (0,) if notices.mine.left_call == earlier else ()
+            notices.word = replace(notices.word, lost_in_call=earlier, lost=lost, why=_LEFT)
         self.is_over = True
         raise GivenUpError
 

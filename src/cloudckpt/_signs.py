@@ -14,6 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 _MOST_NAMED = 16
+GROUP_DESTROYED = (
+    "the process group was destroyed meanwhile. Nothing was removed, and rank 0 may have committed: see "
+    "cloudckpt.latest. Before destroy_process_group(), wait for the handle's result(), or call cloudckpt.close()"
+)
+"""For who finds that it has no group any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

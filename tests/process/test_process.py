@@ -331,6 +331,25 @@ def test_a_process_that_cannot_start_is_told(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "c").exists()
 
 
+def test_a_process_that_hangs_when_it_starts_is_given_up_once_and_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a process that does not come up holds each save for minutes, whatever `timeout_s` says."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\necho >> {tmp_path}/starts\nexec tail -f /dev/null\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(host, "_LEAST_START_S", 1.0)
+    process = UploadProcess()
+    try:
+        with pytest.raises(cloudckpt.UploadProcessError, match="no sign of life for 2 s and was ended"):
+            save(process, str(tmp_path / "c"), timeout_s=2.0)
+    finally:
+        process.close()
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
 @pytest.mark.slow
 def test_nothing_is_left_of_a_process_that_is_closed(tmp_path: Path) -> None:
     """If this fails, every program that closes its checkpoints leaves a zombie or a descriptor."""

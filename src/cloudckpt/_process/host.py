@@ -34,8 +34,8 @@ from cloudckpt._process.starting import how_it_ended, started
 from cloudckpt.errors import CloudckptError, InvalidOptionError
 from cloudckpt.report import Event
 
-_START_S = 120.0
-"""How long it may take to import everything, on a machine that may be busy, before it can say that it lives."""
+_LEAST_START_S = 60.0
+"""It may take so long to import everything, on a machine that may be busy, before it can say that it lives."""
 _LEAST_SILENCE_S = 5.0
 """A process that merely gets no CPU time is not taken for dead sooner."""
 _END_S = 10.0
@@ -76,7 +76,8 @@ class UploadProcess:
         self._turn = threading.RLock()
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._has_answered = False
+        self.has_answered = False
+        """Whether the process has ever said anything; else it may still be starting."""
         self._num_requests = 0
         _hosts.add(self)
 
@@ -97,7 +98,7 @@ class UploadProcess:
                 raise
             except (OSError, ValueError) as error:
                 raise LostProcessError(f"could not be started ({error})", may_have_committed=False) from error
-            self._has_answered = False
+            self.has_answered = False
 
     def ask(
         self,
@@ -110,7 +111,8 @@ class UploadProcess:
     ) -> Reply:
         """Have `task` carried out; `listener` hears of it meanwhile. An error of the task is in the reply.
 
-        Raises `LostProcessError` where the process ends, or gives no sign of life for `timeout_s`: then it is ended.
+        Raises `LostProcessError` where the process ends, or gives no sign of life for `timeout_s`, or for a minute if
+        that is longer and it has only been started: then it is ended.
         Raises whatever pickling the arguments raises, before anything is asked.
         """
         if len(files) > MOST_FILES:
@@ -123,11 +125,12 @@ class UploadProcess:
             request = Request(number=self._num_requests, task=task, arguments=pickled, environment=dict(os.environ))
             asked = _Asked(self._channel, request.number, listener)
             silence_s = max(timeout_s, _LEAST_SILENCE_S)
+            patience_s = silence_s if self.has_answered else max(timeout_s, _LEAST_START_S)
             try:
-                self._channel.send(request, files, timeout_s=silence_s if self._has_answered else _START_S)
+                self._channel.send(request, files, timeout_s=patience_s)
                 while asked.reply is None:
-                    message, _ = self._channel.receive(timeout_s=silence_s if self._has_answered else _START_S)
-                    self._has_answered = True
+                    message, _ = self._channel.receive(timeout_s=patience_s)
+                    self.has_answered, patience_s = True, silence_s
                     asked.take(message, timeout_s=silence_s)
             except ClosedError:
                 why = self._end()
@@ -136,12 +139,13 @@ class UploadProcess:
                 why = f"said what is not understood here ({error}) and was ended"
                 asked.is_committing = True  # it could have been this
             except SilentError:
-                waited_s = silence_s if self._has_answered else _START_S
                 self._process.kill()  # first of all: it may go on at any moment
                 while asked.hear_last_word(timeout_s=_END_S):
                     pass
                 self._end()
-                why = f"gave no sign of life for {waited_s:g} s and was ended"
+                why = f"gave no sign of life for {patience_s:g} s and was ended"
+                if not self.has_answered:
+                    why += " (it had only been started: where that takes longer, raise Options(timeout_s=…))"
             else:
                 return asked.reply
             raise LostProcessError(why, may_have_committed=asked.is_committing)

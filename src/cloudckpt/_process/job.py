@@ -167,8 +167,12 @@ class RemoteJob:
         try:
             self._process.start()
             reply = self._once("open", subject)
-        except LostProcessError:
-            # It may have ended at that moment. Nothing has been asked of it, so another can begin anew.
+        except LostProcessError as error:
+            if not self._process.has_answered:
+                self._is_lost = True
+                raise self._lost("open", error) from None
+            # One of an earlier save, which may have ended at that moment. Nothing has been asked of it, so another can
+            # begin anew.
             reply = self._ask("open", subject)
         if reply.error is not None:
             raise _not_opened(reply.error)

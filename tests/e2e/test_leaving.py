@@ -1,0 +1,121 @@
+"""Ranks that leave a save by force: by Ctrl-C at any moment, or by destroying the process group under it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import assert_same
+from tests.e2e.places import Place
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt import api
+from cloudckpt._background import runner
+
+pytestmark = pytest.mark.multirank
+
+WAIT_S = 90.0
+TIMEOUT_S = 30.0
+
+
+def values(fill: float) -> dict[str, torch.Tensor]:
+    return {f"own-{dist.get_rank()}": torch.full((1000,), fill)}
+
+
+def save_again(root: str) -> None:
+    """At once, and whatever the others are at."""
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+    cloudckpt.async_save(values(2.0), f"{root}/next", options=options).result(WAIT_S)
+    cloudckpt.save(values(3.0), f"{root}/last", options=options)
+    for name, fill in (("next", 2.0), ("last", 3.0)):
+        state = values(0.0)
+        cloudckpt.load(state, f"{root}/{name}", options=options)
+        assert_same(state, values(fill))
+
+
+# --- An interrupt between two lines of async_save
+
+
+def interrupted_at(moment: str) -> Any:
+    """Have Ctrl-C come to `async_save` where nothing is under way yet but the call that all ranks make."""
+
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    patch = pytest.MonkeyPatch()
+    if moment == "the call has begun":
+        patch.setattr(api, "earlier_failure", interrupt)
+    elif moment == "the copy has begun":
+        patch.setattr(runner, "Steering", interrupt)
+    elif moment == "the thread is about to start":
+        patch.setattr(runner, "keep", lambda handle, thread: (runner_keep(handle, thread), interrupt()))
+    return patch
+
+
+runner_keep = runner.keep
+
+
+def interrupt_one(root: str, moment: str, who: int) -> None:
+    """On each rank: `who` is interrupted in its first async_save; all save again."""
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+    if dist.get_rank() == who:
+        patch = interrupted_at(moment)
+        with pytest.raises(KeyboardInterrupt):
+            cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options)
+        patch.undo()
+    else:
+        with pytest.raises(cloudckpt.RankLostError, match="left before the end") as caught:
+            cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options).result(WAIT_S)
+        assert caught.value.ranks == (who,)
+    save_again(root)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("moment", ["the call has begun", "the copy has begun", "the thread is about to start"])
+def test_an_interrupt_between_two_lines_keeps_nobody_waiting(local: Place, moment: str, who: int) -> None:
+    """If this fails, Ctrl-C at the wrong moment makes a rank look alive to the others for ever, or the next save wait
+    for one that was never made.
+    """
+    run_ranks(interrupt_one, local.root, moment, who, world_size=3)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"next", "last"}
+
+
+# --- The process group is destroyed
+
+
+def destroy_the_group(root: str, rendezvous: str, moment: str) -> None:
+    """On each rank: the group goes while the save is at `moment`; a new one is made, and the next save runs on it."""
+    reached, opened = threading.Event(), threading.Event()
+
+    def gate(event: cloudckpt.Event) -> None:
+        if event.name == moment:
+            reached.set()
+            assert opened.wait(WAIT_S)
+
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S, on_event=gate)
+    handle = cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options)
+    assert reached.wait(WAIT_S)
+    dist.barrier()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    opened.set()
+    with pytest.raises(cloudckpt.RankLostError, match=r"destroyed meanwhile.*wait for the handle") as caught:
+        handle.result(WAIT_S)
+    assert isinstance(caught.value, CheckpointException)
+    assert caught.value.uri == f"{root}/not-made"
+    dist.init_process_group("gloo", store=dist.FileStore(rendezvous, size), rank=rank, world_size=size)
+    save_again(root)
+
+
+@pytest.mark.parametrize("moment", ["save.set_up", "save.object_uploaded"])
+def test_a_save_that_loses_its_group_says_what_to_do(local: Place, tmp_path: Path, moment: str) -> None:
+    """If this fails, a script that ends its group too early gets torch's ValueError from a thread, or a hang."""
+    run_ranks(destroy_the_group, local.root, os.fspath(tmp_path / "rendezvous"), moment, world_size=2)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"next", "last"}

@@ -113,9 +113,11 @@ class CopyJob:
                 raise missing(source, stored, self._contents[number]) from error
             if said == combined(unpack_tiles(stored.crc32c), tile_bytes=tile_bytes, size_bytes=stored.size):
                 outcomes[number] = "told"
-            elif self._is_good(number, keys[number], arena):
+            elif said is None and self._is_good(number, keys[number], arena):
                 outcomes[number] = "read back"
-            else:  # it is read from the source, which will say whether it is that which is damaged
+            else:
+                # It is read from the source, which will say whether it is that which is damaged. A good copy about
+                # which the service believes something wrong is not kept either: other clients would refuse to read it.
                 self._bad.append(keys[number])
 
         for number in each_done(

@@ -36,7 +36,7 @@ def copy(
     then nothing is at `target`, or what was there before, and a checkpoint that is there makes it fail unless
     `overwrite`. Every byte is compared with the checksums of the save. Where one service has both places (the same
     ``storage_options``), it is asked to copy; then its own CRC32C of each copied object is compared, and where it says
-    none, the copy is read back. All else passes through memory, at most ``options.read_bytes`` of it, in parts, or in
+    none, the copy is read back; what is not good is copied again by reading and writing. All else passes through memory, at most ``options.read_bytes`` of it, in parts, or in
     whole objects where the target has no uploads in parts.
 
     `options` are for the source, `target_options` for the target; with ``resume`` in these, what an earlier copy

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import bench, diff, gc, ls, rm, show, verify
+from cloudckpt.cli import bench, cp, diff, doctor, export, gc, import_, ls, rm, show, verify
 from cloudckpt.cli._errors import INTERRUPTED, exit_code_of, message_of
 
 
@@ -73,3 +73,7 @@ app.command("verify")(verify.verify)
 app.command("rm")(rm.rm)
 app.command("gc")(gc.gc)
 app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+app.command("cp")(cp.cp)
+app.command("export")(export.export)
+app.command("import")(import_.import_)

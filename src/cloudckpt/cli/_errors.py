@@ -20,6 +20,8 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
     TransientStoreError,
+    UnsafePickleError,
+    UnsupportedValueError,
 )
 
 DONE = 0
@@ -34,7 +36,10 @@ UNEXPECTED = 70
 INTERRUPTED = 130
 
 _CODES: tuple[tuple[int, tuple[type[CloudckptError], ...]], ...] = (
-    (WRONG_USAGE, (InvalidURIError, InvalidOptionError, MissingDependencyError)),
+    (
+        WRONG_USAGE,
+        (InvalidURIError, InvalidOptionError, MissingDependencyError, UnsafePickleError, UnsupportedValueError),
+    ),
     (NOT_FOUND, (CheckpointNotFoundError, BucketNotFoundError, ObjectNotFoundError)),
     (DENIED, (AccessDeniedError, CredentialsError)),
     (EXISTS, (CheckpointExistsError, ObjectExistsError)),

@@ -1,0 +1,133 @@
+"""``cloudckpt cp``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cloudckpt.cli._console import Console
+from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout
+from cloudckpt.cli._sides import (
+    Overwrite,
+    Source,
+    Target,
+    TargetEndpointURL,
+    TargetStorageOptions,
+    options_of_both,
+    shown_progress,
+)
+from cloudckpt.cli._text import count, rate, size
+
+if TYPE_CHECKING:
+    from cloudckpt._convert.reports import CopyReport
+    from cloudckpt.options import Options
+
+
+def cp(
+    source: Source,
+    target: Target,
+    *,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Copy every checkpoint under the folder SRC into the folder DST, the oldest first; those that "
+            "are there already are left alone.",
+        ),
+    ] = False,
+    overwrite: Overwrite = False,
+    storage_option: StorageOptions = None,
+    endpoint_url: EndpointURL = None,
+    target_storage_option: TargetStorageOptions = None,
+    target_endpoint_url: TargetEndpointURL = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJSON = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy a checkpoint to another place, on any store: each byte checked, committed last.
+
+    Example: cloudckpt cp s3://bucket/run/step-100 gs://other/run/step-100
+    """
+    console = Console(as_json=as_json, quiet=quiet)
+    options = options_of_both(
+        source,
+        target,
+        storage_option,
+        endpoint_url,
+        target_storage_option=target_storage_option,
+        target_endpoint_url=target_endpoint_url,
+        timeout_s=timeout,
+    )
+    if not every:
+        report = _copied(console, source, target, options, overwrite=overwrite)
+        if as_json:
+            console.document(_document_of(report))
+        return
+    documents = []
+    for one, other in _pairs(source, target, options[0]):
+        documents.append(_copied_unless_there(console, one, other, options, overwrite=overwrite))
+    if as_json:
+        console.document(documents)
+
+
+def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
+    from cloudckpt._uri import parse_location
+    from cloudckpt.catalog import list_checkpoints
+    from cloudckpt.errors import CheckpointNotFoundError
+
+    found = list_checkpoints(source, options=options)
+    if not found:
+        uri = parse_location(source).uri
+        raise CheckpointNotFoundError(f"no checkpoint is committed directly under {uri}", uri=uri)
+    folder = parse_location(target)
+    return [(one.uri, folder.child(one.name).uri) for one in found]
+
+
+def _copied_unless_there(
+    console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
+) -> dict[str, Any]:
+    from cloudckpt.errors import CheckpointExistsError
+
+    try:
+        return {"copied": True, **_document_of(_copied(console, source, target, options, overwrite=overwrite))}
+    except CheckpointExistsError:
+        console.say(f"{target} is there already.")
+        return {"copied": False, "source": source, "target": target}
+
+
+def _copied(
+    console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
+) -> CopyReport:
+    from cloudckpt._convert.copying import copy
+
+    with shown_progress(console, f"copying {source}") as on_progress:
+        report = copy(
+            source,
+            target,
+            overwrite=overwrite,
+            options=options[0],
+            target_options=options[1],
+            on_progress=on_progress,
+        )
+    if not console.as_json:
+        console.line(f"{report.target}: {size(report.num_bytes)} in {count(report.num_objects, 'object')}")
+    by_service_bytes = report.num_service_bytes + report.num_read_back_bytes
+    how = f", {size(by_service_bytes)} of it by the service itself" if by_service_bytes else ""
+    console.say(f"Copied in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}{how}.")
+    return report
+
+
+def _document_of(report: CopyReport) -> dict[str, Any]:
+    return {
+        "source": report.source,
+        "target": report.target,
+        "attempts": list(report.attempts),
+        "num_objects": report.num_objects,
+        "num_bytes": report.num_bytes,
+        "num_service_bytes": report.num_service_bytes,
+        "num_read_back_bytes": report.num_read_back_bytes,
+        "num_requests": report.num_requests,
+        "num_retries": report.num_retries,
+        "seconds": report.copy_s,
+    }

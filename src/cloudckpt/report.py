@@ -35,10 +35,42 @@ EventName = Literal[
     "hedge",
 ]
 
+EVENTS: dict[EventName, str] = {
+    "save.begun": "a save begins on this rank; of a background save, in the thread that asked for it",
+    "save.staged": "a background save has copied the state dict: `num_bytes`, `seconds`",
+    "save.set_up": "nothing stands against the save: bytes may move",
+    "save.part_uploaded": "the store has one part (`key`, `num_bytes`)",
+    "save.completing": "all parts of `key` are there, and it is about to be completed",
+    "save.object_uploaded": "the store has the object `key`, of `num_bytes`",
+    "save.resumed": "so many bytes (`num_bytes`) were there already, from an earlier save (`Options.resume`)",
+    "save.written": "this rank has sent all that is its own: `num_bytes`",
+    "save.committing": "on the coordinator: the manifest `key` is about to be put",
+    "save.committed": "on the coordinator: the checkpoint exists",
+    "save.removing": "on the coordinator: `key` of what was overwritten is about to be removed",
+    "save.cleaned_up": "on the coordinator: nothing is left of what was overwritten",
+    "save.done": "the save is committed, and this rank knows it: `report`, `seconds`, `num_bytes`",
+    "save.failed": "the save has failed: `error` and `message` of the first rank's cause, `seconds`",
+    "save.cancelled": "the save was cancelled, by whichever rank: `message`, `seconds`",
+    "load.begun": "a load begins on this rank",
+    "load.planned": "it is known what to read",
+    "load.range_read": "`num_bytes` of `key` have been read and checked",
+    "load.done": "this rank has loaded what it wanted: `report`, `seconds`, `num_bytes`",
+    "load.failed": "the load has failed: `error`, `message`, `seconds`",
+    "load.skipped": "`load_latest` passes over the checkpoint at `uri`: `error`, `message`",
+    "verify.planned": "`verify` knows what to read: `num_bytes`",
+    "verify.range_read": "`verify` has checked `num_bytes` of `key`",
+    "retention.removed": "a `CheckpointManager` has removed the checkpoint at `uri`",
+    "retention.failed": "it could not, and tries again after the next save",
+    "retry": "a request about `key` failed and is made again: `error` (`ThrottledError` where the store asks to slow "
+    "down), `message`",
+    "hedge": "a request takes far longer than its peers, and is made once more beside it",
+}
+"""What each of them means."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One step of a save or load, as it happens; `Options.on_event` receives it in the thread that made it."""
+    """One step of a save or load, as it happens; `Options.on_event` and `cloudckpt.telemetry` receive it."""
 
     name: EventName
     uri: str

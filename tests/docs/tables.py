@@ -8,13 +8,15 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import cloudckpt
-from cloudckpt import options
+from cloudckpt import _opentelemetry, options, report
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
+from cloudckpt._pipeline import lifecycle
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
@@ -46,9 +48,35 @@ def options_table() -> str:
     return table(("option", "default", "meaning"), rows)
 
 
+def events_table() -> str:
+    """Every event."""
+    return table(("event", "when"), [(f"`{name}`", meaning) for name, meaning in report.EVENTS.items()])
+
+
+def records_table() -> str:
+    """Every event that is written to the log, with its level."""
+    rows = [(f"`{name}`", logging.getLevelName(level)) for name, level in lifecycle.LEVELS.items()]
+    return table(("record", "level"), rows)
+
+
+def spans_table() -> str:
+    """Every span of OpenTelemetry's."""
+    return table(("span", "what it covers"), [(f"`{name}`", what) for name, what in _opentelemetry.SPANS.items()])
+
+
+def metrics_table() -> str:
+    """Every metric of OpenTelemetry's."""
+    rows = [(f"`{name}`", kind, f"`{unit}`", what) for name, (kind, unit, what) in _opentelemetry.METRICS.items()]
+    return table(("metric", "kind", "unit", "what it counts"), rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "dtypes": ("docs/format.md", dtype_table),
     "options": ("docs/options.md", options_table),
+    "events": ("docs/telemetry.md", events_table),
+    "records": ("docs/telemetry.md", records_table),
+    "spans": ("docs/telemetry.md", spans_table),
+    "metrics": ("docs/telemetry.md", metrics_table),
 }
 """Each table's name in the document's comments, the document, and what makes the table."""
 

@@ -174,6 +174,17 @@ def test_tied_tensors_are_there_under_each_name(tmp_path: Path) -> None:
     assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits({"embed": weight, "head": weight})
 
 
+def test_what_was_compressed_comes_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a compressed checkpoint cannot be copied, or is exported as the bytes that are stored."""
+    monkeypatch.setattr("cloudckpt._convert.export_safetensors._TILE_BYTES", 4 * KIB)
+    state = {"w": torch.arange(9000).view(90, 100), "b": torch.ones(5)}
+    save(state, f"{tmp_path}/step-1", extensions=[cloudckpt.Zstandard()])
+    cloudckpt.copy(tmp_path / "step-1", tmp_path / "copy")
+    options = Options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
+    cloudckpt.export_checkpoint(tmp_path / "copy", tmp_path / "export", options=options)
+    assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits(state)
+
+
 def test_an_earlier_export_is_left_alone_unless_told(tmp_path: Path) -> None:
     """If this fails, an export overwrites a model, or leaves files of an older one beside it."""
     target = tmp_path / "export"

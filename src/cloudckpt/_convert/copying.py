@@ -36,8 +36,8 @@ def copy(
     then nothing is at `target`, or what was there before, and a checkpoint that is there makes it fail unless
     `overwrite`. Every byte is compared with the checksums of the save. Where one service has both places (the same
     ``storage_options``), it is asked to copy; then its own CRC32C of each copied object is compared, and where it says
-    none, the copy is read back; what is not good is copied again by reading and writing. All else passes through memory, at most ``options.read_bytes`` of it, in parts, or in
-    whole objects where the target has no uploads in parts.
+    none, the copy is read back. What is not good is read and written after all. So is all else: in at most
+    ``options.read_bytes`` of memory, or in whole objects where the target has no uploads in parts.
 
     `options` are for the source, `target_options` for the target; with ``resume`` in these, what an earlier copy
     there left is taken up. `on_progress` is told the bytes done and their total. What a copy that is killed leaves,

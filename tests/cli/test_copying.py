@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.cli.conftest import Run, save, state_of
+from tests.cli.test_documented import members_of
 from tests.e2e.places import LocalPlace, Place
 
 import cloudckpt
@@ -98,3 +99,19 @@ def test_torchs_own_formats(local: LocalPlace, run: Run) -> None:
     assert refused.code == 2, refused.err
     assert run("import", local.uri("dcp"), local.uri("step-3"), "-f", "dcp", "--unsafe-pickle").code == 0
     assert run("export", local.uri("step-1"), local.uri("x"), "-f", "onnx").code == 2
+
+
+def test_the_documents_are_as_documented(local: LocalPlace, run: Run) -> None:
+    """If this fails, a script asks for a member that is not there, or that may go unannounced."""
+    save(local.uri("run/step-1"))
+    uri, out = local.uri("run/step-1"), local.uri("out")
+    for name, arguments in (
+        ("cp", [uri, local.uri("copy")]),
+        ("export", [uri, out, "--skip-non-tensors"]),
+        ("import", [out, local.uri("back")]),
+    ):
+        assert list(run(name, *arguments, "--json").document) == members_of(name)
+    (copied,) = run("cp", "--all", local.uri("run"), local.uri("there"), "--json").document
+    assert list(copied) == ["copied", *members_of("cp")]
+    (left,) = run("cp", "--all", local.uri("run"), local.uri("there"), "--json").document
+    assert list(left) == ["copied", "source", "target"]

@@ -25,7 +25,7 @@ def section_of(name: str) -> str:
     return TEXT.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
 
 
-@pytest.mark.parametrize("name", OF_THIS_PAGE)
+@pytest.mark.parametrize("name", [*OF_THIS_PAGE, "cp", "export", "import"])
 def test_what_the_page_shows_is_there(name: str) -> None:
     """If this fails, an option that the page tells of does not exist."""
     command: Any = typer.main.get_command(app)

@@ -66,17 +66,7 @@ def test_what_cannot_be_reached_ends_in_its_time(run: Run) -> None:
 def test_ctrl_c_ends_what_waits_for_a_store(silent: tuple[str, socket.socket]) -> None:
     """If this fails, Ctrl-C does nothing while a store does not answer, or ends in a traceback."""
     address, server = silent
-    command = [
-        sys.executable,
-        "-m",
-        "cloudckpt",
-        "show",
-        "s3://bucket/run",
-        "--timeout",
-        "3",
-        "--endpoint-url",
-        address,
-    ]
+    asked = ["show", "s3://bucket/run", "--timeout", "3", "--endpoint-url", address]
     environment = clean_environment() | _CREDENTIALS
     if "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] = os.environ["PYTHONPATH"]

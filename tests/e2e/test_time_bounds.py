@@ -25,7 +25,8 @@ from cloudckpt.testing.wire import Action, Rule, StallAnswer, StallRequest, Wire
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
+"""Long enough for a loaded machine to come to the request that stalls."""
 MOST_CALLS = 4
 """One after the other that are given up in a save: the commit, a look whether it is there, the ranks' cleaning up."""
 SLACK_S = 12.0

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from tests.cli.conftest import Run, leave_unfinished, save
-from tests.e2e.places import Place
+from tests.e2e.places import LocalPlace, Place
 
 _OLD = "20200101T000000000Z-0123456789ab"
 
@@ -51,3 +58,26 @@ def test_what_could_not_be_removed_is_named(local: Place, run: Run) -> None:
     ended = run("gc", local.root, "--older-than", "0s", "--yes")
     assert "left alone" in ended.out
     assert ended.code == 0
+
+
+@pytest.mark.parametrize(("answer", "num_left"), [("y\n", 0), ("n\n", 2)])
+def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, num_left: int) -> None:
+    """If this fails, garbage goes although the user said no, or stays although he said yes."""
+    leave_unfinished(LocalPlace(tmp_path), "step-1", attempt=_OLD)
+    ours, its = pty.openpty()
+    try:
+        os.write(ours, answer.encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "cloudckpt", "gc", str(tmp_path), "--older-than", "0s"],
+            stdin=its,
+            stderr=its,
+            stdout=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        os.close(its)
+        os.close(ours)
+    assert done.returncode == 0
+    assert b"2 data objects" in done.stdout
+    assert len(list(tmp_path.rglob("*.safetensors"))) == num_left

@@ -8,6 +8,7 @@ import pytest
 from tests.cli.conftest import Run, leave_unfinished, save, state_of
 from tests.e2e.places import Place
 from tests.in_memory import Memory
+from tests.wrapped import permanent
 
 import cloudckpt
 from cloudckpt._commit.attempt import new_attempt_id
@@ -123,3 +124,19 @@ def test_how_long_is_alive_can_be_chosen(place: Place) -> None:
 def test_a_time_that_is_none_is_refused(text: str, run: Run, tmp_path: object) -> None:
     """If this fails, a typing error decides what counts as garbage."""
     assert run("ls", str(tmp_path), f"--alive-within={text}").code == 2
+
+
+def test_torchs_own_checkpoints_are_told_apart(local: Place, run: Run) -> None:
+    """If this fails, who moves from torch's writer does not see his old checkpoints, or takes them for garbage."""
+    local.write("step-1/.metadata", b"a pickle, which nobody opens here")
+    local.write("step-1/__0_0.distcp", b"x" * 1000)
+    (one,) = run("ls", local.root, "--json").document
+    assert (one["name"], one["state"], one["num_bytes"]) == ("step-1", "torch", 1033)
+
+
+def test_uploads_that_may_not_be_listed_hide_nothing_else(memory: Memory) -> None:
+    """If this fails, a reader's role that lacks one permission sees no checkpoint at all."""
+    save(memory.uri("step-1"))
+    root = memory.open(memory.root.removeprefix("memory://"), "")
+    root.fail("list_uploads", error=lambda: permanent("list_uploads"), times=100)
+    assert [one.state for one in cloudckpt.survey(memory.root)] == ["committed"]

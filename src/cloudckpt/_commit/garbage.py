@@ -78,6 +78,8 @@ class Inventory:
         """An unfinished upload. In hidden folders of ours there is nothing but ours, whatever its name."""
         if placed := _place(_DATA, info.key):
             self._add(placed[0], Found("upload", info.key, placed[1], 0, info.started_at, info.upload_id))
+        elif match := _PROBE.fullmatch(info.key):
+            self._add(match[1], Found("upload", info.key, "", 0, info.started_at, info.upload_id))
         elif self._has_hidden_uploads and _HIDDEN_ID.fullmatch(info.upload_id):
             folder, slash, _ = info.key.rpartition("/")
             location, attempt = _place(_IN_FOLDER, info.key) or (folder + slash, "")

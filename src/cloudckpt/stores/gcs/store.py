@@ -76,6 +76,11 @@ class GCSStore(Store):
         """The root, without a trailing slash and without credentials."""
         return f"gs://{self._session.bucket}/{self._root}".rstrip("/")
 
+    @property
+    def session(self) -> GCSSession:
+        """For questions that are about the bucket, not about objects."""
+        return self._session
+
     def probe(self) -> Capabilities:
         """As declared where the endpoint is Google's own; any other is tried out, once per process and bucket."""
         endpoint = self._session.endpoint_url("probe")

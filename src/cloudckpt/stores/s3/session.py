@@ -29,6 +29,11 @@ class S3Session:
         """What its client is made of."""
         return self._key
 
+    def boto3_client(self, operation: str) -> Any:
+        """boto3's own client, for questions that the store has no method for. Raises as `endpoint_url` does."""
+        self.endpoint_url(operation)
+        return clients.client_for(self._key, self._environment).boto3_client
+
     def endpoint_url(self, operation: str) -> str:
         """Where requests go, asked on behalf of the store's `operation`.
 

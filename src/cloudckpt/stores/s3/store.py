@@ -69,6 +69,11 @@ class S3Store(Store):
         """The root, without a trailing slash and without credentials."""
         return f"s3://{self._session.bucket}/{self._root}".rstrip("/")
 
+    @property
+    def session(self) -> S3Session:
+        """For questions that are about the bucket, not about objects."""
+        return self._session
+
     def probe(self) -> Capabilities:
         """As declared where the endpoint is Amazon's own; any other is tried out, once per process and bucket."""
         endpoint = self._session.endpoint_url("probe")

@@ -92,6 +92,7 @@ def _measure(
                 "s3fs": arguments.python_s3fs,
                 "s3fs-tuned": arguments.python_s3fs,
                 "s3torchconnector": arguments.python_s3torchconnector,
+                "s3torchconnector-kept": arguments.python_s3torchconnector,
             },
             options=dict(arguments.option),
             timeout_s=arguments.timeout_s,

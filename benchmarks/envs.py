@@ -35,7 +35,7 @@ ENVIRONMENTS: Mapping[str, RivalEnvironment] = {
     )
 }
 
-_OF_ANOTHER = {"s3fs-tuned": "s3fs"}
+_OF_ANOTHER = {"s3fs-tuned": "s3fs", "s3torchconnector-kept": "s3torchconnector"}
 
 
 def set_up(environment: RivalEnvironment, root: Path) -> Path:

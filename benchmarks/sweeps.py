@@ -17,7 +17,7 @@ IN_BACKGROUND: tuple[Verb, ...] = ("async_blocking", "async_training")
 """Saves that training goes on beside."""
 
 S3_SYSTEMS = ("cloudckpt", "s3torchconnector", "s3fs", "s3fs-tuned")
-IN_THE_BACKGROUND = ("cloudckpt", "cloudckpt-process", "s3torchconnector")
+IN_THE_BACKGROUND = ("cloudckpt", "cloudckpt-process", "s3torchconnector", "s3torchconnector-kept")
 PATH_SYSTEMS = ("cloudckpt-path", "filesystem")
 SLOW_LATENCY_S = 0.060
 SLOW_BYTES_PER_S = 80e6
@@ -216,6 +216,7 @@ _BACKGROUND = Sweep(
     about="What saves in the background cost training: how long it waits, and how much slower it goes meanwhile.",
     repetitions=3,
     cells=(
+        Cell(payload=MANY_SMALL, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
         Cell(payload=SIXTY_FOUR, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
         Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=IN_THE_BACKGROUND),
     ),

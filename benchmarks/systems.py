@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from benchmarks import training
 from benchmarks.outcomes import Outcome, Running, Settings
@@ -92,12 +93,21 @@ class _Rival(System):
 
     def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
         started_s = time.perf_counter()
-        response = dcp.async_save(state_dict, storage_writer=self.writer(uri), no_dist=self.settings.no_dist)
+        response = dcp.async_save(
+            state_dict,
+            storage_writer=self.writer(uri),
+            no_dist=self.settings.no_dist,
+            async_stager=self.stager(),
+        )
         upload = response
         if not isinstance(response, Future):
             response.staging_completion.result()
             upload = response.upload_completion
         return Running(blocking_s=time.perf_counter() - started_s, is_done=upload.done, result=upload.result)
+
+    def stager(self) -> AsyncStager | None:
+        """What copies for saves in the background; None: the one that torch makes for each."""
+        return None
 
     @abc.abstractmethod
     def writer(self, uri: str) -> Any:
@@ -196,6 +206,27 @@ class S3TorchConnectorRival(_Rival):
         return storage
 
 
+class KeptStagerRival(S3TorchConnectorRival):
+    """The same, with one stager of torch's for all saves in the background, which then copies into memory it has."""
+
+    name = "s3torchconnector-kept"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        # All that it refuses on a CPU is off. Shared memory is for other processes, and takes a file for each tensor.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+        )
+
+    def stager(self) -> AsyncStager:
+        return self._stager
+
+
 class Cloudckpt(System):
     """cloudckpt on an object store."""
 
@@ -253,6 +284,7 @@ _SYSTEMS = (
     Cloudckpt,
     CloudckptProcess,
     S3TorchConnectorRival,
+    KeptStagerRival,
     S3fsRival,
     TunedS3fsRival,
     CloudckptPath,

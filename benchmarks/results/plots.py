@@ -21,6 +21,7 @@ _COLOURS = {
     "cloudckpt-process": "#0072B2",
     "cloudckpt-path": "#0072B2",
     "s3torchconnector": "#E69F00",
+    "s3torchconnector-kept": "#E69F00",
     "s3fs": "#CC79A7",
     "s3fs-tuned": "#D55E00",
     "filesystem": "#E69F00",

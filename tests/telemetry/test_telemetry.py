@@ -27,6 +27,7 @@ import cloudckpt
 from cloudckpt import Event, Options, telemetry
 from cloudckpt._opentelemetry import METRICS, SPANS
 from cloudckpt._watchers import FIELDS, is_watched
+from cloudckpt.testing.servers import S3Server, moto_server
 
 SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096}
 
@@ -53,6 +54,13 @@ class Exported:
         assert data is not None
         metrics = [one for part in data.resource_metrics for scope in part.scope_metrics for one in scope.metrics]
         return [point for metric in metrics if metric.name == name for point in metric.data.data_points]
+
+
+@pytest.fixture
+def s3_bucket() -> Iterator[S3Server]:
+    with moto_server() as server:
+        server.create_bucket("watched")
+        yield server
 
 
 @pytest.fixture
@@ -133,6 +141,32 @@ def test_calls_to_the_store_hang_below_the_phase(exported: Exported, memory: Mem
         "save.part_uploaded": {upload},
         "load.range_read": {exported.spans()["cloudckpt.read"].context.span_id},
     }
+
+
+def test_what_is_told_of_a_bucket_holds_no_secret(
+    exported: Exported, s3_bucket: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, credentials reach whoever reads traces or logs; or nobody can tell which bucket is slow."""
+    secret = "not-for-the-log-0123456789abcdef"  # noqa: S105  # of moto
+    storage = {"endpoint_url": s3_bucket.endpoint_url, "aws_access_key_id": "who", "aws_secret_access_key": secret}
+    events: list[Event] = []
+    options = Options(storage_options=storage, on_event=events.append, extensions=[cloudckpt.Zstandard()], **SMALL)
+    uri = "s3://watched/told"
+    with caplog.at_level(logging.DEBUG, "cloudckpt"):
+        cloudckpt.save(state_of(), uri, no_dist=True, options=options)
+        with pytest.raises(dcp.api.CheckpointException):
+            cloudckpt.save(state_of(), uri, no_dist=True, options=options)
+        state = state_of(0.0)
+        cloudckpt.load(state, uri, no_dist=True, options=options)
+    assert torch.equal(state["w"], state_of()["w"])
+    spans = exported.exporter.get_finished_spans()
+    buckets = {(span.attributes or {}).get("aws.s3.bucket") for span in spans if span.parent is None}
+    assert buckets == {"watched"}
+    told = " ".join(
+        [*(span.to_json() for span in spans), *map(repr, events), *(str(vars(one)) for one in caplog.records)]
+    )
+    assert uri in told
+    assert secret not in told
 
 
 def test_a_failed_save_says_so(exported: Exported, memory: Memory) -> None:

@@ -124,11 +124,13 @@ def test_nothing_is_left_of_a_stager_that_was_not_closed(*, shared: bool) -> Non
     """If this fails, forgetting close() leaks memory or descriptors for the rest of the process."""
     snapshot(PinnedStager(shared=shared), 16)
     before = held()
-    for _ in range(8):
+    for _ in range(24):
         snapshot(PinnedStager(shared=shared), 16)
     after = held()
+    print(before, after, sep="\n")  # read where it fails
     assert after.num_other_files <= before.num_other_files
-    assert after.rss_bytes < before.rss_bytes + 64 * MIB
+    # Of 384 that were taken; what glibc keeps of the state dicts, and what other threads take, is far from half of it.
+    assert after.rss_bytes < before.rss_bytes + 192 * MIB
 
 
 def test_shared_memory_is_named_by_its_descriptor() -> None:

@@ -13,12 +13,13 @@ from cloudckpt._commit.resolve import MANIFEST_PREFIX, Entry, entry_of, manifest
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
-from cloudckpt.errors import CheckpointError, InvalidURIError, ObjectNotFoundError
+from cloudckpt.errors import CheckpointChangedError, CheckpointError, InvalidURIError, ObjectNotFoundError
 from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
 _DIGITS = re.compile(r"(\d+)")
+_MOST_LOOKS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,37 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
     What is unfinished, failed or foreign is not in the list. The order is that in which the store got the manifests:
     a copy of checkpoints made by other tools has the order of the copying. Commits within the resolution of the
     store's clock are ordered by name, numbers by value. Only listings are made; no manifest is opened, and of
-    what gc and deletions left only the hundred bytes that count. Raises `StoreError` subclasses.
+    what gc and deletions left only the hundred bytes that count. Raises `StoreError` subclasses, and
+    `CheckpointChangedError` where they change so fast that it cannot be told whether there is one.
     """
     options = options or Options()
     location = parse_location(root)
     store = open_store(location.uri, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    names, found = _look(location, store, retrier, options)
+    # One look takes its time, in which a job can commit a checkpoint that was not listed yet and remove the one that
+    # was. So that there is none is believed only if another look finds the same.
+    for _ in range(_MOST_LOOKS):
+        if found or not names:
+            break
+        before = names
+        names, found = _look(location, store, retrier, options)
+        if not found and names == before:
+            break
+    else:
+        if not found:
+            raise CheckpointChangedError(
+                f"the checkpoints under {location.uri} change all the time: whether there is one could not be told. "
+                "List them again",
+                uri=location.uri,
+            )
+    return sorted(found, key=lambda info: (info.committed_at, by_name(info.name)))
+
+
+def _look(
+    location: Location, store: Store, retrier: Retrier, options: Options
+) -> tuple[list[str], list[CheckpointInfo]]:
+    """The folders that there are, and the checkpoints in them, each as it was when it was looked at."""
     names = [name for name in retrier.call(lambda: list(store.list_directories())) if can_be_opened(location, name)]
     committed_at: dict[str, datetime | None] = {}
 
@@ -63,7 +89,7 @@ def list_checkpoints(root: str | os.PathLike[str], *, options: Options | None = 
         for name in names
         if (moment := committed_at[name]) is not None
     ]
-    return sorted(found, key=lambda info: (info.committed_at, by_name(info.name)))
+    return sorted(names), found
 
 
 def can_be_opened(location: Location, name: str) -> bool:

@@ -362,6 +362,28 @@ def test_nothing_is_a_fresh_start(memory: Memory, caplog: pytest.LogCaptureFixtu
     assert any("checkpoint-5, step-007" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("by", ["manager", "latest", "load_latest"])
+def test_a_step_that_comes_while_it_looks_is_no_fresh_start(memory: Memory, by: str) -> None:
+    """If this fails, a job that starts while another removes an old step trains from nothing."""
+    cloudckpt.save(state_of(1.0), memory.uri("step-1"))
+
+    def moves_on() -> None:
+        cloudckpt.save(state_of(2.0), memory.uri("step-2"))
+        cloudckpt.delete(memory.uri("step-1"))
+
+    # After the folders were listed, and before this one is looked into.
+    watched = memory.at("step-1" if by == "manager" else "")
+    watched.once_before("list", "manifest", moves_on)
+    if by == "manager":
+        restored = CheckpointManager(memory.root).restore(state_of())
+        assert restored is not None
+        assert restored.step == 2
+        return
+    found = cloudckpt.latest(memory.root) if by == "latest" else cloudckpt.load_latest(state_of(), memory.root)
+    assert found is not None
+    assert found.uri == memory.uri("step-2")
+
+
 def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
     """If this fails, a job that is given a step instead of the folder of steps begins anew, and says nothing."""
     save_all(CheckpointManager(memory.root), 5)

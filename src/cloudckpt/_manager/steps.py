@@ -23,6 +23,7 @@ from cloudckpt.stores.open import open_store
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _MOST_MANIFESTS = 4
 """In memory at once: those of large models take some."""
+_MOST_LOOKS = 8
 
 
 def name_of(step: int) -> str:
@@ -45,6 +46,8 @@ class Seen:
     """None where nothing is committed there."""
     number: int | None
     """Of the manifest that counts."""
+    top: int
+    """The highest number in its log, or the sum of those of its ranks; -1 for each without one."""
     fenced_at: datetime | None = None
     """Where nothing is committed and a fence says so: since when."""
 
@@ -67,10 +70,34 @@ class Steps:
         return self.root.child(name_of(step)).uri
 
     def found(self, *, with_metrics: bool) -> list[StepInfo]:
-        """The committed ones, the newest first. Raises `StoreError` where the store cannot be read."""
-        seen = self.seen()
+        """The committed ones, the newest first.
+
+        Raises `StoreError`, and `CheckpointChangedError` where it cannot be told whether there are any.
+        """
+        seen = self._settled()
         infos = [one.info for one in seen if one.info is not None]
         return newest_first(self.measured(seen) if with_metrics else infos)
+
+    def _settled(self) -> list[Seen]:
+        """As `seen`; but that nothing is committed is believed only where two looks, one after the other, are the same.
+
+        One look takes its time, in which another job can commit a step that was not listed yet and remove the one that
+        was. Logs only grow, so what is the same twice was so in between, everywhere at once.
+        """
+        seen = self.seen()
+        for _ in range(_MOST_LOOKS):
+            if not seen or any(one.info is not None for one in seen):
+                return seen
+            before, seen = seen, self.seen()
+            if seen == before:
+                return seen
+        if any(one.info is not None for one in seen):
+            return seen
+        raise CheckpointChangedError(
+            f"the steps under {self.root.uri} change all the time: whether one is committed could not be told. Look "
+            "again",
+            uri=self.root.uri,
+        )
 
     def seen(self, *, without: Iterable[int] = ()) -> list[Seen]:
         """What the folders hold, but for those of the steps in `without`."""
@@ -115,22 +142,25 @@ class Steps:
         entry = next((entry for entry in log.entries if entry.number == log.counting), None)
         if entry is not None:
             info = StepInfo(step=step, uri=self.uri_of(step), committed_at=entry.modified_at)
-            return Seen(step=step, info=info, number=entry.number)
+            return Seen(step=step, info=info, number=entry.number, top=log.top)
         is_fenced = log.counting is None and bool(log.entries)
-        return Seen(step=step, info=None, number=None, fenced_at=log.entries[-1].modified_at if is_fenced else None)
+        fenced_at = log.entries[-1].modified_at if is_fenced else None
+        return Seen(step=step, info=None, number=None, top=log.top, fenced_at=fenced_at)
 
     def _seen_of_ranks(self, step: int, store: Store, num_ranks: int, retrier: Retrier) -> Seen:
         folders = retrier.call(lambda: list(store.list_directories()))
         ranks = ranks_of(folders)
         if not set(range(num_ranks)) <= set(ranks):
-            return Seen(step=step, info=None, number=None)
+            return Seen(step=step, info=None, number=None, top=-1)
         logs = [_log_of(self._store(step, rank), retrier) for rank in range(num_ranks)]
+        top = sum(log.top for log in logs)
         times = [entry.modified_at for log in logs for entry in log.entries if entry.number == log.counting]
         if len(times) == num_ranks:
             info = StepInfo(step=step, uri=self.uri_of(step), committed_at=max(times))
-            return Seen(step=step, info=info, number=logs[0].counting)
+            return Seen(step=step, info=info, number=logs[0].counting, top=top)
         fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
-        return Seen(step=step, info=None, number=None, fenced_at=max(fences) if len(fences) == num_ranks else None)
+        fenced_at = max(fences) if len(fences) == num_ranks else None
+        return Seen(step=step, info=None, number=None, top=top, fenced_at=fenced_at)
 
     def _metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float]:
         key = (info.uri, number, info.committed_at)

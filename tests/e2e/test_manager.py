@@ -1,0 +1,313 @@
+"""`CheckpointManager` on several ranks and in several jobs: elastic restarts, damage, readers, preemption, deaths."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import RankError, run_ranks
+from tests.e2e.places import LocalPlace, Place
+from tests.wrapped import Call, WrappedStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt import CheckpointManager, Options
+from cloudckpt.stores.base import Store
+
+WAIT_S = 100.0
+_T = TypeVar("_T")
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """A tensor that all ranks share, one that each has, and a number."""
+    whole = torch.full((13, 4), value)
+    if dist.is_initialized():
+        whole = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    return {"sharded": whole, "replicated": torch.full((5,), value), "step": int(value)}
+
+
+def value_in(state: dict[str, Any]) -> float:
+    """The one value that all of it holds."""
+    sharded = state["sharded"]
+    local = sharded.to_local() if isinstance(sharded, DTensor) else sharded
+    values = {*local.flatten().tolist(), *state["replicated"].tolist(), float(state["step"])}
+    assert len(values) == 1, "parts of several saves"
+    return float(values.pop())
+
+
+def restored(manager: CheckpointManager, step: int | None = None) -> int | None:
+    state = state_of(-1.0)
+    found = manager.restore(state, step)
+    assert value_in(state) == (-1.0 if found is None else found.step)
+    return None if found is None else found.step
+
+
+def save_all(manager: CheckpointManager, *steps: int, **settings: Any) -> None:
+    for step in steps:
+        manager.save(step, state_of(float(step)), **settings)
+        manager.wait(WAIT_S)
+
+
+def numbers(manager: CheckpointManager) -> list[int]:
+    return [info.step for info in manager.steps()]
+
+
+# --- several ranks of one job
+
+
+def _first_life(root: str) -> list[str]:
+    with CheckpointManager(root, save_every=10, keep_last=2, keep_best=("loss", "min", 1)) as manager:
+        assert restored(manager) is None
+        for step in range(41):
+            manager.save(step, state_of(float(step)), metrics={"loss": abs(step - 10)})
+        manager.wait(WAIT_S)
+        # It looks at what was committed when it began; the coordinator's is the one that removes.
+        save_all(manager, 45, force=True)
+    assert (manager.retention is not None) == (dist.get_rank() == 0)
+    return [] if manager.retention is None else list(manager.retention.kept)
+
+
+def _second_life(root: str) -> None:
+    with CheckpointManager(root, keep_last=2) as manager:
+        assert restored(manager) == 45
+        with pytest.raises(
+            cloudckpt.CheckpointNotFoundError, match=r"step 20 is not committed .* the steps 10, 40, 45"
+        ):
+            manager.restore(state_of(-1.0), 20)
+        assert restored(manager, 40) == 40
+        best = manager.best("loss")
+        assert best is not None
+        assert (best.step, best.metrics) == (10, {"loss": 0.0})
+        handle = manager.save(45, state_of(45.0))
+        assert isinstance(handle, cloudckpt.AsyncSave)
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            handle.result(WAIT_S)
+        save_all(manager, 50)
+    dist.barrier()
+    assert numbers(manager) == [45, 50]
+
+
+@pytest.mark.multirank
+def test_a_job_goes_on_with_other_ranks(place: Place) -> None:
+    """If this fails, an elastic restart loses its checkpoints, or ranks begin at different steps."""
+    kept, *others = run_ranks(_first_life, place.root, world_size=2)
+    assert others == [[]]
+    assert kept == [f"{place.root}/step-{step}" for step in (45, 40, 10)]
+    run_ranks(_second_life, place.root, world_size=3)
+    run_ranks(_alone, place.root, world_size=1, process_group=False)
+
+
+def _alone(root: str) -> None:
+    assert restored(CheckpointManager(root)) == 50
+
+
+def _passes_over_damage(root: str) -> list[str]:
+    manager = CheckpointManager(root, keep_last=2)
+    state = state_of(-1.0)
+    found = manager.restore(state)
+    assert found is not None
+    assert (found.step, value_in(state)) == (2, 2.0)
+    save_all(manager, 3, 4)  # where the damaged one is
+    manager.close(WAIT_S)
+    dist.barrier()
+    assert numbers(manager) == [3, 4]
+    return [one.uri for one in found.skipped]
+
+
+def _saves(root: str, *steps: int) -> None:
+    with CheckpointManager(root) as manager:
+        save_all(manager, *steps)
+
+
+@pytest.mark.multirank
+def test_ranks_agree_on_what_is_damaged(place: Place) -> None:
+    """If this fails, one rank that finds damage goes back a step, and the others do not."""
+    run_ranks(_saves, place.root, 1, 2, 3, world_size=2)
+    key = max(key for key in place.data_keys() if key.startswith("step-3/"))  # of the last rank
+    place.write(key, place.read(key)[:-1])
+    found = run_ranks(_passes_over_damage, place.root, world_size=2)
+    assert found == [[f"{place.root}/step-3"]] * 2
+
+
+def _is_told_to_stop(root: str) -> tuple[str, str, int]:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # that of coverage would end the process
+    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption, CheckpointManager(root, save_every=4) as manager:
+        for step in range(1, 100):
+            manager.save(step, state_of(float(step)))
+            if step == 8 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if preemption.agreed():
+                break
+        report = preemption.finish(lambda: manager.save(step, state_of(float(step)), force=True))
+    return report.in_flight, report.last, step
+
+
+@pytest.mark.multirank
+def test_the_last_step_before_the_end(place: Place) -> None:
+    """If this fails, a preempted job loses its last steps; or fails because the last one was due anyhow."""
+    answers = run_ranks(_is_told_to_stop, place.root, world_size=2)
+    assert len({last for _, _, last in answers}) == 1
+    assert {last for _, last, _ in answers} == {"committed"}
+    step = answers[0][2]
+    assert step >= 8
+    found = cloudckpt.latest(place.root)
+    assert found is not None
+    assert found.name == f"step-{step}"
+
+
+def _on_its_own(root: str) -> list[int]:
+    manager = CheckpointManager(root, use_collectives=False, async_=False, keep_last=2)
+    value = float(dist.get_rank())
+    for step in (1, 2, 3):
+        manager.save(step, {"own": torch.full((4,), value), "step": step})
+        manager.wait(WAIT_S)
+        dist.barrier()
+    dist.barrier()
+    loaded = {"own": torch.full((4,), -1.0), "step": -1}
+    found = manager.restore(loaded)
+    assert found is not None
+    assert (found.step, loaded["step"], loaded["own"].tolist()) == (3, 3, [value] * 4)
+    with contextlib.suppress(cloudckpt.CheckpointExistsError):
+        manager.save(3, loaded)
+    return numbers(manager)
+
+
+@pytest.mark.multirank
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_save_on_their_own(local: LocalPlace) -> None:
+    """If this fails, a step that only some ranks have saved is taken for one, or what they saved is never removed."""
+    answers = run_ranks(_on_its_own, local.root, world_size=2)
+    assert answers[0] == answers[1]
+    assert answers[0] in ([2, 3], [1, 2, 3])  # the last retention may have come before the last rank's commit
+
+
+# --- several jobs
+
+
+def _one_of_two_jobs(root: str, scratch: Path) -> int:
+    """Each process is a job of its own."""
+    number = int(os.environ["RANK"])
+    meet(scratch, number, "begin")
+    with CheckpointManager(root, keep_last=2 + number) as manager:
+        for step in range(number, 20, 2):
+            manager.save(step, state_of(float(step)))
+        manager.wait(WAIT_S)
+    assert manager.retention is not None
+    assert manager.retention.failed == ()
+    return number
+
+
+def meet(scratch: Path, number: int, name: str) -> None:
+    """Wait for the other process, with a bound."""
+    (scratch / f"{name}-{number}").touch()
+    store = dist.FileStore(str(scratch / f"{name}-store"), 2)
+    store.set(str(number), "here")
+    store.wait([str(1 - number)])
+
+
+@pytest.mark.multirank
+def test_two_jobs_with_different_policies_on_one_root(place: Place, tmp_path: Path) -> None:
+    """If this fails, two jobs remove each other's newest checkpoint, or fail over what the other has removed."""
+    run_ranks(_one_of_two_jobs, place.root, tmp_path, world_size=2, process_group=False)
+    newest = cloudckpt.latest(place.root)
+    assert newest is not None
+    assert newest.name in ("step-18", "step-19")
+    left = cloudckpt.list_checkpoints(place.root)
+    assert 2 <= len(left) <= 5
+    for info in left:
+        cloudckpt.verify(info.uri)
+    assert restored(CheckpointManager(place.root)) == int(newest.name.removeprefix("step-"))
+
+
+def _writes_or_reads(root: str, scratch: Path) -> int:
+    number = int(os.environ["RANK"])
+    last = 12
+    if number == 0:
+        with CheckpointManager(root, keep_last=1) as manager:
+            save_all(manager, 0)
+            meet(scratch, 0, "begin")
+            save_all(manager, *range(1, last + 1))
+        return last
+    meet(scratch, 1, "begin")
+    manager = CheckpointManager(root)
+    seen = [-1]
+    while seen[-1] != last:
+        with contextlib.suppress(cloudckpt.CorruptCheckpointError):  # all that it found were gone, eight times
+            step = restored(manager)  # which also looks that all of it is of one save
+            assert step is not None, "it was taken for a fresh start"
+            seen.append(step)
+    assert seen == sorted(seen), "it went back"
+    return len(seen)
+
+
+@pytest.mark.multirank
+def test_a_reader_in_flight_while_old_ones_go(place: Place, tmp_path: Path) -> None:
+    """If this fails, evaluating beside training meets damage that is none, half a checkpoint, or a fresh start."""
+    last, num_loads = run_ranks(_writes_or_reads, place.root, tmp_path, world_size=2, process_group=False)
+    assert last == 12
+    assert num_loads >= 2
+
+
+# --- deaths
+
+
+class Dying(WrappedStore):
+    """Dies of SIGKILL at a call that only retention makes, before the store has carried it out or after."""
+
+    def __init__(self, inner: Store, operation: str, part_of_key: str, *, after: bool) -> None:
+        super().__init__(inner)
+        self._operation, self._part_of_key, self._after = operation, part_of_key, after
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        is_it = call.operation == self._operation and self._part_of_key in call.key
+        if is_it and not self._after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = action()
+        if is_it:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+KILLS = [
+    ("put", "manifest.1.json"),
+    ("delete", "manifest.json"),
+    ("delete", ".safetensors"),
+]
+
+
+def _dies_in_retention(root: str, operation: str, part_of_key: str, after: bool) -> None:  # noqa: FBT001  # pickled
+    save_all(CheckpointManager(root), 1, 2, 3)
+    options = Options(wrap_store=lambda store: Dying(store, operation, part_of_key, after=after))
+    save_all(CheckpointManager(root, keep_last=1, options=options), 4)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("operation", "part_of_key"), KILLS, ids=["fence", "manifest", "data"])
+def test_a_job_that_dies_in_retention(place: Place, operation: str, part_of_key: str, *, after: bool) -> None:
+    """If this fails, such a death leaves half a checkpoint for a whole one, loses a newer one, or blocks the next."""
+    with pytest.raises(RankError, match=f"exit code -{int(signal.SIGKILL)}"):
+        run_ranks(
+            _dies_in_retention, place.root, operation, part_of_key, after, world_size=1, process_group=False, grace_s=0
+        )
+    for info in cloudckpt.list_checkpoints(place.root):
+        cloudckpt.verify(info.uri)
+    manager = CheckpointManager(place.root, keep_last=1)
+    assert restored(manager) == 4
+    assert set(numbers(manager)) - {1} == {2, 3, 4}
+    save_all(manager, 5)
+    assert manager.retention is not None
+    assert manager.retention.failed == ()
+    assert numbers(manager) == [5]
+    for _ in range(2):  # where data had been left, the first puts a fence, which the second removes
+        cloudckpt.gc(place.root, older_than=0, dry_run=False)
+    assert {key.split("/")[0] for key in place.contents()} == {"step-5"}
+    assert place.num_unfinished_uploads() == 0

@@ -17,7 +17,7 @@ from cloudckpt.cli._app import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 COMMON = TEXT.partition("## What all commands have")[2].partition("\n## ")[0]
-OF_THIS_PAGE = ("ls", "show", "diff", "verify", "rm", "gc", "bench")
+OF_THIS_PAGE = ("ls", "show", "diff", "verify", "rm", "gc", "bench", "doctor")
 """Others have pages of their own."""
 
 
@@ -25,11 +25,15 @@ def section_of(name: str) -> str:
     return TEXT.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
 
 
+def _names_of(parameter: Any) -> list[str]:
+    return [*parameter.opts, *parameter.secondary_opts]
+
+
 @pytest.mark.parametrize("name", [*OF_THIS_PAGE, "cp", "export", "import"])
 def test_what_the_page_shows_is_there(name: str) -> None:
     """If this fails, an option that the page tells of does not exist."""
     command: Any = typer.main.get_command(app)
-    options = {text for parameter in command.commands[name].params for text in parameter.opts}
+    options = {text for parameter in command.commands[name].params for text in _names_of(parameter)}
     assert section_of(name)
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", section_of(name)))
     assert shown <= options

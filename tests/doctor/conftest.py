@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.e2e.conftest import (  # noqa: F401  # fixtures
     local,
     on_server,
@@ -11,3 +12,11 @@ from tests.e2e.conftest import (  # noqa: F401  # fixtures
     s3_server,
     servers,
 )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A path, moto's S3, and the GCS emulator; others where ``--places`` says so."""
+    if "place" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--places")
+        names = ("local", "s3", "fake-gcs") if chosen == "local,s3" else tuple(chosen.split(","))
+        metafunc.parametrize("place", names, indirect=True)

@@ -24,13 +24,6 @@ MOTO = {"checksums", "lifecycle"}
 """What is not well with moto: it takes wrong checksums, and the bucket has no rule."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "place" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("--places")
-        names = ("local", "s3", "fake-gcs") if chosen == "local,s3" else tuple(chosen.split(","))
-        metafunc.parametrize("place", names, indirect=True)
-
-
 def failed(examination: Examination) -> set[str]:
     return {check.name for check in examination.failures}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import os
 import shutil
-import ssl
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -30,19 +29,17 @@ def now_s() -> float:
     return time.time()
 
 
+def answers(endpoint_url: str, timeout_s: float) -> bool:
+    """Whether there is an answer to a request that nobody has signed, whatever it says."""
+    return _date(endpoint_url, timeout_s=timeout_s) is not None
+
+
 def clock(endpoint_url: str, *, timeout_s: float) -> str | None:
     """How far this machine's clock is from that of the endpoint; ``None`` where it does not say."""
-    parts = urlsplit(endpoint_url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.netloc, timeout=timeout_s)
     try:
-        connection.request("HEAD", "/")
-        date = connection.getresponse().headers.get("Date")
-        skew_s = now_s() - parsedate_to_datetime(date or "").timestamp()
-    except (OSError, http.client.HTTPException, ssl.SSLError, ValueError, TypeError):
+        skew_s = now_s() - parsedate_to_datetime(_date(endpoint_url, timeout_s=timeout_s) or "").timestamp()
+    except (ValueError, TypeError):
         return None
-    finally:
-        connection.close()
     if abs(skew_s) > _MOST_SKEW_S:
         raise Refusal(
             f"this machine's clock is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the store's",
@@ -50,6 +47,20 @@ def clock(endpoint_url: str, *, timeout_s: float) -> str | None:
             "by it, too. Set the clock (NTP).",
         )
     return f"{abs(skew_s):.0f} s off, at most"
+
+
+def _date(endpoint_url: str, *, timeout_s: float) -> str | None:
+    """The header of its answer, perhaps empty; ``None`` where there is no answer."""
+    parts = urlsplit(endpoint_url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.netloc, timeout=timeout_s)
+    try:
+        connection.request("HEAD", "/")
+        return connection.getresponse().headers.get("Date", "")
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
 def s3_credentials(store: S3Store) -> str:

@@ -184,6 +184,8 @@ def _reach(examiner: _Examiner, plain: Any, error: Exception | None, *, timeout_
     if isinstance(error, TransientStoreError):
         examiner.add(Check(name="endpoint", outcome="failed", found=type(error).__name__, advice=str(error)))
         examiner.lost = "not asked: the store does not answer"
+    elif endpoint is not None and isinstance(error, CredentialsError) and not around.answers(endpoint, timeout_s):
+        examiner.skip("endpoint", "could not be told: without credentials nothing is asked")
     elif endpoint is not None:
         examiner.add(Check(name="endpoint", outcome="passed", found=f"{endpoint} answers"))
     if endpoint is not None:

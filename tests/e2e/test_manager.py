@@ -213,6 +213,7 @@ def meet(scratch: Path, number: int, name: str) -> None:
     store.wait([str(1 - number)])
 
 
+@pytest.mark.faults
 @pytest.mark.multirank
 def test_two_jobs_with_different_policies_on_one_root(place: Place, tmp_path: Path) -> None:
     """If this fails, two jobs remove each other's newest checkpoint, or fail over what the other has removed."""
@@ -248,6 +249,7 @@ def _writes_or_reads(root: str, scratch: Path) -> int:
     return len(seen)
 
 
+@pytest.mark.faults
 @pytest.mark.multirank
 def test_a_reader_in_flight_while_old_ones_go(place: Place, tmp_path: Path) -> None:
     """If this fails, evaluating beside training meets damage that is none, half a checkpoint, or a fresh start."""
@@ -289,6 +291,7 @@ def _dies_in_retention(root: str, operation: str, part_of_key: str, after: bool)
     save_all(CheckpointManager(root, keep_last=1, options=options), 4)
 
 
+@pytest.mark.faults
 @pytest.mark.multirank
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("operation", "part_of_key"), KILLS, ids=["fence", "manifest", "data"])

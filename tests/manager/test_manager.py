@@ -669,6 +669,15 @@ def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pyt
     assert memory.all_keys("step-1") == memory.all_keys("step-2") == []
 
 
+def test_a_step_that_was_removed_and_is_saved_again_counts(memory: Memory) -> None:
+    """If this fails, a step that was known to be gone is overlooked once it is there again, and an older one stays."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 1, 2, 1)
+    assert numbers(manager) == [1]
+    save_all(manager, 3)
+    assert numbers(manager) == [3]
+
+
 def test_several_managers_in_one_process(memory: Memory) -> None:
     """If this fails, a manager for evaluation mixes with the one for training."""
     with (

@@ -8,16 +8,15 @@ there. See ``docs/design/009-waiting-for-ranks.md``.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from cloudckpt._met_group import MetGroup, c10d, new_group
 from cloudckpt._ranks import GivenUpError, Meetings
 from cloudckpt._signs import GROUP_DESTROYED
 from cloudckpt.errors import RankLostError
@@ -25,7 +24,6 @@ from cloudckpt.errors import RankLostError
 Purpose: TypeAlias = Literal["foreground", "background"]
 """What runs beside something else needs a group of its own."""
 
-_BACKEND = "cloudckpt"
 # Of others it is not known whether each rank is a process with a store in common.
 _WATCHED_BACKENDS = {"gloo", "nccl", "xccl", "hccl", "ucc"}
 _LONGEST_COLLECTIVE_S = 1800.0
@@ -33,7 +31,7 @@ _LONGEST_COLLECTIVE_S = 1800.0
 _Key: TypeAlias = tuple[dist.ProcessGroup, Purpose]
 _lock = threading.Lock()
 _companies: dict[_Key, _Company] = {}
-_founding = threading.local()
+_groups: dict[_Key, MetGroup] = {}
 
 
 def _forget_after_fork() -> None:
@@ -41,123 +39,50 @@ def _forget_after_fork() -> None:
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
     _companies.clear()
+    _groups.clear()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
     os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-class MetGroup(dist.ProcessGroup):
-    """A gloo group whose ranks meet before each collective of DCP's. Made by `dist.new_group` alone."""
-
-    def __init__(self, options: Any, _: Any) -> None:
-        super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # its form for subclasses
-        self.meetings: Meetings = _founding.meetings
-        self._at_end: Callable[[], None] | None = None
-        self._is_scattered = False
-        # Not the store that torch offers: by its name it may be that of a group of the same ranks that is gone.
-        store = _c10d().PrefixStore("gloo", self.meetings.store)
-        self._gloo: Any = _c10d().ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-        for device in _founding.devices:
-            self._register_backend(device, dist.ProcessGroup.BackendType.GLOO, self._gloo)
-
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        return _BACKEND
-
-    def call_at_end(self, call: Callable[[], None] | None) -> None:
-        """Have `call` made when this rank comes to the end of its load, whatever its own part in it came to."""
-        # DCP ends a load with the first all-gather after its plans were scattered.
-        self._at_end, self._is_scattered = call, False
-
-    # torch's collectives of objects are two or three of tensors: the sizes first, and what follows in one go.
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        if self._at_end is not None and self._is_scattered:
-            self._at_end()
-        return self._together(inputs[0], lambda: self._gloo.allgather(outputs, inputs, opts))
-
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
-        return self._together(tensors[0], lambda: self._gloo.broadcast(tensors, opts))
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
-        return self._together(inputs[0], lambda: self._gloo.gather(outputs, inputs, opts))
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:  # type: ignore[override]  # of its two forms, the one that dist uses
-        self._is_scattered = True
-        return self._together(None, lambda: self._gloo.scatter(outputs, inputs, opts))
-
-    def barrier(self, opts: Any = None) -> Any:
-        self.meetings.meet()
-        return self._done(lambda: self._gloo.barrier(opts))
-
-    def _together(self, tensor: torch.Tensor | None, collective: Callable[[], Any]) -> Any:
-        if tensor is not None and tensor.dtype is not torch.uint8:
-            self.meetings.meet()
-        return self._done(collective)
-
-    def _done(self, collective: Callable[[], Any]) -> Any:
-        try:
-            work = collective()
-            work.wait()
-        except RuntimeError as error:
-            raise self.meetings.explain(error) from None
-        return work
-
-
-def _c10d() -> Any:
-    """torch.distributed, with the names that its stubs leave out."""
-    return dist
-
-
 class _Company:
-    """The ranks of a group, from call to call: their meetings, and the group once it is made."""
+    """The ranks of a group, from call to call, as long as none gives another up."""
 
-    def __init__(self, source: dist.ProcessGroup, purpose: Purpose) -> None:
+    def __init__(self, key: _Key) -> None:
+        self._key = key
+        source, purpose = key
         self._ranks = sorted(dist.get_process_group_ranks(source))
         store = source.get_group_store()
         self.meetings = Meetings(
-            _c10d().PrefixStore(f"cloudckpt/{purpose}", store),
+            c10d().PrefixStore(f"cloudckpt/{purpose}", store),
             rank=self._ranks.index(dist.get_rank()),
             num_ranks=len(self._ranks),
             store_keeper=self._keeper_of(store),
         )
-        self.group: MetGroup | None = None
 
     def found(self) -> MetGroup:
-        """The group, made once all ranks have come."""
-        if self.group is None:
+        """The group, of which the ranks that are there now have met."""
+        group = _groups.get(self._key)
+        if group is None or group.meetings is not self.meetings:
             self.meetings.meet()
-            if _BACKEND not in dist.Backend.backend_list:
-                dist.Backend.register_backend(_BACKEND, MetGroup, extended_api=True, devices=["cpu"])
-            bound = _c10d().distributed_c10d._get_default_group().bound_device_id  # noqa: SLF001  # torch asks each new group for it
-            _founding.meetings = self.meetings
-            _founding.devices = [torch.device("cpu"), *([torch.device(bound.type)] if bound is not None else [])]
             try:
-                self.group = dist.new_group(
-                    self._ranks,
-                    backend=_BACKEND,
-                    timeout=dt.timedelta(seconds=self.meetings.timeout_s),
-                    use_local_synchronization=True,  # or a rank that is lost here would put later groups out of step
-                )
+                if group is None:
+                    group = _groups[self._key] = new_group(self._ranks, self.meetings)
+                else:
+                    # Not another one: torch names a group by how many there are, so its name may be taken.
+                    group.meet_by(self.meetings)
             except RuntimeError as error:
                 raise self.meetings.explain(error) from None
-            finally:
-                del _founding.meetings, _founding.devices
         # All have met, so what is left is the transfer.
-        self.group._gloo._set_default_timeout(dt.timedelta(seconds=min(self.meetings.timeout_s, _LONGEST_COLLECTIVE_S)))  # noqa: SLF001
-        return self.group
-
-    def disband(self) -> None:
-        """Free what the group holds. It waits for nobody."""
-        if self.group is not None and exists(self.group):
-            dist.destroy_process_group(self.group)
-        self.group = None
+        group.wait_at_most(min(self.meetings.timeout_s, _LONGEST_COLLECTIVE_S))
+        return group
 
     def _keeper_of(self, store: Any) -> tuple[int, ...]:
-        while isinstance(store, _c10d().PrefixStore):
+        while isinstance(store, c10d().PrefixStore):
             store = store.underlying_store
         # Under torchrun its agent keeps it, else the first rank of all does.
-        is_a_ranks = isinstance(store, _c10d().TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_a_ranks = isinstance(store, c10d().TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return (self._ranks.index(0),) if is_a_ranks and 0 in self._ranks else ()
 
 
@@ -206,7 +131,7 @@ class Call:
         while True:
             with _lock:
                 _forget_destroyed()
-                company = _companies.get(self._key) or _companies.setdefault(self._key, _Company(*self._key))
+                company = _companies.get(self._key) or _companies.setdefault(self._key, _Company(self._key))
             if company.meetings.is_over:  # an interrupt was faster
                 company.meetings.end(has_left=True)
                 self._give_up(company)
@@ -223,7 +148,6 @@ class Call:
         with _lock:
             if _companies.get(self._key) is company:
                 del _companies[self._key]
-        company.disband()
 
 
 def begin(
@@ -288,7 +212,11 @@ def _backends_of(group: dist.ProcessGroup) -> set[str]:
 
 def _forget_destroyed() -> None:
     for key in [key for key in _companies if not exists(key[0])]:
-        _companies.pop(key).disband()
+        del _companies[key]
+    for key in [key for key in _groups if not exists(key[0])]:
+        group = _groups.pop(key)
+        if exists(group):
+            dist.destroy_process_group(group)
 
 
 def exists(group: dist.ProcessGroup) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from cloudckpt._calls import in_company_of, location_of
 from cloudckpt._collecting import rare_collections
 from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
-from cloudckpt._group import MetGroup
+from cloudckpt._met_group import MetGroup
 from cloudckpt._planner import planned
 from cloudckpt.errors import CheckpointChangedError, InvalidOptionError
 from cloudckpt.options import Options

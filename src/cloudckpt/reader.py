@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cloudckpt._commit.resolve import holds_torch_checkpoint, resolve
-from cloudckpt._group import MetGroup
 from cloudckpt._legacy import TorchCheckpointReader, read_torch_metadata
 from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import metadata_of
+from cloudckpt._met_group import MetGroup
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.lifecycle import Lifecycle, told
 from cloudckpt._pipeline.load import LoadJob, wanted_by

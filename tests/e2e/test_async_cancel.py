@@ -276,7 +276,7 @@ def interrupt_while_copying(root: str) -> None:
     if dist.get_rank() == 1:
         real = copying.Task.run
 
-        def interrupted(_: Any) -> None:
+        def interrupted(*_: Any) -> None:
             copying.Task.run = real  # type: ignore[method-assign]
             raise KeyboardInterrupt
 

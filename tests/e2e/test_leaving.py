@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from pathlib import Path
@@ -85,6 +86,43 @@ def test_an_interrupt_between_two_lines_keeps_nobody_waiting(local: Place, momen
     """
     run_ranks(interrupt_one, local.root, moment, who, world_size=3)
     assert {key.partition("/")[0] for key in local.manifest_keys()} == {"next", "last"}
+
+
+# --- A loss where groups for both purposes are there
+
+
+class Interrupted:
+    """A `Stateful` during which Ctrl-C comes, on one rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return {"x": torch.ones(3)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def lose_one_in_the(foreground_or_background: str, root: str) -> None:
+    """On each rank: after saves of both kinds, rank 1 leaves one, twice."""
+    save_again(f"{root}/before")
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+    for _ in range(2):
+        with pytest.raises((KeyboardInterrupt, cloudckpt.RankLostError)):  # noqa: PT012  # one of two calls
+            if foreground_or_background == "foreground":
+                cloudckpt.save({"app": Interrupted()}, f"{root}/not-made", options=options)
+            else:
+                cloudckpt.async_save({"app": Interrupted()}, f"{root}/not-made", options=options).result(WAIT_S)
+    save_again(root)
+
+
+@pytest.mark.parametrize("purpose", ["foreground", "background"])
+def test_saves_of_both_kinds_go_on_after_a_loss_in_either(local: Place, purpose: str) -> None:
+    """If this fails, a job that saves in both ways never saves again once a rank was lost: torch has no name left for
+    the new group, because it counts them, and the other one has that number.
+    """
+    run_ranks(functools.partial(lose_one_in_the, purpose), local.root, world_size=2)
+    assert {key.rpartition("/")[0] for key in local.manifest_keys()} == {"before/next", "before/last", "next", "last"}
 
 
 # --- The process group is destroyed

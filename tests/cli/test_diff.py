@@ -10,6 +10,9 @@ import pytest
 import torch
 from tests.cli.conftest import Run, save, state_of
 from tests.e2e.places import Place
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import cloudckpt
 from cloudckpt._compare import blocks
@@ -47,7 +50,7 @@ def test_every_kind_of_difference_is_told(place: Place, run: Run) -> None:
         "gone": torch.ones(1),
         "kind": torch.ones(1),
         "value": {"lr": 0.1},
-        "nan": torch.tensor([1.0, float("inf")]),
+        "nan": torch.tensor([1.0, float("inf"), float("nan")]),
     }
     after = before | {
         "changed": torch.tensor([1.0, 3.0, 0.5, -4.0]),
@@ -57,7 +60,7 @@ def test_every_kind_of_difference_is_told(place: Place, run: Run) -> None:
         "kind": "text",
         "value": {"lr": 0.2},
         "new": torch.ones(1),
-        "nan": torch.tensor([float("nan"), float("inf")]),
+        "nan": torch.tensor([float("nan"), float("inf"), 2.0]),
     }
     del after["gone"]
     save(place.uri("a"), before)
@@ -77,7 +80,7 @@ def test_every_kind_of_difference_is_told(place: Place, run: Run) -> None:
     assert (found["changed"]["num_different"], found["changed"]["num_elements"]) == (2, 4)
     assert (found["changed"]["max_absolute"], found["changed"]["max_relative"]) == (1.0, 1.0)
     assert found["whole"]["num_different"] == 1
-    assert (found["nan"]["num_different"], found["nan"]["max_absolute"]) == (1, "infinity")
+    assert (found["nan"]["num_different"], found["nan"]["max_absolute"]) == (2, "infinity")
     assert (found["cast"]["before"], found["cast"]["after"]) == ("float32 [3]", "bfloat16 [3]")
     table = run("diff", place.uri("a"), place.uri("b"))
     assert table.code == 1
@@ -152,6 +155,55 @@ def test_every_dtype_can_be_compared(tmp_path: Path, name: str) -> None:
     assert cloudckpt.compare(tmp_path / "a", tmp_path / "a").is_same
     (difference,) = cloudckpt.compare(tmp_path / "a", tmp_path / "b").differences
     assert (difference.num_different, difference.num_elements) == (1, 64 // ITEMSIZE_BYTES[name])
+
+
+class RowsPlanner(DefaultSavePlanner):
+    """Saves the tensor ``w`` in blocks of so many rows."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self._num_rows = num_rows
+
+    def create_local_plan(self) -> SavePlan:
+        tensor = self.state_dict["w"]
+        items = []
+        for begin in range(0, len(tensor), self._num_rows):
+            offsets = torch.Size((begin, 0))
+            sizes = torch.Size((min(self._num_rows, len(tensor) - begin), tensor.shape[1]))
+            data = TensorWriteData(
+                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+                properties=TensorProperties.create_from_tensor(tensor),
+                size=tensor.size(),
+            )
+            items.append(WriteItem(MetadataIndex("w", offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items, planner_data={"w": ("w",)})
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        begin = index.offset[0] if index.offset is not None else 0
+        return self.state_dict["w"][begin : begin + self._num_rows]
+
+    def transform_object(self, write_item: WriteItem, object: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's
+        return object
+
+
+@pytest.mark.parametrize("batch_bytes", [16, 1 << 26])
+def test_blocks_that_overlap_in_part_are_compared_where_they_do(
+    tmp_path: Path, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, checkpoints of three and of two ranks are compared row by wrong row."""
+    monkeypatch.setattr(blocks, "BATCH_BYTES", batch_bytes)
+    whole = torch.arange(33.0).view(11, 3)
+    for name, num_rows in (("a", 4), ("b", 3)):
+        cloudckpt.save({"w": whole}, tmp_path / name, planner=RowsPlanner(num_rows), no_dist=True)
+        (tensor,) = cloudckpt.describe(tmp_path / name).tensors
+        assert tensor.num_chunks == math.ceil(11 / num_rows)
+    assert cloudckpt.compare(tmp_path / "a", tmp_path / "b").is_same
+    changed = whole.clone()
+    changed[7, 1] += 0.5
+    cloudckpt.save({"w": changed}, tmp_path / "c", planner=RowsPlanner(3), no_dist=True)
+    (difference,) = cloudckpt.compare(tmp_path / "a", tmp_path / "c").differences
+    assert (difference.num_different, difference.max_absolute) == (1, 0.5)
 
 
 def test_damage_is_damage_and_no_difference(place: Place, run: Run) -> None:

@@ -98,9 +98,7 @@ def test_versions_are_bounded_and_the_readme_is_whole(module: Path) -> None:
 def test_there_is_no_secret_in_it(module: Path) -> None:
     """If this fails, credentials lie in a state file, or in a machine's user data."""
     for path in module.rglob("*.tf*"):
-        assert not re.search(
-            r"AKIA|secret_access_key|private_key|password|aws_iam_access_key", path.read_text()
-        ), path
+        assert not re.search(r"AKIA|secret_access_key|private_key|password|aws_iam_access_key", path.read_text()), path
 
 
 def _without(text: str, parts: list[str]) -> str:

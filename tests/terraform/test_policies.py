@@ -39,6 +39,7 @@ def test_a_kms_key_is_granted_where_there_is_one(tmp_path: Path) -> None:
     assert granted["reader"]["Action"] == ["kms:Decrypt"]
     assert granted["trainer"]["Action"] == granted["janitor"]["Action"] == ["kms:GenerateDataKey", "kms:Decrypt"]
     assert all(statement["Resource"] == [key] for statement in granted.values())
+    assert "s3:ListMultipartUploadParts" in _statement(policies["trainer"], "Save")["Action"]
 
 
 def test_only_roles_that_somebody_may_assume_are_made(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ locals {
   trainer_actions = concat(
     ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
     var.trainer_may_delete ? ["s3:DeleteObject"] : [],
-    var.trainer_may_resume ? ["s3:ListMultipartUploadParts"] : [],
+    # With SSE-KMS a part's token does not tell which of two tries of it counts: that is asked.
+    var.trainer_may_resume || var.kms_key_arn != null ? ["s3:ListMultipartUploadParts"] : [],
   )
 
   kms_actions = {

@@ -1,0 +1,122 @@
+"""``docs/permissions.md`` names the requests that are made, and the actions that the roles have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.terraform.evaluated import POLICIES_DIR, TERRAFORM, evaluate
+from tests.terraform.jobs import JOBS, Place
+
+from cloudckpt.stores.gcs.translate import PERMISSIONS as GCS_PERMISSIONS
+from cloudckpt.stores.s3.client import S3Client
+from cloudckpt.stores.s3.translate import PERMISSIONS
+from cloudckpt.testing.servers import S3Server, moto_server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+TEXT = (Path(__file__).parents[2] / "docs" / "permissions.md").read_text()
+S3_TEXT, _, GCS_TEXT = TEXT.partition("## Google Cloud Storage")
+JOBS_OF_ROWS = {
+    "save": ("save", "async_save"),
+    "fails": ("fail", "fail_late"),
+    "overwrite": ("overwrite",),
+    "resume": ("resume",),
+    "load": ("load", "load_latest", "list_checkpoints", "verify"),
+    "delete": ("delete", "gc"),
+}
+
+
+def rows() -> dict[str, set[str]]:
+    """Of the first table: by a word of its operation, the requests."""
+    lines = [line for line in S3_TEXT.splitlines() if line.startswith("| ")]
+    found = {line.split(" | ")[0]: set(re.findall(r"\b[A-Z]\w+", line.split(" | ")[1])) for line in lines}
+    return {word: next(apis for name, apis in found.items() if word in name and apis) for word in JOBS_OF_ROWS}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with moto_server() as started:
+        started.create_bucket("checkpoints")
+        yield started
+
+
+@pytest.mark.parametrize("word", JOBS_OF_ROWS)
+def test_the_requests_are_those_that_are_made(server: S3Server, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """If this fails, an operation makes a request that the document does not tell of, so that a role lacks it."""
+    made: set[str] = set()
+    call = S3Client.call
+
+    def watched(self: Any, api: str, **members: Any) -> Any:
+        if self.boto3_client._request_signer._credentials.access_key == "role":
+            made.add(api)
+        return call(self, api, **members)
+
+    monkeypatch.setattr(S3Client, "call", watched)
+    for job in JOBS_OF_ROWS[word]:
+        role = {**server.storage_options, "access_key_id": "role"}
+        JOBS[job](Place(root=f"s3://checkpoints/run/{word}-{job}", role=role, owner=server.storage_options))
+    told = rows()[word] | (rows()["save"] if word in ("fails", "overwrite", "resume") else set())
+    assert made
+    assert made <= told
+
+
+def test_what_a_request_needs_is_in_the_table() -> None:
+    """If this fails, the table of permissions lacks one that an operation needs."""
+    granted = set(re.findall(r"`(s3:\w+)`", S3_TEXT))
+    for apis in rows().values():
+        for api in apis & set(PERMISSIONS):
+            assert set(re.findall(r"s3:\w+", PERMISSIONS[api])) <= granted, api
+
+
+@pytest.mark.parametrize("role", ["trainer", "reader", "janitor"])
+def test_the_roles_have_what_the_table_says(role: str) -> None:
+    """If this fails, the document promises a role that the module does not make."""
+    header = next(line for line in S3_TEXT.splitlines() if line.startswith("| permission"))
+    column = [cell.strip() for cell in header.split("|")].index(role)
+    told = set()
+    for line in S3_TEXT.splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if line.startswith("| `s3:") and not cells[column].startswith(("–", "with resume")):  # noqa: RUF001  # a sign of the table
+            told.add(cells[1].strip("`"))
+    policy = json.loads((POLICIES_DIR / f"s3-{role}.json").read_text())
+    assert {action for statement in policy["Statement"] for action in statement["Action"]} == told
+
+
+@pytest.mark.skipif(TERRAFORM is None, reason="needs terraform or tofu")
+def test_googles_roles_have_what_the_store_asks_for(tmp_path: Path) -> None:
+    """If this fails, a role on Google Cloud lacks a permission, or has one that nothing asks for."""
+    given = {"bucket": "checkpoints", "project": "my-project"}
+    permissions = evaluate("gcs-roles", "local.permissions", given, tmp_path)
+    asked = {found for text in GCS_PERMISSIONS.values() for found in re.findall(r"storage\.objects\.\w+", text)}
+    assert set(permissions["trainer"]) == asked
+    assert {*permissions["janitor"], *permissions["fence"]} == asked
+    assert set(permissions["reader"]) == {"storage.objects.get", "storage.objects.list"}
+    assert set(re.findall(r"^\| `(storage\.\S+)`", GCS_TEXT, re.MULTILINE)) == asked
+
+
+@pytest.mark.skipif(TERRAFORM is None, reason="needs terraform or tofu")
+def test_googles_roles_are_bound_to_the_prefix(tmp_path: Path) -> None:
+    """If this fails, a role reaches beyond its folder, say into one whose name begins alike; or a janitor puts data."""
+    given = {
+        "bucket": "checkpoints",
+        "project": "my-project",
+        "prefix": "run",
+        "members": {"janitor": ["group:cleaners@example.com"]},
+        "service_accounts": {"trainer": ["ml:trainer"]},
+    }
+    found = evaluate(
+        "gcs-roles", "[local.conditions, local.all_roles, local.impersonations, local.grants]", given, tmp_path
+    )
+    conditions, roles, impersonations, grants = found
+    for role in ("trainer", "reader", "janitor"):
+        assert "startsWith('projects/_/buckets/checkpoints/objects/run/')" in conditions[role]
+        assert "startsWith('run/')" in conditions[role]
+    assert conditions["fence"].endswith("&& resource.name.endsWith('.json')")
+    assert set(roles) == {"trainer", "janitor", "fence"}
+    assert impersonations["trainer/ml:trainer"]["member"] == "serviceAccount:my-project.svc.id.goog[ml/trainer]"
+    assert {grant["role"] for grant in grants.values()} == {"janitor", "fence"}

@@ -68,7 +68,7 @@ class Side:
             self.context,
             self.manifest,
             self._locations,
-            transforms=ReadTransforms(None, getattr(self.context.options, "extensions", ())),
+            transforms=ReadTransforms(None, self.context.options.extensions),
             allow_pickle=True,  # nothing is unpickled here: it would only keep bytes from being handed out
             exchange=None,
         )

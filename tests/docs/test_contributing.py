@@ -13,17 +13,11 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return {
-        name.lower(): version
-        for name, _, version in (line.partition("==") for line in lines)
-        if version
-    }
+    return {name.lower(): version for name, _, version in (line.partition("==") for line in lines) if version}
 
 
 def jobs() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(
-        (ROOT / ".github/workflows/ci.yml").read_text()
-    )["jobs"]
+    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     return found
 
 
@@ -39,18 +33,16 @@ def test_the_workflow_only_calls_make() -> None:
                     step["run"],
                 )
                 assert command is not None, step["run"]
-                called |= (
-                    {command[1]}
-                    if "$" not in command[1]
-                    else set(job["strategy"]["matrix"]["target"])
-                )
+                called |= {command[1]} if "$" not in command[1] else set(job["strategy"]["matrix"]["target"])
     assert called <= TARGETS
     assert called >= {"lint", "test", "faults", "integration", "package", "demo"}
 
 
 def test_ci_and_the_workflow_run_the_same_targets() -> None:
     """If this fails, a change that one of them lets through is refused by the other."""
-    own = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / ".ci/run").read_text()))
+    lines = re.findall(r"^make (.+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    own = {word for line in lines for word in line.split() if not word.startswith("-")}
+    assert own <= TARGETS
     of_workflow = {
         target
         for job in jobs().values()
@@ -59,19 +51,14 @@ def test_ci_and_the_workflow_run_the_same_targets() -> None:
             "integration",
         ]
     }
-    assert own == of_workflow
+    # What integration installs by itself, and the tests of `make test` once more, for which one machine has no time.
+    assert own - {"servers"} == of_workflow - {"coverage"}
 
 
 def test_the_hooks_run_the_pinned_ruff() -> None:
     """If this fails, a commit is formatted one way, and CI wants another."""
-    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0][
-        "hooks"
-    ]
-    wanted = [
-        requirement
-        for hook in hooks
-        for requirement in hook.get("additional_dependencies", [])
-    ]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    wanted = [requirement for hook in hooks for requirement in hook.get("additional_dependencies", [])]
     assert wanted
     assert set(wanted) == {f"ruff=={pins()['ruff']}"}
 

@@ -29,8 +29,7 @@ def test_the_workflow_only_calls_make() -> None:
             assert set(step) <= {"uses", "with", "run"}
             if "run" in step:
                 command = re.fullmatch(
-                    r'(?:sudo env "PATH=\$PATH" )?make (\S+|\$\{\{ matrix\.target \}\})',
-                    step["run"],
+                    r'(?:sudo env "PATH=\$PATH" )?make (\S+|\$\{\{ matrix\.target \}\})', step["run"]
                 )
                 assert command is not None, step["run"]
                 called |= {command[1]} if "$" not in command[1] else set(job["strategy"]["matrix"]["target"])
@@ -46,10 +45,7 @@ def test_ci_and_the_workflow_run_the_same_targets() -> None:
     of_workflow = {
         target
         for job in jobs().values()
-        for target in [
-            *job.get("strategy", {}).get("matrix", {}).get("target", []),
-            "integration",
-        ]
+        for target in [*job.get("strategy", {}).get("matrix", {}).get("target", []), "integration"]
     }
     # What integration installs by itself, and the tests of `make test` once more, for which one machine has no time.
     assert own - {"servers"} == of_workflow - {"coverage"}

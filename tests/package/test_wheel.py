@@ -25,14 +25,7 @@ DIST = ROOT / "dist"
 
 def run(*command: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """From a folder in which no module of the checkout can be found."""
-    return subprocess.run(
-        command,
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def script(name: str) -> str:
@@ -67,10 +60,7 @@ def test_the_wheel_holds_the_package_and_no_more(wheel: Path) -> None:
     assert tops == {"cloudckpt", f"cloudckpt-{cloudckpt.__version__}.dist-info"}
     assert "cloudckpt/py.typed" in names
     assert f"cloudckpt-{cloudckpt.__version__}.dist-info/licenses/LICENSE" in names
-    modules = {
-        path.relative_to(ROOT / "src").as_posix()
-        for path in (ROOT / "src" / "cloudckpt").rglob("*.py")
-    }
+    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "cloudckpt").rglob("*.py")}
     assert modules <= names
 
 
@@ -79,36 +69,19 @@ def test_the_sdist_can_be_tested() -> None:
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {
-        "pyproject.toml",
-        "LICENSE",
-        "README.md",
-        "Makefile",
-        "constraints.txt",
-        "tests/conftest.py",
-    } <= names
+    assert {"pyproject.toml", "LICENSE", "README.md", "Makefile", "constraints.txt", "tests/conftest.py"} <= names
 
 
 def test_the_readme_is_the_long_description() -> None:
     """If this fails, the page of the package index is empty."""
     metadata = importlib.metadata.metadata("cloudckpt")
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert (ROOT / "README.md").read_text().splitlines()[0] in str(
-        metadata.get_payload()
-    )
+    assert (ROOT / "README.md").read_text().splitlines()[0] in str(metadata.get_payload())
 
 
 def test_it_imports_with_what_it_depends_upon_alone() -> None:
     """If this fails, an optional package is needed for the import."""
-    extras = (
-        "boto3",
-        "google.cloud.storage",
-        "typer",
-        "rich",
-        "opentelemetry",
-        "pytest",
-        "safetensors",
-    )
+    extras = ("boto3", "google.cloud.storage", "typer", "rich", "opentelemetry", "pytest", "safetensors")
     code = f"""
 import sys
 class Refuse:
@@ -127,15 +100,9 @@ assert state_dict == {{"step": 1}}
 
 
 @pytest.mark.parametrize("place", ["path", "cloudckpt_s3_uri", "cloudckpt_gcs_uri"])
-def test_it_saves_and_loads(
-    place: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_it_saves_and_loads(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """If this fails, the wheel lacks something that the checkout has."""
-    uri = (
-        str(tmp_path / "step-1")
-        if place == "path"
-        else f"{request.getfixturevalue(place)}/step-1"
-    )
+    uri = str(tmp_path / "step-1") if place == "path" else f"{request.getfixturevalue(place)}/step-1"
     weight = torch.arange(1000.0)
     cloudckpt.save({"weight": weight}, uri, no_dist=True)
     loaded = {"weight": torch.zeros(1000)}
@@ -145,61 +112,31 @@ def test_it_saves_and_loads(
 
 def test_the_contract_ships(tmp_path: Path) -> None:
     """If this fails, users cannot hold their own store to the contract."""
-    done = run(
-        sys.executable, "-m", "cloudckpt.testing", str(tmp_path / "root"), timeout_s=280
-    )
+    done = run(sys.executable, "-m", "cloudckpt.testing", str(tmp_path / "root"), timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def wanted_errors(path: Path) -> set[int]:
-    return {
-        number
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if "# wrong:" in line
-    }
+    return {number for number, line in enumerate(path.read_text().splitlines(), 1) if "# wrong:" in line}
 
 
 def test_mypy_accepts_a_users_program() -> None:
     """If this fails, the types that ship are incomplete or wrong for mypy."""
-    done = run(
-        script("mypy"), "--strict", "--no-incremental", "user_program.py", timeout_s=280
-    )
+    done = run(script("mypy"), "--strict", "--no-incremental", "user_program.py", timeout_s=280)
     assert done.returncode == 0, done.stdout
 
 
 def test_mypy_refuses_a_wrong_program() -> None:
     """If this fails, what cloudckpt exports is `Any` to mypy, and the test above means nothing."""
-    done = run(
-        script("mypy"),
-        "--strict",
-        "--no-incremental",
-        "wrong_program.py",
-        timeout_s=280,
-    )
-    lines = {
-        int(number)
-        for number in re.findall(
-            r"^wrong_program\.py:(\d+): error", done.stdout, re.MULTILINE
-        )
-    }
+    done = run(script("mypy"), "--strict", "--no-incremental", "wrong_program.py", timeout_s=280)
+    lines = {int(number) for number in re.findall(r"^wrong_program\.py:(\d+): error", done.stdout, re.MULTILINE)}
     assert lines == wanted_errors(HERE / "wrong_program.py"), done.stdout
 
 
 @pytest.mark.parametrize("name", ["user_program.py", "wrong_program.py"])
 def test_pyright_sees_the_same(name: str) -> None:
     """If this fails, editors that use pyright show errors in right programs, or none in wrong ones."""
-    done = run(
-        script("pyright"),
-        "--pythonpath",
-        sys.executable,
-        "--outputjson",
-        name,
-        timeout_s=280,
-    )
+    done = run(script("pyright"), "--pythonpath", sys.executable, "--outputjson", name, timeout_s=280)
     found = json.loads(done.stdout)["generalDiagnostics"]
-    lines = {
-        entry["range"]["start"]["line"] + 1
-        for entry in found
-        if entry["severity"] == "error"
-    }
+    lines = {entry["range"]["start"]["line"] + 1 for entry in found if entry["severity"] == "error"}
     assert lines == wanted_errors(HERE / name), done.stdout

@@ -13,23 +13,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 import cloudckpt
 
 
-def train(
-    root: str, state_dict: dict[str, Any], num_steps: int
-) -> cloudckpt.SavedMetadata | None:
+def train(root: str, state_dict: dict[str, Any], num_steps: int) -> cloudckpt.SavedMetadata | None:
     """Save beside training, and resume."""
     options = cloudckpt.Options(connections=16, timeout_s=30.0, async_mode="thread")
     newest = cloudckpt.latest(root)
     first_step = 0
     if newest is not None:
-        report: cloudckpt.LoadReport = cloudckpt.load(
-            state_dict, newest.uri, options=options
-        )
+        report: cloudckpt.LoadReport = cloudckpt.load(state_dict, newest.uri, options=options)
         first_step = report.num_bytes_read and 1
     handle: cloudckpt.AsyncSave | None = None
     for step in range(first_step, num_steps):
-        handle = cloudckpt.async_save(
-            state_dict, f"{root}/step-{step}", options=options
-        )
+        handle = cloudckpt.async_save(state_dict, f"{root}/step-{step}", options=options)
         progress: cloudckpt.SaveProgress = handle.progress
         print(progress)
         handle.staged.result()
@@ -40,22 +34,16 @@ def train(
 def save(state_dict: dict[str, Any], path: Path) -> int:
     """Failures are classes with fields."""
     try:
-        saved: cloudckpt.SavedMetadata = cloudckpt.save(
-            state_dict, path, overwrite=True
-        )
+        saved: cloudckpt.SavedMetadata = cloudckpt.save(state_dict, path, overwrite=True)
     except cloudckpt.CheckpointExistsError as error:
-        failures: Mapping[int, BaseException] = {
-            rank: cause for rank, (cause, _) in error.failures.items()
-        }
+        failures: Mapping[int, BaseException] = {rank: cause for rank, (cause, _) in error.failures.items()}
         print(failures)
         raise
     except cloudckpt.RankLostError as error:
         ranks: tuple[int, ...] = error.ranks
         print(ranks)
         raise
-    return (
-        saved.report.num_bytes if saved.report else 0
-    )  # a writer of another kind makes none
+    return saved.report.num_bytes if saved.report else 0  # a writer of another kind makes none
 
 
 def housekeeping(root: str) -> list[str]:

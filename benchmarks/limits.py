@@ -6,6 +6,7 @@ None of it checks, signs or promises anything: it says how fast a client could b
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import socket
 import ssl
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from benchmarks import training
 from benchmarks.outcomes import Outcome, Running, Settings
-from benchmarks.systems import System
+from benchmarks.systems import System, beside
 
 _CONNECTIONS = 8
 """With more of them it gets slower, where the server is on the same machine."""
@@ -87,6 +90,29 @@ class Limit(System):
         for buffer, source in zip(self._buffers, sources, strict=True):
             buffer.copy_(source)
         return Running(blocking_s=time.perf_counter() - started_s, is_done=lambda: True, result=lambda: None)
+
+    def save_beside_training(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        """Beside a process of its own that sends a copy: what the machine takes from the loop, whoever uploads."""
+        processes: list[BaseProcess] = []
+        blocking_s = 0.0
+
+        def begin() -> Callable[[], bool]:
+            nonlocal blocking_s
+            blocking_s = self.begin(state_dict, uri).blocking_s
+            copies = dict(zip(state_dict, self._buffers, strict=True))
+            # Sockets alone: nothing of torch runs in the child, which would not survive the fork.
+            processes.append(multiprocessing.get_context("fork").Process(target=self.save, args=(copies, uri)))
+            processes[0].start()
+            return lambda: not processes[0].is_alive()
+
+        try:
+            speeds = training.compared(begin)
+        finally:
+            for process in processes:
+                process.join(_TIMEOUT_S)
+        if processes[0].exitcode != 0:
+            raise RuntimeError(f"the process that sends ended with {processes[0].exitcode}")
+        return beside(blocking_s, speeds)
 
     def _transfer(
         self, state_dict: dict[str, Any], uri: str, exchange: Callable[[socket.socket, _Request], None]

@@ -218,7 +218,7 @@ _BACKGROUND = Sweep(
     cells=(
         Cell(payload=MANY_SMALL, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
         Cell(payload=SIXTY_FOUR, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
-        Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=IN_THE_BACKGROUND),
+        Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=(*IN_THE_BACKGROUND, "limit")),
     ),
 )
 SWEEPS: Mapping[str, Sweep] = {sweep.name: sweep for sweep in (_SHORT, _BARS, _BACKGROUND, _FULL)}

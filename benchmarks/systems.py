@@ -72,12 +72,17 @@ class System(abc.ABC):
 
         speeds = training.compared(begin)
         begun[0].result()
-        return Outcome(
-            blocking_s=begun[0].blocking_s,
-            steps_per_s=speeds.steps_per_s,
-            steps_per_s_alone=speeds.steps_per_s_alone,
-            waiting_share=speeds.waiting_share,
-        )
+        return beside(begun[0].blocking_s, speeds)
+
+
+def beside(blocking_s: float, speeds: training.Compared) -> Outcome:
+    """Of a save beside training."""
+    return Outcome(
+        blocking_s=blocking_s,
+        steps_per_s=speeds.steps_per_s,
+        steps_per_s_alone=speeds.steps_per_s_alone,
+        waiting_share=speeds.waiting_share,
+    )
 
 
 class _Rival(System):

@@ -22,6 +22,9 @@ from benchmarks.systems import system_named
 from tests.benchmarks.test_results import cell, document
 
 from benchmarks import training, wires
+from cloudckpt.options import Options
+from cloudckpt.stores.open import open_store
+from cloudckpt.testing.servers import moto_server
 
 needs_cores = pytest.mark.skipif(training.Cores().loop is None, reason="needs two cores, and to choose among them")
 
@@ -194,6 +197,22 @@ def test_a_save_beside_training_says_how_fast_it_went(short, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(BaseException, match="taken"):
         system_named("cloudckpt-path")(settings).save_beside_training(state.state_dict, str(tmp_path / "taken" / "x"))
+
+
+def test_the_limit_beside_training_sends_it_all_from_a_process_of_its_own(short):
+    """What the machine takes of the loop could not be told from what a client does, or be that of bytes never sent."""
+    state = State(uniform(2, 64 * KIB), "sharded", None)
+    state.fill()
+    with moto_server() as server:
+        server.create_bucket("bucket")
+        settings = Settings(endpoint_url=server.endpoint_url, region=None, ca_bundle=None, no_dist=True)
+        outcome = system_named("limit")(settings).save_beside_training(state.state_dict, "s3://bucket/run")
+        assert outcome.steps_per_s
+        assert outcome.steps_per_s_alone
+        store = open_store("s3://bucket", Options(storage_options=server.storage_options))
+        assert sum(found.size_bytes for found in store.list()) == 2 * 64 * KIB
+    with pytest.raises(RuntimeError, match="the process that sends ended with 1"):
+        system_named("limit")(settings).save_beside_training(state.state_dict, "s3://bucket/run")
 
 
 def test_a_capped_wire_needs_plain_http():

@@ -123,6 +123,25 @@ def test_a_rank_that_is_interrupted_again_and_again_is_met_in_the_end() -> None:
             assert told[-2:] == ["made", "made"], (early, num_left, told)
 
 
+def test_a_rank_that_is_apart_is_told_so_whichever_it_hears_first() -> None:
+    """If this fails, a rank that came to do something else, and is descheduled, is told that it came too late."""
+    both = ranks(2)
+    late = both[1].meetings
+    both[1].begin("something else")
+    both[0].begin("something")
+    with pytest.raises(RankLostError, match="something else"):
+        both[0].meetings.meet()
+    with late._notices.lock:  # its own sign is due: beside that only the word is read
+        late._notices.wake()
+        assert late._notices.changed.wait_for(lambda: late._notices.word.lost_in_call == 1, TIMEOUT_S)
+    with pytest.raises(RankLostError, match="something else") as caught:
+        late.meet()
+    assert caught.value.ranks == (0,)
+    for rank in both:
+        rank.end(has_left=True)
+    assert at_once([lambda r=rank: r.call("next") for rank in both]) == ["made"] * 2
+
+
 def test_a_cancel_that_comes_too_late_does_not_cancel_the_next_call() -> None:
     """If this fails, a thread that was descheduled in `AsyncSave.cancel` cancels the save after the one it meant."""
     both = ranks(2)

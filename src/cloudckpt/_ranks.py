@@ -21,6 +21,7 @@ from cloudckpt.errors import RankLostError
 
 _LONGEST_FAREWELL_S = 2.0
 _LEFT = "left before the end; its own error says why"
+_APART = "came to do something else: all ranks have to make the same calls, and save to the same URI"
 
 
 class GivenUpError(Exception):
@@ -243,10 +244,10 @@ class Meetings:
         mine, word, signs = notices.mine, notices.word, notices.signs
         apart = [rank for rank, sign in signs.items() if sign.call == mine.call and sign.task != mine.task]
         if apart:
-            raise self._lost(
-                apart, "came to do something else: all ranks have to make the same calls, and save to the same URI"
-            )
+            raise self._lost(apart, _APART)
         if word.lost_in_call >= mine.call:
+            if self.rank in word.lost and word.why == _APART:
+                raise self._lost((0,), _APART)  # whose sign is read only where this rank waits, and its word always
             if self.rank in word.lost:
                 raise self._lost((self.rank,), "the others had waited too long for this one, and went on without it")
             raise self._lost(word.lost, word.why)

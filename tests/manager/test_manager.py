@@ -277,7 +277,7 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
     save_all(
         manager,
         1,
-        metrics={"loss": torch.tensor(0.5), "accuracy": np.float32(0.25), "n": 3},
+        metrics={"loss": torch.tensor(0.5, requires_grad=True), "accuracy": np.float32(0.25), "n": 3},
     )
     save_all(manager, 2, metrics={"loss": math.nan, "accuracy": 0.75})
     save_all(manager, 3)

@@ -18,7 +18,8 @@ def checked(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float | No
     numbers: dict[str, float | None] = {}
     for name, value in (metrics or {}).items():
         try:
-            number = None if isinstance(value, (str, bytes)) or not isinstance(name, str) else float(value)
+            plain = getattr(value, "detach", lambda value=value: value)()  # torch warns of a loss with its graph
+            number = None if isinstance(value, (str, bytes)) or not isinstance(name, str) else float(plain)
         except (TypeError, ValueError, RuntimeError):  # of a tensor that is no scalar
             number = None
         if number is None:

@@ -5,13 +5,15 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 INTEGRATION_ARGS ?= -n 2 --dist worksteal
 SERVERS_VENV ?= .venv-servers
 WHEEL_VENV ?= .venv-wheel
+DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure package lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure package docs lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -82,6 +84,15 @@ package: ## Build the sdist and the wheel, and test and type-check what is insta
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[all,testing]"
 	$(WHEEL_VENV)/bin/python -m pytest tests/package --confcutdir tests/package --timeout 300
 
+$(DOCS_INSTALLED): docs/_site/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_INSTALLED) ## Build the documentation's site in site/, where a broken link is an error.
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
 lint: $(INSTALLED) types imports ## Check style, types and the direction of imports.
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -100,4 +111,4 @@ bench: $(INSTALLED) ## Compare with the rivals. BENCH_ARGS="--help" says how.
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) dist .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(DOCS_VENV) dist site .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

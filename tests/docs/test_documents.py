@@ -113,8 +113,8 @@ def problem_of(command: str) -> str | None:
         missing = [extra for group in extras for extra in group.split(",") if extra not in names]
         return f"no extras {missing}" if missing else None
     if words[:2] == ["python", "-m"]:
-        module = ROOT / words[2].replace(".", "/")
-        there = module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        modules = [folder / words[2].replace(".", "/") for folder in (ROOT, ROOT / "src")]
+        there = any(path.with_suffix(".py").is_file() or (path / "__main__.py").is_file() for path in modules)
         return None if there else f"no module {words[2]}"
     if words[0] in ("python", "torchrun"):
         files = [word for word in words if word.endswith(".py")]

@@ -1,0 +1,82 @@
+"""What the site has beyond the files of docs/: documents that lie elsewhere in the repository, and links that work.
+
+The documents are written for readers of the repository, and link to sources and tests. Such a link leads to the
+repository where `repo_url` says where that is, and is its text alone otherwise.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/README.md": "benchmarking.md",
+    "terraform/README.md": "terraform.md",
+}
+"""Documents outside of docs/, each with its place on the site."""
+
+_SOURCES = {page: source for source, page in OUTSIDE.items()}
+_FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_FETCHED = re.compile(
+    r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*rel=\"?stylesheet[^>]*(?:https?:)//"
+)
+
+
+def on_config(config: Any) -> Any:
+    """Put the design documents into the navigation, in order."""
+    names = sorted(path.name for path in (ROOT / "docs" / "design").glob("[0-9]*.md"))
+    for section in config["nav"]:
+        for pages in section.values():
+            if isinstance(pages, list) and "design/README.md" in pages:
+                pages += [{"Design": [f"design/{name}" for name in names]}]
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the documents that lie outside of docs/."""
+    for source, page in OUTSIDE.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Lead each link to where its target is on the site, or in the repository."""
+    here = page.file.src_uri
+    source = _SOURCES.get(here, f"docs/{here}")
+
+    def led(match: re.Match[str]) -> str:
+        mark, text, link = match.groups()
+        if re.match(r"[a-z]+:", link) or link.startswith("#"):
+            return match[0]
+        target, _, anchor = link.partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if place is not None and files.get_file_from_path(place) is not None:
+            relative = posixpath.relpath(place, posixpath.dirname(here) or ".")
+            return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
+        if not (ROOT / path).exists():
+            raise PluginError(f"{source} links to {link}, which is not there")
+        repository = config.get("repo_url")
+        return f"[{text}]({repository.rstrip('/')}/blob/main/{path})" if repository else text
+
+    parts = _FENCE.split(markdown)
+    return "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001  # mkdocs passes them by name
+    """See that a reader's browser fetches nothing from elsewhere."""
+    found = _FETCHED.search(output)
+    if found is not None:
+        raise PluginError(f"{page.file.src_uri} makes browsers fetch something from elsewhere: {found[0]}")
+    return output

@@ -1,0 +1,64 @@
+"""The site's pages: every public name, every error, a quickstart that can be walked, and a navigation with all of it.
+
+That its links lead somewhere, `make docs` sees.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.markdown import snippets_of
+from tests.docs.tables import ROOT
+
+import cloudckpt
+from cloudckpt import errors
+
+DOCS = ROOT / "docs"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """If this fails, a public name can be used, and is documented nowhere."""
+    named = re.findall(r"^::: cloudckpt\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert set(named) == {*cloudckpt.__all__, "costs"} - set(errors.__all__) - {"__version__"}
+
+
+def test_every_error_has_its_paragraph() -> None:
+    """If this fails, whoever meets an error looks in vain for what to do about it."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    sections = dict(re.findall(r"^### `(\w+)`\n\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
+    assert sections.keys() == set(errors.__all__)
+    bases = {"CloudckptError", "StoreError", "CheckpointError"}
+    for name, section in sections.items():
+        assert name in bases or ("**What happened:**" in section and "**What to do:**" in section), name
+
+
+def test_the_navigation_has_every_document() -> None:
+    """If this fails, a document is on the site, and nobody finds it there."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    documents = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    listed = set(re.findall(r"- (?:\w+: )?(\S+\.md)$", navigation, re.MULTILINE))
+    assert {name for name in documents if not re.match(r"design/\d", name)} <= listed
+
+
+def test_the_quickstart_can_be_walked(tmp_path: Path) -> None:
+    """If this fails, a new user comes to a step for which something is missing that is not written there."""
+    snippets = snippets_of(DOCS / "quickstart.md")
+    program = tmp_path / "walk.py"
+    program.write_text("\n".join(snippet.text for snippet in snippets if snippet.language == "python"))
+    commands = [
+        shlex.split(line)[1:]
+        for snippet in snippets
+        if snippet.language == "sh"
+        for line in snippet.text.splitlines()
+        if line.startswith("cloudckpt ")
+    ]
+    assert len(commands) >= 3
+    walk = [[sys.executable, str(program)], *([sys.executable, "-m", "cloudckpt", *words] for words in commands)]
+    for command in walk:
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, (command, done.stdout, done.stderr)

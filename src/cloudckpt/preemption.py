@@ -170,7 +170,7 @@ class Preemption:
         """The least that any rank has."""
         if self._group is None:
             return value
-        values = torch.tensor([value], dtype=torch.float64)
+        values = torch.tensor([value], dtype=torch.float64, device="cpu")
         try:
             work = dist.all_reduce(values, dist.ReduceOp.MIN, group=self._group, async_op=True)
             assert work is not None  # noqa: S101  # this rank is one of the group

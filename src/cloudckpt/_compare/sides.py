@@ -38,7 +38,8 @@ class Wanted:
         """Take memory."""
         if self.box is not None:
             for _ in range(2):
-                raw = torch.empty(self.num_bytes, dtype=torch.uint8)  # of some dtypes, torch warns who makes a tensor
+                # Of some dtypes, torch warns who makes a tensor.
+                raw = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
                 self._held.append(raw.view(dtype_of(self._dtype)).view(self.box.lengths))
         else:
             self._held = [io.BytesIO(), io.BytesIO()]

@@ -85,7 +85,7 @@ class MappedPlanner(DefaultSavePlanner):
             value: Any = self._files[order.file_numbers[row]][begin:end].numpy()
             return io.BytesIO(value)
         if begin == end:
-            return torch.empty(form.shape, dtype=form.dtype)
+            return torch.empty(form.shape, dtype=form.dtype, device="cpu")
         content = self._files[order.file_numbers[row]][begin:end]
         if begin % form.dtype.itemsize:
             content = content.clone()

@@ -39,7 +39,7 @@ class Heap:
         return None
 
     def new(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def end(self, buffer: torch.Tensor) -> None:
         pass

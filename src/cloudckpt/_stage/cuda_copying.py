@@ -164,7 +164,7 @@ def _target_of(segment: Segment) -> torch.Tensor:
     if segment.copy is not None:
         return segment.copy
     storage, offset = segment.block.storage(segment.offset, segment.num_bytes)
-    flat: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+    flat: torch.Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
     return flat.set_(storage, offset, (segment.num_bytes,), (1,))
 
 

@@ -230,7 +230,8 @@ def _odd_copy(tensor: torch.Tensor) -> torch.Tensor:
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     if not (is_dense and (tensor.is_cpu or tensor.is_cuda)):
         return tensor.to("cpu", copy=True)
-    copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=_PLACEHOLDERS[tensor.itemsize])
+    dtype = _PLACEHOLDERS[tensor.itemsize]
+    copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
     if tensor.numel():  # its memory was freed: so is that of the copy, and the save says so
         copied.untyped_storage().resize_(0)
     return copied.view(tensor.dtype)

@@ -24,8 +24,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 def nothing_of(dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without elements, to be set to memory; torch would warn of making one of ``complex32`` at once."""
-    return torch.empty(0, dtype=torch.uint8).view(dtype)
+    """A tensor without elements, to be set to host memory; torch would warn of making one of ``complex32`` at once."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype)
 
 
 class Block:

@@ -50,7 +50,7 @@ class PinnedBuffers:
 
     def new(self, num_bytes: int) -> torch.Tensor:
         if not self._can_pin:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self._make_room(num_bytes)
         block = Block(num_bytes, shared=False)
         try:
@@ -58,7 +58,7 @@ class PinnedBuffers:
         except (OSError, RuntimeError) as error:
             self._can_pin = False
             _log.warning("buffers are not pinned, and copies from and to the GPU are slower: %s (see ulimit -l)", error)
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         buffer = _whole(block)
         with self._lock:
             self._blocks[buffer.data_ptr()] = block
@@ -105,7 +105,7 @@ class PinnedBuffers:
 
 def _whole(block: Block) -> torch.Tensor:
     storage, offset = block.storage(0, block.num_bytes)
-    flat: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+    flat: torch.Tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
     return flat.set_(storage, offset, (block.num_bytes,), (1,))
 
 

@@ -64,7 +64,7 @@ def opened(request: Request, targets: Targets, arena: Arena) -> Iterator[list[me
     if reached < request.end:
         parts.append(gap := _gap(reached, request.end, position))
         position = gap.position + request.end - reached
-    with arena.lend(position) if position else contextlib.nullcontext(torch.empty(0)) as buffer:
+    with arena.lend(position) if position else contextlib.nullcontext(torch.empty(0, device="cpu")) as buffer:
         yield [
             bytes_view(buffer[part.position : part.position + part.end - part.begin])
             if isinstance(part, _Gap)

@@ -162,7 +162,7 @@ def registry_with(registry: ExtensionRegistry | None, extensions: Iterable[Strea
 def chunk_of(content: bytes | bytearray, dtype: str, lengths: Sequence[int]) -> torch.Tensor:
     """A stored chunk, of all its bytes as they were before they were transformed. It keeps a ``bytearray``'s memory."""
     if not content:
-        return torch.empty(tuple(lengths), dtype=dtype_of(dtype))
+        return torch.empty(tuple(lengths), dtype=dtype_of(dtype), device="cpu")
     writable = content if isinstance(content, bytearray) else bytearray(content)
     flat: torch.Tensor = torch.frombuffer(writable, dtype=torch.uint8)
     return flat.view(dtype_of(dtype)).view(tuple(lengths))

@@ -91,7 +91,7 @@ $(DOCS_INSTALLED): docs/_site/requirements.txt
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(DOCS_INSTALLED) ## Build the documentation's site in site/, where a broken link is an error.
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	$(DOCS_VENV)/bin/mkdocs build --strict
 
 lint: $(INSTALLED) types imports ## Check style, types and the direction of imports.
 	$(BIN)/ruff check

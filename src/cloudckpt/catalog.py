@@ -18,7 +18,7 @@ from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
-_DIGITS = re.compile(r"(\d+)")
+_DIGITS = re.compile(r"([0-9]+)")
 _MOST_LOOKS = 8
 
 
@@ -146,4 +146,4 @@ def _kept(store: Store, prefix: str, entries: list[Entry], retrier: Retrier) -> 
 
 def by_name(name: str) -> list[tuple[int, str]]:
     """``step-2`` before ``step-10``."""
-    return [(int(text), "") if text.isdigit() else (-1, text) for text in _DIGITS.split(name)]
+    return [(int(text), "") if _DIGITS.fullmatch(text) else (-1, text) for text in _DIGITS.split(name)]

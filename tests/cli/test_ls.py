@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Run, leave_unfinished, save, state_of
@@ -51,6 +52,14 @@ def test_each_state_is_told(place: Place, run: Run) -> None:
     assert sum("committed" in line for line in lines) == 2
     assert '{"loss": 0.5}' in table.out
     assert run("ls", place.root, "--alive-within", "0s").out.count("garbage") == 2
+
+
+def test_a_name_with_digits_of_another_kind_is_a_name(tmp_path: Path, run: Run) -> None:
+    """If this fails, one folder with a superscript in its name keeps all others from being listed, and from loading."""
+    for name in ("²", "step-1²", "step-٣"):
+        save(f"{tmp_path}/{name}")
+    assert {one["name"] for one in run("ls", str(tmp_path), "--json").document} == {"²", "step-1²", "step-٣"}
+    assert {one.name for one in cloudckpt.list_checkpoints(tmp_path)} == {"²", "step-1²", "step-٣"}
 
 
 def test_a_checkpoint_itself_can_be_listed(place: Place, run: Run) -> None:

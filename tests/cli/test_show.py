@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.cli.conftest import Run, save, state_of
 from tests.e2e.places import Place
 
@@ -55,6 +56,26 @@ def test_values_can_be_read(place: Place, run: Run) -> None:
         "optim.lr": "[0.5, nan]",
     }
     assert "[0.5, nan]" in run("show", place.uri(), "--values").out
+
+
+def test_what_lies_there_instead_is_told(tmp_path: Path, run: Run) -> None:
+    """If this fails, "nothing lies there" is said of what ``ls`` lists."""
+    for rank in (0, 1):
+        save(f"{tmp_path}/alone/rank-{rank}")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    alone = run("show", f"{tmp_path}/alone")
+    assert (alone.code, "alone/rank-0" in alone.err) == (3, True)
+    torchs = run("show", f"{tmp_path}/torchs")
+    assert (torchs.code, "torch's own writer" in torchs.err) == (3, True)
+
+
+def test_a_name_cannot_make_lines_of_its_own(tmp_path: Path, run: Run) -> None:
+    """If this fails, a tensor's name shows tensors that are not there, and a row is not one line."""
+    name = "w\nmodel.fake  float32  [3]  12 B  1  1  1"
+    cloudckpt.save({name: torch.ones(3)}, f"{tmp_path}/step-1", no_dist=True)
+    shown = run("show", f"{tmp_path}/step-1")
+    assert not any(line.startswith("model.fake") for line in shown.out.splitlines())
+    assert "w\\nmodel.fake" in shown.out
 
 
 def test_sharding_is_told(run: Run) -> None:

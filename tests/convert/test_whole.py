@@ -74,6 +74,21 @@ def test_an_export_that_fails_leaves_nothing(root_of: Root, format_: Any) -> Non
         assert contents(f"{target}/x") == {}
 
 
+@pytest.mark.parametrize("format_", ["torch", "dcp", "safetensors"])
+def test_what_ranks_saved_on_their_own_is_not_exported_as_if_it_were_one_state_dict(
+    root_of: Root, format_: Any
+) -> None:
+    """If this fails, the export has what rank 0 saved, and all else is lost without a word."""
+    root = root_of("memory")
+    for rank in (0, 1):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="each has a checkpoint.*/step-1/rank-0"):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format=format_)
+    assert contents(f"{root}/out") == {}
+    report = cloudckpt.export_checkpoint(f"{root}/step-1/rank-1", f"{root}/out", format=format_)
+    assert report.num_tensors == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_torch_save_is_imported(root_of: Root, kind: str) -> None:
     """If this fails, what was saved with ``torch.save`` cannot be moved here, or changes on the way."""

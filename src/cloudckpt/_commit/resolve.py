@@ -223,6 +223,13 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
             "it was deleted, or what was left of a failed save was. Load an older checkpoint (cloudckpt.latest(root) "
             "finds the newest)"
         )
+    elif retrier.call(lambda: next(iter(store.list("rank-0/manifest")), None)) is not None:
+        hint = f"ranks saved on their own there, and each has a checkpoint: name one, as {store.uri.rstrip('/')}/rank-0"
+    elif retrier.call(lambda: holds_torch_checkpoint(store)):
+        hint = (
+            "one of torch's own writer lies there. cloudckpt.import_checkpoint(…, format='dcp') makes one of cloudckpt's "
+            "of it"
+        )
     else:
         hint = "nothing lies there. Check the URI, or list what there is with cloudckpt.list_checkpoints(root)"
     return CheckpointNotFoundError(f"no checkpoint is committed at {store.uri}: {hint}", uri=store.uri)

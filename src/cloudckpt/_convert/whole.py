@@ -9,10 +9,13 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
+from cloudckpt._commit.resolve import holds_rank_checkpoints, resolve
 from cloudckpt._convert.names import chosen_names
+from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location
 from cloudckpt.api import load
 from cloudckpt.options import Options
+from cloudckpt.stores.open import open_store
 
 
 def load_whole(
@@ -24,7 +27,12 @@ def load_whole(
     add_prefix: str = "",
     allow_pickle: bool,
 ) -> dict[str, Any]:
-    """What was saved at `source`, as it was nested; flat, where names are changed. Raises what `load` raises."""
+    """What was saved at `source`, as it was nested; flat, where names are changed. Raises what `load` raises, and
+    `CheckpointNotFoundError` for what ranks saved on their own, of which a load takes only one's.
+    """
+    store, retrier = open_store(source, options), Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    if retrier.call(lambda: holds_rank_checkpoints(store)):
+        resolve(store, retrier)  # which says so, unless it is a folder beside a checkpoint
     planner = _Planner(source.uri, include)
     load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, options=options)
     state_dict: dict[str, Any] = planner.original_state_dict

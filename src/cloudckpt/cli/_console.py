@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cloudckpt.cli._text import plain
+from cloudckpt.cli._text import plain, plain_line
 
 _PIPE_COLUMNS = 100_000
 
@@ -43,7 +43,7 @@ class Console:
 
     def line(self, text: str = "") -> None:
         """A line of the result."""
-        sys.stdout.write(plain(text) + "\n")
+        sys.stdout.write(plain_line(text) + "\n")
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
         """A table of the result; the columns that `right` names are numbers. In a pipe, each row is one whole line."""
@@ -55,7 +55,7 @@ class Console:
         for title in titles:
             table.add_column(title, justify="right" if title in right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(plain(cell)) for cell in row))
+            table.add_row(*(Text(plain_line(cell)) for cell in row))
         if sys.stdout.isatty():
             RichConsole(file=sys.stdout, highlight=False).print(table)
             return

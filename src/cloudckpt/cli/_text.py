@@ -16,6 +16,11 @@ def plain(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
+def plain_line(text: str) -> str:
+    """`plain`, in one line: a name cannot show what is not there in lines of its own."""
+    return plain(text).replace("\n", "\\n")
+
+
 def size(num_bytes: float) -> str:
     """``1.5 GiB``."""
     if num_bytes < _KIB:

@@ -82,7 +82,7 @@ def test_what_ranks_saved_on_their_own_is_not_exported_as_if_it_were_one_state_d
     root = root_of("memory")
     for rank in (0, 1):
         save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="each has a checkpoint.*/step-1/rank-0"):
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"each has a checkpoint.*/step-1/rank-0"):
         cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format=format_)
     assert contents(f"{root}/out") == {}
     report = cloudckpt.export_checkpoint(f"{root}/step-1/rank-1", f"{root}/out", format=format_)

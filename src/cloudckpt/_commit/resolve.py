@@ -227,8 +227,8 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
         hint = f"ranks saved on their own there, and each has a checkpoint: name one, as {store.uri.rstrip('/')}/rank-0"
     elif retrier.call(lambda: holds_torch_checkpoint(store)):
         hint = (
-            "one of torch's own writer lies there. cloudckpt.import_checkpoint(…, format='dcp') makes one of cloudckpt's "
-            "of it"
+            "one of torch's own writer lies there, of which cloudckpt.import_checkpoint(…, format='dcp') makes one of "
+            "cloudckpt's"
         )
     else:
         hint = "nothing lies there. Check the URI, or list what there is with cloudckpt.list_checkpoints(root)"

@@ -41,12 +41,23 @@ class Rank:
         if self.meetings.is_over:
             self.meetings = self._new()
 
+    def meet(self, task: str) -> None:
+        """As `cloudckpt._met_group.MetGroup` does."""
+        while True:
+            try:
+                self.meetings.meet()
+            except GivenUpError:
+                self.end(has_left=False)
+                self.begin(task)
+                continue
+            return
+
     def call(self, task: str, leaves_at: int = TO_THE_END) -> str:
         """What becomes of a call that this rank leaves after so many meetings."""
         try:
             self.begin(task)
             for _ in range(min(leaves_at, NUM_MEETINGS)):
-                self.meetings.meet()
+                self.meet(task)
         except RankLostError as error:
             self.end(has_left=True)
             return str(error)
@@ -121,6 +132,34 @@ def test_a_rank_that_is_interrupted_again_and_again_is_met_in_the_end() -> None:
         calls = [lambda: patient(both[1 - early]), lambda: impatient(both[early])]  # noqa: B023  # they have ended by then
         for told in at_once(calls):
             assert told[-2:] == ["made", "made"], (early, num_left, told)
+
+
+@pytest.mark.parametrize("lonely", [0, 1, 2])
+def test_what_one_of_three_gives_up_alone_when_the_others_wait_for_it_in_the_next_call(lonely: int) -> None:
+    """If this fails, they wait for it in vain, and it for them elsewhere; and no later save or load is ever made."""
+    three = ranks(3)
+    at_once([lambda r=rank: r.begin("first") for rank in three])
+    at_once([rank.meetings.meet for rank in three])
+    others = [rank for rank in three if rank is not three[lonely]]
+    are_waiting = threading.Barrier(len(others) + 1)
+
+    def wait_for_it(rank: Rank) -> list[str]:
+        rank.end(has_left=False)
+        rank.begin("second")
+        are_waiting.wait(TIMEOUT_S)
+        rank.meet("second")
+        rank.meet("second")
+        rank.end(has_left=False)
+        return ["made", rank.call("third")]
+
+    def give_up() -> list[str]:
+        are_waiting.wait(TIMEOUT_S)
+        three[lonely].meetings.is_over = True
+        three[lonely].end(has_left=True)
+        return [three[lonely].call("second"), three[lonely].call("third")]
+
+    told = at_once([*[lambda r=rank: wait_for_it(r) for rank in others], give_up])
+    assert told == [["made", "made"]] * 3
 
 
 def test_a_rank_that_is_apart_is_told_so_whichever_it_hears_first() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -90,18 +91,20 @@ class Call:
     """One save or load that the ranks make together: `group` is for DCP, and `end` must be called."""
 
     def __init__(self, key: _Key, *, doing: str, uri: str, timeout_s: float) -> None:
-        self._key, self._uri, self._what = key, uri, f"{doing} {uri}"
+        self._key, self._uri, self._doing, self._timeout_s = key, uri, doing, timeout_s
         self._company: _Company | None = None
         self._number = 0
         self._pid = os.getpid()
+        self._on_cancelled: Callable[[tuple[int, ...]], object] | None = None
         try:
-            self.group = self._begun(doing=doing, uri=uri, timeout_s=timeout_s).found()
+            self.group = self._founded()
         except BaseException:
             self.end(has_left=True)
             raise
 
     def heed(self, on_cancelled: Callable[[tuple[int, ...]], object] | None) -> None:
         """See `Meetings.heed`."""
+        self._on_cancelled = on_cancelled
         if self._company is not None:
             self._company.meetings.heed(on_cancelled)
 
@@ -120,14 +123,20 @@ class Call:
     def without_group(self) -> RankLostError:
         """What to raise where the group was destroyed meanwhile."""
         ranks = () if self._company is None else (self._company.meetings.rank,)
-        return RankLostError(f"{self._what} has failed: {GROUP_DESTROYED}", uri=self._uri, ranks=ranks)
+        return RankLostError(f"{self._doing} {self._uri} has failed: {GROUP_DESTROYED}", uri=self._uri, ranks=ranks)
 
     def __del__(self) -> None:
         # Where an interrupt was faster than who was to end it, the others would wait as long as this process lives.
         if self._company is not None and self._pid == os.getpid():
             self._company.meetings.abandon(self._number)
 
-    def _begun(self, *, doing: str, uri: str, timeout_s: float) -> _Company:
+    def _begin_anew(self) -> None:
+        """Where nobody has met in it yet, and the ranks have given one another up in an earlier one."""
+        self.end(has_left=False)
+        self._founded()
+        self.heed(self._on_cancelled)
+
+    def _founded(self) -> MetGroup:
         while True:
             with _lock:
                 _forget_destroyed()
@@ -138,11 +147,13 @@ class Call:
                 continue
             self._company, self._number = company, company.meetings.next_call
             try:
-                company.meetings.begin(doing=doing, uri=uri, timeout_s=timeout_s)
+                company.meetings.begin(doing=self._doing, uri=self._uri, timeout_s=self._timeout_s)
+                group = company.found()
             except GivenUpError:
                 self.end(has_left=False)
                 continue
-            return company
+            group.begin_anew = weakref.WeakMethod(self._begin_anew)  # the group outlives the call
+            return group
 
     def _give_up(self, company: _Company) -> None:
         with _lock:

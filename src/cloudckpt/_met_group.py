@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cloudckpt._ranks import Meetings
+from cloudckpt._ranks import GivenUpError, Meetings
 
 BACKEND = "cloudckpt"
 
@@ -24,6 +24,8 @@ class MetGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # its form for subclasses
         self._at_end: Callable[[], None] | None = None
         self._is_scattered = False
+        self.begin_anew: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives, while a call is made, what to do where the ranks turn out to have given one another up before it."""
         self.meet_by(_founding.meetings)
         for device in _founding.devices:
             self._register_backend(device, dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -66,13 +68,25 @@ class MetGroup(dist.ProcessGroup):
         return self._together(None, lambda: self._gloo.scatter(outputs, inputs, opts))
 
     def barrier(self, opts: Any = None) -> Any:
-        self.meetings.meet()
+        self._meet()
         return self._done(lambda: self._gloo.barrier(opts))
 
     def _together(self, tensor: torch.Tensor | None, collective: Callable[[], Any]) -> Any:
         if tensor is not None and tensor.dtype is not torch.uint8:
-            self.meetings.meet()
+            self._meet()
         return self._done(collective)
+
+    def _meet(self) -> None:
+        while True:
+            try:
+                self.meetings.meet()
+            except GivenUpError:
+                begin_anew = self.begin_anew()
+                if begin_anew is None:
+                    raise
+                begin_anew()
+                continue
+            return
 
     def _done(self, collective: Callable[[], Any]) -> Any:
         try:

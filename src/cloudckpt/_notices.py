@@ -139,7 +139,8 @@ class Notices:
         return connection
 
     def _wanted(self) -> list[str]:
-        settling = [_GIVEN_UP] if self.is_settling else []
+        # Rank 0 tells the others what it finds there.
+        settling = [_GIVEN_UP] if self.is_settling or (self.rank == 0 and self.is_waiting) else []
         if self.rank == 0:
             asks = self.is_waiting or self.on_cancelled is not None
             return [*map(str, range(1, self._num_ranks)), *settling] if asks else []

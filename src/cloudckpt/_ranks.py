@@ -87,13 +87,19 @@ class Meetings:
         """Wait until all ranks have come as far as this one.
 
         Raises `RankLostError` once one of them has left the call, has shown no sign of life for `timeout_s`, or has
-        come to do something else.
+        come to do something else; and `GivenUpError` where one of them has found since this call began, and alone, that
+        the one before has failed: then nobody has met in this call yet.
         """
         notices = self._notices
+
+        def is_met() -> bool:
+            self._fail_if_given_up()
+            return self._have_met(goal)
+
         with notices.lock:
             goal = notices.mine.num_met + 1
             notices.mine = replace(notices.mine, num_met=goal)
-            self._wait_for(lambda: self._have_met(goal))
+            self._wait_for(is_met)
             if self.rank == 0:
                 notices.word = replace(notices.word, num_met=goal)
                 notices.wake()
@@ -152,6 +158,8 @@ class Meetings:
             if self.is_over and not notices.gives_up_in_call:
                 # One rank alone can come to this: the others have to meet it anew, in their next call.
                 notices.gives_up_in_call = mine.call
+                if self.rank == 0 and not notices.word.lost_in_call:  # they may be waiting for it there already
+                    notices.word = replace(notices.word, lost_in_call=mine.call, lost=(0,), why=_LEFT)
         # Where the store is slow, or hangs, the next call, if there is one, has time to wait.
         notices.end(within_s=within_s)
         self._ended_call = mine.call

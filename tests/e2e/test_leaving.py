@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt import api
 from cloudckpt._background import runner
+from cloudckpt._met_group import MetGroup
 
 pytestmark = pytest.mark.multirank
 
@@ -123,6 +124,51 @@ def test_saves_of_both_kinds_go_on_after_a_loss_in_either(local: Place, purpose:
     """
     run_ranks(functools.partial(lose_one_in_the, purpose), local.root, world_size=2)
     assert {key.rpartition("/")[0] for key in local.manifest_keys()} == {"before/next", "before/last", "next", "last"}
+
+
+# --- A rank whose connection fails when the others have all that they need
+
+
+def lose_the_last_word(root: str, purpose: str, who: int) -> None:
+    """On each rank: `who` fails in the last collective of its first save; all save again, in both ways."""
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+    save_again(f"{root}/before")  # as often on all ranks
+    patch, waits = pytest.MonkeyPatch(), [0]
+    done = MetGroup._done
+
+    def broken(group: MetGroup, collective: Any) -> Any:
+        work = done(group, collective)
+        waits[0] += 1
+        if waits[0] == count:
+            raise group.meetings.explain(RuntimeError("the connection is gone"))
+        return work
+
+    def saved_as(name: str) -> None:
+        if purpose == "background":
+            cloudckpt.async_save(values(1.0), f"{root}/{name}", options=options).result(WAIT_S)
+        else:
+            cloudckpt.save(values(1.0), f"{root}/{name}", options=options)
+
+    count = 0
+    patch.setattr(MetGroup, "_done", broken)
+    saved_as("counted")
+    count, waits[0] = waits[0] if dist.get_rank() == who else 0, 0
+    if dist.get_rank() == who:
+        with pytest.raises(cloudckpt.RankLostError):
+            saved_as("first")
+        patch.undo()
+    else:
+        saved_as("first")
+    saved_as("second")
+    save_again(f"{root}/after")
+
+
+@pytest.mark.parametrize(("purpose", "who"), [("foreground", 1), ("background", 1), ("background", 2)])
+def test_a_rank_that_fails_after_all_others_have_ended_is_met_in_the_next_save(
+    local: Place, purpose: str, who: int
+) -> None:
+    """If this fails, the others begin a save without knowing that it has given them up: no later one is ever made."""
+    run_ranks(lose_the_last_word, local.uri(), purpose, who, world_size=3, timeout_s=WAIT_S)
 
 
 # --- The process group is destroyed

@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell
+from cloudckpt.testing.wrapping import WrappedStore
 
 KNOWN = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -198,6 +201,40 @@ def test_an_earlier_export_is_left_alone_unless_told(tmp_path: Path) -> None:
     assert contents(str(target)) == before
     cloudckpt.export_checkpoint(tmp_path / "small", target, overwrite=True)
     assert set(contents(str(target))) == {"config.json", "model.safetensors"}
+
+
+class _Watched(WrappedStore):
+    def __init__(self, inner: Store, calls: list[tuple[str, list[str]]]) -> None:
+        super().__init__(inner)
+        self._calls = calls
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._calls.append(("list", [prefix]))
+        return super().list(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        doomed = [*keys]
+        self._calls.append(("delete", doomed))
+        super().delete(doomed)
+
+
+def test_an_earlier_export_goes_index_first_and_nothing_else_is_listed(root_of: Root) -> None:
+    """If this fails, who dies meanwhile leaves an index of files that are gone; or a file beside a bucket's worth of
+    others takes a listing of all of these.
+    """
+    root = root_of("memory")
+    save({"a": torch.ones(40), "b": torch.zeros(40)}, f"{root}/step-1")
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", max_shard_bytes=100)
+    assert INDEX in contents(f"{root}/out")
+    calls: list[tuple[str, list[str]]] = []
+    watched = Options(wrap_store=lambda inner: _Watched(inner, calls))
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", overwrite=True, target_options=watched)
+    (doomed,) = (keys for name, keys in calls if name == "delete")
+    assert (doomed[0], len(doomed)) == (INDEX, 3)
+    assert set(contents(f"{root}/out")) == {"model.safetensors"}
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/weights.pt", format="torch", target_options=watched)
+    prefixes = {prefix for name, (prefix, *_) in calls if name == "list"}
+    assert prefixes <= {"model.safetensors", "model-", INDEX, "weights.pt"}
 
 
 @pytest.mark.parametrize("failing", ["put", "read_into"])

@@ -11,7 +11,7 @@ from cloudckpt._convert.names import chosen_names, shown
 from cloudckpt._convert.plan import Done, ExportPlan
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.reading import CheckpointReader
-from cloudckpt._convert.shards import INDEX_NAME, Shard, index_of, shards_of
+from cloudckpt._convert.shards import INDEX_NAME, SINGLE_NAME, Shard, index_of, shards_of
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._pipeline.context import Context
@@ -20,7 +20,7 @@ from cloudckpt._stage.arena import Arena
 from cloudckpt.errors import CheckpointNotFoundError, UnsupportedValueError
 from cloudckpt.options import MIB
 
-_PATTERNS = ("model.safetensors", "model-?????-of-?????.safetensors", INDEX_NAME)
+_PATTERNS = (SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _TILE_BYTES = MIB
 _RESERVED = "__metadata__"
 
@@ -45,7 +45,7 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Done:
         target,
         progress,
         patterns=_PATTERNS,
-        entry=INDEX_NAME if len(shards) > 1 else shards[0].name,
+        entries=(INDEX_NAME, SINGLE_NAME),  # the earlier export may have been the one or the other
         overwrite=plan.overwrite,
         tile_bytes=_TILE_BYTES,
     )

@@ -30,7 +30,7 @@ def export_torch(plan: ExportPlan, progress: Progress) -> Done:
     folder, name = folder_and_name(plan.target)
     target = Context(folder, plan.target_options, rank=0)
     files = Files(
-        target, progress, patterns=(_escaped(name),), entry=name, overwrite=plan.overwrite, tile_bytes=_TILE_BYTES
+        target, progress, patterns=(_escaped(name),), entries=(name,), overwrite=plan.overwrite, tile_bytes=_TILE_BYTES
     )
     files.check()
     state_dict, done = _loaded(plan)
@@ -51,7 +51,7 @@ def export_dcp(plan: ExportPlan, progress: Progress) -> Done:
         target,
         progress,
         patterns=(_METADATA, "__*_*.distcp"),
-        entry=_METADATA,
+        entries=(_METADATA,),
         overwrite=plan.overwrite,
         tile_bytes=_TILE_BYTES,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 from cloudckpt._convert.bodies import FileBody
@@ -19,6 +20,7 @@ from cloudckpt.stores._body import crc32c_of
 _log = logging.getLogger("cloudckpt")
 
 _MAX_SHOWN = 3
+_WILDCARD = re.compile(r"[*?[]")
 
 
 class Files:
@@ -26,7 +28,7 @@ class Files:
 
     `patterns` fit the names of what an export of this format writes. What is there with such a name is left alone, and
     makes `check` fail, unless `overwrite`; then `clear` has the old export vanish as a whole before any file is
-    written, by removing `entry`, the file by which readers find the others, first.
+    written, by removing `entries`, the files by which readers find the others, first.
     """
 
     def __init__(
@@ -35,14 +37,14 @@ class Files:
         progress: Progress,
         *,
         patterns: Sequence[str],
-        entry: str,
+        entries: Sequence[str],
         overwrite: bool,
         tile_bytes: int,
     ) -> None:
         self._target = target
         self._progress = progress
         self._patterns = patterns
-        self._entry = entry
+        self._entries = entries
         self._overwrite = overwrite
         self._tile_bytes = tile_bytes
         self.written: dict[str, int] = {}
@@ -62,7 +64,7 @@ class Files:
     def clear(self) -> None:
         """Remove what is to be replaced."""
         target, found = self._target, self._found() if self._overwrite else []
-        doomed = sorted(found, key=lambda name: name != self._entry)
+        doomed = sorted(found, key=lambda name: name not in self._entries)
         if doomed:
             target.retrier.call(lambda: target.store.delete(doomed))
 
@@ -121,8 +123,10 @@ class Files:
 
     def _found(self) -> list[str]:
         target = self._target
-        infos = target.retrier.call(lambda: list(target.store.list()))
-        names = [info.key for info in infos if "/" not in info.key]
+        # By what the names begin with: beside the file, there may be a bucket's worth of others.
+        prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
+        infos = target.retrier.call(lambda: [info for prefix in prefixes for info in target.store.list(prefix)])
+        names = {info.key for info in infos if "/" not in info.key}
         return sorted(name for name in names if any(fnmatch.fnmatchcase(name, each) for each in self._patterns))
 
     def _can_create(self) -> bool:

@@ -120,6 +120,7 @@ def gc(
     *,
     older_than: timedelta | float = _ONE_DAY,
     dry_run: bool = True,
+    quiet: bool = False,
     options: Options | None = None,
 ) -> GarbageReport:
     """Find, and with ``dry_run=False`` remove, what saves that died, failed or were overwritten left under `root`.
@@ -131,9 +132,9 @@ def gc(
     save whose data is taken all the same can no longer be committed, and fails. Where it cannot be told what counts,
     nothing is removed, and the report says so.
 
-    A dry run writes nothing, and prints the report that it returns. A real run can be interrupted at any moment and
-    repeated, and two can run at once. Raises `GarbageLeftError`, with the report, where something could not be
-    removed, once all the rest was; `StoreError` where `root` cannot be listed; `NoConditionalCommitError` on a store
+    A dry run writes nothing, and unless `quiet` prints the report that it returns. A real run can be interrupted at any
+    moment and repeated, and two can run at once. Raises `GarbageLeftError`, with the report, where something could not
+    be removed, once all the rest was; `StoreError` where `root` cannot be listed; `NoConditionalCommitError` on a store
     that cannot create-if-absent, unless ``Options(commit="unconditional")``; `InvalidOptionError`.
     """
     options = options or Options()
@@ -159,8 +160,7 @@ def gc(
             if dry_run:
                 plan, left = judge(place, retrier, before=before).plan, list[Left]()
             else:
-                conditional = options.commit == "conditional"
-                plan, left = collect(place, retrier, before=before, conditional=conditional)
+                plan, left = collect(place, retrier, before=before, conditional=options.commit == "conditional")
         except (StoreError, CommitUnknownError) as error:
             failed.append(Spared(uri=uri, reason=str(error)))
             continue
@@ -180,7 +180,7 @@ def gc(
         failed=tuple(failed),
         is_nothing_there=not inventory.locations,
     )
-    if dry_run:
+    if dry_run and not quiet:
         print(report)  # noqa: T201  # what a dry run is for
     if failed:
         raise GarbageLeftError(

@@ -51,6 +51,8 @@ def test_a_dry_run_says_what_would_go_and_touches_nothing(root: str, capsys: pyt
     printed = capsys.readouterr().out
     assert printed == f"{report}\n"
     assert "4 objects of 36 bytes and 1 unfinished upload would be removed" in printed
+    assert cloudckpt.gc(root, older_than=0, quiet=True) == report
+    assert capsys.readouterr().out == ""
 
 
 def test_exactly_the_litter_goes(root: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,14 +66,13 @@ def _collected(root: str, older_than: timedelta, options: Options, *, dry_run: b
     from cloudckpt.errors import GarbageLeftError
     from cloudckpt.housekeeping import gc as collected
 
-    with contextlib.redirect_stdout(io.StringIO()):  # a dry run prints its report, for a notebook
-        try:
-            return collected(root, older_than=older_than, dry_run=dry_run, options=options)
-        except GarbageLeftError as error:
-            if error.report is None:
-                raise
-            report: GarbageReport = error.report
-            return report
+    try:
+        return collected(root, older_than=older_than, dry_run=dry_run, quiet=True, options=options)
+    except GarbageLeftError as error:
+        if error.report is None:
+            raise
+        report: GarbageReport = error.report
+        return report
 
 
 def _tell(console: Console, report: GarbageReport) -> None:

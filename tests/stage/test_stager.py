@@ -232,8 +232,10 @@ class Odd(torch.Tensor):
 
 def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStager) -> None:
     """If this fails, a save in the background says something else of them than a save that is waited for."""
-    freed = torch.ones(10)
-    freed.untyped_storage().resize_(0)
+    freed = torch.ones(15)[:10]
+    part = torch.ones(15)[5:]
+    for tensor in (freed, part):
+        tensor.untyped_storage().resize_(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch is about to drop them
         quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)
@@ -244,6 +246,7 @@ def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStage
         "sparse": torch.eye(3).to_sparse(),
         "quantized": quantized,
         "freed": freed,
+        "part": part,
         "gradient": torch.ones(3, requires_grad=True) * 2,
         "odd": torch.arange(4).as_subclass(Odd),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -256,8 +259,9 @@ def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStage
     assert staged["meta"].is_meta
     assert torch.equal(staged["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(staged["quantized"].int_repr(), quantized.int_repr())
-    assert is_freed(staged["freed"])
-    assert staged["freed"].shape == (10,)
+    for name in ("freed", "part"):
+        assert is_freed(staged[name])
+        assert staged[name].shape == (10,)
     assert torch.equal(staged["gradient"], torch.full((3,), 2.0))
     assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in staged.values())
     assert torch.equal(staged["odd"].as_subclass(torch.Tensor), torch.arange(4))

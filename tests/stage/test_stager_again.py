@@ -38,7 +38,8 @@ def as_values(value: Any) -> Any:
     """What it is, in Python's own values."""
     if isinstance(value, torch.Tensor):
         there = value.layout is torch.sparse_coo or not is_freed(value)
-        return str(value.dtype), list(value.shape), value.to_dense().tolist() if there else None
+        # In words: NaN, as which some bits of other types are read, is not equal to itself.
+        return str(value.dtype), list(value.shape), str(value.to_dense().tolist()) if there else None
     if isinstance(value, dict):
         return [(name, as_values(item)) for name, item in value.items()]
     return [as_values(item) for item in value] if isinstance(value, list) else value
@@ -85,6 +86,11 @@ def _move_to_the_end(state: State, name: str) -> None:
     state[name] = state.pop(name)
 
 
+def _take_a_part_and_free_it(state: State, name: str) -> None:
+    state[name] = state[name][2:]
+    state[name].untyped_storage().resize_(0)
+
+
 def _shrink(state: State, name: str) -> None:
     state[name].resize_(LENGTH // 2)
 
@@ -113,6 +119,7 @@ CHANGES: dict[str, Change] = {
     "gone": lambda state, name: state.pop(name),
     "new": lambda state, name: state.update({name + "'": torch.arange(LENGTH)}),
     "freed": lambda state, name: state[name].untyped_storage().resize_(0),
+    "a part, and freed": _take_a_part_and_free_it,
     "tied": _give_it_the_memory_of_another,
     "let go": _let_it_go_and_take_its_place,
     "last": _move_to_the_end,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.stage.samples import DTYPES
 
-from cloudckpt._stage.tensors import as_carrier, bytes_view, plain, quick_view
+from cloudckpt._stage.tensors import address_of, as_carrier, bytes_view, plain, quick_view
 from cloudckpt.errors import UnsupportedValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -22,10 +22,13 @@ def test_plain_shares_memory() -> None:
     assert not found.requires_grad
 
 
-def test_freed_memory_is_refused_by_name() -> None:
+@pytest.mark.parametrize("begin", [0, 5], ids=["whole", "part"])
+def test_freed_memory_is_refused_by_name(begin: int) -> None:
     """If this fails, a model that FSDP has put away is saved as whatever happens to lie in memory."""
-    freed = torch.ones(3)
+    freed = torch.ones(8)[begin:]
+    assert address_of(freed) == freed.data_ptr()
     freed.untyped_storage().resize_(0)
+    assert address_of(freed) == 0
     assert quick_view(freed) is None
     with pytest.raises(UnsupportedValueError, match=r"'w' .* memory was freed"):
         plain(freed, "w", uri=URI)

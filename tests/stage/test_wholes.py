@@ -103,9 +103,10 @@ def test_tensors_whose_memory_is_not_their_bytes_are_left(tensor: torch.Tensor) 
     assert wholes.fqns == ["t0"]
 
 
-def test_a_tensor_without_its_memory_is_left() -> None:
-    """If this fails, a load into parameters whose memory FSDP has freed writes to address 0."""
-    tensor = torch.zeros(8)
+@pytest.mark.parametrize("begin", [0, 5], ids=["whole", "part"])
+def test_a_tensor_without_its_memory_is_left(begin: int) -> None:
+    """If this fails, a load into parameters whose memory FSDP has freed writes to address 0, or to one near it."""
+    tensor = torch.zeros(8)[begin:]
     tensor.untyped_storage().resize_(0)
     assert wholes_of(tensor)[1] == [0]
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._flat import PLAIN_TENSORS
+from cloudckpt._stage.tensors import address_of
 from cloudckpt.errors import UnsupportedValueError
 
 _UNCHANGING = frozenset(
@@ -67,7 +68,7 @@ class Leaves:
         """`found`, what was found in `state_dict`, if its tensors are strided memory; else with the others copied."""
         if all(map(_is_memory, found.tensors)):
             return found
-        return cls(state_dict, address_of=lambda tensor: tensor.data_ptr() if _is_memory(tensor) else 0)
+        return cls(state_dict, address_of=lambda tensor: address_of(tensor) if _is_memory(tensor) else 0)
 
     def put_together(self, copies: list[torch.Tensor]) -> dict[str, Any]:
         """The state dict with `copies` in place of `tensors`."""
@@ -205,7 +206,7 @@ class Leaves:
 def _address_of(tensor: torch.Tensor) -> int:
     """0 where there is none."""
     try:
-        return tensor.data_ptr()
+        return address_of(tensor)
     except RuntimeError:  # of a layout without one
         return 0
 
@@ -218,7 +219,7 @@ def _is_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_nested
         and tensor.numel()
-        and tensor.data_ptr()
+        and address_of(tensor)
     )
 
 

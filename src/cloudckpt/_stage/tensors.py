@@ -23,6 +23,8 @@ _QUICK = {
     torch.bfloat16: torch.int16,
 }
 
+_LEAST_ADDRESS = 1 << 40  # below, where hardly anything lies, it is looked at more closely
+
 
 def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
     """`tensor` as the strided tensor of real memory that it stands for, sharing that memory.
@@ -76,7 +78,7 @@ def quick_view(tensor: torch.Tensor) -> memoryview | None:
     if tensor.requires_grad:
         tensor = tensor.detach()
     try:
-        if not tensor.data_ptr():
+        if not address_of(tensor):
             return None  # numpy would make up memory of its own
         if carrier is not tensor.dtype:
             tensor = tensor.view(carrier)
@@ -84,6 +86,15 @@ def quick_view(tensor: torch.Tensor) -> memoryview | None:
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's arrays are buffers
     except (RuntimeError, TypeError):
         return None
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins; 0 where it has none. Raises `RuntimeError` for layouts that have no such place.
+
+    Of a part of a storage that was freed, torch gives its offset in that storage, as if it were an address.
+    """
+    address = tensor.data_ptr()
+    return address if address >= _LEAST_ADDRESS or not is_freed(tensor) else 0
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from cloudckpt._manifest.model import Chunk, StoredTensor
 from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._plan.reads import Want
 from cloudckpt._stage.targets import Target
-from cloudckpt._stage.tensors import bytes_view
+from cloudckpt._stage.tensors import address_of, bytes_view
 
 
 @functools.cache
@@ -135,4 +135,4 @@ def _address_of(tensor: torch.Tensor) -> int:
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
-    return tensor.data_ptr() if is_plain else 0
+    return address_of(tensor) if is_plain else 0

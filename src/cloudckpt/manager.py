@@ -27,7 +27,7 @@ from cloudckpt._manager.reading import reading
 from cloudckpt._manager.restoring import Restored, Restorer, step_at
 from cloudckpt._manager.retention import Retention, RetentionReport
 from cloudckpt._manager.rule import Mode, Policy, StepInfo, best_first, check_mode, is_positive
-from cloudckpt._manager.steps import Steps
+from cloudckpt._manager.steps import Steps, name_of, step_in
 from cloudckpt._saved import SavedMetadata
 from cloudckpt._uri import parse_location
 from cloudckpt.api import async_save, save
@@ -292,6 +292,6 @@ def _checked(step: int) -> int:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
-    if number < 0:
-        raise InvalidOptionError(f"a step is a whole number and not negative, not {step!r}")
+    if number < 0 or step_in(name_of(number)) is None:  # one that `restore` would not find
+        raise InvalidOptionError(f"a step is a whole number, not negative and below 10**18, not {step!r}")
     return number

@@ -146,7 +146,7 @@ def test_a_last_step_that_failed_is_saved_again(memory: Memory) -> None:
     assert numbers(manager) == [10]
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "3", True, None])
+@pytest.mark.parametrize("step", [-1, 1.5, "3", True, None, 10**18])
 def test_what_is_no_step_is_refused(memory: Memory, step: Any) -> None:
     """If this fails, a checkpoint gets a name under which nothing finds it again."""
     with pytest.raises(cloudckpt.InvalidOptionError, match="a step is a whole number"):
@@ -155,8 +155,8 @@ def test_what_is_no_step_is_refused(memory: Memory, step: Any) -> None:
 
 def test_steps_of_numpy_and_torch_are_steps(memory: Memory) -> None:
     """If this fails, a counter that lies in a tensor cannot be used."""
-    save_all(CheckpointManager(memory.root), np.int64(3), torch.tensor(4))  # type: ignore[arg-type]
-    assert numbers(CheckpointManager(memory.root)) == [3, 4]
+    save_all(CheckpointManager(memory.root), np.int64(3), torch.tensor(4), 10**18 - 1)  # type: ignore[arg-type]
+    assert numbers(CheckpointManager(memory.root)) == [3, 4, 10**18 - 1]
 
 
 @pytest.mark.parametrize(

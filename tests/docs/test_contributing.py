@@ -60,10 +60,10 @@ def test_the_hooks_run_the_pinned_ruff() -> None:
     assert set(wanted) == {f"ruff=={pins()['ruff']}"}
 
 
-@pytest.mark.parametrize("name", ["tests/package/requirements.txt", "docs/_site/requirements.txt"])
-def test_the_tools_of_other_environments_are_the_pinned_ones(name: str) -> None:
-    """If this fails, the wheel is checked with another mypy than the checkout, or the site is made with another ruff."""
-    for line in (ROOT / name).read_text().splitlines():
+@pytest.mark.parametrize("path", ["tests/package/requirements.txt", "docs/_site/requirements.txt"])
+def test_the_tools_of_other_environments_are_the_pinned_ones(path: str) -> None:
+    """If this fails, the wheel is checked with another mypy than the checkout, or the site made with another ruff."""
+    for line in (ROOT / path).read_text().splitlines():
         name, _, version = line.partition("==")
         if name.lower() in pins():
             assert version == pins()[name.lower()], line

@@ -1,0 +1,136 @@
+"""Lightning: `CloudCheckpointIO` for strategies that save on one rank, `CloudModelParallelStrategy` for shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from cloudckpt._convert.whole import load_whole
+from cloudckpt._uri import parse_location
+from cloudckpt.api import load, save
+from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
+from cloudckpt.housekeeping import delete
+from cloudckpt.integrations._opaque import SKELETON, packed, put_together, taken_apart, unpacked
+from cloudckpt.options import Options
+
+_Path = str | os.PathLike[str]
+
+
+class CloudCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning is not there where types are checked
+    """Saves and loads Lightning's checkpoints by URI: ``Trainer(plugins=[CloudCheckpointIO()])``.
+
+    For strategies whose rank 0 saves all there is (one device, DDP). Each is a checkpoint as any other: atomic,
+    checked, listed by ``cloudckpt ls``, its tensors under names such as ``state_dict.layer.weight``. One that is there
+    already is replaced at the instant of the commit, as Lightning means it to be (``last.ckpt``), unless
+    ``overwrite=False``.
+    ``AsyncCheckpointIO(CloudCheckpointIO())`` saves in the background.
+    """
+
+    def __init__(self, *, options: Options | None = None, overwrite: bool = True) -> None:
+        self._options = options or Options()
+        self._overwrite = overwrite
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None) -> None:
+        """Called by rank 0 alone. Returns once it is committed."""
+        _refuse(storage_options)
+        state = taken_apart(checkpoint, uri=parse_location(path).uri)
+        save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
+
+    def load_checkpoint(
+        self,
+        path: _Path,
+        map_location: Callable[..., Any] | torch.device | str | None = None,
+        weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
+    ) -> dict[str, Any]:
+        """Called by every rank, and loads all of it there. What is no tensor loads under ``weights_only=True`` unless
+        `weights_only` is False. Tensors come on the CPU, or on the device that `map_location` is.
+        """
+        allow_pickle = weights_only is False
+        flat = load_whole(parse_location(path), self._options, include=(), allow_pickle=False)
+        if isinstance(map_location, (str, torch.device)):
+            flat = {name: each.to(map_location) if torch.is_tensor(each) else each for name, each in flat.items()}
+        checkpoint: dict[str, Any] = put_together(flat, allow_pickle=allow_pickle)
+        return checkpoint
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Remove it as `cloudckpt.delete` does; that there is none is as good."""
+        _remove(path, self._options)
+
+
+class CloudModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]  # as above
+    """Lightning's strategy for FSDP2 and tensor parallelism, whose shards all ranks save and load by URI.
+
+    One checkpoint holds all of it: parameters and optimizer state by name, so that it loads on any number of ranks, and
+    the rest of Lightning's. So it is there whole, or not at all. Takes every keyword of `ModelParallelStrategy`.
+    """
+
+    def __init__(self, *args: Any, options: Options | None = None, overwrite: bool = True, **kwargs: Any) -> None:
+        if kwargs.get("save_distributed_checkpoint") is False:
+            raise InvalidOptionError(
+                "CloudModelParallelStrategy: its checkpoints are always those of all ranks; leave out "
+                "save_distributed_checkpoint. cloudckpt.export_checkpoint makes one file of them"
+            )
+        super().__init__(*args, **kwargs)
+        self._cloud_options = options or Options()
+        self._overwrite = overwrite
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any = None) -> None:
+        """From all ranks; returns once it is committed."""
+        _refuse(storage_options)
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
+            state[f"optimizer_{index}"] = optimizer_state
+        state[SKELETON] = packed(checkpoint)
+        save(state, self.broadcast(os.fspath(filepath)), overwrite=self._overwrite, options=self._cloud_options)
+
+    def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: FBT001  # as above
+        """Into the model and, where training goes on, the optimizers, in place; returns the rest."""
+        module = self.lightning_module
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = list(enumerate(self.optimizers)) if is_fitting else []
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model), SKELETON: b""}
+        for index, optimizer in optimizers:
+            state[f"optimizer_{index}"] = get_optimizer_state_dict(self.model, optimizer)
+        load(
+            state,
+            self.broadcast(os.fspath(checkpoint_path)),
+            planner=None if module.strict_loading else DefaultLoadPlanner(allow_partial_load=True),
+            options=self._cloud_options,
+        )
+        strictness = StateDictOptions(strict=module.strict_loading)
+        set_model_state_dict(self.model, state["state_dict"], options=strictness)
+        for index, optimizer in optimizers:
+            set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=strictness)
+        rest: dict[str, Any] = unpacked(state[SKELETON], allow_pickle=weights_only is False)
+        return rest
+
+    def remove_checkpoint(self, filepath: _Path) -> None:
+        """On rank 0."""
+        if self.is_global_zero:
+            _remove(filepath, self._cloud_options)
+
+
+def _refuse(storage_options: Any) -> None:
+    if storage_options is not None:
+        raise InvalidOptionError("storage_options belong to cloudckpt.Options, which is given where this one is made")
+
+
+def _remove(path: _Path, options: Options) -> None:
+    try:
+        delete(path, options=options)
+    except CheckpointNotFoundError:
+        return

@@ -267,6 +267,22 @@ def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStage
     assert torch.equal(staged["odd"].as_subclass(torch.Tensor), torch.arange(4))
 
 
+def test_what_torch_copies_has_its_values_and_not_its_memory(stager: PinnedStager) -> None:
+    """If this fails, conjugates in a user's objects, or of a class of tensors, have the wrong sign in a checkpoint."""
+    conj = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).conj()
+    negative = torch._neg_view(torch.ones(3))
+    state = {
+        "holder": Holder(conj, "h"),
+        "odd": conj.as_subclass(Odd),
+        "again": [Holder(negative, "n"), Holder(negative, "n"), Holder(conj.imag, "i")],
+    }
+    staged = copied(stager, state)
+    assert torch.equal(staged["holder"].tensor, conj)
+    assert torch.equal(staged["odd"].as_subclass(torch.Tensor), conj)
+    for got, expected in zip(staged["again"], (negative, negative, conj.imag), strict=True):
+        assert torch.equal(got.tensor, expected)
+
+
 def test_the_shard_of_a_distributed_tensor_is_copied_and_its_placement_kept(stager: PinnedStager) -> None:
     """If this fails, background saves of sharded models lose which part of a tensor a rank has."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
@@ -199,8 +200,19 @@ class Leaves:
                     use_non_blocking_copy=False,
                 )
             )
+            self._default._state_dict_stager = _OfValues()  # noqa: SLF001  # it has no way to be given one
         staged: Any = self._default.stage({"": value})
         return staged[""]
+
+
+class _OfValues(StateDictStager):
+    """torch's copies a tensor's memory, and forgets where that holds the values' conjugates or negatives."""
+
+    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002  # as torch's
+        if x.is_conj() or x.is_neg():
+            x = x.resolve_conj().resolve_neg()
+            self._keep_alive(x, memo)  # type: ignore[no-untyped-call]  # torch's, which remembers storages by identity
+        return super()._offload_tensor(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]  # likewise
 
 
 def _address_of(tensor: torch.Tensor) -> int:

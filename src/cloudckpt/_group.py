@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
@@ -61,6 +62,8 @@ class _Company:
             num_ranks=len(self._ranks),
             store_keeper=self._keeper_of(store),
         )
+        self.holds_until_s = 0.0
+        """How long others may be held in a collective of a call that this rank has left: gloo lets go of nobody."""
 
     def found(self) -> MetGroup:
         """The group, of which the ranks that are there now have met."""
@@ -119,6 +122,8 @@ class Call:
             self._company.meetings.end(has_left=has_left)
             if self._company.meetings.is_over:
                 self._give_up(self._company)
+            elif has_left:
+                self._company.holds_until_s = time.monotonic() + self._timeout_s
 
     def without_group(self) -> RankLostError:
         """What to raise where the group was destroyed meanwhile."""
@@ -147,13 +152,23 @@ class Call:
                 continue
             self._company, self._number = company, company.meetings.next_call
             try:
-                company.meetings.begin(doing=self._doing, uri=self._uri, timeout_s=self._timeout_s)
+                company.meetings.begin(
+                    doing=self._doing, uri=self._uri, timeout_s=self._timeout_s, grace_s=self._grace_s()
+                )
                 group = company.found()
             except GivenUpError:
                 self.end(has_left=False)
                 continue
             group.begin_anew = weakref.WeakMethod(self._begin_anew)  # the group outlives the call
             return group
+
+    def _grace_s(self) -> float:
+        """For those who are held in a call of the other purpose; in one of this purpose they show that they live."""
+        with _lock:
+            until_s = [
+                one.holds_until_s for key, one in _companies.items() if key[0] is self._key[0] and key != self._key
+            ]
+        return max([0.0, *(until - time.monotonic() for until in until_s)])
 
     def _give_up(self, company: _Company) -> None:
         with _lock:

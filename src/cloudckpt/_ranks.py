@@ -40,7 +40,7 @@ class Meetings:
         self._store_keeper = store_keeper
         self.rank = rank
         self.num_ranks = num_ranks
-        self.timeout_s = 0.0
+        self.timeout_s = self._patience_s = 0.0
         self.is_over = False
         """Whether these ranks have given one another up."""
         self._uri = self._doing = ""
@@ -56,8 +56,8 @@ class Meetings:
         """The number that the call gets which begins next."""
         return self._notices.mine.call + 1
 
-    def begin(self, *, doing: str, uri: str, timeout_s: float) -> None:
-        """From now on this rank shows that it is alive.
+    def begin(self, *, doing: str, uri: str, timeout_s: float, grace_s: float = 0.0) -> None:
+        """From now on this rank shows that it is alive. In the first meeting it waits by `grace_s` longer.
 
         A rank that has left the call before waits here until it is known what became of that one. Raises `GivenUpError`
         where the others have given up a call that this rank has left, and `RankLostError` where they have given up this
@@ -65,6 +65,7 @@ class Meetings:
         """
         notices = self._notices
         self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
+        self._patience_s = timeout_s + grace_s
         self.end(has_left=True)  # where an interrupt was faster
         if not notices.has_ended(within_s=timeout_s):
             with notices.lock:
@@ -100,6 +101,7 @@ class Meetings:
             goal = notices.mine.num_met + 1
             notices.mine = replace(notices.mine, num_met=goal)
             self._wait_for(is_met)
+            self._patience_s = self.timeout_s
             if self.rank == 0:
                 notices.word = replace(notices.word, num_met=goal)
                 notices.wake()
@@ -239,7 +241,7 @@ class Meetings:
             while not is_done():
                 self._fail_if_lost()
                 self._fail_without_store()
-                notices.changed.wait(max(0.001, min(notices.heard_s.values()) + self.timeout_s - time.monotonic()))
+                notices.changed.wait(max(0.001, min(notices.heard_s.values()) + self._patience_s - time.monotonic()))
         finally:
             notices.is_waiting = False
 
@@ -267,10 +269,10 @@ class Meetings:
         ended = [rank for rank, sign in signs.items() if sign.call == mine.call and has_ended(sign.process)]
         if ended:
             raise self._lost(ended, "ended, or was killed")
-        since_s = time.monotonic() - self.timeout_s
+        since_s = time.monotonic() - self._patience_s
         silent = [rank for rank, heard_s in notices.heard_s.items() if heard_s <= since_s]
         if silent:
-            raise self._lost(silent, f"gave no sign of life for {self.timeout_s:g} s")
+            raise self._lost(silent, f"gave no sign of life for {self._patience_s:.3g} s")
 
     def _fail_without_store(self) -> None:
         if self._notices.trouble:

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.multirank
 
 WAIT_S = 90.0
 TIMEOUT_S = 30.0
+SHORT_S = 3.0
+"""For what gloo holds ranks for."""
 
 
 def values(fill: float) -> dict[str, torch.Tensor]:
@@ -124,6 +126,35 @@ def test_saves_of_both_kinds_go_on_after_a_loss_in_either(local: Place, purpose:
     """
     run_ranks(functools.partial(lose_one_in_the, purpose), local.root, world_size=2)
     assert {key.rpartition("/")[0] for key in local.manifest_keys()} == {"before/next", "before/last", "next", "last"}
+
+
+# --- An interrupt between a meeting and the collective for which the ranks met
+
+
+def leave_a_collective(root: str, who: int) -> None:
+    """On each rank: `who` is interrupted where gloo then holds the others, and its next save is of the other kind."""
+    save_again(f"{root}/before")
+    options = cloudckpt.Options(timeout_s=SHORT_S)
+    patch = pytest.MonkeyPatch()
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == who:
+        patch.setattr(MetGroup, "_done", interrupt)
+    with pytest.raises((KeyboardInterrupt, cloudckpt.RankLostError)):
+        cloudckpt.save(values(1.0), f"{root}/not-made", options=options)
+    patch.undo()
+    cloudckpt.async_save(values(1.0), f"{root}/made", options=options).result(WAIT_S)
+    save_again(f"{root}/after")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_leaves_a_collective_waits_for_those_whom_gloo_holds(local: Place, who: int) -> None:
+    """If this fails, a rank that was interrupted gives up the others, in a save of the other kind, just before they
+    come.
+    """
+    run_ranks(leave_a_collective, local.uri(), who, world_size=3, timeout_s=WAIT_S)
 
 
 # --- A rank whose connection fails when the others have all that they need

@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
-from cloudckpt._commit.fence import MAX_FENCE_BYTES, is_fence
+from cloudckpt._commit.fence import MAX_FENCE_BYTES
 from cloudckpt._commit.garbage import Found, Inventory, attempt_time
 from cloudckpt._commit.resolve import (
-    MAX_MANIFEST_BYTES,
     TORCH_METADATA_KEY,
     Entry,
-    Log,
     list_entries,
     manifest_key,
     ranks_of,
     read_log,
 )
-from cloudckpt._manifest.summary import Summary, summary_of
+from cloudckpt._commit.summaries import Summaries
+from cloudckpt._commit.uploads import uploads_by_name
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
 from cloudckpt.catalog import by_name, can_be_opened
-from cloudckpt.errors import CheckpointError, ObjectNotFoundError, StoreError, UnsupportedOperationError
-from cloudckpt.options import FIRST_CONNECTIONS, MIB, Options
+from cloudckpt.errors import CheckpointChangedError, CheckpointError
+from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store, UploadInfo
 from cloudckpt.stores.open import open_store
 
 CheckpointState = Literal["committed", "damaged", "in progress", "garbage", "torch"]
 
 _ONE_HOUR = timedelta(hours=1)
-_LARGE_BYTES = 32 * MIB
+_MOST_LOOKS = 8
+_UNCOMMITTED = ("in progress", "garbage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,17 +81,32 @@ def survey(
 
     Makes one listing of the root's directories and one of unfinished uploads, and for each directory one of its
     manifests, one of its data, and one read of the manifest that counts, `Options.connections` at once: listings take
-    a request for each thousand keys. Unfinished uploads that may not be listed are left out. Raises `StoreError`
-    subclasses.
+    a request for each thousand keys. What is replaced meanwhile is looked at again, and so is a root where nothing is
+    committed. Unfinished uploads that may not be listed are left out. Raises `StoreError` subclasses, and
+    `CheckpointChangedError` where all changes so fast that what is committed cannot be told.
     """
     options = options or Options()
     location = parse_location(root)
     store = open_store(location.uri, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    names = [name for name in retrier.call(lambda: list(store.list_directories())) if can_be_opened(location, name)]
-    uploads = _uploads_by_name(store, retrier, is_local=location.scheme == "file")
     alive_since = datetime.now(timezone.utc) - alive_within
     look = _Look(location, options, retrier, alive_since)
+    before = None
+    # One look takes its time, in which a job can commit a checkpoint that was not listed yet and remove the one that
+    # was. So that nothing is committed is believed only if another look finds the same.
+    for _ in range(_MOST_LOOKS):
+        names = [name for name in retrier.call(lambda: list(store.list_directories())) if can_be_opened(location, name)]
+        found = _looked_at(look, names, store, retrier, options)
+        if not names or names == before or any(one.state not in _UNCOMMITTED for one in found):
+            return sorted(found, key=lambda one: (one.moment, by_name(one.name), one.attempt))
+        before = names
+    raise _changing(location)
+
+
+def _looked_at(
+    look: _Look, names: Sequence[str], store: Store, retrier: Retrier, options: Options
+) -> list[CheckpointStatus]:
+    uploads = uploads_by_name(store, retrier, is_local=look.root.scheme == "file")
     found: list[CheckpointStatus] = []
 
     def look_at(name: str) -> None:
@@ -106,40 +121,58 @@ def survey(
         on_failure=retrier.stop,
     ):
         pass
-    return sorted(found, key=lambda one: (one.moment, by_name(one.name), one.attempt))
+    return found
 
 
 class _Look:
     """What lies at one location after the other."""
 
     def __init__(self, root: Location, options: Options, retrier: Retrier, alive_since: datetime) -> None:
-        self._root, self._options, self._retrier, self._alive_since = root, options, retrier, alive_since
-        self._one_large = threading.Lock()
+        self.root, self._options, self._retrier, self._alive_since = root, options, retrier, alive_since
+        self._summaries = Summaries(retrier)
 
     def at(self, name: str, uploads: Iterable[UploadInfo]) -> list[CheckpointStatus]:
-        """`name` is a directory's, or empty for the root itself."""
-        location = self._root.child(name) if name else self._root
+        """`name` is a directory's, or empty for the root itself. What is replaced meanwhile is looked at once more."""
+        location = self.root.child(name) if name else self.root
         store = open_store(location, self._options)
+        vanished: set[tuple[int, int | None]] = set()
+        for _ in range(_MOST_LOOKS):
+            with contextlib.suppress(CheckpointChangedError):
+                return self._at(location, store, uploads, vanished)
+        raise _changing(location)
+
+    def _at(
+        self, location: Location, store: Store, uploads: Iterable[UploadInfo], vanished: set[tuple[int, int | None]]
+    ) -> list[CheckpointStatus]:
         inventory = Inventory(has_hidden_uploads=location.scheme == "file")
         for info in self._retrier.call(lambda: list(store.list("data/"))):
             inventory.add_object(info)
         for upload in uploads:
             inventory.add_upload(upload)
-        counting, rest = self._counting(location, store, inventory.at(""))
-        if counting is None and not rest and name:
+        counting, rest = self._counting(location, store, inventory.at(""), vanished)
+        if counting is None and not rest and location != self.root:
             return self._others(location, store)
         return [*([counting] if counting is not None else []), *self._attempts(location, rest, counting)]
 
     def _counting(
-        self, location: Location, store: Store, found: Sequence[Found]
+        self, location: Location, store: Store, found: Sequence[Found], vanished: set[tuple[int, int | None]]
     ) -> tuple[CheckpointStatus | None, list[Found]]:
-        """What is committed, and what was found beside it."""
+        """What is committed, and what was found beside it. Raises `CheckpointChangedError` where it has vanished since,
+        but if it was `vanished` before: nobody who goes by the rules removes what counts.
+        """
         log = summary = None
         problem = ""
         try:
             log = read_log(store, self._retrier)
             if log.counting is not None:
-                summary = self._summary(store, log)
+                summary = self._summaries.read(store, log)
+                if summary is None and (log.top, log.counting) not in vanished:
+                    vanished.add((log.top, log.counting))
+                    raise _changing(location)
+                if summary is None:
+                    problem = f"{manifest_key(log.counting)} was removed by other means than cloudckpt's"
+        except CheckpointChangedError:
+            raise
         except CheckpointError as error:
             problem = str(error)
         if summary is not None and log is not None and log.counting is not None:
@@ -163,25 +196,6 @@ class _Look:
             return None, list(found)
         entries = log.entries if log is not None else self._retrier.call(lambda: list_entries(store))
         return _damaged(location, entries, found, problem), []
-
-    def _summary(self, store: Store, log: Log) -> Summary | None:
-        """None where the manifest has vanished since: whoever looks again will see."""
-        assert log.counting is not None  # noqa: S101  # asked for only then
-        key = manifest_key(log.counting)
-        size_bytes = max((entry.size_bytes for entry in log.entries if entry.number == log.counting), default=0)
-        try:
-            if size_bytes <= _LARGE_BYTES:
-                return self._read_summary(store, key)
-            with self._one_large:  # or so many would take gigabytes together
-                return self._read_summary(store, key)
-        except ObjectNotFoundError:
-            return None
-
-    def _read_summary(self, store: Store, key: str) -> Summary | None:
-        document = self._retrier.call(lambda: store.read(key, max_bytes=MAX_MANIFEST_BYTES))
-        if is_fence(document) and len(document) <= MAX_FENCE_BYTES:
-            return None
-        return summary_of(document, uri=store.url(key))
 
     def _attempts(
         self, location: Location, found: Iterable[Found], counting: CheckpointStatus | None
@@ -245,6 +259,13 @@ class _Look:
         return []
 
 
+def _changing(location: Location) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"what lies at {location.uri} changes all the time: what is committed could not be told. Look again",
+        uri=location.uri,
+    )
+
+
 def _damaged(location: Location, entries: Sequence[Entry], found: Sequence[Found], problem: str) -> CheckpointStatus:
     moments = [entry.modified_at for entry in entries] or [item.moment for item in found]
     return CheckpointStatus(
@@ -257,25 +278,6 @@ def _damaged(location: Location, entries: Sequence[Entry], found: Sequence[Found
         num_uploads=sum(item.kind == "upload" for item in found),
         problem=problem,
     )
-
-
-def _uploads_by_name(store: Store, retrier: Retrier, *, is_local: bool) -> Mapping[str, list[UploadInfo]]:
-    """Unfinished uploads by the directory that they are for, with keys relative to it; the root's own under ``""``."""
-    by_place: defaultdict[str, list[UploadInfo]] = defaultdict(list)
-    try:
-        for upload in retrier.call(lambda: list(store.list_uploads())):
-            name, _, key = upload.key.partition("/")
-            if name == "data":
-                by_place[""].append(upload)
-            else:
-                relative = UploadInfo(key=key, upload_id=upload.upload_id, started_at=upload.started_at)
-                by_place[name].append(relative)
-    except UnsupportedOperationError:
-        pass  # then none can be open
-    except StoreError:
-        if is_local:
-            raise
-    return by_place
 
 
 def _began(attempt: str, otherwise: datetime) -> datetime:

@@ -1,0 +1,41 @@
+"""What manifests say in short, without all that they name in memory."""
+
+from __future__ import annotations
+
+import threading
+
+from cloudckpt._commit.fence import MAX_FENCE_BYTES, is_fence
+from cloudckpt._commit.resolve import MAX_MANIFEST_BYTES, Log, manifest_key
+from cloudckpt._manifest.summary import Summary, summary_of
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt.errors import ObjectNotFoundError
+from cloudckpt.stores.base import Store
+
+_LARGE_BYTES = 32 * 1024 * 1024
+
+
+class Summaries:
+    """For several threads, which read small manifests at once, and large ones one after the other."""
+
+    def __init__(self, retrier: Retrier) -> None:
+        self._retrier = retrier
+        self._one_large = threading.Lock()
+
+    def read(self, store: Store, log: Log) -> Summary | None:
+        """Of the manifest that counts; None where it has vanished since. Raises what `summary_of` raises."""
+        assert log.counting is not None  # noqa: S101  # asked for only then
+        key = manifest_key(log.counting)
+        size_bytes = max((entry.size_bytes for entry in log.entries if entry.number == log.counting), default=0)
+        try:
+            if size_bytes <= _LARGE_BYTES:
+                return self._read(store, key)
+            with self._one_large:  # or so many would take gigabytes together
+                return self._read(store, key)
+        except ObjectNotFoundError:
+            return None
+
+    def _read(self, store: Store, key: str) -> Summary | None:
+        document = self._retrier.call(lambda: store.read(key, max_bytes=MAX_MANIFEST_BYTES))
+        if is_fence(document) and len(document) <= MAX_FENCE_BYTES:
+            return None
+        return summary_of(document, uri=store.url(key))

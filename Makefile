@@ -5,6 +5,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 INTEGRATION_ARGS ?= -n 2 --dist worksteal
 SERVERS_VENV ?= .venv-servers
 WHEEL_VENV ?= .venv-wheel
+FRAMEWORKS_VENV ?= .venv-frameworks
 DOCS_VENV ?= .venv-docs
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -13,7 +14,7 @@ DOCS_INSTALLED := $(DOCS_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure package docs lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure frameworks package docs lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -75,6 +76,14 @@ azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
 	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
 	CLOUDCKPT_AZURITE=$(abspath .azurite)/node_modules/.bin/azurite-blob $(BIN)/python -m pytest tests/stores/azure_contract.py
+
+$(FRAMEWORKS_VENV)/.installed: tests/frameworks/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,gcs,testing]'
+	touch $@
+
+frameworks: $(FRAMEWORKS_VENV)/.installed ## Train with Lightning, Accelerate, Transformers, torchtitan and Ray, which it installs.
+	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default
 
 package: ## Build the sdist and the wheel, and test and type-check what is installed from it, with no checkout in sight.
 	rm -rf dist $(WHEEL_VENV)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -328,6 +329,24 @@ def test_a_gpus_copies_are_there_once_their_events_are() -> None:
     )
     assert ahead == 5
     assert "drain" not in stream.log
+
+
+@pytest.mark.parametrize("in_threads", [False, True], ids=["here", "thread"])
+def test_what_a_gpu_copies_is_not_kept_once_it_has_been_copied(*, in_threads: bool) -> None:
+    """If this fails, a model on a GPU that was dropped after a save keeps its memory until the next one."""
+    tensor = torch.arange(10_000)
+    storage = tensor.untyped_storage()
+    laid_out = lay_out([tensor], Pool(shared=False), reuse_lent=True)
+    queue = CopyQueue(first_task=0)
+    tasks = [queue.add(segment) for segment in laid_out.segments]
+    staging = Staging(state_dict={}, num_bytes=tensor.nbytes, blocks=laid_out.blocks)
+    staging.expect(Expected.of([(0, 1)], tasks, num_tasks=queue.end_task), sources=[tensor])
+    crew = Crew(staging, [functools.partial(queue.run, stream=FakeStream())], in_threads=in_threads)
+    del tensor, queue, laid_out
+    crew.run()
+    staging.completed.result(WAIT_S)
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+    crew.wait()
 
 
 def test_an_error_of_the_gpu_ends_the_snapshot_after_its_last_copy() -> None:

@@ -17,7 +17,7 @@ class Crew:
 
     def __init__(self, staging: Staging, jobs: Sequence[Callable[[Crew], None]], *, in_threads: bool = True) -> None:
         self._staging = staging
-        self._jobs = jobs
+        self._jobs: list[Callable[[Crew], None] | None] = list(jobs)
         self._in_threads = in_threads
         self._lock = threading.Lock()
         self._begun: set[int] = set()
@@ -88,12 +88,14 @@ class Crew:
             if number in self._begun:
                 return
             self._begun.add(number)
+            job, self._jobs[number] = self._jobs[number], None  # it may hold what it copies
         try:
-            if not self.has_failed:
-                self._jobs[number](self)
+            if job is not None and not self.has_failed:
+                job(self)
         except BaseException as error:  # noqa: BLE001  # it is raised where it is waited for
             with self._lock:
                 self._error = self._error or error
+        del job  # before anybody learns that it has been done
         with self._lock:
             self._num_left -= 1
             is_last = not self._num_left

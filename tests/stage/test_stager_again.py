@@ -216,6 +216,15 @@ def test_copies_that_somebody_made_others_are_not_used_again(
     assert as_values(copied(stager, state)) == as_values(state)
 
 
+def test_a_copy_that_failed_is_laid_out_anew(stager: PinnedStager) -> None:
+    """If this fails, one failure of a background save is that of all that follow."""
+    state = {"a": torch.arange(36.0).view(6, 6)}
+    copied(stager, state)["a"].as_strided_((6, 6), (0, 1))  # which torch does not write to
+    with pytest.raises(RuntimeError, match="single memory location"):
+        copied(stager, state)
+    assert as_values(copied(stager, state)) == as_values(state)
+
+
 def test_a_snapshot_of_torchs_protocol_is_nobody_elses(stager: PinnedStager) -> None:
     """If this fails, the next snapshot writes to the memory of one that torch is still saving."""
     state = {"a": torch.ones(1000), "b": torch.ones(10)}

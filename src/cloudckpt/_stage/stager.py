@@ -86,8 +86,10 @@ class PinnedStager(AsyncStager):
         if self._process != os.getpid():  # a forked child, which has none of the threads
             self._process, self._last, self._crew, self._kept = os.getpid(), None, None, None
             self._pool.close()  # shared memory is still its parent's
-        if self._crew is not None:
+        if self._crew is not None and self._last is not None:
             self._crew.wait()
+            if self._last.completed.done() and self._last.completed.exception() is not None:
+                self._kept = None  # or what failed once would fail for good
             self._last = self._crew = None
 
     @torch.no_grad()

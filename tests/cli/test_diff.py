@@ -28,6 +28,14 @@ def differences(run: Run, *arguments: str) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in document["differences"]}
 
 
+def test_a_name_that_nothing_has_is_not_the_same(tmp_path: Path, run: Run) -> None:
+    """If this fails, a script with a mistyped pattern is told for ever that nothing has changed."""
+    save(f"{tmp_path}/a")
+    ended = run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "modle.*")
+    assert (ended.code, "modle.*" in ended.err) == (3, True)
+    assert run("diff", f"{tmp_path}/a", f"{tmp_path}/a", "--name", "model.*").code == 0
+
+
 def test_a_checkpoint_is_the_same_as_its_twin(place: Place, run: Run) -> None:
     """If this fails, two saves of one state seem to differ: NaN is not itself, or values are compared by accident."""
     state = state_of()

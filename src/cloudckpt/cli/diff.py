@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cloudckpt.cli._console import Console
-from cloudckpt.cli._errors import NO
+from cloudckpt.cli._errors import NO, NOT_FOUND
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
 from cloudckpt.cli._text import count, size
 
@@ -66,6 +66,9 @@ def diff(
         console.document(_document_of(found))
     else:
         _print(console, found)
+    if name and not found.differences and not found.num_same:
+        console.warn(f"Nothing in {found.before} or {found.after} has a name like {' or '.join(name)}.")
+        raise typer.Exit(NOT_FOUND)
     if not found.is_same:
         raise typer.Exit(NO)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.cli.conftest import Run, save, state_of
 from tests.cli.test_documented import members_of
@@ -115,3 +116,11 @@ def test_the_documents_are_as_documented(local: LocalPlace, run: Run) -> None:
     assert list(copied) == ["copied", *members_of("cp")]
     (left,) = run("cp", "--all", local.uri("run"), local.uri("there"), "--json").document
     assert list(left) == ["copied", "source", "target"]
+
+
+def test_what_a_load_says_is_one_line(tmp_path: Path, run: Run) -> None:
+    """If this fails, the reason stands in a second line, behind the steps and ranks of a load that nobody asked for."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    ended = run("import", f"{tmp_path}/torchs", f"{tmp_path}/a", "--format", "dcp")
+    assert (ended.code, len(ended.err.splitlines())) == (2, 1)
+    assert "is a pickle" in ended.err

@@ -58,6 +58,10 @@ def exit_code_of(error: Exception) -> int | None:
 
 def message_of(error: Exception) -> str:
     """What is said of `error` on stderr."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and len(failures) == 1:  # torch's, by ranks, and a command is the only one
+        ((cause, _trace),) = failures.values()
+        error = cause if isinstance(cause, CloudckptError) else error
     text = plain(str(error))
     if isinstance(error, CloudckptError):
         return f"Error: {text}"

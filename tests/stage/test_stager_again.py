@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloudckpt._stage.copying import Task
 from cloudckpt._stage.stager import PinnedStager
 from cloudckpt._stage.tensors import is_freed
 
@@ -222,6 +223,24 @@ def test_a_copy_that_failed_is_laid_out_anew(stager: PinnedStager) -> None:
     copied(stager, state)["a"].as_strided_((6, 6), (0, 1))  # which torch does not write to
     with pytest.raises(RuntimeError, match="single memory location"):
         copied(stager, state)
+    assert as_values(copied(stager, state)) == as_values(state)
+
+
+def test_an_interrupt_is_not_lost_where_all_is_copied_anew(
+    stager: PinnedStager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, Ctrl-C is swallowed by a save, once in a while."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    state = {"a": torch.ones(8)}
+    copied(stager, state)
+    state["a"] = state["a"].view(2, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(Task, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            stager.begin(state)
     assert as_values(copied(stager, state)) == as_values(state)
 
 

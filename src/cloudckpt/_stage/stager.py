@@ -135,6 +135,9 @@ class PinnedStager(AsyncStager):
         crew = self._run(staging, kept.work, leaves.tensors)
         if not kept.are_alike(leaves.tensors):
             crew.wait()
+            error = staging.completed.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error  # an interrupt, of what was copied in this thread
             return None
         self._kept = kept
         return staging

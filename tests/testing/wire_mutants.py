@@ -53,7 +53,7 @@ def _passed_on(name):
     return lambda self, *args, **kwargs: self.call(name, *args, **kwargs)
 
 
-for _name in (Store.__abstractmethods__ - {"uri"}) | {"list_parts"}:
+for _name in (Store.__abstractmethods__ - {"uri"}) | {"list_parts", "copy_from"}:
     setattr(Wrapped, _name, _passed_on(_name))
 Wrapped.__abstractmethods__ = frozenset()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from cloudckpt.cli._console import Console
     from cloudckpt.options import Options
 
-_NUM_TRIES = 3
+_NUM_TRIES = 5
+_PAUSE_S = 0.2
 
 
 @contextlib.contextmanager
@@ -46,8 +48,14 @@ def _remove(location: Location, options: Options) -> None:
     from cloudckpt.stores.open import open_store
 
     if location.scheme == "file":
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(location.path)
+        for number in range(_NUM_TRIES):
+            if number:
+                time.sleep(_PAUSE_S)
+            # What was interrupted removes files of its own meanwhile, and may still be making some.
+            shutil.rmtree(location.path, ignore_errors=True)
+            if not Path(location.path).exists():
+                return
+        shutil.rmtree(location.path)
         return
     store = open_store(location, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)

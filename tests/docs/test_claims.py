@@ -87,8 +87,8 @@ def test_reports_add_up(tmp_path: Path) -> None:
     assert min(saved.plan_s, saved.write_s, saved.commit_s, saved.stage_s, saved.transfer_s) > 0
     assert saved.bytes_per_s == pytest.approx(saved.num_bytes / saved.write_s)
     names = [event.name for event in events]
-    assert names[0] == "save.set_up"
-    assert names[-3:] == ["save.written", "save.committing", "save.committed"]
+    assert names[:2] == ["save.begun", "save.set_up"]
+    assert names[-4:] == ["save.written", "save.committing", "save.committed", "save.done"]
     assert sum(event.num_bytes for event in events if event.name == "save.part_uploaded") == saved.num_bytes
     events.clear()
     loaded = cloudckpt.load(state, tmp_path / "c", options=options)
@@ -99,7 +99,8 @@ def test_reports_add_up(tmp_path: Path) -> None:
     assert min(loaded.plan_s, loaded.read_s, loaded.manifest_s, loaded.stage_s, loaded.transfer_s) > 0
     assert loaded.manifest_s < loaded.plan_s
     assert sum(event.num_bytes for event in events if event.name == "load.range_read") == loaded.num_bytes_read
-    assert [events[0].name, events[-1].name] == ["load.planned", "load.done"]
+    assert [event.name for event in events[:2]] == ["load.begun", "load.planned"]
+    assert events[-1].name == "load.done"
 
 
 def _load_rows(

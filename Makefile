@@ -83,7 +83,7 @@ $(FRAMEWORKS_VENV)/.installed: tests/frameworks/requirements.txt pyproject.toml
 	touch $@
 
 frameworks: $(FRAMEWORKS_VENV)/.installed ## Train with Lightning, Accelerate, Transformers, torchtitan and Ray, which it installs.
-	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default
+	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default --timeout 900
 
 package: ## Build the sdist and the wheel, and test and type-check what is installed from it, with no checkout in sight.
 	rm -rf dist $(WHEEL_VENV)

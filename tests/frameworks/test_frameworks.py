@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import pytest
 import cloudckpt
 from cloudckpt.integrations.lightning import CloudModelParallelStrategy
 from cloudckpt.integrations.torchtitan import CloudCheckpointManager
-from conftest import Launch
 
+Launch = Callable[..., Any]
 on_a_path = pytest.mark.parametrize("root", ["path"], indirect=True)
 
 

@@ -28,7 +28,9 @@ def check_gc(place: Place, *, has_checkpoint: bool, must_find: bool = False) -> 
     now = assert_nothing_needless(place, num_manifests=int(has_checkpoint))
     gone = left - now
     assert set(removed.keys) == {key for key in gone if not _is_part(key)}
-    assert bool(removed.num_uploads) == bool(left_uploads or any(map(_is_part, gone)))
+    had_parts = bool(left_uploads or any(map(_is_part, gone)))
+    # Who dies before the first file of an upload to a path leaves an empty hidden folder.
+    assert bool(removed.num_uploads) == had_parts or (isinstance(place, LocalPlace) and not had_parts)
     if left_uploads:
         assert removed.num_uploads == left_uploads
     cloudckpt.gc(place.root, older_than=0, dry_run=False)

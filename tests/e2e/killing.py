@@ -145,9 +145,12 @@ def kill_victims(job: Job) -> None:
         rank, pid = (int(number) for number in path.name.split("."))
         if rank in job.kill.victims:
             pids.add(pid)
-    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    # All are stopped before the first is gone: none of them is to hear of another's end.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+            if number == signal.SIGKILL or pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
 
 class Deadly(WrappedStore):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cloudckpt._convert.export_safetensors import export_safetensors
 from cloudckpt._convert.export_whole import export_dcp, export_torch
 from cloudckpt._convert.names import patterns_of
-from cloudckpt._convert.plan import ExportPlan
+from cloudckpt._convert.plan import ExportPlan, reported
 from cloudckpt._convert.progress import OnProgress, Progress
 from cloudckpt._convert.reports import ConversionReport, Format
 from cloudckpt._convert.sides import check_apart
@@ -77,17 +77,6 @@ def export_checkpoint(
         allow_pickle=allow_pickle,
     )
     check_apart(plan.source, plan.target, options, target_options)
-    done = _EXPORTS[format](plan, Progress(on_progress))
-    report = ConversionReport(
-        source=plan.source.uri,
-        target=plan.target.uri,
-        format=format,
-        num_tensors=done.num_tensors,
-        num_values=done.num_values,
-        left_out=done.left_out,
-        files=tuple(sorted(done.files)),
-        num_bytes=sum(done.files.values()),
-        convert_s=time.monotonic() - begun_s,
-    )
+    report = reported(plan, format, _EXPORTS[format](plan, Progress(on_progress)), begun_s=begun_s)
     _log.info("exported %s", report)
     return report

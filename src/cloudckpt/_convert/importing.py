@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cloudckpt._convert.import_safetensors import import_safetensors
 from cloudckpt._convert.import_whole import import_dcp, import_torch
 from cloudckpt._convert.names import patterns_of
-from cloudckpt._convert.plan import ImportPlan
+from cloudckpt._convert.plan import ImportPlan, reported
 from cloudckpt._convert.progress import OnProgress, Progress
 from cloudckpt._convert.reports import ConversionReport, Format
 from cloudckpt._convert.sides import check_apart
@@ -70,17 +70,6 @@ def import_checkpoint(
         allow_pickle=allow_pickle,
     )
     check_apart(plan.source, plan.target, options, target_options)
-    done = _IMPORTS[format](plan, Progress(on_progress))
-    report = ConversionReport(
-        source=plan.source.uri,
-        target=plan.target.uri,
-        format=format,
-        num_tensors=done.num_tensors,
-        num_values=done.num_values,
-        left_out=done.left_out,
-        files=tuple(sorted(done.files)),
-        num_bytes=sum(done.files.values()),
-        convert_s=time.monotonic() - begun_s,
-    )
+    report = reported(plan, format, _IMPORTS[format](plan, Progress(on_progress)), begun_s=begun_s)
     _log.info("imported %s", report)
     return report

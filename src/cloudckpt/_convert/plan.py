@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+from cloudckpt._convert.reports import ConversionReport, Format
 from cloudckpt._uri import Location
 from cloudckpt.options import Options
 
@@ -47,3 +49,18 @@ class Done:
     files: dict[str, int]
     """The sizes, by their names."""
     left_out: tuple[str, ...] = ()
+
+
+def reported(plan: ExportPlan | ImportPlan, kind: Format, done: Done, *, begun_s: float) -> ConversionReport:
+    """What the caller gets of it. `begun_s` is of `time.monotonic`."""
+    return ConversionReport(
+        source=plan.source.uri,
+        target=plan.target.uri,
+        format=kind,
+        num_tensors=done.num_tensors,
+        num_values=done.num_values,
+        left_out=done.left_out,
+        files=tuple(sorted(done.files)),
+        num_bytes=sum(done.files.values()),
+        convert_s=time.monotonic() - begun_s,
+    )

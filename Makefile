@@ -1,20 +1,27 @@
 # Two commands: `make demo` and `make test`. Both make the virtual environment by themselves.
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in the environment spares each of them torch's CUDA libraries.
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal
 INTEGRATION_ARGS ?= -n 2 --dist worksteal
 SERVERS_VENV ?= .venv-servers
+FRAMEWORKS_ARGS ?=
 WHEEL_VENV ?= .venv-wheel
 FRAMEWORKS_VENV ?= .venv-frameworks
 DOCS_VENV ?= .venv-docs
+TERRAFORM_VENV ?= .venv-terraform
+NEWEST_VENV ?= .venv-newest
+OLDEST_VENV ?= .venv-oldest
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
+FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
+TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure frameworks package docs lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -27,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train, kill, resume, reshard: the main job, on an embedded store. DEMO_ARGS="--uri s3://…" for yours.
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(INSTALLED) ## Run the tests; not those of the lanes below.
+test: $(INSTALLED) ## Run the tests, but for those of the lanes below.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults"
 
 coverage: $(INSTALLED) ## Run the same tests with coverage, of branches and of every rank; takes about twice as long.
@@ -56,7 +63,8 @@ servers: $(SERVERS_INSTALLED) ## Install the servers that `make integration` and
 integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e -m "not faults" --places rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/cli tests/doctor -k rgw --places rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places ministack $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places fake-gcs $(INTEGRATION_ARGS)
 
@@ -70,20 +78,24 @@ exhaustive: export CLOUDCKPT_ALL_FATES := 1
 exhaustive: export CLOUDCKPT_SCHEDULES ?= 20000
 exhaustive: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that the other targets sample; takes hours.
-	$(BIN)/python -m pytest tests/commit tests/simulated tests/e2e/test_crash.py tests/e2e/test_waiting.py tests/e2e/test_time_bounds.py tests/integration/test_kills.py --timeout 7200 $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/commit tests/simulated tests/ranks/test_schedules.py tests/e2e/test_crash.py tests/e2e/test_waiting.py tests/e2e/test_time_bounds.py tests/integration/test_kills.py --timeout 7200 $(INTEGRATION_ARGS)
 
 azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
 	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
 	CLOUDCKPT_AZURITE=$(abspath .azurite)/node_modules/.bin/azurite-blob $(BIN)/python -m pytest tests/stores/azure_contract.py
 
-$(FRAMEWORKS_VENV)/.installed: tests/frameworks/requirements.txt pyproject.toml
+$(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,gcs,testing]'
 	touch $@
 
-frameworks: $(FRAMEWORKS_VENV)/.installed ## Train with Lightning, Accelerate, Transformers, torchtitan and Ray, which it installs.
-	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default --timeout 900
+# For those who install beside something else.
+frameworks-installed: $(FRAMEWORKS_INSTALLED)
+
+frameworks: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
+frameworks: $(FRAMEWORKS_INSTALLED) servers ## Train with Lightning, Accelerate, Transformers, torchtitan and Ray, which it installs.
+	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default --timeout 900 $(FRAMEWORKS_ARGS)
 
 package: ## Build the sdist and the wheel, and test and type-check what is installed from it, with no checkout in sight.
 	rm -rf dist $(WHEEL_VENV)
@@ -93,6 +105,20 @@ package: ## Build the sdist and the wheel, and test and type-check what is insta
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[all,testing]"
 	$(WHEEL_VENV)/bin/python -m pytest tests/package --confcutdir tests/package --timeout 300
 
+# Not held to constraints.txt: these two look for what other versions break, before a user finds it.
+newest: ## Run the tests with the newest torch, and the newest of all else.
+	rm -rf $(NEWEST_VENV)
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]'
+	$(NEWEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not faults"
+
+oldest: ## Run the tests with the oldest torch that pyproject.toml allows, and the oldest of all else that it names.
+	rm -rf $(OLDEST_VENV)
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(PYTHON) tests/docs/oldest.py > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt -e '.[dev]'
+	$(OLDEST_VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not faults" --override-ini filterwarnings=default
+
 $(DOCS_INSTALLED): docs/_site/requirements.txt
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
@@ -101,6 +127,14 @@ $(DOCS_INSTALLED): docs/_site/requirements.txt
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(DOCS_INSTALLED) ## Build the documentation's site in site/, where a broken link is an error.
 	$(DOCS_VENV)/bin/mkdocs build --strict
+
+$(TERRAFORM_INSTALLED): tests/terraform/requirements.txt
+	$(PYTHON) -m venv $(TERRAFORM_VENV)
+	$(TERRAFORM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+terraform: $(TERRAFORM_INSTALLED) ## Scan the Terraform modules for what is unsafe, and check their format where Terraform is installed.
+	$(TERRAFORM_VENV)/bin/python tests/terraform/scan.py
 
 lint: $(INSTALLED) types imports ## Check style, types and the direction of imports.
 	$(BIN)/ruff check
@@ -120,4 +154,6 @@ bench: $(INSTALLED) ## Compare with the rivals. BENCH_ARGS="--help" says how.
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(DOCS_VENV) dist site .azurite .benchenv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) dist site .azurite .benchenv-*
+	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find benchmarks docs examples src terraform tests -name __pycache__ -prune -exec rm -rf {} +

@@ -15,11 +15,15 @@ from typing import Any, ClassVar
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from benchmarks import training
 from benchmarks.outcomes import Outcome, Running, Settings
+
+try:
+    from torch.distributed.checkpoint import FsspecReader, FsspecWriter
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 TUNED_THREADS = 8
 TUNED_BLOCK_BYTES = 32 << 20

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests import secrets_watch
 from tests.in_memory import Memory
+from tests.leftovers import Leftovers
 from tests.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
 from tests.tried import pytest_terminal_summary, tried  # noqa: F401  # for all tests
 
@@ -31,6 +33,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Before the workers of xdist are started: they inherit the temporary directory."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Leftovers(), "leftovers")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Here, because pytest asks only the outermost conftest in time."""
     parser.addoption(
@@ -39,6 +47,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where the end-to-end tests save, by commas: local, s3 (moto, in process), or a server of the "
         "integration tests: rgw, ministack, fake-gcs. What is tied to another place is not run. Default: %(default)s",
     )
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A command that a test calls sets handlers, for a process of its own: the second Ctrl-C would end this one."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

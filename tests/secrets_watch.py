@@ -83,7 +83,8 @@ def install() -> None:
 
 
 def _watch_what_is_made() -> None:
-    from cloudckpt import _async, errors, options, reader, report, writer  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt import errors, options, reader, report, writer  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt._background import handle  # noqa: PLC0415  # coverage begins before it
     from cloudckpt._commit import publish  # noqa: PLC0415
     from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
     from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
@@ -94,7 +95,7 @@ def _watch_what_is_made() -> None:
             _after_init(getattr(errors, name), lambda error: f"{error!r} {error} {vars(error)!r}")
     for kind in (
         *(options.Options, report.SaveReport, report.LoadReport, report.Event),
-        *(S3Store, GCSStore, FsspecStore, writer.ObjectStoreWriter, reader.ObjectStoreReader, _async.AsyncSave),
+        *(S3Store, GCSStore, FsspecStore, writer.ObjectStoreWriter, reader.ObjectStoreReader, handle.AsyncSave),
     ):
         _after_init(kind, lambda made: f"{made!r} {made}")
     encode = publish.encode

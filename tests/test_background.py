@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import _thread
+import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import cloudckpt
 from cloudckpt import Options
 from cloudckpt._background import in_flight, runner
+from cloudckpt._stage import crew
 from cloudckpt.options import KIB, MIB
 
 WAIT_S = 60.0
@@ -177,6 +181,24 @@ def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
     assert end.uploaded_bytes == end.total_bytes == report.num_bytes
 
 
+def told(handle: cloudckpt.AsyncSave, ask: str) -> str:
+    """What the handle says."""
+    try:
+        return str(getattr(handle, ask)())
+    except cloudckpt.CheckpointError as error:
+        return str(error)
+
+
+class Ended:
+    """A copy that is complete."""
+
+    copied_bytes = 0
+
+    def __init__(self) -> None:
+        self.completed: Future[None] = Future()
+        self.completed.set_result(None)
+
+
 def fails(memory: Memory) -> cloudckpt.AsyncSave:
     """A background save that failed, without anybody knowing."""
     cloudckpt.save(state_of(1), memory.uri("taken"))
@@ -210,6 +232,26 @@ def test_a_failure_that_was_asked_for_is_not_raised_again(memory: Memory, ask: s
         handle.committed.result() if ask == "committed" else getattr(handle, ask)()
     cloudckpt.save(state_of(3), memory.uri("next"))
     cloudckpt.close()
+
+
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_a_failure_that_a_thread_waits_for_is_no_other_threads(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
+    """If this fails, a save by one thread now and then fails for what another thread is just being told."""
+    handle = cloudckpt.AsyncSave("memory://x", steering=None, staging=Ended())
+    getting = Future.exception
+
+    def ended_meanwhile(future: Any, timeout: float | None = None) -> Any:
+        monkeypatch.undo()
+        handle.end(cloudckpt.CheckpointError("the other's", uri=handle.uri))
+        in_flight.keep(handle)
+        with in_flight.earlier_failure() as error:
+            assert error is None
+        return getting(future, timeout)
+
+    monkeypatch.setattr(Future, "exception", ended_meanwhile)  # by which both wait
+    assert "the other's" in told(handle, ask)
+    with in_flight.earlier_failure() as error:
+        assert error is None
 
 
 def test_close_raises_what_nobody_has_seen_once(memory: Memory) -> None:
@@ -311,13 +353,135 @@ def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Me
     assert memory.all_keys("inner") == []
 
 
-def test_a_beginning_that_was_interrupted_at_its_end_refuses_no_later_save(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, Ctrl-C at that moment makes every later save of the thread a ``SaveInFlightError``."""
-    monkeypatch.setattr(in_flight, "_beginner", threading.get_ident())
-    cloudckpt.async_save(state_of(1), memory.uri()).result(WAIT_S)
+def test_closing_while_another_thread_copies_waits_for_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a save that is begun beside `close` is never copied: its thread, and the next save, hang."""
+    begun, closed, run = threading.Event(), threading.Event(), crew.Crew.run
+
+    def closed_meanwhile(self: Any) -> None:
+        begun.set()
+        closed.wait(0.2)  # it does not come, unless it may close now
+        run(self)
+
+    def close() -> None:
+        assert begun.wait(WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            cloudckpt.close(0)
+        cloudckpt.close(WAIT_S)
+        closed.set()
+
+    monkeypatch.setattr(crew.Crew, "run", closed_meanwhile)
+    closer = threading.Thread(target=close)
+    closer.start()
+    handles: list[cloudckpt.AsyncSave] = []
+    saver = threading.Thread(
+        target=lambda: handles.append(cloudckpt.async_save(state_of(1), memory.uri())), daemon=True
+    )
+    saver.start()
+    saver.join(WAIT_S)
+    assert handles, "it hangs"
+    handles[0].result(WAIT_S)
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
     assert fill_at(memory.uri()) == 1
+
+
+def test_who_closes_while_this_thread_begins_a_save_is_refused(memory: Memory) -> None:
+    """If this fails, a signal's handler that closes makes the save hang that it has interrupted."""
+
+    class Closing:
+        def state_dict(self) -> dict[str, Any]:
+            cloudckpt.close()
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(cloudckpt.SaveInFlightError, match="this thread is still beginning"):
+        cloudckpt.async_save({"m": Closing()}, memory.uri())
+    cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
+
+
+def interrupt_after_each_call_of(codes: set[CodeType], call: Callable[[], object]) -> Iterator[None]:
+    """Call it again and again; each time an interrupt comes when one more of what `codes` call in C has returned."""
+    for number in itertools.count():
+        left = number
+
+        def profile(frame: FrameType, event: str, _: Any) -> None:
+            nonlocal left
+            if frame.f_code in codes and event == "c_return":
+                left -= 1
+                if left == -1:
+                    raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(before)
+        if left >= 0:
+            assert number > 1
+            return
+        yield
+
+
+def test_an_interrupt_while_it_closes_lets_others_close_and_save() -> None:
+    """If this fails, Ctrl-C at that moment makes every later save of the process wait for ever, or refuses it."""
+    codes = {in_flight.close.__code__, in_flight._taken.__code__}
+    for _ in interrupt_after_each_call_of(codes, cloudckpt.close):
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            other.submit(cloudckpt.close, 0).result()
+        cloudckpt.close(0)
+
+
+def test_a_callback_of_a_save_that_closes_while_the_next_one_is_begun_is_refused(memory: Memory) -> None:
+    """If this fails, it waits for the thread that begins the next save, and that one for it, for ever."""
+    gate, refused = Gate(), list[str]()
+    first = cloudckpt.async_save(
+        state_of(1), memory.uri("first"), options=options_of(on_event=gate.at_event("save.committing"))
+    )
+    is_held = threading.Event()
+
+    def close(_: object) -> None:
+        assert is_held.wait(WAIT_S)
+        try:
+            cloudckpt.close()
+        except cloudckpt.SaveInFlightError as error:
+            refused.append(str(error))
+
+    class Gated(threading.Thread):
+        """Begins the next save, and says when it holds the turn."""
+
+        def run(self) -> None:
+            with in_flight.turn("wait", first_with=lambda _: None):
+                is_held.set()
+                in_flight.await_turn()
+
+    assert gate.reached.wait(WAIT_S)
+    first.committed.add_done_callback(close)
+    next_one = Gated(daemon=True)
+    next_one.start()
+    gate.opened.set()
+    next_one.join(WAIT_S)
+    assert not next_one.is_alive(), "it hangs"
+    assert "waits for this one" in refused[0]
+
+
+def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None:
+    """If this fails, a save waits for its own end, and the interpreter for the save, for ever."""
+    refused: list[str] = []
+
+    def close(event: cloudckpt.Event) -> None:
+        if event.name == "save.committing":
+            for call in (cloudckpt.close, lambda: cloudckpt.async_save(state_of(2), memory.uri("second"))):
+                with pytest.raises(cloudckpt.SaveInFlightError, match="its own end") as caught:
+                    call()
+                refused.append(caught.value.uri)
+
+    cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of(on_event=close)).result(WAIT_S)
+    assert refused == [memory.uri("first")] * 2
 
 
 def test_a_thread_that_would_wait_for_anothers_beginning_is_refused_where_the_option_says_so(memory: Memory) -> None:
@@ -476,7 +640,8 @@ def test_an_interrupt_while_it_is_staged_leaves_no_save_behind(memory: Memory, m
 
     def interrupt() -> None:
         assert copies.gate.reached.wait(WAIT_S)
-        _thread.interrupt_main()
+        # To that very thread: `interrupt_main` does not wake it where it waits.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -487,6 +652,61 @@ def test_an_interrupt_while_it_is_staged_leaves_no_save_behind(memory: Memory, m
     cloudckpt.async_save(state_of(2), memory.uri("next")).result(WAIT_S)
     assert fill_at(memory.uri("next")) == 2
     assert memory.all_keys() == []
+
+
+def interrupt_each_step(call: Callable[[], object]) -> int:
+    """Call it again and again, interrupted a step later each time, until it comes to its end. How often it was."""
+    folder = str(Path(cloudckpt.__file__).parent)
+    for number in itertools.count():
+        left = number
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if event != "call" or not (
+                frame.f_code.co_filename.startswith(folder) or "thread" in frame.f_code.co_filename
+            ):
+                return None
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with contextlib.suppress(TimeoutError):
+                call()
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(before)
+        return number
+    raise AssertionError
+
+
+def test_an_interrupt_at_any_call_while_a_save_is_waited_for_leaves_it_going_on(memory: Memory) -> None:
+    """If this fails, Ctrl-C at the wrong instant makes the save, the next one, and the exit of the script hang."""
+    gate = Gate()
+    options = options_of(on_event=gate.at_event("save.committing"))
+    manager = cloudckpt.CheckpointManager(memory.uri(), options=options)
+    handle = manager.save(1, state_of(1))
+    assert isinstance(handle, cloudckpt.AsyncSave)
+    assert gate.reached.wait(WAIT_S)
+    asked: list[Callable[[], object]] = [
+        lambda: manager.wait(0.001),
+        lambda: handle.result(0.001),
+        lambda: handle.exception(0.001),
+        handle.done,
+        handle.cancelled,
+        lambda: handle.progress,
+        lambda: cloudckpt.close(0.001),
+    ]
+    assert sum(map(interrupt_each_step, asked)) > 20
+    gate.opened.set()
+    handle.result(WAIT_S)
+    manager.close(WAIT_S)
+    assert fill_at(manager.uri_of(1)) == 1
 
 
 SCRIPT = """
@@ -512,7 +732,7 @@ def test_a_process_of_multiprocessing_tells_of_a_failure_too(tmp_path: Path, cap
     """If this fails, ranks that were spawned end without a word of the checkpoint that is missing."""
     process = multiprocessing.get_context("spawn").Process(target=fail_in_vain, args=(str(tmp_path / "c"),))
     process.start()
-    process.join(WAIT_S)
+    process.join(4 * WAIT_S)  # it imports torch first
     assert process.exitcode == 0
     assert "whose handle nobody had asked" in capfd.readouterr().err
 

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import errors
+from cloudckpt._api.failures import causes_of, failure_of
 from cloudckpt._commit.publish import OvertakenError
-from cloudckpt._failures import causes_of, failure_of
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointError,

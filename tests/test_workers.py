@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -50,11 +51,11 @@ def test_the_first_failure_stops_what_has_not_begun_and_unblocks_what_waits():
 
 def test_closing_the_iterator_early_ends_the_threads():
     """A planner that raises while items are finished must not leave threads writing into tensors."""
-    before = threading.active_count()
+    before = set(threading.enumerate())
     done = each_done(range(100), lambda _: None, num_threads=4, name="t", on_failure=lambda: None)
     with contextlib.closing(done):
         next(done)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 class Gate:
@@ -167,17 +168,88 @@ def test_an_interrupted_join_leaves_no_watcher(monkeypatch):
     workers = Workers(2, name="interrupted", watch=lambda: None)
     for _ in range(2):
         workers.submit(lambda: released.wait(WAIT_S))
-    joined = threading.Thread.join
 
-    def interrupted(thread, timeout=None):
-        if thread.name.startswith("interrupted-") and not released.is_set():
-            raise KeyboardInterrupt
-        joined(thread, timeout)
+    def interrupted(_is_true, timeout=None):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(workers._has_left, "wait_for", interrupted)
     with pytest.raises(KeyboardInterrupt):
         workers.join()
     released.set()
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("interrupted-")]:
-        joined(thread, WAIT_S)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def _waits_until(released, workers):
+    """That a join returns once `released` is set, and no sooner."""
+    joining = threading.Thread(target=workers.join)
+    joining.start()
+    joining.join(0.2)
+    assert joining.is_alive(), "what runs still has not been waited for"
+    released.set()
+    joining.join(WAIT_S)
+    assert not joining.is_alive()
+
+
+def test_after_an_interrupted_join_the_next_one_waits(monkeypatch):
+    """If this fails, who is interrupted removes what a thread still writes, and gives memory back that it still reads:
+    `Thread.join` forgets a thread when a signal comes.
+    """
+    released, joins = threading.Event(), threading.Event()
+    workers = Workers(1, name="interrupted")
+    workers.submit(lambda: released.wait(WAIT_S))
+    wait_for = workers._has_left.wait_for
+
+    def watched(is_true, timeout=None):
+        joins.set()
+        return wait_for(is_true, timeout)
+
+    monkeypatch.setattr(workers._has_left, "wait_for", watched)
+
+    def interrupt():
+        assert joins.wait(WAIT_S)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # which this wakes
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        workers.join()
+    interrupter.join(WAIT_S)
+    _waits_until(released, workers)
+
+
+def test_a_thread_whose_start_was_interrupted_is_waited_for(monkeypatch):
+    """If this fails, an object is written after an interrupted save has removed what it wrote."""
+    released, done = threading.Event(), []
+    workers = Workers(1, name="starting")
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name.startswith("starting-"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers.submit(lambda: done.append(released.wait(WAIT_S)))
+    _waits_until(released, workers)
+    assert done == [True]
+
+
+def test_a_thread_that_never_began_is_not_waited_for(monkeypatch):
+    """If this fails, an interrupt at the wrong instant makes a program that never ends."""
+    monkeypatch.setattr("cloudckpt._workers._START_S", 0.05)
+    workers = Workers(1, name="never")
+
+    def interrupted(_thread):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.submit(lambda: None)
+    joining = threading.Thread(target=workers.join, daemon=True)
+    joining.start()
+    joining.join(WAIT_S)
+    assert not joining.is_alive()

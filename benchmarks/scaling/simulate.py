@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
 from cloudckpt._collecting import rare_collections
+from cloudckpt._dcp.narrow import narrowed
 from cloudckpt._manifest.build import manifest_of
 from cloudckpt._manifest.codec import decode, encode
 from cloudckpt._manifest.torch_metadata import metadata_of
 from cloudckpt._manifest.validate import problems_of
-from cloudckpt._narrow import narrowed
 
 URI = "memory://simulated/job"
 

@@ -38,6 +38,7 @@ def torchrun(program: Sequence[str], *, num_ranks: int, log: Path, timeout_s: fl
     command = [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("--log-dir", str(log.parent / "torchrun")),  # or it leaves one that nobody removes
         *("--nproc-per-node", str(num_ranks), *program),
     ]
     with (

@@ -48,7 +48,8 @@ from cloudckpt.options import Options
 from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
 
 if TYPE_CHECKING:
-    from cloudckpt._async import AsyncSave
+    from cloudckpt._api.saved import SavedMetadata
+    from cloudckpt._background.handle import AsyncSave
     from cloudckpt._background.in_flight import close
     from cloudckpt._convert.copying import copy
     from cloudckpt._convert.exporting import export_checkpoint
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from cloudckpt._manager.restoring import Restored
     from cloudckpt._manager.retention import RetentionReport
     from cloudckpt._manager.rule import StepInfo
-    from cloudckpt._saved import SavedMetadata
     from cloudckpt._stage.stager import PinnedStager
     from cloudckpt._stage.zstandard import Zstandard
     from cloudckpt.api import async_save, load, save
@@ -175,14 +175,14 @@ __all__ = [
 # torch takes seconds to import, which a command that lists or says how it is used need not wait for. The first of these
 # names that is asked for brings all of them.
 _LAZY = {
-    "cloudckpt._async": "AsyncSave",
+    "cloudckpt._background.handle": "AsyncSave",
     "cloudckpt._background.in_flight": "close",
     "cloudckpt._convert.copying": "copy",
     "cloudckpt._convert.exporting": "export_checkpoint",
     "cloudckpt._convert.importing": "import_checkpoint",
     "cloudckpt._convert.reports": "ConversionReport CopyReport",
     "cloudckpt._enable": "disable enable",
-    "cloudckpt._saved": "SavedMetadata",
+    "cloudckpt._api.saved": "SavedMetadata",
     "cloudckpt._stage.stager": "PinnedStager",
     "cloudckpt._stage.zstandard": "Zstandard",
     "cloudckpt.api": "async_save load save",

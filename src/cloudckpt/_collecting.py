@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
+
+from cloudckpt._forks import in_child
 
 # Planning makes some twenty containers for each tensor. At Python's own threshold of 700, a collection, with now and
 # then one of all that the process has, took 40 % of the time of planning a save of 20,000 tensors.
@@ -47,6 +48,7 @@ def _leave() -> None:
             _before = None
 
 
+@in_child
 def _begin_anew() -> None:
     """In a child, in which the threads that were inside do not go on."""
     global _lock, _num_inside, _before  # noqa: PLW0603
@@ -54,7 +56,3 @@ def _begin_anew() -> None:
     if _before is not None and gc.get_threshold()[0] == _THRESHOLD:
         gc.set_threshold(*_before)
     _num_inside, _before = 0, None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)

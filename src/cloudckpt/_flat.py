@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+PART_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""By which, since torch 2.15, any tensor says that it holds parts of a larger one (``CheckpointableTensor``)."""
 _LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _MAPPINGS = frozenset({dict, OrderedDict})
 _CONTAINERS = _MAPPINGS | {list}
@@ -17,6 +19,11 @@ _SOUGHT = _MAPPINGS | PLAIN_TENSORS
 _STRINGS = frozenset({str})
 
 _Path = tuple[str | int, ...]
+
+
+def holds_parts(tensor: object) -> bool:
+    """Whether torch may take the tensor for parts of a larger one, of which the others are elsewhere."""
+    return hasattr(tensor, PART_ATTRIBUTES[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

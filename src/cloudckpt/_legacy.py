@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -51,7 +52,9 @@ def read_torch_metadata(
         raise
     except Exception as error:  # a pickle can raise anything
         raise CorruptCheckpointError(
-            f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error})", uri=uri
+            f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error}): it is damaged, or of a newer "
+            f"torch than this one ({torch.__version__}), or of a newer Python",
+            uri=uri,
         ) from error
 
 

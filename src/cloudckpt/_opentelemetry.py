@@ -14,6 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
 
+from cloudckpt import _forks
 from cloudckpt._version import __version__
 from cloudckpt.report import Event, LoadReport, SaveReport
 
@@ -21,6 +22,7 @@ _NAME = "cloudckpt"
 _MOST_RUNNING = 256
 """Operations whose end is never told, as on most ranks of torch's own `save`, are not kept for ever."""
 _SPAN_OF_STEP = {"set_up": "plan", "write": "upload", "commit": "commit", "read": "read"}
+_REMOVERS = frozenset({"gc", "delete", "retention"})
 _BYTES_ON_THEIR_WAY = {"save.part_uploaded": "transmit", "load.range_read": "receive"}
 
 Attributes: TypeAlias = dict[str, str | int | float]
@@ -45,6 +47,8 @@ METRICS = {
     "cloudckpt.retries": ("counter", "{request}", "requests made again after a failure (`error.type`)"),
     "cloudckpt.hedges": ("counter", "{request}", "requests made twice because they took too long"),
     "cloudckpt.skipped": ("counter", "{checkpoint}", "checkpoints that `load_latest` passed over"),
+    "cloudckpt.removals": ("counter", "{removal}", "what `gc`, `delete` and retention removed or not (`error.type`)"),
+    "cloudckpt.garbage": ("counter", "By", "bytes of objects that `gc` removed"),
 }
 """Kind, unit and meaning of each."""
 
@@ -79,12 +83,20 @@ class Instrumentation:
         self._retries = meter.create_counter("cloudckpt.retries", *_described("cloudckpt.retries"))
         self._hedges = meter.create_counter("cloudckpt.hedges", *_described("cloudckpt.hedges"))
         self._skipped = meter.create_counter("cloudckpt.skipped", *_described("cloudckpt.skipped"))
+        self._removals = meter.create_counter("cloudckpt.removals", *_described("cloudckpt.removals"))
+        self._garbage = meter.create_counter("cloudckpt.garbage", *_described("cloudckpt.garbage"))
         self._lock = threading.Lock()
         self._running: OrderedDict[str, _Running] = OrderedDict()
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """What runs is the parent's, and so are its spans."""
+        self._lock = threading.Lock()
+        self._running.clear()
 
     def on_event(self, event: Event) -> None:
         """Of any kind."""
-        kind = event.name.partition(".")[2]
+        verb, _, kind = event.name.partition(".")
         if kind == "begun":
             self._begin(event)
         elif event.name in _BYTES_ON_THEIR_WAY:
@@ -96,9 +108,11 @@ class Instrumentation:
             self._hedges.add(1, _store_of(event.uri))
         elif event.name == "load.skipped":
             self._skipped.add(1, {"error.type": event.error, **_store_of(event.uri)})
+        elif verb in _REMOVERS:
+            self._removed(event, verb)
         elif event.name == "save.staged":
             self._staged(event)
-        elif kind in ("done", "failed", "cancelled") and event.name.partition(".")[0] in ("save", "load"):
+        elif kind in ("done", "failed", "cancelled") and verb in ("save", "load"):
             self._end(event)
 
     @contextlib.contextmanager
@@ -144,6 +158,14 @@ class Instrumentation:
                 self._end_plan(one)
                 one.span.end()
                 self._active.add(-1, one.kind)
+
+    def _removed(self, event: Event, by: str) -> None:
+        of_store = _store_of(event.uri)
+        # OpenTelemetry's own word for a cause that is not told, as of retention's.
+        how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
+        self._removals.add(1, {"cloudckpt.operation": by, **of_store, **how})
+        if event.name == "gc.removed":
+            self._garbage.add(event.num_bytes, of_store)
 
     def _staged(self, event: Event) -> None:
         running = self._running.get(event.operation)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 
+from cloudckpt._threads import Future
 from cloudckpt.errors import SaveCancelledError
 from cloudckpt.report import SavePhase, SaveProgress
+
+_LOOK_EVERY_S = 1.0
 
 
 class Steering:
@@ -22,7 +25,7 @@ class Steering:
         self._rank = rank
         self.cancelled: Future[None] = Future()
         """Done once the save is cancelled."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come while its own thread holds it
         self._phase: SavePhase = "staging"
         self._cancelled_by: frozenset[int] = frozenset()
         self._is_decided = False
@@ -31,6 +34,11 @@ class Steering:
         self._stop: Callable[[SaveCancelledError], None] | None = None
         self._total_bytes = 0
         self._uploaded_bytes = 0
+
+    def after_fork(self) -> None:
+        """In a child, where there is nothing to steer: the save is its parent's."""
+        self._lock = threading.RLock()
+        self._is_decided, self._stop = True, None
 
     def progress(self, *, staged_bytes: int) -> SaveProgress:
         """As it is now."""
@@ -50,11 +58,10 @@ class Steering:
         with self._lock:
             if self._is_decided:
                 return False
-            is_first = not self._cancelled_by
             self._cancelled_by |= frozenset(ranks or (self._rank,))
             stop = self._stop
-        if is_first:
-            self.cancelled.set_result(None)
+            if not self.cancelled.done():
+                self.cancelled.set_result(None)
         if stop is not None:
             stop(self._error())
         return True
@@ -63,6 +70,15 @@ class Steering:
         """Raise `SaveCancelledError` if the save is cancelled."""
         if self._cancelled_by:
             raise self._error()
+
+    def wait_for(self, future: concurrent.futures.Future[None]) -> None:
+        """Until it is done, or the save is cancelled. Not for the main thread."""
+        while not concurrent.futures.wait(
+            [future, self.cancelled],
+            timeout=_LOOK_EVERY_S,  # an interrupt may end who cancels before that is told
+            return_when=concurrent.futures.FIRST_COMPLETED,
+        ).done:
+            pass
 
     def enter(self, phase: SavePhase, *, total_bytes: int | None = None) -> None:
         """Raise `SaveCancelledError` instead if the save is cancelled."""

@@ -19,9 +19,13 @@ from typing import TypeVar
 
 from typing_extensions import Self
 
+from cloudckpt import _forks
+from cloudckpt._threads import Condition, Event, Thread
+
 _T = TypeVar("_T")
 
 _WATCH_EVERY_S = 0.1
+_START_S = 5.0
 
 
 class Workers:
@@ -36,16 +40,24 @@ class Workers:
         self._width = width if callable(width) else lambda: width
         self._name = name
         self._watch = watch
-        lock = threading.Lock()
-        self._changed = threading.Condition(lock)
-        self._has_room = threading.Condition(lock)
+        self._lock = lock = threading.RLock()
+        self._changed, self._has_room, self._has_left = Condition(lock), Condition(lock), Condition(lock)
         self._tasks: deque[Callable[[], None]] = deque()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._num_running = 0
         self._num_idle = 0
+        self._num_left = 0
         self._is_joining = False
-        self._has_ended = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._has_ended = Event()
+        self._watcher: Thread | None = None
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """In a child, which has none of the threads: there is nothing to do, and nobody to wait for."""
+        self._lock = lock = threading.RLock()
+        self._changed, self._has_room, self._has_left = Condition(lock), Condition(lock), Condition(lock)
+        self._tasks.clear()
+        self._threads, self._watcher, self._num_left = [], None, 0
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +71,7 @@ class Workers:
         """Run `task` as soon as a thread is free; but wait first until there is less to do than `most_for_each` tasks
         for each request of the width, those that run included.
         """
-        with self._changed:
+        with self._lock:
             if most_for_each is not None:
                 self._has_room.wait_for(
                     lambda: len(self._tasks) + self._num_running < most_for_each * self._current_width()
@@ -69,11 +81,14 @@ class Workers:
 
     def join(self) -> None:
         """Wait until all tasks have run. Nothing can be submitted afterwards."""
-        with self._changed:
-            self._is_joining = True
-            self._changed.notify_all()
         try:
-            for thread in self._threads:  # which may start others until they end
+            with self._lock:
+                self._is_joining = True
+                self._changed.notify_all()
+                while not self._has_left.wait_for(lambda: self._num_left == len(self._threads), timeout=_START_S):
+                    # An interrupt in the midst of a start can keep a thread from ever running.
+                    self._threads = [thread for thread in self._threads if thread.ident is not None]
+            for thread in self._threads:
                 thread.join()
         finally:  # also where this is interrupted: nobody would end the watcher then
             self._has_ended.set()
@@ -93,33 +108,39 @@ class Workers:
                 break
             # Not a daemon: the interpreter waits for it.
             name, run = f"{self._name}-{len(self._threads)}", contextvars.copy_context().run
-            thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=False)
+            thread = Thread(run, self._run, name=name, daemon=False)
+            self._threads.append(thread)  # first: one whose start is interrupted runs all the same
             try:
                 thread.start()
             except RuntimeError:  # the system's limit, or the interpreter ends: those that there are do the work
+                self._threads.remove(thread)
                 if not self._threads:
                     raise
                 break
-            self._threads.append(thread)
         if self._watch is not None and self._watcher is None and len(self._threads) > 1:
-            watcher = threading.Thread(target=self._keep_watch, name=f"{self._name}-watch", daemon=False)
+            watcher = Thread(self._keep_watch, name=f"{self._name}-watch", daemon=False)
             # There may be no more threads: then nobody watches.
             with contextlib.suppress(RuntimeError):
                 watcher.start()
                 self._watcher = watcher
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
-            try:
-                task()
-            finally:
-                with self._changed:
-                    self._num_running -= 1
-                    self._make_way()
-                    self._has_room.notify_all()
+        try:
+            while (task := self._next()) is not None:
+                try:
+                    task()
+                finally:
+                    with self._lock:
+                        self._num_running -= 1
+                        self._make_way()
+                        self._has_room.notify_all()
+        finally:
+            with self._lock:
+                self._num_left += 1
+                self._has_left.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
-        with self._changed:
+        with self._lock:
             while not self._tasks or self._num_running >= self._current_width():
                 if self._is_joining and not self._tasks:
                     return None
@@ -155,7 +176,7 @@ def each_done(
     in every case, only when nothing is running; `on_failure` is called before that is waited for.
     """
     ended: queue.SimpleQueue[tuple[_T, BaseException | None]] = queue.SimpleQueue()
-    stopped = threading.Event()
+    stopped = Event()
 
     def run(item: _T) -> None:
         error: BaseException | None = None

@@ -13,20 +13,23 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from cloudckpt._async import AsyncSave
+from cloudckpt._api.beginning import in_company_of, location_of
+from cloudckpt._api.failures import raise_own_interrupt, rank_in
+from cloudckpt._api.loading import load
+from cloudckpt._api.saved import SavedMetadata
+from cloudckpt._api.saving import RefusingPlanner, failed, saved
 from cloudckpt._background.adopted import Adopted
+from cloudckpt._background.asking import in_flight_on
 from cloudckpt._background.groups import background_group, require_cpu_backend
+from cloudckpt._background.handle import AsyncSave
 from cloudckpt._background.in_flight import await_turn, earlier_failure, turn
 from cloudckpt._background.runner import BackgroundSave, staged_with
 from cloudckpt._background.torchs_process import begin_in_torchs_process
-from cloudckpt._calls import in_company_of, location_of
-from cloudckpt._failures import raise_own_interrupt, rank_in
-from cloudckpt._group import Call, begin, failure_by_loss
-from cloudckpt._loading import load
-from cloudckpt._save_planner import entries_of
-from cloudckpt._saved import SavedMetadata
-from cloudckpt._saving import RefusingPlanner, failed, saved
-from cloudckpt.errors import InvalidOptionError, RankLostError
+from cloudckpt._dcp.save_planner import entries_of
+from cloudckpt._ranks.company import failure_by_loss
+from cloudckpt._ranks.group import Call, begin, pass_over
+from cloudckpt._uri import parse_location
+from cloudckpt.errors import InvalidOptionError, InvalidURIError, RankLostError
 from cloudckpt.options import Options
 from cloudckpt.writer import ObjectStoreWriter
 
@@ -58,9 +61,14 @@ def save(
     `CheckpointExistsError`. Raises `InvalidURIError` before anything else. Where a rank dies or hangs, or does not come
     within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but alive is waited for.
     """
-    if storage_writer is not None:
-        await_turn()  # the save in flight may be one of the same writer
-    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    try:
+        if storage_writer is not None:
+            await_turn()  # the save in flight may be one of the same writer
+        writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+    except BaseException as error:
+        if _is_interrupt(error) and not _is_alone(storage_writer, no_dist=no_dist, use_collectives=use_collectives):
+            pass_over(process_group, "foreground")
+        raise
     is_balanced = planner is None and isinstance(writer, ObjectStoreWriter)
     try:
         with earlier_failure() as earlier:
@@ -108,18 +116,28 @@ def async_save(
     """
     # Before anything else: the save in flight may be one of the same writer.
     chosen = storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else options or Options()
-    with turn(chosen.async_in_flight):
-        writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
-        if async_stager is None and isinstance(writer, AsyncStager):
-            async_stager = writer
-        in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
-        by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
+    is_alone = _is_alone(storage_writer, no_dist=no_dist, use_collectives=use_collectives)
+    first_with = functools.partial(
+        _in_flight_here if is_alone else in_flight_on,
+        process_group=process_group,
+        uri=_named(uri, checkpoint_id, storage_writer),
+        timeout_s=chosen.timeout_s,
+    )
+    with turn(chosen.async_in_flight, first_with=first_with):
         call: Call | None = None
         save: BackgroundSave | None = None
+        is_counted = is_alone
         try:
+            await_turn()
+            writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
+            if async_stager is None and isinstance(writer, AsyncStager):
+                async_stager = writer
+            in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
+            by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
             if not (no_dist or by_torch):
                 require_cpu_backend(process_group)
                 if use_collectives and isinstance(writer, ObjectStoreWriter):
+                    is_counted = True
                     call = _begun_in_background(writer, process_group)
                 process_group = call.group if call is not None else background_group(process_group)
             with earlier_failure() as earlier:
@@ -151,12 +169,44 @@ def async_save(
             is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)
             return save.begin(is_overlapped=is_overlapped)
-        except BaseException:  # nobody gets the handle, and the others must not wait for this rank
-            if save is not None:
-                save.abandon()
-            elif call is not None:
-                call.end(has_left=True)
+        except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
+            if _is_interrupt(error) and not is_counted:
+                pass_over(process_group, "background")
+            _leave(save, call)
             raise
+
+
+def _leave(save: BackgroundSave | None, call: Call | None) -> None:
+    if save is not None:
+        save.abandon()
+    elif call is not None:
+        call.end(has_left=True)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether this rank was kept from a save that the others make. Wrong arguments are the program's."""
+    return not isinstance(error, Exception)
+
+
+def _is_alone(storage_writer: StorageWriter | None, *, no_dist: bool, use_collectives: bool) -> bool:
+    """Whether the ranks make no call together in which they wait for one another."""
+    return no_dist or not use_collectives or not isinstance(storage_writer, ObjectStoreWriter | None)
+
+
+def _named(
+    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None, writer: StorageWriter | None
+) -> str:
+    """The one spelling of where it is saved to, or, where it cannot be, what was given instead."""
+    if uri is None and checkpoint_id is None:
+        return str(getattr(writer, "checkpoint_id", ""))
+    try:
+        return parse_location(location_of(uri, checkpoint_id)).uri
+    except (InvalidURIError, TypeError):  # it is raised once all ranks have said whether a save is in flight
+        return f"{uri}, {checkpoint_id}"
+
+
+def _in_flight_here(mine: str | None, **_: object) -> tuple[int, str] | None:
+    return None if mine is None else (0, mine)
 
 
 def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> Call | None:

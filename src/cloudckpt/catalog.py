@@ -102,7 +102,11 @@ def can_be_opened(location: Location, name: str) -> bool:
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
-    """The checkpoint directly under `root` that was committed last; None where there is none."""
+    """The checkpoint directly under `root` that was committed last; None where there is none.
+
+    By the store's clock, and damaged or not: `load_latest` passes over damaged ones. Raises what `list_checkpoints`
+    does.
+    """
     return next(reversed(list_checkpoints(root, options=options)), None)
 
 

@@ -125,8 +125,11 @@ class MissingDependencyError(CloudckptError, ImportError):
 class StoreError(CloudckptError):
     """One call to a store failed.
 
-    ``key`` is the full address of the object (never with credentials) and ``operation`` the call.
+    ``key`` is the full address of the object (never with credentials) and ``operation`` the call. ``had_no_effect``
+    where it is known that the call changed nothing: a disk was full before the object appeared, say.
     """
+
+    had_no_effect: bool = False
 
     def __init__(self, message: str, *, key: str, operation: str) -> None:
         super().__init__(message)
@@ -148,6 +151,9 @@ class BucketNotFoundError(StoreError):
 
 class AccessDeniedError(StoreError):
     """The credentials are known, but may not do this."""
+
+    unlisted: tuple[str, ...] = ()
+    """Of a listing that has given all else: the key prefixes, each with its slash, that could not be looked into."""
 
 
 class CredentialsError(StoreError):
@@ -223,7 +229,9 @@ class RankLostError(CheckpointError, TimeoutError):
 
 
 class SaveInFlightError(CheckpointError):
-    """Another background save of this process still runs. ``uri`` is where that one goes; nothing was begun."""
+    """Another background save, of this process or of another rank, still runs. ``uri`` is where that one goes; nothing
+    was begun.
+    """
 
 
 class SaveCancelledError(CheckpointError):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
 from cloudckpt._commit.collect import Left, Place, collect, judge, walk
 from cloudckpt._commit.condition import check_condition
-from cloudckpt._commit.garbage import Inventory, Plan
+from cloudckpt._commit.garbage import Inventory
+from cloudckpt._commit.garbage_report import Garbage, GarbageReport, Spared, garbage_of
 from cloudckpt._commit.remove import delete_checkpoint
-from cloudckpt._commit.resolve import manifest_key, ranks_of
+from cloudckpt._commit.resolve import ranks_of
+from cloudckpt._pipeline.lifecycle import tell
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt.errors import (
@@ -24,95 +24,15 @@ from cloudckpt.errors import (
     InvalidURIError,
     StoreError,
 )
-from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.options import Options
+from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
+__all__ = ["Garbage", "GarbageReport", "Spared", "delete", "gc"]
+
 _ONE_DAY = timedelta(days=1)
 _PARTS_OF_A_CHECKPOINT = ("manifest", "data/", "rank-")
-_UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Garbage:
-    """What goes, or went, at one location."""
-
-    uri: str
-    keys: tuple[str, ...]
-    """Of the objects, relative to the root that was looked through."""
-    uploads: tuple[str, ...]
-    """The keys of the unfinished uploads, relative to the same root."""
-    num_bytes: int
-    """Of the objects. What unfinished uploads hold, no store says."""
-    reasons: tuple[str, ...]
-    """How many of what, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spared:
-    """What was left alone, or could not be removed, and why."""
-
-    uri: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GarbageReport:
-    """What `gc` found, and removed unless it was a dry run. ``str()`` of it is what a dry run prints."""
-
-    root: str
-    dry_run: bool
-    locations: tuple[Garbage, ...]
-    skipped: tuple[Spared, ...]
-    """Locations of which it could not be told what counts there, so that nothing was removed."""
-    failed: tuple[Spared, ...]
-    """What was to go, or to be looked at, and could not."""
-    is_nothing_there: bool = False
-    """Whether nothing under `root` is cloudckpt's, be it garbage or not: perhaps it is not the place that was meant."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Of all objects, relative to `root`."""
-        return tuple(key for garbage in self.locations for key in garbage.keys)
-
-    @property
-    def uploads(self) -> tuple[str, ...]:
-        """The keys of all unfinished uploads, relative to `root`."""
-        return tuple(key for garbage in self.locations for key in garbage.uploads)
-
-    @property
-    def num_objects(self) -> int:
-        """How many objects."""
-        return sum(len(garbage.keys) for garbage in self.locations)
-
-    @property
-    def num_uploads(self) -> int:
-        """How many unfinished uploads."""
-        return sum(len(garbage.uploads) for garbage in self.locations)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all objects."""
-        return sum(garbage.num_bytes for garbage in self.locations)
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for garbage in self.locations:
-            yield f"{_shown(garbage.uri)}: {', '.join(garbage.reasons)} ({_size(garbage.num_bytes)})"
-        for spared in self.skipped:
-            yield f"{_shown(spared.uri)}: left alone: {_shown(spared.reason)}"
-        for spared in self.failed:
-            yield f"{_shown(spared.uri)}: failed: {_shown(spared.reason)}"
-        done = "would be removed" if self.dry_run else "removed"
-        how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
-        yield (
-            f"{self.root}: {_count(self.num_objects, 'object')} of {_size(self.num_bytes)} and "
-            f"{_count(self.num_uploads, 'unfinished upload')} {done}{how}"
-        )
-        if self.is_nothing_there:
-            yield f"{self.root}: nothing of cloudckpt's lies there; is it the right place?"
 
 
 def gc(
@@ -130,62 +50,26 @@ def gc(
     checkpoints. Nothing goes that cloudckpt did not write; that a checkpoint is made of; or that belongs to a save
     with a sign of life in the last `older_than` (a timedelta, or seconds), which must be longer than a save takes: a
     save whose data is taken all the same can no longer be committed, and fails. Where it cannot be told what counts,
-    nothing is removed, and the report says so.
+    nothing is removed, and the report says so; so it is around a directory that this user may not look into.
 
     A dry run writes nothing, and unless `quiet` prints the report that it returns. A real run can be interrupted at any
     moment and repeated, and two can run at once. Raises `GarbageLeftError`, with the report, where something could not
-    be removed, once all the rest was; `StoreError` where `root` cannot be listed; `NoConditionalCommitError` on a store
-    that cannot create-if-absent, unless ``Options(commit="unconditional")``; `InvalidOptionError`.
+    be removed or looked into, once all the rest was; `StoreError` where `root` cannot be listed;
+    `NoConditionalCommitError` on a store that cannot create-if-absent, unless ``Options(commit="unconditional")``;
+    `InvalidOptionError`.
     """
     options = options or Options()
     before = _before(older_than)
     _check_dry_run(dry_run)
     location = parse_location(root)
-    store, retrier = open_store(location, options), _retrier(options)
-    if not dry_run and options.commit == "conditional":
-        check_condition(store, retrier)
-    failed: list[Spared] = []
-    inventory = walk(
-        store,
-        retrier,
-        has_hidden_uploads=location.scheme == "file",
-        on_unlisted=lambda error: failed.append(Spared(uri=location.uri, reason=f"unfinished uploads: {error}")),
-    )
-    found: list[Garbage] = []
-    skipped: list[Spared] = []
-    for prefix in inventory.locations:
-        uri = _uri_of(location, prefix)
-        try:
-            place = _place(location, store, inventory, prefix, options)
-            if dry_run:
-                plan, left = judge(place, retrier, before=before).plan, list[Left]()
-            else:
-                plan, left = collect(place, retrier, before=before, conditional=options.commit == "conditional")
-        except (StoreError, CommitUnknownError) as error:
-            failed.append(Spared(uri=uri, reason=str(error)))
-            continue
-        except (CheckpointError, InvalidURIError) as error:
-            # Another program's manifest.json is no business of ours where nothing of ours lies beside it.
-            if inventory.at(prefix):
-                skipped.append(Spared(uri=uri, reason=str(error)))
-            continue
-        failed += [Spared(uri=store.url(item.key), reason=str(item.error)) for item in left]
-        if not plan.is_empty:
-            found.append(_garbage(uri, prefix, plan))
-    report = GarbageReport(
-        root=location.uri,
-        dry_run=dry_run,
-        locations=tuple(found),
-        skipped=tuple(skipped),
-        failed=tuple(failed),
-        is_nothing_there=not inventory.locations,
-    )
+    report = _Collection(location, options, before=before, dry_run=dry_run).report()
     if dry_run and not quiet:
         print(report)  # noqa: T201  # what a dry run is for
-    if failed:
+    if report.failed:
+        first, num_more = report.failed[0], len(report.failed) - 1
         raise GarbageLeftError(
-            f"gc could not do all of its work under {location.uri}: {failed[0].uri}: {failed[0].reason}"
-            + (f" (and {len(failed) - 1} more, see the error's report)" if len(failed) > 1 else "")
+            f"gc could not do all of its work under {location.uri}: {first.uri}: {first.reason}"
+            + (f" (and {num_more} more, see the error's report)" if num_more else "")
             + ". The rest was done; run it again when that is mended",
             uri=location.uri,
             report=report,
@@ -207,7 +91,16 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
     """
     options = options or Options()
     location = parse_location(uri)
-    store, retrier = open_store(location, options), _retrier(options)
+    try:
+        _delete(location, options)
+    except (StoreError, CheckpointError) as error:
+        _tell("delete.failed", location.uri, options, error=error)
+        raise
+    _tell("delete.done", location.uri, options)
+
+
+def _delete(location: Location, options: Options) -> None:
+    store, retrier = open_store(location, options), _retrier(location.uri, options)
     conditional = options.commit == "conditional"
     if conditional:
         check_condition(store, retrier)
@@ -226,6 +119,81 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
             "there, cloudckpt.gc removes",
             uri=location.uri,
         )
+
+
+class _Collection:
+    """One call of `gc`."""
+
+    def __init__(self, location: Location, options: Options, *, before: datetime, dry_run: bool) -> None:
+        self._location = location
+        self._options = options
+        self._before = before
+        self._dry_run = dry_run
+        self._is_conditional = options.commit == "conditional"
+        self._store, self._retrier = open_store(location, options), _retrier(location.uri, options)
+        self._found: list[Garbage] = []
+        self._skipped: list[Spared] = []
+        self._failed: list[Spared] = []
+
+    def report(self) -> GarbageReport:
+        """Of all that is done by this."""
+        if not self._dry_run and self._is_conditional:
+            check_condition(self._store, self._retrier)
+        inventory = walk(
+            self._store,
+            self._retrier,
+            has_hidden_uploads=self._location.scheme == "file",
+            on_unlisted=lambda error: self._fail(self._location.uri, error, "unfinished uploads: "),
+        )
+        for prefix, error in sorted(inventory.unlisted.items()):
+            uri = _uri_of(self._location, prefix)
+            reason = "permission denied, so that what lies there was not judged. Grant this user access to it"
+            self._failed.append(Spared(uri=uri, reason=reason))
+            _tell("gc.failed", uri, self._options, error=error)
+        for prefix in inventory.locations:
+            self._collect(prefix, inventory)
+        return GarbageReport(
+            root=self._location.uri,
+            dry_run=self._dry_run,
+            locations=tuple(self._found),
+            skipped=tuple(self._skipped),
+            failed=tuple(self._failed),
+            is_nothing_there=not inventory.locations and not inventory.unlisted,
+        )
+
+    def _collect(self, prefix: str, inventory: Inventory) -> None:
+        uri = _uri_of(self._location, prefix)
+        left: list[Left] = []
+        if unlisted := inventory.unlisted_at(prefix):
+            seen = _uri_of(self._location, unlisted[0])
+            self._skipped.append(Spared(uri=uri, reason=f"what is garbage there cannot be told without {seen}"))
+            return
+        try:
+            place = _place(self._location, self._store, inventory, prefix, self._options)
+            if self._dry_run:
+                plan = judge(place, self._retrier, before=self._before).plan
+            else:
+                plan, left = collect(place, self._retrier, before=self._before, conditional=self._is_conditional)
+        except (StoreError, CommitUnknownError) as error:
+            self._fail(uri, error)
+            return
+        except (CheckpointError, InvalidURIError) as error:
+            # Another program's manifest.json is no business of ours where nothing of ours lies beside it.
+            if inventory.at(prefix):
+                self._skipped.append(Spared(uri=uri, reason=str(error)))
+            return
+        for item in left:
+            self._fail(self._store.url(item.key), item.error)
+        if plan.is_empty:
+            return
+        garbage = garbage_of(uri, prefix, plan)
+        self._found.append(garbage)
+        if not self._dry_run and not left:
+            _tell("gc.removed", uri, self._options, num_bytes=garbage.num_bytes, message=", ".join(garbage.reasons))
+
+    def _fail(self, uri: str, error: Exception, what: str = "") -> None:
+        self._failed.append(Spared(uri=uri, reason=f"{what}{error}"))
+        _tell("gc.failed", uri, self._options, error=error)
 
 
 def _check_dry_run(dry_run: object) -> None:
@@ -247,13 +215,28 @@ def _before(older_than: timedelta | float) -> datetime:
         raise InvalidOptionError(f"older_than must be a time since there are calendars, not {older_than!r}") from None
 
 
-def _retrier(options: Options) -> Retrier:
-    return Retrier(retries=options.retries, timeout_s=options.timeout_s)
+def _retrier(uri: str, options: Options) -> Retrier:
+    def on_retry(error: StoreError) -> None:
+        _tell("retry", uri, options, key=error.key, error=error)
+
+    return Retrier(retries=options.retries, timeout_s=options.timeout_s, on_retry=on_retry)
 
 
-def _shown(text: str) -> str:
-    """As one line of plain text: keys are whatever somebody put into the bucket."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+def _tell(
+    name: EventName,
+    uri: str,
+    options: Options,
+    *,
+    key: str = "",
+    num_bytes: int = 0,
+    error: Exception | None = None,
+    message: str = "",
+) -> None:
+    """What is raised at it is logged: a removal cannot be undone."""
+    text = message if error is None else str(error)
+    kind = "" if error is None else type(error).__name__
+    event = Event(name=name, uri=uri, rank=0, key=key, num_bytes=num_bytes, error=kind, message=text)
+    tell(event, options, words=f"{name} {uri}" + (f": {text}" if text else ""))
 
 
 def _uri_of(location: Location, prefix: str) -> str:
@@ -266,35 +249,3 @@ def _place(location: Location, store: Store, inventory: Inventory, prefix: str, 
         # A bucket can hold folders that no checkpoint can lie in.
         own = open_store(parse_location(location.child(prefix.rstrip("/")).uri), options)
     return Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix))
-
-
-def _garbage(uri: str, prefix: str, plan: Plan) -> Garbage:
-    entries = [*plan.entries, *([plan.lone_fence] if plan.lone_fence else [])]
-    fences = [entry for entry in entries if entry.is_fence]
-    data = [item for item in plan.objects if item.kind == "data"]
-    attempts = {item.attempt for item in data}
-    counts = (
-        (len(data), f"{_count(len(data), 'data object')} of {_count(len(attempts), 'save')} that nothing refers to"),
-        (len(plan.uploads), _count(len(plan.uploads), "unfinished upload")),
-        (len(entries) - len(fences), f"{_count(len(entries) - len(fences), 'manifest')} that no longer counts"),
-        (len(fences), _count(len(fences), "spent fence")),
-        (len(plan.objects) - len(data), _count(len(plan.objects) - len(data), "left-over probe")),
-    )
-    return Garbage(
-        uri=uri,
-        keys=(*(prefix + manifest_key(entry.number) for entry in entries), *(item.key for item in plan.objects)),
-        uploads=tuple(item.key for item in plan.uploads),
-        num_bytes=sum(item.size_bytes for item in plan.objects) + sum(entry.size_bytes for entry in entries),
-        reasons=tuple(text for number, text in counts if number),
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _size(num_bytes: int) -> str:
-    for unit_bytes, name in _UNITS:
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.1f} {name}"
-    return _count(num_bytes, "byte")

@@ -9,8 +9,6 @@ import operator
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import wait
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, SupportsFloat
 
@@ -19,16 +17,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
-from cloudckpt._async import AsyncSave
+from cloudckpt._api.failures import rank_in
+from cloudckpt._api.saved import SavedMetadata
 from cloudckpt._background import in_flight
-from cloudckpt._failures import rank_in
+from cloudckpt._background.handle import AsyncSave
+from cloudckpt._manager.made import Made
 from cloudckpt._manager.metrics import METRICS_KEY, STEP_KEY, checked, metadata_of
 from cloudckpt._manager.reading import reading
 from cloudckpt._manager.restoring import Restored, Restorer, step_at
 from cloudckpt._manager.retention import Retention, RetentionReport
 from cloudckpt._manager.rule import Mode, Policy, StepInfo, best_first, check_mode, is_positive
 from cloudckpt._manager.steps import Steps, name_of, step_in
-from cloudckpt._saved import SavedMetadata
 from cloudckpt._uri import parse_location
 from cloudckpt.api import async_save, save
 from cloudckpt.errors import InvalidOptionError
@@ -37,23 +36,6 @@ from cloudckpt.options import Options
 _log = logging.getLogger("cloudckpt")
 
 _RESERVED = (STEP_KEY, METRICS_KEY)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """The last save, as `save` has answered it."""
-
-    step: int
-    numbers: Mapping[str, float | None]
-    answer: AsyncSave | SavedMetadata
-
-    @property
-    def has_failed(self) -> bool:
-        """Once it has ended, for which this waits: all ranks come to the same conclusion then."""
-        if not isinstance(self.answer, AsyncSave):
-            return False
-        wait([self.answer.committed])
-        return self.answer.committed.failure() is not None
 
 
 class CheckpointManager:
@@ -113,7 +95,11 @@ class CheckpointManager:
         )
         self._damaged: frozenset[int] = frozenset()
         self._retention = Retention(self._steps, self._options, policy, damaged=lambda: self._damaged)
-        self._last: _Made | None = None
+        self._mended: Made | None = None
+        """The last save of a step that was found damaged."""
+        self._last: Made | None = None
+        self._held: Made | None = None
+        """What holds the job's state, as far as it is known here: the last save, or what was restored since."""
 
     @property
     def root(self) -> str:
@@ -154,8 +140,8 @@ class CheckpointManager:
         """Save a step from all ranks, as `cloudckpt.async_save` or `cloudckpt.save` does, and return what that returns.
 
         None, without a word to the store or the other ranks, where the step is not due and not asked for by `force`.
-        With `force`, a step that this manager has saved last, with the same `metrics` or now without any, is not saved
-        once more: that save is waited for and, unless it failed, its answer returned.
+        With `force`, the step that this manager has saved last is not saved once more: that save is waited for and,
+        unless it failed, its answer returned. Nor is one that it has restored since: None. New `metrics` are not added.
 
         A step that is there already is refused with `CheckpointExistsError`, also if it is of an earlier life of this
         job, unless `overwrite`; but one that `restore` found damaged is overwritten. `metrics` are kept in the manifest
@@ -165,27 +151,31 @@ class CheckpointManager:
         step, numbers = _checked(step), checked(metrics)
         if not force and not self.is_due(step):
             return None
-        if force and not overwrite and self._last is not None and self._last.step == step:
-            is_same = metrics is None or numbers == self._last.numbers
-            if is_same and not self._last.has_failed:
-                return self._last.answer
+        # Whatever the metrics are: those of other ranks may differ, and all have to come to the same conclusion.
+        if force and not overwrite and self._held is not None and self._held.step == step and not self._held.has_failed:
+            if metrics is not None and numbers != self._held.numbers:
+                _log.warning("%s is there already: its metrics stay what they are", self.uri_of(step))
+            return self._held.answer
         settings: dict[str, Any] = {
             "planner": planner,
             "process_group": self._process_group,
             "no_dist": self._no_dist,
             "use_collectives": self._use_collectives,
-            "overwrite": overwrite or step in self._damaged,
+            "overwrite": overwrite or self._is_to_mend(step),
             "options": self._options_for(step, numbers),
         }
         is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
-        answer: AsyncSave | SavedMetadata
-        if self._is_async:
-            answer = async_save(state_dict, self.uri_of(step), **settings)
-            answer.committed.add_done_callback(functools.partial(self._ended, step, is_coordinator))
+        call = async_save if self._is_async else save
+        answer: AsyncSave | SavedMetadata = call(state_dict, self.uri_of(step), **settings)
+        if is_coordinator:
+            self._retention.announce(answer)
+        if isinstance(answer, AsyncSave):
+            answer.committed.add_done_callback(functools.partial(self._ended, step, answer))
         else:
-            answer = save(state_dict, self.uri_of(step), **settings)
-            self._committed(step, is_coordinator=is_coordinator)
-        self._last = _Made(step=step, numbers=numbers, answer=answer)
+            self._committed(step, answer)
+        self._last = self._held = Made(step=step, numbers=numbers, answer=answer)
+        if step in self._damaged:
+            self._mended = self._last
         return answer
 
     def restore(
@@ -202,12 +192,16 @@ class CheckpointManager:
         that there are, where it is not there. Raises what `cloudckpt.load` does.
         """
         wanted = None if step is None else _checked(step)
+        restored: Restored | None
         with reading(self.root):
             if wanted is not None:
-                return self._restorer.one(state_dict, wanted, planner)
-            restored = self._restorer.newest(state_dict, planner)
+                restored = self._restorer.one(state_dict, wanted, planner)
+            else:
+                restored = self._restorer.newest(state_dict, planner)
         if restored is not None:
+            self._held = Made(step=restored.step)
             self._damaged |= {step_at(one.uri) for one in restored.skipped if not one.is_gone}
+            self._mended = None
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -238,10 +232,12 @@ class CheckpointManager:
         ends_at_s = None if timeout is None else time.monotonic() + timeout
         handle = self._last.answer if self._last is not None else None
         if isinstance(handle, AsyncSave):
-            if wait([handle.committed], timeout).not_done:
+            if not handle.committed.wait(timeout):
                 raise TimeoutError(f"the background save to {handle.uri} has not ended within {timeout} s; it goes on")
             if in_flight.latest() is handle:  # it has failed, and nobody knows
                 handle.result(0)
+            if self._last is not None and handle.committed.failure() is None:
+                self._retention.begin(self._last.step, handle)  # who is told by a callback may not have been yet
         if not self._retention.wait(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic())):
             raise TimeoutError(f"old checkpoints under {self.root} were not removed within {timeout} s; that goes on")
 
@@ -273,14 +269,19 @@ class CheckpointManager:
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **metadata_of(step, numbers)})
 
-    def _ended(self, step: int, is_coordinator: bool, outcome: Any) -> None:  # noqa: FBT001  # a future's callback
-        if outcome.failure() is None:
-            self._committed(step, is_coordinator=is_coordinator)
+    def _is_to_mend(self, step: int) -> bool:
+        """Whether what is there is damaged, also by the word of the last save there, whose callback may be late."""
+        if step not in self._damaged:
+            return False
+        return self._mended is None or self._mended.step != step or self._mended.has_failed
 
-    def _committed(self, step: int, *, is_coordinator: bool) -> None:
+    def _ended(self, step: int, handle: AsyncSave, outcome: Any) -> None:
+        if outcome.failure() is None:
+            self._committed(step, handle)
+
+    def _committed(self, step: int, saved: AsyncSave | SavedMetadata) -> None:
         self._damaged -= {step}
-        if is_coordinator:
-            self._retention.begin(step)
+        self._retention.begin(step, saved)
 
     def _num_ranks(self) -> int:
         is_alone = self._no_dist or not dist.is_available() or not dist.is_initialized()

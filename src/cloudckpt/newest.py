@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from cloudckpt._api.failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._commit.resolve import read_log
-from cloudckpt._failures import causes_of, failure_of, raise_own_interrupt, rank_in
-from cloudckpt._group import in_company
 from cloudckpt._pipeline.lifecycle import tell
+from cloudckpt._ranks.company import in_company
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import redacted
 from cloudckpt.api import load

@@ -77,8 +77,8 @@ class Options:
     """Where the work of an async save is done: in threads of this process, or, where training needs the interpreter to
     itself, in a process of its own, which reads the copy in shared memory; plans are still made here."""
     async_in_flight: Literal["wait", "raise"] = "wait"
-    """What `async_save` does while another one runs: wait for its end, or raise `SaveInFlightError` at once. Each rank
-    judges by its own."""
+    """What `async_save` does while another one runs: wait for its end, or raise `SaveInFlightError` at once: on
+    all ranks, where it still runs on any of them. All have to have the same here."""
     async_overlap: bool = False
     """Whether `async_save` returns at once, while it still copies: then nothing of the state dict may change before
     `AsyncSave.staged` is done. Otherwise it returns when everything is copied."""

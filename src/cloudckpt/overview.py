@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
 
 from cloudckpt._commit.fence import MAX_FENCE_BYTES
 from cloudckpt._commit.garbage import Found, Inventory, attempt_time
@@ -20,77 +18,59 @@ from cloudckpt._commit.resolve import (
     ranks_of,
     read_log,
 )
+from cloudckpt._commit.status import CheckpointState, CheckpointStatus, denied_status
 from cloudckpt._commit.summaries import Summaries
-from cloudckpt._commit.uploads import uploads_by_name
+from cloudckpt._commit.uploads import noting, uploads_by_name
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
 from cloudckpt.catalog import by_name, can_be_opened
-from cloudckpt.errors import CheckpointChangedError, CheckpointError
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointChangedError,
+    CheckpointError,
+    UnsupportedFormatError,
+)
 from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store, UploadInfo
 from cloudckpt.stores.open import open_store
 
-CheckpointState = Literal["committed", "damaged", "in progress", "garbage", "torch"]
+__all__ = ["CheckpointState", "CheckpointStatus", "survey"]
 
 _ONE_HOUR = timedelta(hours=1)
 _MOST_LOOKS = 8
 _UNCOMMITTED = ("in progress", "garbage")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStatus:
-    """A checkpoint, or what saves have written beside none. One location can have several: each in a state of its own.
-
-    ``"committed"``: it can be loaded. ``"damaged"``: something counts there, and cannot be read. ``"in progress"``:
-    data of a save that may still be committed. ``"garbage"``: data that no save will commit any more, or that has
-    shown no sign of life for long; `gc` removes it by and by. ``"torch"``: a checkpoint of torch's own writer.
-    """
-
-    uri: str
-    name: str
-    """Its last segment: ``step-100`` of ``s3://bucket/run/step-100``."""
-    state: CheckpointState
-    moment: datetime
-    """When it was committed, or the last sign of life, by the store's clock."""
-    num_bytes: int
-    """Of data objects. What unfinished uploads hold, no store says."""
-    num_objects: int
-    num_uploads: int = 0
-    """Unfinished ones."""
-    attempt: str = ""
-    """Of the save."""
-    world_size: int | None = None
-    """How many ranks saved; of what is not committed, how many have written something so far."""
-    num_tensors: int | None = None
-    num_overwrites: int = 0
-    """How often what counts had been saved before."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """``Options.metadata`` of the save."""
-    problem: str = ""
-    """Why it cannot be read."""
+_DAMAGED: CheckpointState = "damaged"
+_NEWER: CheckpointState = "newer"
 
 
 def survey(
-    root: str | os.PathLike[str], *, alive_within: timedelta = _ONE_HOUR, options: Options | None = None
+    root: str | os.PathLike[str],
+    *,
+    alive_within: timedelta = _ONE_HOUR,
+    check: bool = False,
+    options: Options | None = None,
 ) -> list[CheckpointStatus]:
     """All that saves have left at `root` and directly under it, oldest first, in whatever state it is.
 
     Data of a save that is not committed counts as in progress where something of it was written in the last
-    `alive_within`, and the save began after the last commit there; else it is garbage.
+    `alive_within`, and the save began after the last commit there; else it is garbage. A manifest whose checksum is
+    right counts as committed, but where what it says of objects cannot be; with `check`, all that it says of each
+    tensor is looked at too, as a load does, which takes some twenty times the computing.
 
     Makes one listing of the root's directories and one of unfinished uploads, and for each directory one of its
     manifests, one of its data, and one read of the manifest that counts, `Options.connections` at once: listings take
     a request for each thousand keys. What is replaced meanwhile is looked at again, and so is a root where nothing is
-    committed. Unfinished uploads that may not be listed are left out. Raises `StoreError` subclasses, and
-    `CheckpointChangedError` where all changes so fast that what is committed cannot be told.
+    committed. Unfinished uploads that may not be listed are left out; a directory that may not be looked at is in the
+    list as such, unless that is so of all. Raises `StoreError` subclasses, and `CheckpointChangedError` where all
+    changes so fast that what is committed cannot be told.
     """
     options = options or Options()
     location = parse_location(root)
     store = open_store(location.uri, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
     alive_since = datetime.now(timezone.utc) - alive_within
-    look = _Look(location, options, retrier, alive_since)
+    look = _Look(location, options, Summaries(retrier, check=check), alive_since, retrier)
     before = None
     # One look takes its time, in which a job can commit a checkpoint that was not listed yet and remove the one that
     # was. So that nothing is committed is believed only if another look finds the same.
@@ -108,11 +88,19 @@ def _looked_at(
 ) -> list[CheckpointStatus]:
     uploads = uploads_by_name(store, retrier, is_local=look.root.scheme == "file")
     found: list[CheckpointStatus] = []
+    denied: list[AccessDeniedError] = []
 
     def look_at(name: str) -> None:
-        found.extend(look.at(name, uploads.get(name, ())))  # a list takes it whole, from any thread
+        try:
+            found.extend(look.at(name, uploads.get(name, ())))  # a list takes it whole, from any thread
+        except AccessDeniedError as error:
+            denied.append(error)
+            found.append(denied_status(look.root.child(name) if name else look.root, error))
 
-    places = [*names, *([""] if "data" in names or retrier.call(lambda: list_entries(store)) else [])]
+    is_something_here = "data" in names or retrier.call(
+        lambda: list_entries(store) or (not names and next(iter(store.list(TORCH_METADATA_KEY)), None))
+    )
+    places = [*names, *([""] if is_something_here else [])]
     for _ in each_done(
         places,
         look_at,
@@ -121,15 +109,19 @@ def _looked_at(
         on_failure=retrier.stop,
     ):
         pass
+    if denied and len(denied) == len(places):
+        raise denied[0]
     return found
 
 
 class _Look:
     """What lies at one location after the other."""
 
-    def __init__(self, root: Location, options: Options, retrier: Retrier, alive_since: datetime) -> None:
-        self.root, self._options, self._retrier, self._alive_since = root, options, retrier, alive_since
-        self._summaries = Summaries(retrier)
+    def __init__(
+        self, root: Location, options: Options, summaries: Summaries, alive_since: datetime, retrier: Retrier
+    ) -> None:
+        self.root, self._options, self._summaries = root, options, summaries
+        self._alive_since, self._retrier = alive_since, retrier
 
     def at(self, name: str, uploads: Iterable[UploadInfo]) -> list[CheckpointStatus]:
         """`name` is a directory's, or empty for the root itself. What is replaced meanwhile is looked at once more."""
@@ -144,15 +136,16 @@ class _Look:
     def _at(
         self, location: Location, store: Store, uploads: Iterable[UploadInfo], vanished: set[tuple[int, int | None]]
     ) -> list[CheckpointStatus]:
-        inventory = Inventory(has_hidden_uploads=location.scheme == "file")
-        for info in self._retrier.call(lambda: list(store.list("data/"))):
-            inventory.add_object(info)
+        inventory = self._retrier.call(lambda: _inventory(store, is_local=location.scheme == "file"))
         for upload in uploads:
             inventory.add_upload(upload)
         counting, rest = self._counting(location, store, inventory.at(""), vanished)
-        if counting is None and not rest and location != self.root:
-            return self._others(location, store)
-        return [*([counting] if counting is not None else []), *self._attempts(location, rest, counting)]
+        denied = [denied_status(location, error) for error in set(inventory.unlisted.values())]
+        if counting is None and not rest and not denied:
+            others = self._others(location, store)
+            # What ranks saved on their own at the root is found as what lies directly under it.
+            return [one for one in others if location != self.root or one.state == "torch"]
+        return [*([counting] if counting is not None else []), *self._attempts(location, rest, counting), *denied]
 
     def _counting(
         self, location: Location, store: Store, found: Sequence[Found], vanished: set[tuple[int, int | None]]
@@ -161,7 +154,7 @@ class _Look:
         but if it was `vanished` before: nobody who goes by the rules removes what counts.
         """
         log = summary = None
-        problem = ""
+        problem, state = "", _DAMAGED
         try:
             log = read_log(store, self._retrier)
             if log.counting is not None:
@@ -173,6 +166,8 @@ class _Look:
                     problem = f"{manifest_key(log.counting)} was removed by other means than cloudckpt's"
         except CheckpointChangedError:
             raise
+        except UnsupportedFormatError as error:
+            problem, state = str(error), _NEWER
         except CheckpointError as error:
             problem = str(error)
         if summary is not None and log is not None and log.counting is not None:
@@ -195,7 +190,7 @@ class _Look:
         if not problem:
             return None, list(found)
         entries = log.entries if log is not None else self._retrier.call(lambda: list_entries(store))
-        return _damaged(location, entries, found, problem), []
+        return _unusable(location, entries, found, problem, state), []
 
     def _attempts(
         self, location: Location, found: Iterable[Found], counting: CheckpointStatus | None
@@ -259,6 +254,14 @@ class _Look:
         return []
 
 
+def _inventory(store: Store, *, is_local: bool) -> Inventory:
+    inventory = Inventory(has_hidden_uploads=is_local)
+    with noting(inventory.unlisted):
+        for info in store.list("data/"):
+            inventory.add_object(info)
+    return inventory
+
+
 def _changing(location: Location) -> CheckpointChangedError:
     return CheckpointChangedError(
         f"what lies at {location.uri} changes all the time: what is committed could not be told. Look again",
@@ -266,12 +269,14 @@ def _changing(location: Location) -> CheckpointChangedError:
     )
 
 
-def _damaged(location: Location, entries: Sequence[Entry], found: Sequence[Found], problem: str) -> CheckpointStatus:
+def _unusable(
+    location: Location, entries: Sequence[Entry], found: Sequence[Found], problem: str, state: CheckpointState
+) -> CheckpointStatus:
     moments = [entry.modified_at for entry in entries] or [item.moment for item in found]
     return CheckpointStatus(
         uri=location.uri,
         name=location.name,
-        state="damaged",
+        state=state,
         moment=max(moments, default=datetime.now(timezone.utc)),
         num_bytes=sum(item.size_bytes for item in found),
         num_objects=sum(item.kind == "data" for item in found),

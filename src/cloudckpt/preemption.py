@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, TypeAlias
@@ -18,10 +17,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from cloudckpt._async import AsyncSave
+from cloudckpt._api.saving import last_seconds
 from cloudckpt._background.groups import Twins
+from cloudckpt._background.handle import AsyncSave
 from cloudckpt._background.in_flight import latest
-from cloudckpt._saving import last_seconds
+from cloudckpt._threads import Thread
 from cloudckpt.errors import InvalidOptionError, RankLostError
 
 _log = logging.getLogger("cloudckpt")
@@ -145,11 +145,11 @@ class Preemption:
         if handle is None:
             return "none"
         if not at_once:
-            wait([handle.committed], max(0.0, self.remaining_s - self._farewell_s))
+            handle.committed.wait(max(0.0, self.remaining_s - self._farewell_s))
         if not handle.done():
             # It may wait for other ranks, and nothing here may wait longer than until the deadline.
-            threading.Thread(target=handle.cancel, name="cloudckpt-cancel", daemon=True).start()
-            wait([handle.committed], self.remaining_s)
+            Thread(handle.cancel, name="cloudckpt-cancel", daemon=True).start()
+            handle.committed.wait(self.remaining_s)
         if not handle.done():
             return "unfinished"
         if handle.cancelled():

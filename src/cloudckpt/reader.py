@@ -20,16 +20,16 @@ from cloudckpt._legacy import TorchCheckpointReader, read_torch_metadata
 from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._manifest.torch_metadata import metadata_of
-from cloudckpt._met_group import MetGroup
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.lifecycle import Lifecycle, told
 from cloudckpt._pipeline.load import LoadJob, wanted_by
 from cloudckpt._pipeline.reporting import report_of
+from cloudckpt._ranks.met_group import MetGroup
 from cloudckpt._share.deal import Ticket, dealt
 from cloudckpt._share.found import Found, found_at, handed_on
 from cloudckpt._share.session import Session
 from cloudckpt._stage.transforms import ReadTransforms, registry_with
-from cloudckpt._trace import new_recorder
+from cloudckpt._trace.recorder import new_recorder
 from cloudckpt._uri import is_valid_location, parse_location
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
 from cloudckpt.options import Options

@@ -31,6 +31,10 @@ EventName = Literal[
     "verify.range_read",
     "retention.removed",
     "retention.failed",
+    "gc.removed",
+    "gc.failed",
+    "delete.done",
+    "delete.failed",
     "retry",
     "hedge",
 ]
@@ -61,6 +65,10 @@ EVENTS: dict[EventName, str] = {
     "verify.range_read": "`verify` has checked `num_bytes` of `key`",
     "retention.removed": "a `CheckpointManager` has removed the checkpoint at `uri`",
     "retention.failed": "it could not, and tries again after the next save",
+    "gc.removed": "`gc` has removed all garbage at `uri`: `num_bytes` of objects, and in `message` how many of what",
+    "gc.failed": "`gc` could not remove what is at `uri`, or not look at it: `error`, `message`",
+    "delete.done": "`delete` has removed the checkpoint at `uri`",
+    "delete.failed": "`delete` has not, or not all of it: `error`, `message`",
     "retry": "a request about `key` failed and is made again: `error` (`ThrottledError` where the store asks to slow "
     "down), `message`",
     "hedge": "a request takes far longer than its peers, and is made once more beside it",

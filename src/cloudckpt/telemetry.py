@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from cloudckpt import _watchers
+from cloudckpt._forks import in_child
+from cloudckpt._trace import watchers
 from cloudckpt.errors import MissingDependencyError
 from cloudckpt.report import Event
 
@@ -24,13 +25,19 @@ _lock = threading.Lock()
 _end: Callable[[], None] | None = None
 
 
+@in_child
+def _unlock() -> None:
+    global _lock  # noqa: PLW0603  # a thread that is not in the child may have held it
+    _lock = threading.Lock()
+
+
 def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
     """Have `on_event` called with each event of this process's saves and loads, until the returned function is called.
 
     By whichever thread made the step, or one that waits for it; it must be quick. What it raises is logged, and
     changes nothing: that is what `Options.on_event` is for.
     """
-    return _watchers.watch(_Subscriber(on_event))
+    return watchers.watch(_Subscriber(on_event))
 
 
 def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
@@ -50,7 +57,7 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
     with _lock:
         if _end is not None:
             _end()
-        _end = _watchers.watch(watcher)
+        _end = watchers.watch(watcher)
 
 
 def uninstrument() -> None:

@@ -27,7 +27,7 @@ from cloudckpt._stage.body import Filled
 from cloudckpt._stage.ties import estimated_total_bytes
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._steering import Steering
-from cloudckpt._trace import new_recorder, now_ns
+from cloudckpt._trace.recorder import new_recorder, now_ns
 from cloudckpt._uri import is_valid_location, parse_location
 from cloudckpt.errors import CloudckptError, InvalidOptionError, portable
 from cloudckpt.options import Options

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.cli.placing import leave_out_others, parametrize
 from tests.e2e.conftest import (  # noqa: F401  # fixtures
     local,
     on_server,
@@ -22,16 +24,19 @@ from tests.e2e.places import Place
 
 import cloudckpt
 from cloudckpt.cli import main
+from cloudckpt.cli._wording import PYTHON
 
-_PLACES = ("local", "s3", "fake-gcs")
+HERE = Path(__file__).parent
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A path, moto's S3, and the GCS emulator; others where ``--places`` says so."""
-    if "place" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("--places")
-        names = _PLACES if chosen == "local,s3" else tuple(chosen.split(","))
-        metafunc.parametrize("place", names, indirect=True)
+    parametrize(metafunc)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--places rgw`` runs what can run on a Ceph RADOS Gateway, there alone."""
+    leave_out_others(config, items, HERE)
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         out, err = capsys.readouterr()
         code = end.value.code
         assert "Traceback" not in err
+        assert not PYTHON.search(err), err  # there is nobody who could pass an argument
         return Ended(code=code if isinstance(code, int) else 0, out=out, err=err)
 
     return call

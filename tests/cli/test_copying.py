@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from tests.cli.test_documented import members_of
 from tests.e2e.places import LocalPlace, Place
 
 import cloudckpt
+from cloudckpt._convert import copying
+from cloudckpt.options import Options
+from cloudckpt.testing.faults import Denied, Faults, Rule
 
 
 def test_a_checkpoint_is_copied(place: Place, run: Run, tmp_path: Path) -> None:
@@ -45,6 +50,62 @@ def test_all_of_a_folder_is_copied_and_what_is_there_is_not_again(place: Place, 
     assert [one.name for one in cloudckpt.list_checkpoints(place.uri("there"))] == ["step-1", "step-2"]
     assert {key: place.contents()[key] for key in before} == before
     assert run("cp", "--all", place.uri("nothing"), place.uri("there")).code == 3
+
+
+def test_what_cannot_be_copied_does_not_keep_the_others_back(place: Place, run: Run) -> None:
+    """If this fails, one damaged checkpoint keeps all younger ones from being mirrored, and nothing tells which."""
+    for number in (1, 2, 3, 4):
+        save(place.uri(f"run/step-{number}"), state_of(float(number)))
+    (key,) = (key for key in place.contents() if key.startswith("run/step-1/data/"))
+    place.write(key, bytes(len(place.read(key))))
+    place.write("run/step-3/manifest.json", b"{}")
+    ended = run("cp", "--all", place.uri("run"), place.uri("there"), "--json")
+    assert ended.code == 1
+    told = {one["source"].rpartition("/")[2]: (one["copied"], "problem" in one) for one in ended.document}
+    good, bad = (True, False), (False, True)
+    assert told == {"step-1": bad, "step-2": good, "step-3": bad, "step-4": good}
+    assert [one.name for one in cloudckpt.list_checkpoints(place.uri("there"))] == ["step-2", "step-4"]
+    assert [line.partition("step-")[2][:1] for line in ended.err.splitlines() if "Error" in line] == ["1", "3"]
+
+
+def test_a_copy_that_broke_off_goes_on(local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the same command again begins anew; or a failed one without the option leaves what it wrote."""
+    save(local.uri("run/step-1"))
+    copy = copying.copy
+    refused = Faults(Rule(fault=Denied(), operations={"put"}, key="manifest", times=None))
+
+    def failing(*arguments: Any, target_options: Options, **more: Any) -> Any:
+        return copy(*arguments, target_options=dataclasses.replace(target_options, wrap_store=refused), **more)
+
+    for option in ("", "--resume"):
+        there = local.uri(f"there{option}/step-1")
+        with monkeypatch.context() as patch:
+            patch.setattr(copying, "copy", failing)
+            assert run("cp", local.uri("run/step-1"), there, *filter(None, [option])).code == 4
+        assert len([key for key in local.contents() if key.startswith(f"there{option}/")]) == bool(option)
+        ended = run("cp", local.uri("run/step-1"), there, "--resume", "--json")
+        assert ended.code == 0, ended.err
+        assert ended.document["num_reused_bytes"] == (ended.document["num_bytes"] if option else 0)
+    shown = run("cp", "--all", local.uri("run"), local.uri("there"), "--resume")
+    assert (shown.code, "is there already" in shown.err) == (0, True)
+
+
+def test_what_ends_a_copy_of_all_leaves_what_was_done_told(
+    local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a script does not know which checkpoints were mirrored before its credentials ran out."""
+    for number in (1, 2, 3):
+        save(local.uri(f"run/step-{number}"))
+    copy = copying.copy
+
+    def copied(source: str, *arguments: Any, **more: Any) -> Any:
+        if source.endswith("step-2"):
+            raise cloudckpt.CredentialsError("they have expired", key=source, operation="list")
+        return copy(source, *arguments, **more)
+
+    monkeypatch.setattr(copying, "copy", copied)
+    ended = run("cp", "--all", local.uri("run"), local.uri("there"), "--json")
+    assert (ended.code, [one["copied"] for one in ended.document]) == (4, [True])
 
 
 def test_options_of_two_sides(local: LocalPlace, s3: Place, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +149,21 @@ def test_an_export_and_its_way_back(place: Place, run: Run, tmp_path: Path) -> N
     assert torch.equal(state["model"]["w"], found["w"])
 
 
+def test_tied_tensors_are_named(local: LocalPlace, run: Run) -> None:
+    """If this fails, what a file has once cannot be given its other name by the command."""
+    save(local.uri("step-1"))
+    assert run("export", local.uri("step-1"), local.uri("out"), "--include", "model.*").code == 0
+    ended = run("import", local.uri("out"), local.uri("back"), "--tie", "head=model.w", "--tie", "h2=model.w", "--json")
+    assert (ended.code, ended.document["num_tensors"]) == (0, 4), ended.err
+    state = {"head": torch.zeros(300, 10)}
+    cloudckpt.load(state, local.uri("back"), no_dist=True)
+    assert torch.equal(state["head"], state_of()["model"]["w"])
+    for wrong in ("head", "=model.w", "head=none"):
+        assert run("import", local.uri("out"), local.uri("other"), "--tie", wrong).code == 2
+    ended = run("import", local.uri("out"), local.uri("other"), "--tie", "head=model.w", "--tie", "head=model.x")
+    assert (ended.code, "given twice" in ended.err) == (2, True)
+
+
 def test_torchs_own_formats(local: LocalPlace, run: Run) -> None:
     """If this fails, the formats that are pickles cannot be asked for, or are read without consent."""
     save(local.uri("step-1"))
@@ -124,3 +200,13 @@ def test_what_a_load_says_is_one_line(tmp_path: Path, run: Run) -> None:
     ended = run("import", f"{tmp_path}/torchs", f"{tmp_path}/a", "--format", "dcp")
     assert (ended.code, len(ended.err.splitlines())) == (2, 1)
     assert "is a pickle" in ended.err
+
+
+def test_a_name_cannot_say_things_of_its_own(tmp_path: Path, run: Run) -> None:
+    """If this fails, whoever names a value can have the command say that all is well, or that it is not."""
+    name = "x\nError: all is lost\x1b[2J\u2028\x85end"
+    cloudckpt.save({name: 3, "w": torch.ones(1)}, tmp_path / "step-1", no_dist=True)
+    for arguments in (("--skip-non-tensors",), (), ("--format", "safetensors", "--include", f"{name}*")):
+        ended = run("export", f"{tmp_path}/step-1", f"{tmp_path}/out", *arguments)
+        assert all(one.isprintable() for one in ended.err.replace("\n", ""))
+        assert not any(line.startswith("Error: all is lost") for line in ended.err.splitlines())

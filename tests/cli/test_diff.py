@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def test_a_checkpoint_is_the_same_as_its_twin(place: Place, run: Run) -> None:
     ended = run("diff", place.uri("a"), place.uri("b"))
     assert ended.code == 0
     assert "0 differences, 4 entries the same" in ended.out
+
+
+def test_each_side_has_its_own_options(local: Place, s3: Place, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a copy in a bucket that needs an endpoint cannot be compared with what it was made of."""
+    for each in (local, s3):
+        save(each.uri("a"))
+    there = os.environ["AWS_ENDPOINT_URL_S3"]
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    assert run("diff", local.uri("a"), s3.uri("a"), "--endpoint-url", there).code == 0
+    assert run("diff", s3.uri("a"), local.uri("a"), "--endpoint-url", there).code == 0
+    assert run("diff", local.uri("a"), s3.uri("a"), "--target-endpoint-url", there).code == 0
+    both = ("--endpoint-url", there, "--target-endpoint-url", there)
+    assert run("diff", s3.uri("a"), s3.uri("a"), *both).code == 0
 
 
 def test_every_kind_of_difference_is_told(place: Place, run: Run) -> None:

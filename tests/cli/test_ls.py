@@ -67,6 +67,16 @@ def test_a_name_with_digits_of_another_kind_is_a_name(tmp_path: Path, run: Run) 
     assert {one.name for one in cloudckpt.list_checkpoints(tmp_path)} == {"²", "step-1²", "step-٣"}
 
 
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "gc"])
+def test_a_path_that_leads_nowhere_is_wrong_usage(tmp_path: Path, run: Run, command: str, name: str) -> None:
+    """If this fails, a script takes a typing error for trouble with the disk, or a user is told to remove the file."""
+    (tmp_path / "file").write_text("no folder")
+    ended = run(command, f"{tmp_path}/{name}")
+    assert (ended.code, ended.out) == (2, ""), ended.err
+    assert "remove" not in ended.err
+
+
 def test_a_checkpoint_itself_can_be_listed(place: Place, run: Run) -> None:
     """If this fails, who names a checkpoint and not the folder above is told that there is none."""
     save(place.uri("step-1"))
@@ -146,6 +156,7 @@ def test_torchs_own_checkpoints_are_told_apart(local: Place, run: Run) -> None:
     local.write("step-1/__0_0.distcp", b"x" * 1000)
     (one,) = run("ls", local.root, "--json").document
     assert (one["name"], one["state"], one["num_bytes"]) == ("step-1", "torch", 1033)
+    assert run("ls", local.uri("step-1"), "--json").document == [one]
 
 
 def test_uploads_that_may_not_be_listed_hide_nothing_else(memory: Memory) -> None:

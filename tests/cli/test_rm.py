@@ -60,6 +60,36 @@ def test_what_is_not_there_is_an_error_before_anything_goes(place: Place, run: R
     assert place.contents() == before
 
 
+def test_a_folder_of_checkpoints_is_none(place: Place, run: Run) -> None:
+    """If this fails, who names the folder loses all that lies in it, or is not told what to name."""
+    for step in range(7):
+        save(place.uri(f"step-{step}"), {"step": step})
+    before = place.contents()
+    ended = run("rm", place.root, "--yes")
+    assert (ended.code, ended.out) == (3, "")
+    assert "and 2 more" in ended.err
+    assert place.contents() == before
+
+
+def test_an_unfinished_save_is_left_to_gc(place: Place, run: Run) -> None:
+    """If this fails, a save that is under way loses its data to who mistook it for a checkpoint."""
+    leave_unfinished(place, "step-1", attempt="20200101T000000000Z-0123456789ab")
+    before = place.contents()
+    ended = run("rm", place.uri("step-1"), "--yes")
+    assert (ended.code, "cloudckpt gc " in ended.err) == (3, True)
+    assert place.contents() == before
+
+
+@pytest.mark.parametrize("name", ["step-1", ""])
+def test_a_checkpoint_of_torchs_own_is_none(local: Place, run: Run, name: str) -> None:
+    """If this fails, what torch's writer saved is deleted, or its owner told that nothing lies there, or to call gc."""
+    local.write("step-1/.metadata", b"a pickle, which nobody opens here")
+    before = local.contents()
+    ended = run("rm", local.uri(name) if name else local.root, "--yes")
+    assert (ended.code, "torch's own writer" in ended.err) == (3, True), ended.err
+    assert local.contents() == before
+
+
 @pytest.mark.parametrize(("answer", "code", "num_left"), [("y\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1)])
 def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, code: int, num_left: int) -> None:
     """If this fails, a checkpoint goes although the user said no, or stays although he said yes."""

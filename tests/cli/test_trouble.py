@@ -15,7 +15,7 @@ from tests.cli.conftest import Run, save
 from tests.e2e.places import S3Place
 from tests.e2e.servers import FlakyS3
 
-from cloudckpt.testing.servers import clean_environment
+from cloudckpt.testing.servers import clean_environment, reserved_port
 
 
 @pytest.fixture
@@ -54,11 +54,10 @@ def test_a_store_that_stays_busy_is_unreachable(s3: S3Place, s3_application: Fla
 
 def test_what_cannot_be_reached_ends_in_its_time(run: Run) -> None:
     """If this fails, a wrong address hangs a script."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     begun = time.monotonic()
     options = [option for name in ("access_key_id", "secret_access_key") for option in ("-o", f"{name}=x")]
-    ended = run("ls", "s3://bucket/run", "--endpoint-url", f"http://127.0.0.1:{port}", "--timeout", "1", *options)
+    with reserved_port() as port:
+        ended = run("ls", "s3://bucket/run", "--endpoint-url", f"http://127.0.0.1:{port}", "--timeout", "1", *options)
     assert ended.code == 5
     assert time.monotonic() - begun < 60
 
@@ -84,6 +83,74 @@ def test_ctrl_c_ends_what_waits_for_a_store(silent: tuple[str, socket.socket]) -
             running.kill()
     assert running.returncode == 130, told
     assert told == "Interrupted.\n"
+
+
+_CLEANING = """
+import os, signal, sys, threading
+from cloudckpt.cli import _ending
+_ending.listen()
+with _ending.telling("remove that by hand"):
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+        threading.Event().wait(100)
+    finally:
+        print("cleaning", flush=True)
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_it_at_once(first: signal.Signals) -> None:
+    """If this fails, who presses Ctrl-C twice has to wait all the same, or is not told what may be left."""
+    command = [sys.executable, "-c", _CLEANING, str(int(first))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "cleaning\n"
+            running.send_signal(signal.SIGINT)
+            _, told = running.communicate(timeout=120)
+        finally:
+            running.kill()
+    assert running.returncode == 130, told
+    assert told == "Interrupted again: ended without cleaning up; remove that by hand.\n"
+
+
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_whoever_keeps_pressing_is_answered(
+    silent: tuple[str, socket.socket], first: signal.Signals, code: int
+) -> None:
+    """If this fails, a command that has ended in order is killed on its last steps, and its exit code lost."""
+    address, server = silent
+    command = [
+        sys.executable,
+        "-m",
+        "cloudckpt",
+        "show",
+        "s3://bucket/run",
+        "--timeout",
+        "3",
+        "--endpoint-url",
+        address,
+    ]
+    environment = clean_environment() | _CREDENTIALS
+    if "PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        try:
+            server.settimeout(120)
+            connection, _ = server.accept()  # it asks by now
+            with connection:
+                running.send_signal(first)
+                deadline = time.monotonic() + 120
+                while running.poll() is None:
+                    assert time.monotonic() < deadline
+                    running.send_signal(signal.SIGINT)
+                    os.sched_yield()
+                _, told = running.communicate(timeout=60)
+        finally:
+            running.kill()
+    assert running.returncode in {code, 130}, told
+    assert "Traceback" not in told
 
 
 def test_verbose_shows_where(run: Run) -> None:

@@ -131,6 +131,24 @@ def test_a_refusal_is_a_failure(store: FaultyStore) -> None:
     assert store.count("read") == 0
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["known", "after a lost answer"])
+def test_what_is_known_to_have_had_no_effect_is_a_failure(store: FaultyStore, lost: object) -> None:
+    """If this fails, a full disk looks like an unknown outcome; or what was sent before it was full is forgotten."""
+    if lost:
+        store.fail("put")
+
+    def full() -> StoreError:
+        error = StoreError("no space", key="k", operation="put")
+        error.had_no_effect = True
+        return error
+
+    store.fail("put", error=full, times=10)
+    with pytest.raises(CommitUnknownError if lost else StoreError) as caught:
+        commit(store)
+    assert isinstance(caught.value, CommitUnknownError) is bool(lost)
+    assert store.count("read") == bool(lost)
+
+
 def test_somebody_else_was_first(store: FaultyStore) -> None:
     """If this fails, the second of two writers does not learn that it lost, or destroys the first one's commit."""
     put_commit(store, 0, "theirs")

@@ -1,24 +1,62 @@
-"""Places to copy and convert between: memory, a directory, moto's S3, and fake-gcs-server."""
+"""Places to copy and convert between: memory, a directory, an S3 server, and a GCS server.
+
+S3 is moto and GCS is fake-gcs-server, unless ``--places`` names one server of the integration tests: then only what
+uses a server of its kind is run, there. So ``--places rgw`` runs on a Ceph RADOS Gateway what can run on it.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.integration.servers import SERVERS
 
-from cloudckpt.testing.fixtures import (
-    _cloudckpt_nowhere,
-    cloudckpt_gcs_server,
-    cloudckpt_gcs_uri,
-    cloudckpt_s3_server,
-    cloudckpt_s3_uri,
-)
+from cloudckpt.testing.fixtures import _cloudckpt_nowhere, cloudckpt_gcs_uri, cloudckpt_s3_uri
+from cloudckpt.testing.servers import Server
 
-__all__ = ["_cloudckpt_nowhere", "cloudckpt_gcs_server", "cloudckpt_gcs_uri", "cloudckpt_s3_server", "cloudckpt_s3_uri"]
+__all__ = ["_cloudckpt_nowhere", "cloudckpt_gcs_uri", "cloudckpt_s3_uri"]
 
+HERE = Path(__file__).parent
 Root = Callable[[str], str]
+
+_DEFAULTS = {"s3": "moto", "gs": "fake-gcs"}
+
+
+def servers_of(config: pytest.Config) -> dict[str, str]:
+    """Of each kind of store that tests are to use, the server."""
+    named = [name for name in config.getoption("--places").split(",") if name in SERVERS]
+    return {"gs" if name in {"fake-gcs", "gcp-emulator"} else "s3": name for name in named} or _DEFAULTS
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what uses no server, or another one, where servers are named."""
+    kinds = servers_of(config)
+    if kinds is _DEFAULTS:
+        return
+    left_out = {item for item in items if item.path.is_relative_to(HERE) and not set() < _kinds_of(item) <= {*kinds}}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _kinds_of(item: pytest.Item) -> set[str]:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return {value for value in parameters.values() if isinstance(value, str)} & _DEFAULTS.keys()
+
+
+@pytest.fixture(scope="session")
+def cloudckpt_s3_server(pytestconfig: pytest.Config) -> Iterator[Server]:
+    """The chosen one."""
+    with SERVERS[servers_of(pytestconfig)["s3"]]() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cloudckpt_gcs_server(pytestconfig: pytest.Config) -> Iterator[Server]:
+    """The chosen one."""
+    with SERVERS[servers_of(pytestconfig)["gs"]]() as server:
+        yield server
 
 
 @pytest.fixture
@@ -34,3 +72,9 @@ def root_of(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
         return f"{request.getfixturevalue({'s3': 'cloudckpt_s3_uri', 'gs': 'cloudckpt_gcs_uri'}[kind])}/{name}"
 
     return make
+
+
+@pytest.fixture
+def copies_by_service(pytestconfig: pytest.Config) -> Callable[[str], bool]:
+    """Whether a kind of place copies by itself. moto's says CRC32 in the place of CRC32C, and is not believed."""
+    return lambda kind: kind in {"gs", "memory"} or (kind == "s3" and servers_of(pytestconfig)["s3"] != "moto")

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
 from tests.convert.conftest import Root
 from tests.convert.states import bits, blank, contents, loaded, save, small, store_at
 from tests.e2e.harness import run_ranks
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
+from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt.options import GIB, KIB, MIB, Options
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.testing import damage
@@ -96,7 +97,7 @@ def test_torchs_own_reader_reads_an_export(tmp_path: Path, max_shard_bytes: int)
     assert bits(state_dict) == bits(tensors)
 
 
-def _save_sharded(uri: str) -> None:
+def _save_sharded(uri: str, extensions: tuple[cloudckpt.Zstandard, ...]) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2))
     state = {}
@@ -113,7 +114,7 @@ def _save_sharded(uri: str) -> None:
             state[name] = distribute_tensor(tensor, mesh, placements)
     state["alone"] = torch.full((3,), 7.0)
     assert rank in range(4)
-    cloudckpt.save(state, uri, options=Options(tile_bytes=4 * KIB, object_bytes=20 * KIB))
+    cloudckpt.save(state, uri, options=Options(tile_bytes=4 * KIB, object_bytes=20 * KIB, extensions=extensions))
 
 
 def _full(number: int) -> dict[str, torch.Tensor]:
@@ -125,10 +126,13 @@ def _full(number: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.multirank
-def test_an_export_of_shards_is_that_of_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("extensions", [(), (cloudckpt.Zstandard(),)], ids=["plain", "compressed"])
+def test_an_export_of_shards_is_that_of_whole_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extensions: tuple[cloudckpt.Zstandard, ...]
+) -> None:
     """If this fails, what several ranks saved comes out scrambled."""
     monkeypatch.setattr("cloudckpt._convert.export_safetensors._TILE_BYTES", 4 * KIB)  # parts that cut rows
-    run_ranks(_save_sharded, str(tmp_path / "step-1"), world_size=4)
+    run_ranks(_save_sharded, str(tmp_path / "step-1"), extensions, world_size=4)
     options = Options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
     cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", options=options)
     expected = {name: tensor for number in range(5) for name, tensor in _full(number).items()}
@@ -185,6 +189,29 @@ def test_what_was_compressed_comes_out_whole(tmp_path: Path, monkeypatch: pytest
     cloudckpt.copy(tmp_path / "step-1", tmp_path / "copy")
     options = Options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
     cloudckpt.export_checkpoint(tmp_path / "copy", tmp_path / "export", options=options)
+    assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits(state)
+
+
+def test_what_was_compressed_is_unpacked_once_however_many_parts_it_is_sent_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, an export of compressed tensors takes a time that grows with the square of a chunk's size."""
+    monkeypatch.setattr("cloudckpt._convert.export_safetensors._TILE_BYTES", 4 * KIB)
+    state = {"w": torch.arange(90_000).view(90, 1000), "x": torch.arange(30_000).view(3, 100, 100), "b": torch.ones(5)}
+    save(state, f"{tmp_path}/step-1", extensions=[cloudckpt.Zstandard()])
+    unpacked: list[str] = []
+    undo = ReadTransforms.undo
+
+    def counted(self: ReadTransforms, *arguments: Any, fqn: str, **more: Any) -> bytearray | None:
+        unpacked.append(fqn)
+        return undo(self, *arguments, fqn=fqn, **more)
+
+    monkeypatch.setattr(ReadTransforms, "undo", counted)
+    # The parts are 16 KiB, all that may be kept is half of the 128 KiB, and "w" is 720 KB.
+    options = Options(read_bytes=128 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=1)
+    target = Options(connections=1, part_bytes=16 * KIB, tile_bytes=4 * KIB)
+    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", options=options, target_options=target)
+    assert sorted(unpacked) == ["b", "w", "x"]
     assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits(state)
 
 
@@ -435,3 +462,61 @@ def test_what_goes_out_comes_back(data: st.DataObject) -> None:
     cloudckpt.export_checkpoint(uri, f"{root}/b", max_shard_bytes=data.draw(st.integers(1, 200)), overwrite=True)
     cloudckpt.import_checkpoint(f"{root}/b", f"{root}/c", overwrite=True)
     assert bits(loaded(state, f"{root}/c")) == bits(state)
+
+
+class _Tied(torch.nn.Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(30, 8)
+        self.head = torch.nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embed.weight
+        torch.nn.init.constant_(self.embed.weight, fill)
+
+
+@pytest.mark.parametrize("how", ["by itself", "told"])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["into a tied model", "into an untied model"])
+def test_tied_tensors_that_a_file_has_once_get_their_names_back(tmp_path: Path, how: str, *, is_tied: bool) -> None:
+    """If this fails, a model whose head is tied to its embedding cannot be loaded from an import, as its head is not
+    there; or the import stores it twice.
+    """
+    model = _Tied(2.0)
+    tie = None
+    if how == "told":  # as `save_pretrained` does it: nothing in the file says so
+        save_file({"embed.weight": model.embed.weight.detach()}, tmp_path / "model.safetensors")
+        tie = {"head.weight": "embed.weight"}
+    else:
+        save_model(model, str(tmp_path / "model.safetensors"))
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert len(file.keys()) == 1
+    report = cloudckpt.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "a", add_prefix="model.", tie=tie)
+    assert report.num_tensors == 2
+    assert report.num_bytes < 2 * 30 * 8 * 4
+    into = _Tied(0.0)
+    if not is_tied:
+        into.head.weight = torch.nn.Parameter(torch.zeros(30, 8))
+    state = {"model": into.state_dict()}
+    cloudckpt.load(state, tmp_path / "a", no_dist=True)
+    assert torch.equal(state["model"]["embed.weight"], torch.full((30, 8), 2.0))
+    assert torch.equal(state["model"]["head.weight"], torch.full((30, 8), 2.0))
+    cloudckpt.verify(tmp_path / "a")
+
+
+def test_what_else_a_files_metadata_says_ties_nothing(tmp_path: Path) -> None:
+    """If this fails, a file with a tensor called ``pt`` gets another one, which nobody saved: ``format``."""
+    save_file({"pt": torch.ones(3)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    report = cloudckpt.import_checkpoint(tmp_path / "a.safetensors", tmp_path / "b")
+    assert report.num_tensors == 1
+
+
+def test_a_tied_name_alone_is_imported_with_its_bytes(tmp_path: Path) -> None:
+    """If this fails, ``include`` of the one name gives a checkpoint without its bytes, or both names."""
+    save_file({"embed": torch.ones(3), "other": torch.zeros(3)}, tmp_path / "x.safetensors")
+    cloudckpt.import_checkpoint(tmp_path / "x.safetensors", tmp_path / "a", include="head", tie={"head": "embed"})
+    state = {"head": torch.zeros(3)}
+    cloudckpt.load(state, tmp_path / "a", no_dist=True)
+    assert torch.equal(state["head"], torch.ones(3))
+    for wrong, words in (({"head": "none"}, "no tensor"), ({"other": "embed"}, "already"), ({"": "embed"}, "names")):
+        with pytest.raises(cloudckpt.InvalidOptionError, match=words):
+            cloudckpt.import_checkpoint(tmp_path / "x.safetensors", tmp_path / "b", tie=wrong)
+    with pytest.raises(cloudckpt.InvalidOptionError, match="is for safetensors"):
+        cloudckpt.import_checkpoint(tmp_path / "x.pt", tmp_path / "b", format="torch", tie={"head": "embed"})

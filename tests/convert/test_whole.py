@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.convert.states import bits, blank, contents, loaded, save, small, sto
 import cloudckpt
 from cloudckpt.options import Options
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Denied, Faults, Rule
+from cloudckpt.testing.faults import Denied, Faults, Rule, Tell
 
 KINDS = ["path", "s3", "gs", "memory"]
 
@@ -59,6 +60,18 @@ def test_an_export_is_what_torchs_dcp_reads(root_of: Root, tmp_path: Path, kind:
         cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
     cloudckpt.import_checkpoint(f"{root}/out", f"{root}/back", format="dcp", allow_pickle=True)
     assert bits(loaded(state, f"{root}/back")) == bits(state)
+
+
+def test_an_export_in_torchs_own_format_has_no_path_pickled_into_it(tmp_path: Path) -> None:
+    """If this fails, an export that was made with Python 3.13 cannot be read with an older one: No module named
+    'pathlib._local'.
+    """
+    save(small(), str(tmp_path / "a"))
+    cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "out", format="dcp")
+    document = (tmp_path / "out" / ".metadata").read_bytes()
+    texts = [text for _, text, _ in pickletools.genops(document) if isinstance(text, str)]
+    assert "torch.distributed.checkpoint.metadata" in texts
+    assert not [text for text in texts if text.startswith("pathlib")]
 
 
 @pytest.mark.parametrize("format_", ["torch", "dcp"])
@@ -114,7 +127,7 @@ class _Evil:
 def test_pickles_are_code(tmp_path: Path) -> None:
     """If this fails, an import runs whatever the file says."""
     torch.save({"w": torch.ones(2), "x": _Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(cloudckpt.UnsafePickleError, match="allow_pickle"):
+    with pytest.raises(cloudckpt.UnsafePickleError, match=r"uses .*deque.*allow_pickle"):
         cloudckpt.import_checkpoint(tmp_path / "evil.pt", tmp_path / "step-1", format="torch")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "old", no_dist=True)
     with pytest.raises(cloudckpt.UnsafePickleError):
@@ -132,6 +145,13 @@ def test_other_files_are_refused_in_words(tmp_path: Path, *, legacy: bool) -> No
     torch.save([torch.ones(2)], tmp_path / "list.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(cloudckpt.UnsupportedValueError, match="list"):
         cloudckpt.import_checkpoint(tmp_path / "list.pt", tmp_path / "step-1", format="torch")
+    circle: dict[str, Any] = {"w": torch.ones(1)}
+    circle["self"] = circle
+    for odd in (circle, {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}):
+        torch.save(odd, tmp_path / "odd.pt", _use_new_zipfile_serialization=not legacy)
+        for prefix in ("", "model."):
+            with pytest.raises(cloudckpt.UnsupportedValueError, match=r"odd\.pt holds no state dict that can be saved"):
+                cloudckpt.import_checkpoint(tmp_path / "odd.pt", tmp_path / "step-1", format="torch", add_prefix=prefix)
     (tmp_path / "cut.pt").write_bytes(torch_saved({"w": torch.ones(1000)})[:2000])
     with pytest.raises((cloudckpt.CorruptCheckpointError, cloudckpt.UnsafePickleError)):
         cloudckpt.import_checkpoint(tmp_path / "cut.pt", tmp_path / "step-1", format="torch")
@@ -144,6 +164,27 @@ def test_other_files_are_refused_in_words(tmp_path: Path, *, legacy: bool) -> No
         cloudckpt.import_checkpoint(tmp_path / "cut.pt", tmp_path / "step-1", format=wrong)
     with pytest.raises(cloudckpt.InvalidOptionError, match="'onnx'"):
         cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "b", format=wrong)
+
+
+def test_a_file_of_torch_save_that_is_replaced_meanwhile_is_noticed(
+    root_of: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a tensor is imported whose first half is of one file and whose second half is of another."""
+    monkeypatch.setattr("cloudckpt._convert.import_whole._PIECE_BYTES", 4096)
+    root = root_of("memory")
+
+    def put(tensor: torch.Tensor) -> None:
+        damage.overwrite(store_at(f"{root}/old"), "state.pt", torch_saved({"w": tensor}))
+
+    put(torch.ones(5000))
+    faults = Faults(
+        Rule(fault=Tell(before=lambda _: put(torch.zeros(5000))), operations={"read_into"}, skip=2, times=1)
+    )
+    with pytest.raises(cloudckpt.CheckpointChangedError, match=r"state\.pt was replaced"):
+        cloudckpt.import_checkpoint(
+            f"{root}/old/state.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=faults)
+        )
+    assert not contents(f"{root}/step-1")
 
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64]

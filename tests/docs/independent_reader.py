@@ -20,7 +20,7 @@ TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"\}\n?\Z')
 ELEMENT_BYTES = {
     **dict.fromkeys(["complex128"], 16),
     **dict.fromkeys(["float64", "int64", "uint64", "complex64"], 8),
-    **dict.fromkeys(["float32", "int32", "uint32", "complex32"], 4),
+    **dict.fromkeys(["float32", "int32", "uint32", "complex32", "bcomplex32"], 4),
     **dict.fromkeys(["bfloat16", "float16", "int16", "uint16", "bits16"], 2),
     **dict.fromkeys(["bool", "int8", "uint8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"], 1),
     **dict.fromkeys([f"float8_{kind}" for kind in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")], 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from cloudckpt.options import GIB, MIB, Options
 from cloudckpt.stores.gcs.session import GCSSession
 from cloudckpt.stores.s3.client import S3Client
 from cloudckpt.testing.servers import GCSServer, S3Server, clean_environment, fake_gcs_server
+from cloudckpt.testing.wire import Seen, Wire
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -63,6 +64,32 @@ def test_s3_makes_the_requests_that_are_counted(
     loaded, expected = counted(made), costs.load_requests(num_mib * MIB, options=options)
     assert loaded.num_writes == expected.num_writes, made
     assert expected.num_reads <= loaded.num_reads <= expected.num_reads + num_mib // object_mib + 1, made
+
+
+def seen(requests: Sequence[Seen]) -> costs.Requests:
+    """By what HTTP says alone: listings have a query of their own, and what is removed is free."""
+    kinds: Counter[str] = Counter()
+    for request in requests:
+        is_read = request.method in ("GET", "HEAD") and "list-type" not in request.target
+        kinds["free" if request.method == "DELETE" else "read" if is_read else "write"] += 1
+    return costs.Requests(num_writes=kinds["write"], num_reads=kinds["read"])
+
+
+@pytest.mark.parametrize("num_mib", [1, 40])
+def test_a_server_sees_the_requests_that_are_counted(s3_bucket: S3Server, num_mib: int) -> None:
+    """If this fails, the model, the reports and the bill tell of three different numbers of requests."""
+    with Wire(s3_bucket.endpoint_url) as wire:
+        options = Options(storage_options={**s3_bucket.storage_options, "endpoint_url": wire.url})
+        cloudckpt.save({"probed": 1}, "s3://bucket/probed", options=options)
+        state = {f"t{i}": torch.ones(MIB // 4) for i in range(num_mib)}
+        expected = costs.save_requests(num_mib * MIB, options=options)
+        for overwrite in (False, True):
+            before = len(wire.requests)
+            report = cloudckpt.save(state, "s3://bucket/c", overwrite=overwrite, options=options).report
+            assert report is not None
+            made = wire.requests[before:]
+            assert report.num_requests == len(made)
+            assert seen(made) == expected + costs.Requests(num_reads=2 * overwrite), made
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tests.docs.tables import ROOT
 
 import cloudckpt
 from cloudckpt import errors
+from cloudckpt.testing.servers import S3Server
 
 DOCS = ROOT / "docs"
 
@@ -45,8 +46,9 @@ def test_the_navigation_has_every_document() -> None:
     assert {name for name in documents if not re.match(r"design/\d", name)} <= listed
 
 
-def test_the_quickstart_can_be_walked(tmp_path: Path) -> None:
+def test_the_quickstart_can_be_walked(tmp_path: Path, s3_bucket: S3Server) -> None:
     """If this fails, a new user comes to a step for which something is missing that is not written there."""
+    assert s3_bucket.endpoint_url
     snippets = snippets_of(DOCS / "quickstart.md")
     program = tmp_path / "walk.py"
     program.write_text("\n".join(snippet.text for snippet in snippets if snippet.language == "python"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from tests.cli.placing import leave_out_others, parametrize
 from tests.e2e.conftest import (  # noqa: F401  # fixtures
     local,
     on_server,
@@ -13,10 +16,14 @@ from tests.e2e.conftest import (  # noqa: F401  # fixtures
     servers,
 )
 
+HERE = Path(__file__).parent
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A path, moto's S3, and the GCS emulator; others where ``--places`` says so."""
-    if "place" in metafunc.fixturenames:
-        chosen = metafunc.config.getoption("--places")
-        names = ("local", "s3", "fake-gcs") if chosen == "local,s3" else tuple(chosen.split(","))
-        metafunc.parametrize("place", names, indirect=True)
+    parametrize(metafunc)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--places rgw`` runs what can run on a Ceph RADOS Gateway, there alone."""
+    leave_out_others(config, items, HERE)

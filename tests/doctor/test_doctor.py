@@ -58,6 +58,15 @@ def test_a_place_in_order_is_found_so_and_left_as_it_was(place: Place) -> None:
     assert place.num_unfinished_uploads() == 0
 
 
+def test_a_folder_that_was_not_there_is_not_there_afterwards(tmp_path: Path) -> None:
+    """If this fails, an examination leaves empty folders, or removes some that were there before."""
+    (tmp_path / "old").mkdir()
+    assert examine(tmp_path / "old" / "new" / "run", measure=False).is_healthy
+    assert [*tmp_path.rglob("*")] == [tmp_path / "old"]
+    assert examine(tmp_path / "old", measure=False).is_healthy
+    assert [*tmp_path.rglob("*")] == [tmp_path / "old"]
+
+
 def test_a_reader_writes_nothing(place: Place) -> None:
     """If this fails, whoever only loads is told that writing is denied."""
     place.write("checkpoint/manifest.json", b"{}")

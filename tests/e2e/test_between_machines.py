@@ -17,13 +17,14 @@ from tests.e2e.test_waiting import ranks
 from tests.resources import held, python_threads
 
 import cloudckpt
-from cloudckpt import _signs
+from cloudckpt._ranks import signs
 from cloudckpt._share.inlet import _Body
 from cloudckpt._share.outlet import Outlet
 
 pytestmark = pytest.mark.multirank
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = {"killed": 30.0, "failed": 100.0}
+"""On another machine a killed rank is one that is silent so long. A failure is told, and never waited for."""
 NUM_UNIQUE = 4 * (1_000_000 + 60_000 + 99_000 + 4 * 10_000) + 2 * 5001
 LAYOUTS = pytest.mark.parametrize("ranks_each", [1, 2], ids=["4 machines", "2 machines"])
 
@@ -31,7 +32,7 @@ LAYOUTS = pytest.mark.parametrize("ranks_each", [1, 2], ids=["4 machines", "2 ma
 def live_apart(ranks_each: int) -> None:
     """From now on this process counts as on another machine than those of other ranks, but for `ranks_each`."""
     machine = f"machine-{dist.get_rank() // ranks_each}:1"
-    _signs._process_numbers = lambda: machine  # type: ignore[assignment]  # what a rank knows it by
+    signs._process_numbers = lambda: machine  # type: ignore[assignment]  # what a rank knows it by
 
 
 def load_model(uri: str, ranks_each: int, settings: dict[str, Any]) -> tuple[int, int, int]:
@@ -94,7 +95,7 @@ def load_or_fail(uri: str, ranks_each: int, deed: str) -> tuple[float, str, tupl
     live_apart(ranks_each)
     begun_s, state = time.monotonic(), model(-1.0)
     try:
-        cloudckpt.load(state, uri, options=options(wrap_store=Disturbed(1, 5, deed), timeout_s=TIMEOUT_S))
+        cloudckpt.load(state, uri, options=options(wrap_store=Disturbed(1, 5, deed), timeout_s=TIMEOUT_S[deed]))
     except cloudckpt.CloudckptError as error:
         failures: dict[int, Any] = getattr(error, "failures", {})
         is_whole = dist.get_rank() == 1 or torch.equal(state["same"], same(2.0))
@@ -108,7 +109,7 @@ def test_where_a_reader_fails_other_machines_read_for_themselves(local: LocalPla
     run_ranks(save_model, local.uri(), world_size=4)
     for elapsed_s, *told in run_ranks(load_or_fail, local.uri(), ranks_each, "failed", world_size=4):
         assert told == ["AccessDeniedError", (1,), True]
-        assert elapsed_s < TIMEOUT_S
+        assert elapsed_s < TIMEOUT_S["failed"]
 
 
 def save_and_load_disturbed(uri: str, ranks_each: int) -> tuple[float, str, tuple[int, ...], bool]:
@@ -123,15 +124,20 @@ def test_a_reader_that_is_killed_is_named_in_time(local: LocalPlace, tmp_path: P
         for rank in (0, 2, 3):
             elapsed_s, name, failures, is_whole = running.told_by(rank)
             assert (name, failures, is_whole) == ("RankLostError", (1,), True)
-            assert elapsed_s < 2 * TIMEOUT_S  # on another machine a killed rank is one that is silent
+            assert elapsed_s < 3 * TIMEOUT_S["killed"]
 
 
 def load_beside_one_that_sends_nothing(uri: str) -> tuple[int, int, int]:
     live_apart(1)
+    begun_s = time.monotonic()
+    load_again(uri, {})
+    # Nobody who sends is to be taken for one that does not, however busy the machine is.
+    calm_s = torch.tensor([time.monotonic() - begun_s])
+    dist.all_reduce(calm_s, dist.ReduceOp.MAX)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(Outlet, "_accept", lambda _: None)
-        return load_again(uri, {"timeout_s": 2.0})
+        return load_again(uri, {"timeout_s": max(2.0, 4 * calm_s.item())})
 
 
 def test_a_rank_that_sends_nothing_is_done_without(local: LocalPlace) -> None:

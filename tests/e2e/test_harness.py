@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import RankError, run_ranks
+from tests.e2e.harness import GRACE_S, RankError, run_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -68,10 +68,15 @@ def hang_on_rank_1() -> None:
 
 def test_a_rank_that_hangs_is_ended_with_its_stacks() -> None:
     """If this fails, one deadlock stops the whole test run, and nobody learns where."""
+    run_ranks(sum_over_ranks, 0, world_size=2)  # the first may start the server of processes, too
+    begun_s = time.monotonic()
+    run_ranks(sum_over_ranks, 0, world_size=2)
+    calm_s = time.monotonic() - begun_s
+    timeout_s = max(2.0, 4 * calm_s)  # so that rank 1 has come so far
     begun_s = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 did not report.*in hang_on_rank_1"):
-        run_ranks(hang_on_rank_1, world_size=2, timeout_s=4)
-    assert time.monotonic() - begun_s < 20
+        run_ranks(hang_on_rank_1, world_size=2, timeout_s=timeout_s)
+    assert time.monotonic() - begun_s < timeout_s + calm_s + 2 * GRACE_S
 
 
 def test_ranks_see_changes_to_the_environment_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import random
+import sys
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,9 +21,9 @@ from tests.e2e.places import Place
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt import api
+from cloudckpt import _ranks, api
 from cloudckpt._background import runner
-from cloudckpt._met_group import MetGroup
+from cloudckpt._ranks.met_group import MetGroup
 
 pytestmark = pytest.mark.multirank
 
@@ -157,6 +161,112 @@ def test_who_leaves_a_collective_waits_for_those_whom_gloo_holds(local: Place, w
     run_ranks(leave_a_collective, local.uri(), who, world_size=3, timeout_s=WAIT_S)
 
 
+# --- An interrupt at any line of what waits, and in the next call another one
+
+
+class InterruptAtLine:
+    """Ctrl-C at the line of this number of what waits for ranks, from where a call has its number on."""
+
+    FOLDER = Path(_ranks.__file__).parent
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.is_counting = False
+
+    def __enter__(self) -> None:
+        sys.settrace(self._traced)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _traced(self, frame: FrameType, event: str, _: object) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if path.parent != self.FOLDER or path.name == "signs.py":
+            return None
+        self.is_counting |= frame.f_code.co_name == "_founded"
+        if event == "line" and self.is_counting:
+            self.number -= 1
+            if self.number == 0:
+                raise KeyboardInterrupt
+        return self._traced
+
+
+def interrupt_lines(root: str, purpose: str, seed: int) -> None:
+    """On each rank: one of them is interrupted in two calls in a row; the next one is made, in each round."""
+    options = cloudckpt.Options(timeout_s=SHORT_S)
+    drawn = random.Random(seed)
+
+    def save(name: str) -> None:
+        if purpose == "background":
+            cloudckpt.async_save(values(1.0), f"{root}/{name}", options=options).result(WAIT_S)
+        else:
+            cloudckpt.save(values(1.0), f"{root}/{name}", options=options)
+
+    save("first")
+    for number in range(6):
+        who, lines = drawn.randrange(2), [drawn.randrange(1, 250), drawn.randrange(1, 120)]
+        for line in lines:
+            interrupt = InterruptAtLine(line) if dist.get_rank() == who else contextlib.nullcontext()
+            with (
+                contextlib.suppress(KeyboardInterrupt, CheckpointException),
+                interrupt,
+            ):  # what it came to, is seen below
+                save(f"{number}-{line}")
+        with contextlib.suppress(CheckpointException):  # as long as gloo holds a rank
+            save(f"{number}-again")
+        dist.barrier()
+        save(f"{number}-made")
+
+
+@pytest.mark.parametrize("purpose", ["foreground", "background"])
+def test_two_interrupts_in_a_row_put_no_rank_out_of_step(local: Place, purpose: str) -> None:
+    """If this fails, a second Ctrl-C at the wrong line makes every later save fail on all ranks."""
+    seed = int(os.environ.get("CLOUDCKPT_SEED", "3"))
+    print("seed", seed)
+    run_ranks(interrupt_lines, local.uri(), purpose, seed, world_size=2, timeout_s=2 * WAIT_S)
+
+
+# --- A rank that misses a call
+
+
+def miss_one(root: str, absent: tuple[int, ...]) -> None:
+    """On each rank: some fail before a save, by an error of their own; all meet, and save again."""
+    cloudckpt.save(values(1.0), f"{root}/first")
+    if dist.get_rank() not in absent:
+        with pytest.raises(cloudckpt.RankLostError, match="no sign of life"):
+            cloudckpt.save(values(1.0), f"{root}/missed", options=cloudckpt.Options(timeout_s=SHORT_S))
+    dist.barrier()
+    save_again(root)
+
+
+@pytest.mark.parametrize("absent", [(0,), (1,), (0, 2)])
+def test_a_rank_that_missed_a_save_makes_the_next_one(local: Place, absent: tuple[int, ...]) -> None:
+    """If this fails, one error on one rank, which the program survives, makes every later save fail on all ranks."""
+    run_ranks(miss_one, local.root, absent, world_size=3, timeout_s=WAIT_S)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"first", "next", "last"}
+
+
+def miss_one_and_go_on(root: str, purpose: str, absent: int) -> None:
+    """On each rank: a loop that goes on after a save that failed. One misses one; nothing else joins them."""
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+    for number in range(6):
+        if number == 1 and dist.get_rank() == absent:
+            continue
+        with contextlib.suppress(CheckpointException):  # what it came to, is seen below
+            if purpose == "background":
+                cloudckpt.async_save(values(1.0), f"{root}/{number}", options=options).result(WAIT_S)
+            else:
+                cloudckpt.save(values(1.0), f"{root}/{number}", options=options)
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("purpose", ["foreground", "background"])
+def test_a_rank_that_missed_a_save_and_is_ahead_is_met_again(local: Place, purpose: str, absent: int) -> None:
+    """If this fails, ranks that only saves join fail in each one, for ever, once one of them has missed one."""
+    run_ranks(miss_one_and_go_on, local.root, purpose, absent, world_size=2, timeout_s=WAIT_S)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} >= {"0", "3", "4", "5"}
+
+
 # --- A rank whose connection fails when the others have all that they need
 
 
@@ -234,3 +344,43 @@ def test_a_save_that_loses_its_group_says_what_to_do(local: Place, tmp_path: Pat
     """If this fails, a script that ends its group too early gets torch's ValueError from a thread, or a hang."""
     run_ranks(destroy_the_group, local.root, os.fspath(tmp_path / "rendezvous"), moment, world_size=2)
     assert {key.partition("/")[0] for key in local.manifest_keys()} == {"next", "last"}
+
+
+# --- A rank that is interrupted before its call has begun
+
+
+def leave_before_the_call(root: str, purpose: str, who: int) -> None:
+    """On each rank: one is interrupted while it waits for its turn, and goes on; nothing else joins them."""
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+
+    def save(name: str) -> None:
+        if purpose == "background":
+            cloudckpt.async_save(values(1.0), f"{root}/{name}", options=options).result(WAIT_S)
+        else:
+            writer = cloudckpt.ObjectStoreWriter(f"{root}/{name}", options=options)
+            cloudckpt.save(values(1.0), storage_writer=writer)
+
+    save("first")
+    if dist.get_rank() == who:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(api, "await_turn", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save("left")
+        patch.undo()
+    else:
+        with pytest.raises(cloudckpt.RankLostError, match="left before the end"):
+            save("left")
+    save("second")
+    save_again(root)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("purpose", ["foreground", "background"])
+def test_an_interrupt_before_a_call_has_begun_is_of_that_call(local: Place, purpose: str, who: int) -> None:
+    """If this fails, Ctrl-C while an earlier save is waited for makes the next save fail on all ranks, too."""
+    run_ranks(leave_before_the_call, local.root, purpose, who, world_size=2, timeout_s=WAIT_S)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"first", "second", "next", "last"}

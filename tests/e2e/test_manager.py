@@ -189,6 +189,26 @@ def test_ranks_that_save_on_their_own(local: LocalPlace) -> None:
     assert answers[0] in ([2, 3], [1, 2, 3])  # the last retention may have come before the last rank's commit
 
 
+def _counts_its_own(root: str) -> dict[str, float]:
+    rank = dist.get_rank()
+    with CheckpointManager(root, options=Options(timeout_s=30.0)) as manager:
+        manager.save(1, state_of(1.0), metrics={"loss": 1.0} if rank == 0 else None)
+        # Others than were saved on one rank, the same on the other.
+        manager.save(1, state_of(1.0), force=True, metrics={"loss": 2.0} if rank == 0 else None)
+        manager.save(2, state_of(2.0), metrics={"loss": float(rank)})
+    dist.barrier()
+    with CheckpointManager(root, options=Options(timeout_s=30.0)) as again:
+        assert restored(again) == 2
+        assert again.save(2, state_of(2.0), force=True, metrics={"loss": float(rank)}) is None
+    return {str(info.step): info.metrics["loss"] for info in again.steps()}
+
+
+@pytest.mark.multirank
+def test_ranks_with_other_metrics_do_the_same(local: LocalPlace) -> None:
+    """If this fails, one rank saves and the others do not, and it waits for them until it takes them for lost."""
+    assert run_ranks(_counts_its_own, local.root, world_size=2) == [{"1": 1.0, "2": 0.0}] * 2
+
+
 # --- several jobs
 
 

@@ -15,6 +15,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
@@ -143,6 +144,20 @@ def torchs_checkpoint(place: Place, tmp_path: Path) -> str:
     for path in directory.iterdir():
         place.write(f"checkpoint/{path.name}", path.read_bytes())
     return place.uri()
+
+
+class _OfANewerTorch:
+    """With more in it than this torch unpacks, as `TensorProperties` of torch 2.15 have for 2.13."""
+
+    def __reduce__(self) -> Any:
+        return TensorProperties.__new__, (TensorProperties,), (1, 2, 3, 4, 5, 6, 7)
+
+
+def test_metadata_of_a_newer_torch_are_not_called_damaged_alone(tmp_path: Path) -> None:
+    """If this fails, a checkpoint that is all right is thrown away: only the torch that is to read it is too old."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_OfANewerTorch()))
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match="or of a newer torch than this one"):
+        cloudckpt.load({"w": torch.zeros(2)}, tmp_path, allow_pickle=True, no_dist=True)
 
 
 @pytest.mark.multirank

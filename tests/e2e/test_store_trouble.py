@@ -116,7 +116,7 @@ def test_a_lost_answer_to_the_commit_is_looked_up(s3: S3Place, s3_application: F
 @single_process
 def test_a_commit_that_cannot_be_looked_up_is_unknown(s3: S3Place, s3_application: FlakyS3) -> None:
     """If this fails, data is removed under a checkpoint that may have been committed."""
-    options = cloudckpt.Options(timeout_s=2, retries=2)
+    options = cloudckpt.Options(timeout_s=30, retries=2)
     committing = at_most(1, "lose the answer", lambda method, url: method == "PUT" and MANIFEST.search(url))
     begun = False
 

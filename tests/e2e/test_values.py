@@ -23,7 +23,7 @@ from cloudckpt.options import MIB
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental"),
 ]
 
 DTYPES = sorted(

@@ -26,8 +26,9 @@ from tests.e2e import harness
 from tests.e2e.places import LocalPlace
 
 import cloudckpt
-from cloudckpt._ranks import GivenUpError, Meetings
-from cloudckpt._signs import has_ended, own_process
+from cloudckpt._ranks.meetings import Meetings
+from cloudckpt._ranks.signs import has_ended, own_process
+from cloudckpt._ranks.waiting import GivenUpError
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
@@ -413,7 +414,7 @@ def test_ranks_that_do_not_answer_are_counted_by_the_judges_own_clock() -> None:
     """If this fails, a store that hangs, or clocks that differ, let a rank wait without end."""
     store = StoreThatHangs()
     meetings = Meetings(store, rank=1, num_ranks=2, store_keeper=(0,))
-    elapsed_s, error = outcome_of(lambda: meetings.begin(doing="saving", uri="s3://b/k", timeout_s=0.3))
+    elapsed_s, error = outcome_of(lambda: meetings.begin(1, doing="saving", uri="s3://b/k", timeout_s=0.3))
     store.released.set()
     assert isinstance(error, cloudckpt.RankLostError)
     assert error.ranks == (0,)
@@ -429,8 +430,8 @@ def test_what_an_earlier_group_left_on_the_store_is_no_sign_of_life(tmp_path: Pa
             Meetings(dist.FileStore(str(tmp_path / "store"), 2), rank=rank, num_ranks=2, store_keeper=())
             for rank in range(2)
         ]
-        both[0].begin(**calls | {"timeout_s": WAIT_S if has_come else 0.3})  # type: ignore[arg-type]
-        other = threading.Thread(target=lambda two=both[1]: (two.begin(**calls), two.meet()))
+        both[0].begin(1, **calls | {"timeout_s": WAIT_S if has_come else 0.3})  # type: ignore[arg-type]
+        other = threading.Thread(target=lambda two=both[1]: (two.begin(1, **calls), two.meet()))
         if has_come:
             other.start()
         _, error = outcome_of(both[0].meet)
@@ -448,16 +449,16 @@ def test_what_one_rank_gives_up_alone_all_give_up(tmp_path: Path, lonely: int) -
     calls: dict[str, Any] = {"doing": "saving", "uri": "s3://b/k", "timeout_s": WAIT_S}
     both = [Meetings(dist.FileStore(store, 2), rank=rank, num_ranks=2, store_keeper=()) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda meetings: (meetings.begin(**calls), meetings.meet()), both))
+        list(pool.map(lambda meetings: (meetings.begin(1, **calls), meetings.meet()), both))
     both[1 - lonely].end(has_left=False)
     both[lonely].is_over = True
     both[lonely].end(has_left=False)
     with pytest.raises(GivenUpError):
-        both[1 - lonely].begin(**calls)
+        both[1 - lonely].begin(2, **calls)
     both[1 - lonely].end(has_left=True)
-    both = [Meetings(dist.FileStore(store, 2), rank=rank, num_ranks=2, store_keeper=()) for rank in range(2)]
+    both = [meetings.anew() for meetings in both]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda meetings: (meetings.begin(**calls), meetings.meet()), both))
+        list(pool.map(lambda meetings: (meetings.begin(2, **calls), meetings.meet()), both))
     for meetings in both:
         meetings.end(has_left=False)
         assert not meetings.is_over

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ from cloudckpt import Options, Zstandard
 from cloudckpt._stage.transforms import ReadTransforms
 
 SMALL = {"tile_bytes": 4096, "part_bytes": 16384}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    """The one that uploads would end only after this one."""
+    yield
+    cloudckpt.close()
 
 
 def state_of(fill: float) -> dict[str, Any]:

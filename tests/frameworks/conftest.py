@@ -1,80 +1,144 @@
 """Fixtures of the frameworks' tests, which run in an environment of their own: ``make frameworks``.
 
-Each test starts a job of several ranks, as torchrun starts it, at each of three places: a path, S3 and GCS.
+A job is one program on several ranks, as torchrun starts them, and goes to every place in turn: what takes long is to
+import the frameworks. Each test looks at what it told of one place.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.servers.ceph import ceph_rgw
+from tests.leftovers import Leftovers
 
 from cloudckpt.testing.servers import Server, clean_environment, fake_gcs_server, moto_server
 
 JOBS = Path(__file__).parent / "jobs"
-JOB_S = 240.0
-_numbers = itertools.count()
+JOB_S = 800.0
+_END_S = 20.0
 _RESULT = "RESULT "
+_SERVERS: dict[str, Callable[[], AbstractContextManager[Server]]] = {
+    "s3": moto_server,
+    "rgw": ceph_rgw,
+    "gcs": fake_gcs_server,
+}
 
-Launch = Callable[..., Any]
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nothing and nobody is left in the end."""
+    config.pluginmanager.register(Leftovers(), "leftovers")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """So that a machine without Ceph can run the rest."""
+    parser.addoption(
+        "--places",
+        default="path,s3,rgw,gcs",
+        help="where the frameworks save, by commas: path, s3 (moto), rgw (Ceph's gateway), gcs (an emulator). "
+        "Default: %(default)s",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that take a place are run at each, and others at one."""
+    places = metafunc.config.getoption("--places").split(",")
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", places)
+    if "place_of_two" in metafunc.fixturenames:
+        metafunc.parametrize("place_of_two", places[:1])
+    if "place_of_document" in metafunc.fixturenames:
+        metafunc.parametrize("place_of_document", ["s3"] if "s3" in places else places[:1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A folder or a bucket, and the environment that leads there."""
+
+    uri: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """By a job: of each place that it came to its result, all that it printed, and what it left running."""
+
+    results: Mapping[str, Any]
+    output: str
+    survivors: tuple[str, ...]
 
 
 @pytest.fixture(scope="session")
-def servers() -> Iterator[dict[str, Server]]:
-    """One of each kind."""
+def all_places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Place]]:
+    """Those that were asked for, each with its server. A server that cannot be started fails the tests."""
+    found: dict[str, Place] = {}
     with ExitStack() as stack:
-        yield {"s3": stack.enter_context(moto_server()), "gcs": stack.enter_context(fake_gcs_server())}
+        for name in request.config.getoption("--places").split(","):
+            if name == "path":
+                found[name] = Place(uri=str(tmp_path_factory.mktemp("path")), environment={})
+                continue
+            server = stack.enter_context(_SERVERS[name]())
+            bucket = f"frameworks-{os.getpid()}"
+            server.create_bucket(bucket)
+            found[name] = Place(uri=f"{server.scheme}://{bucket}", environment=server.environment)
+        yield found
 
 
-@pytest.fixture(params=["path", "s3", "gcs"])
-def root(
-    request: pytest.FixtureRequest, servers: dict[str, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """An empty place; the environment leads there."""
-    server = servers.get(request.param)
-    environment = clean_environment() | (server.environment if server else {})
-    for name in os.environ.keys() - environment.keys():
-        monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if server is None:
-        return str(tmp_path / "run")
-    bucket = f"frameworks-{os.getpid()}-{next(_numbers)}"
-    server.create_bucket(bucket)
-    return f"{server.scheme}://{bucket}/run"
+@dataclass(slots=True, kw_only=True)
+class Jobs:
+    """Runs each once, whatever number of tests ask for it."""
 
+    places: Mapping[str, Place]
+    directory: Path
+    _told: dict[tuple[Any, ...], Told] = field(default_factory=dict)
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    """Run a job on so many ranks, and return what its rank 0 has to tell."""
+    def at(self, place: str, job: str, *args: str, num_ranks: int = 2, is_torchrun: bool = True) -> Any:
+        """What rank 0 of that job told of this place. With one rank, the job finds what two have saved."""
+        # On fewer ranks it is asked of few places: what counts is what two have saved, not where it lies.
+        wanted = tuple(self.places) if num_ranks == 2 else (place,)
+        key = (job, args, num_ranks, is_torchrun, wanted)
+        if key not in self._told:
+            self._told[key] = self._run(job, args, num_ranks if is_torchrun else None, wanted)
+        told = self._told[key]
+        if place not in told.results:
+            pytest.fail(f"{job} did not come to the end of {place}:\n{told.output[-6000:]}")
+        if is_torchrun:  # Ray's own processes may take longer to end than anybody should wait: they have been killed
+            assert not told.survivors, f"they outlived {job}, and were killed"
+        return told.results[place]
 
-    def run(job: str, *args: str, num_ranks: int = 2, max_restarts: int = 0, timeout_s: float = JOB_S) -> Any:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1"]
-        command = [
-            *torchrun,
-            f"--nproc-per-node={num_ranks}",
-            f"--max-restarts={max_restarts}",
-            str(JOBS / f"{job}.py"),
-            *args,
+    def root_of(self, place: str, job: str, *args: str) -> str:
+        """Under which the job saves."""
+        return "/".join([self.places[place].uri, job, *args])
+
+    def _run(self, job: str, args: tuple[str, ...], num_ranks: int | None, wanted: tuple[str, ...]) -> Told:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={num_ranks}"]
+        places = [
+            {"name": name, "root": self.root_of(name, job, *args), "environment": dict(self.places[name].environment)}
+            for name in wanted
         ]
-        environment = os.environ | {
+        environment = clean_environment() | {
+            "PLACES": json.dumps(places),
             "OMP_NUM_THREADS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
             "HF_HUB_OFFLINE": "1",
+            "RAY_AUTH_MODE": "disabled",  # or it writes a token into the home directory
+            "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONUNBUFFERED": "1",
         }
         process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
+            [sys.executable, *([] if num_ranks is None else torchrun), str(JOBS / f"{job}.py"), *args],
+            cwd=self.directory,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -82,14 +146,43 @@ def launch(tmp_path: Path) -> Launch:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=timeout_s)
+            output, _ = process.communicate(timeout=JOB_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
+            _end_session(process.pid, end_s=_END_S)
             output, _ = process.communicate()
-            pytest.fail(f"{job} did not end within {timeout_s} s:\n{output[-6000:]}")
-        results = [line for line in output.splitlines() if line.startswith(_RESULT)]
-        assert process.returncode == 0, output[-6000:]
-        assert len(results) == 1, output[-6000:]
-        return json.loads(results[0].removeprefix(_RESULT))
+            output += f"\n{job} did not end within {JOB_S} s"
+        survivors = _end_session(process.pid, end_s=_END_S)
+        told = [json.loads(line.removeprefix(_RESULT)) for line in output.splitlines() if line.startswith(_RESULT)]
+        return Told(results={each["place"]: each["result"] for each in told}, output=output, survivors=survivors)
 
-    return run
+
+@pytest.fixture(scope="session")
+def jobs(all_places: dict[str, Place], tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """For all tests."""
+    return Jobs(places=all_places, directory=tmp_path_factory.mktemp("jobs"))
+
+
+def _end_session(session: int, *, end_s: float) -> tuple[str, ...]:
+    """Wait for its processes to end, and kill those that do not: these are returned."""
+    deadline = time.monotonic() + end_s
+    while found := _in_session(session):
+        if time.monotonic() > deadline:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return tuple(sorted(found.values()))
+        time.sleep(0.05)
+    return ()
+
+
+def _in_session(session: int) -> dict[int, str]:
+    """By number, the names of those that still run."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            name, _, rest = (process / "stat").read_text().rpartition(")")
+            state, _, _, of_session = rest.split()[:4]
+            if int(of_session) == session and state not in "ZX":
+                found[int(process.name)] = name.partition("(")[2]
+    return found

@@ -2,75 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 import cloudckpt
-from cloudckpt.integrations.lightning import CloudModelParallelStrategy
+from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy
 from cloudckpt.integrations.torchtitan import CloudCheckpointManager
 
-Launch = Callable[..., Any]
-on_a_path = pytest.mark.parametrize("root", ["path"], indirect=True)
+if TYPE_CHECKING:
+    from tests.frameworks.conftest import Jobs
 
 
-def test_lightning_on_ddp(root: str, launch: Launch) -> None:
-    """`ModelCheckpoint` with a URI would not save, keep the best, overwrite the last, or resume to the same losses."""
-    found = launch("lightning_ddp", root)
+def test_lightning_on_ddp(place: str, jobs: Jobs) -> None:
+    """`ModelCheckpoint` with a URI would not save, keep the best, overwrite the last, or resume to the same losses; a
+    fresh start would overwrite; or the module could not be loaded alone.
+    """
+    found = jobs.at(place, "lightning_ddp")
     assert found["part"] == found["whole"][: len(found["part"])]
     assert found["resumed"] == found["whole"][len(found["part"]) :]
     assert len(found["names"]) == 3, found["names"]  # the two best, and the last
     assert "last.ckpt" in found["names"]
     assert "state_dict.model.first.weight" in found["tensors"]
+    assert found["is_module"]
+    assert found["anew"] == ["epoch=0-v1.ckpt", "last-v1.ckpt"]
+    assert found["are_untouched"]
     assert {"callbacks", "loops", "lr_schedulers", "optimizer_states", "state_dict"} <= set(found["keys"])
 
 
-def test_lightning_on_shards(root: str, launch: Launch) -> None:
-    """FSDP2's shards under Lightning would not be saved to a URI, or not go on from there on two ranks."""
-    found = launch("lightning_sharded", root)
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_lightning_on_shards(kind: str, place: str, jobs: Jobs) -> None:
+    """FSDP's shards under Lightning would not be saved to a URI, or not go on from there on two ranks."""
+    found = jobs.at(place, "lightning_sharded", kind)
     assert found["part"] + found["resumed"] == found["whole"]
+    assert found["verified"] > 0
+    assert found["is_module"]
 
 
-@on_a_path
-def test_lightning_on_fewer_ranks(root: str, launch: Launch) -> None:
+def test_lightning_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
     """What two ranks saved under Lightning would not go on on one."""
-    whole = launch("lightning_sharded", root)["whole"]
-    resumed = launch("lightning_sharded", root, num_ranks=1)["resumed"]
+    whole = jobs.at(place_of_two, "lightning_sharded", "fsdp2")["whole"]
+    resumed = jobs.at(place_of_two, "lightning_sharded", "fsdp2", num_ranks=1)["resumed"]
     assert resumed == pytest.approx(whole[len(whole) - len(resumed) :], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_accelerate(kind: str, root: str, launch: Launch) -> None:
+def test_fabric(place: str, jobs: Jobs) -> None:
+    """`fabric.save` and `fabric.load` would not take a URI, or shards under Fabric would not go on from there."""
+    found = jobs.at(place, "fabric")
+    for kind in ("ddp", "fsdp2"):
+        assert found[kind]["part"] + found[kind]["resumed"] == found[kind]["whole"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_accelerate(kind: str, place: str, jobs: Jobs) -> None:
     """Something of what an accelerator prepared would be lost: weights, optimizer, scheduler, generators, objects."""
-    found = launch("accelerate_state", root, kind)
+    found = jobs.at(place, "accelerate_state")[kind]
     assert found["first"] == 3
     losses, lr = found["whole"][:6], found["whole"][6]
     assert found["part"][:3] == losses[:3]
     assert found["resumed"] == [*losses[3:], lr]
-    if not root.startswith(("s3:", "gs:")):  # and on one rank, where the generators are left alone
-        alone = launch("accelerate_state", root, kind, num_ranks=1)
-        assert alone["first"] == 6
-        assert len(alone["resumed"]) == 3
 
 
-def test_transformers_trainer(root: str, launch: Launch) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_accelerate_on_fewer_ranks(kind: str, place_of_two: str, jobs: Jobs) -> None:
+    """What an accelerator of two ranks saved would not load on one, where the generators are left alone."""
+    jobs.at(place_of_two, "accelerate_state")
+    alone = jobs.at(place_of_two, "accelerate_state", num_ranks=1)[kind]
+    assert alone["first"] == 6
+    assert len(alone["resumed"]) == 3
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_transformers_trainer(kind: str, place: str, jobs: Jobs) -> None:
     """A Trainer that resumes in the middle of an epoch would see other batches, dropout, learning rates or weights."""
-    found = launch("trainer", root)
+    told = jobs.at(place, "trainer")
+    found = told[kind]
     whole, resumed = found["whole"], found["resumed"]
+    assert {"ddp": "DistributedDataParallel", "fsdp1": "FullyShardedDataParallel", "fsdp2": "FSDPModel"}[kind] == (
+        resumed["model"]
+    )
     assert found["steps"] == [2, 4, 6]
     assert resumed["losses"] == whole["losses"][6:]
     assert resumed["history"] == whole["history"]
     assert resumed["weights"] == whole["weights"]
     assert resumed["num_steps"] == whole["num_steps"] == 12
     assert found["kept"] == [8, 10, 12]
-    assert found["left"] == []  # nothing in output_dir
+    assert told["left"] == []  # nothing in output_dir
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_transformers_trainer_keeps_the_best(kind: str, place: str, jobs: Jobs) -> None:
+    """The best model would be removed by `save_total_limit`, forgotten by a resume, or not be the one in the end."""
+    found = jobs.at(place, "trainer")["best"][kind]
+    assert found["kept"] == [4, 8]
+    assert found["scores"] == [0.9, 0.9]
+    assert found["part"] == found["resumed"] == found["saved"]
+    assert found["saved"] != found["last"]
+    assert found["uri"] == f"{jobs.root_of(place, 'trainer')}/{kind}-best/step-4"
+
+
+def test_transformers_trainer_does_not_begin_where_steps_are(place: str, jobs: Jobs) -> None:
+    """A Trainer started without resume would find out at its first save, hours later, or replace another run's steps;
+    or a smaller batch would meet the steps of the larger one.
+    """
+    found = jobs.at(place, "trainer")["again"]
+    root = f"{jobs.root_of(place, 'trainer')}/again"
+    assert f"training begins anew, but {root} has steps 2, 4 already. Go on from the newest (resume" in found["anew"]
+    assert f"training goes on from step 2, but {root} has step 4 already." in found["earlier"]
+    assert found["untouched"] == [2, 4]
+    assert found["is_replaced"]
+    assert found["smaller"]["steps"] == [2, 4, 6, 8]
+    assert found["smaller"]["batch"] < 4
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_transformers_trainer_on_fewer_ranks(kind: str, place_of_two: str, jobs: Jobs) -> None:
+    """What two ranks of a Trainer saved, shards too, would not go on on one."""
+    whole = jobs.at(place_of_two, "trainer")[kind]["whole"]
+    alone = jobs.at(place_of_two, "trainer", num_ranks=1)[kind]
+    assert alone["history"][:12] == whole["history"]
+    assert alone["num_steps"] > 12
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_torchtitan(mode: str, root: str, launch: Launch, request: pytest.FixtureRequest) -> None:
-    """torchtitan with a URI as its folder would begin anew instead of going on, or remove what is not superseded."""
-    found = launch("titan", root, mode)
+def test_torchtitan(mode: str, place: str, jobs: Jobs) -> None:
+    """torchtitan with a URI as its folder would begin anew instead of going on, remove what is not superseded, or find
+    out at its first save that later steps are there.
+    """
+    found = jobs.at(place, "titan")[mode]
     assert not found["part"]["loaded"]
     assert found["between"] == [2, 4]
     assert found["resumed"]["loaded"]
@@ -79,23 +138,41 @@ def test_torchtitan(mode: str, root: str, launch: Launch, request: pytest.Fixtur
     assert found["kept"] == [8, 9]
     assert "there are the steps 8, 9" in found["missing"]
     assert found["initial"]["loaded"]
-    if mode == "disabled":
-        alone: dict[str, Any] = launch("titan", root, mode, num_ranks=1)
-        assert alone["resumed"]["first"] == 9
-        assert alone["kept"] == [10, 11]
+    root = f"{jobs.root_of(place, 'titan')}/{mode}"
+    assert found["earlier"].startswith(f"training goes on from step 8, but {root} has step 9 already. Go on from the")
+    assert (found["only"]["loaded"], found["only"]["first"]) == (True, 8)
 
 
-@on_a_path
-def test_ray_train(root: str, launch: Launch, tmp_path: Any) -> None:
+def test_torchtitan_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
+    """What two ranks of torchtitan saved would not go on on one."""
+    jobs.at(place_of_two, "titan")
+    alone = jobs.at(place_of_two, "titan", num_ranks=1)["disabled"]
+    assert alone["resumed"]["first"] == 9
+    assert alone["kept"] == [10, 11]
+
+
+def test_ray_train(place: str, jobs: Jobs) -> None:
     """A checkpoint that Ray Train is told of would not be the one that is loaded after a failure."""
-    found = launch("ray_train", root, str(tmp_path / "ray"), num_ranks=1, timeout_s=400.0)
-    assert found["uri"] == f"{root}/step-4"
-    assert found["begun_at"] == [1, 3]  # the worker failed after step 2
-    assert cloudckpt.verify(found["uri"]).num_tensors > 0
+    found = jobs.at(place, "ray_train", num_ranks=2, is_torchrun=False)
+    assert found["uri"] == f"{jobs.root_of(place, 'ray_train')}/step-4"
+    assert found["steps"] == [1, 2, 3, 4], "the worker failed after step 2"
+    assert found["verified"] > 0
+
+
+def test_the_document(place_of_document: str, jobs: Jobs) -> None:
+    """What a user copies from docs/frameworks.md would not work with the framework."""
+    found = jobs.at(place_of_document, "document", num_ranks=1)
+    assert set(found) == {"Lightning", "Fabric", "Accelerate", "Transformers' Trainer", "torchtitan"}
+    assert "last.ckpt" in found["Lightning"]
+    assert found["Fabric"] == ["step-0", "step-1"]
+    assert found["Accelerate"] == ["step-2", "step-4"]
+    assert found["Transformers' Trainer"] == ["step-1", "step-2"]
 
 
 def test_refusals() -> None:
     """What cannot be kept would be found out in training, not before."""
     with pytest.raises(cloudckpt.InvalidOptionError, match="leave out save_distributed_checkpoint"):
         CloudModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(cloudckpt.InvalidOptionError, match="leave out state_dict_type"):
+        CloudFSDPStrategy(state_dict_type="full")
     assert CloudCheckpointManager.Config().overwrite is False

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,11 @@ def expected() -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    directory = HERE / VERSION
+def make(directory: Path, save: Callable[[int, Path, int], None]) -> None:
+    """The checkpoints that `save` writes on each rank, what they hold, and a checksum of each file."""
     if directory.exists():
         sys.exit(f"{directory} exists: golden checkpoints are never made anew")
-    mp.spawn(save_on_rank, args=(directory, 29_000 + os.getpid() % 1000), nprocs=WORLD_SIZE)
+    mp.spawn(save, args=(directory, 29_000 + os.getpid() % 1000), nprocs=WORLD_SIZE)
     (directory / "expected.json").write_text(json.dumps(expected(), indent=1) + "\n")
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sums = (
@@ -134,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    make(HERE / VERSION, save_on_rank)

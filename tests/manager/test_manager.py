@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -123,14 +126,55 @@ def test_a_step_that_is_there_is_refused(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("async_", [True, False])
-def test_the_last_step_is_not_saved_twice(memory: Memory, *, async_: bool) -> None:
+def test_the_last_step_is_not_saved_twice(memory: Memory, caplog: pytest.LogCaptureFixture, *, async_: bool) -> None:
     """If this fails, a program that saves once more at its end fails where the last step was due anyhow."""
     manager = CheckpointManager(memory.root, async_=async_)
     first = manager.save(10, state_of(10.0), metrics={"loss": 1.0, "nan": math.nan})
     assert manager.save(10, state_of(10.0), force=True) is first
     assert manager.save(10, state_of(10.0), force=True, metrics={"loss": 1.0, "nan": math.nan}) is first
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):  # those of another rank may be the same
+        assert manager.save(10, state_of(10.0), force=True, metrics={"loss": 2.0}) is first
+    assert "its metrics stay what they are" in caplog.text
+    committed(manager, 11)
+    manager.close(WAIT_S)
+    assert manager.steps()[0].metrics["loss"] == 1.0
     with pytest.raises(cloudckpt.CheckpointExistsError):
-        committed(manager, 10, force=True, metrics={"loss": 2.0})  # which were not kept with the first
+        committed(manager, 10, force=True)  # it is not what the job has now
+
+
+def test_what_was_restored_is_not_saved_once_more(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a job that is told to stop right after it was started again ends with an error."""
+    first = CheckpointManager(memory.root)
+    save_all(first, 10, 20, metrics={"loss": 1.0})
+    manager = CheckpointManager(memory.root)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        committed(manager, 20, force=True)  # whose it is, is not known
+    manager.restore(state_of())
+    assert manager.save(20, state_of(20.0), force=True) is None
+    assert manager.save(20, state_of(20.0), force=True, metrics={"loss": 3.0}) is None
+    assert "its metrics stay what they are" in caplog.text
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        committed(manager, 20)  # it does not say that it may be there already
+    manager.restore(state_of(), step=10)
+    assert manager.save(10, state_of(10.0), force=True) is None
+    committed(manager, 20, force=True, overwrite=True)
+    state = state_of(-1.0)
+    manager.restore(state)
+    assert_holds(state, 20.0)
+
+
+def test_what_was_saved_before_going_back_does_not_count(memory: Memory) -> None:
+    """If this fails, a job that went back after a bad loss takes what it saved before for what it has trained since."""
+    manager = CheckpointManager(memory.root, async_=False)
+    save_all(manager, 10, 20)
+    manager.restore(state_of(), step=10)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        manager.save(20, state_of(21.0), force=True)
+    manager.save(20, state_of(21.0), force=True, overwrite=True)
+    assert manager.save(20, state_of(21.0), force=True) is not None
+    state = state_of(-1.0)
+    manager.restore(state)
+    assert_holds(state, 21.0)
 
 
 def test_a_last_step_that_failed_is_saved_again(memory: Memory) -> None:
@@ -163,6 +207,9 @@ def test_steps_of_numpy_and_torch_are_steps(memory: Memory) -> None:
     ("settings", "words"),
     [
         ({"save_every": 0}, "save_every must be"),
+        ({"save_every": 2.0}, "save_every must be"),
+        ({"save_every": True}, "save_every must be"),
+        ({"save_every": torch.tensor(2)}, "save_every must be"),
         ({"keep_last": 0}, "keep_last must be"),
         ({"options": Options(metadata={"step": 1})}, "leave out 'step'"),
         ({"options": Options(metadata={"metrics": {}})}, "leave out 'metrics'"),
@@ -172,6 +219,21 @@ def test_settings_that_cannot_work_are_refused(memory: Memory, settings: dict[st
     """If this fails, a slip is found at the first save, or never."""
     with pytest.raises(cloudckpt.InvalidOptionError, match=words):
         CheckpointManager(memory.root, **settings)
+
+
+def test_numbers_of_numpy_and_lists_are_settings(memory: Memory) -> None:
+    """If this fails, settings that were computed, or that come from a file, have to be made others first."""
+    manager = CheckpointManager(
+        memory.root,
+        save_every=np.int64(2),  # type: ignore[arg-type]
+        keep_last=np.int32(1),  # type: ignore[arg-type]
+        keep_every=np.uint8(4),  # type: ignore[arg-type]
+        keep_best=["loss", "max", np.int64(1)],  # type: ignore[arg-type]
+    )
+    for step in range(13):
+        manager.save(step, state_of(), metrics={"loss": -abs(step - 6)})
+        manager.wait(WAIT_S)
+    assert numbers(manager) == [0, 4, 6, 8, 12]
 
 
 # --- failures of saves
@@ -332,12 +394,48 @@ def test_a_damaged_manifest_has_no_metrics(memory: Memory) -> None:
     assert best.step == 1
 
 
-@pytest.mark.parametrize("metrics", [{"loss": "0.5"}, {1: 0.5}, {"loss": None}, {"loss": torch.zeros(2)}])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"loss": "0.5"},
+        {1: 0.5},
+        {"loss": None},
+        {"loss": torch.zeros(2)},
+        {"loss": np.zeros(2)},
+        {"loss": torch.zeros((), device="meta")},
+        {"loss": 1j},
+        {"loss": 10**400},
+        {"\ud800": 1.0},
+        [("loss", 0.5)],
+        "loss",
+    ],
+)
 def test_what_is_no_metric_is_refused(memory: Memory, metrics: Any) -> None:
     """If this fails, a manifest gets what no reader understands."""
     with pytest.raises(cloudckpt.InvalidOptionError, match="metrics are numbers by name"):
         CheckpointManager(memory.root).save(1, state_of(), metrics=metrics)
     assert memory.stores == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (torch.tensor([1.5], dtype=torch.bfloat16), 1.5),
+        (np.float16(0.25), 0.25),
+        (np.array(2), 2.0),
+        (True, 1.0),
+        (-0.0, 0.0),
+        (math.inf, math.nan),
+        (torch.tensor(-math.inf), math.nan),
+    ],
+)
+def test_whatever_is_one_number_is_a_metric(memory: Memory, value: Any, kept: float) -> None:
+    """If this fails, a loss has to be made a float first, or what is not finite damages the manifest."""
+    manager = CheckpointManager(memory.root, async_=False)
+    manager.save(1, state_of(), metrics={"loss": value})
+    (info,) = CheckpointManager(memory.root).steps()
+    assert info.metrics == pytest.approx({"loss": kept}, nan_ok=True)
+    assert (manager.best("loss") is None) == math.isnan(kept)
 
 
 def test_modes_are_checked(memory: Memory) -> None:
@@ -424,6 +522,39 @@ def test_damage_is_passed_over_and_its_step_can_be_saved_again(memory: Memory) -
     with pytest.raises(cloudckpt.CheckpointExistsError):
         save_all(manager, 3)  # it is whole now
     cloudckpt.verify(memory.uri("step-3"))
+
+
+def test_what_has_been_mended_is_not_overwritten_even_where_the_callback_is_late(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a step that is saved twice after a damage loses the first of them, now and then."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    break_data(memory, "step-2")
+    manager = CheckpointManager(memory.root)
+    manager.restore(state_of(-1.0))
+    monkeypatch.setattr(CheckpointManager, "_ended", lambda *_: None)
+    save_all(manager, 2)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save_all(manager, 2)
+    break_data(memory, "step-2")
+    restored = manager.restore(state_of(-1.0))
+    assert restored is not None
+    assert restored.step == 1
+    save_all(manager, 2)  # for it is damaged again
+    cloudckpt.verify(memory.uri("step-2"))
+
+
+def test_a_save_that_did_not_mend_is_made_again(memory: Memory) -> None:
+    """If this fails, a step that was damaged cannot be saved any more after one failure."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    break_data(memory, "step-2")
+    manager = CheckpointManager(memory.root)
+    manager.restore(state_of(-1.0))
+    memory.at("step-2").fail("put", key_part="data/", error=lambda: permanent("put"))
+    with pytest.raises(cloudckpt.StoreError):
+        save_all(manager, 2)
+    save_all(manager, 2)
+    cloudckpt.verify(memory.uri("step-2"))
 
 
 def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
@@ -562,6 +693,26 @@ def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.Log
         assert numbers(manager) == [4]
 
 
+def test_one_folder_that_may_not_be_looked_into_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a step's folder that somebody else has closed keeps all steps from then on, until the disk is
+    full.
+    """
+    save_all(CheckpointManager(tmp_path), 1, 2)
+    closed, scandir = str(tmp_path / "step-1" / "data"), os.scandir
+
+    def looked_into(path: Any = ".") -> Any:
+        if str(path).startswith(closed):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", looked_into)
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    save_all(manager, 3)
+    assert numbers(manager) == [1, 3]
+    assert manager.retention is not None
+    assert [Path(one.uri).name for one in manager.retention.failed] == ["step-1"]
+
+
 def test_a_listing_that_fails_removes_nothing(memory: Memory) -> None:
     """If this fails, a store that shows only a part of what is there has the rest removed by mistake."""
     manager = CheckpointManager(memory.root, keep_last=1)
@@ -693,12 +844,89 @@ def test_several_managers_in_one_process(memory: Memory) -> None:
     assert_holds(state, -3.0)
 
 
+def test_closing_waits_for_removal_whoever_hears_first_of_the_commit(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, on a busy machine now and then a job ends with more checkpoints than it keeps: those who wait for
+    a future are woken before its callbacks are called.
+    """
+    is_told, goes_on = threading.Event(), threading.Event()
+
+    def held_up(*args: Any, **settings: Any) -> AsyncSave:
+        handle = cloudckpt.async_save(*args, **settings)
+        if handle.uri.endswith("step-2"):
+            handle.committed.add_done_callback(lambda _: goes_on.wait(WAIT_S))
+            is_told.set()
+        return handle
+
+    def at_commit(event: cloudckpt.Event) -> None:
+        if event.name == "save.committing" and event.uri.endswith("step-2"):
+            assert is_told.wait(WAIT_S)  # or it would be this thread that is held up
+
+    monkeypatch.setattr("cloudckpt.manager.async_save", held_up)
+    manager = CheckpointManager(memory.root, keep_last=1, options=Options(on_event=at_commit))
+    save_all(manager, 1)
+    manager.save(2, state_of(2.0))
+    manager.close(WAIT_S)
+    left, report = numbers(manager), manager.retention
+    goes_on.set()
+    cloudckpt.close(WAIT_S)
+    assert left == [2]
+    assert report is manager.retention, "it was looked for twice"
+
+
 def test_no_thread_is_left(memory: Memory) -> None:
     """If this fails, a long run gathers threads, or the interpreter does not end."""
     before = set(threading.enumerate())
     with CheckpointManager(memory.root, keep_last=1) as manager:
         save_all(manager, *range(5))
     assert not [thread for thread in set(threading.enumerate()) - before if "retention" in thread.name]
+
+
+# --- roots
+
+
+def test_what_else_lies_under_a_root_stays(tmp_path: Path) -> None:
+    """If this fails, a manager removes what is not its own, trips over it, or overlooks what was saved without it."""
+    for name in ("step-100", "step-007", "step-", "step-1x", "other"):
+        cloudckpt.save(state_of(1.0), tmp_path / name)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-5").write_text("a file")
+    (tmp_path / "step-6").mkdir()
+    manager = CheckpointManager(tmp_path, keep_last=1, async_=False)
+    assert numbers(manager) == [100]
+    restored = manager.restore(state_of())
+    assert restored is not None
+    assert restored.step == 100
+    save_all(manager, 200)
+    assert numbers(manager) == [200]
+    left = {entry.name for entry in tmp_path.iterdir()} - {"step-100"}
+    assert left == {"step-007", "step-", "step-1x", "other", "notes.txt", "step-5", "step-6", "step-200"}
+
+
+def test_a_root_that_is_a_file_is_said(tmp_path: Path) -> None:
+    """If this fails, a slip in a path looks like a first run."""
+    (tmp_path / "file").write_text("mine")
+    manager = CheckpointManager(tmp_path / "file", async_=False)
+    with pytest.raises(cloudckpt.StoreError, match="file"):
+        manager.save(1, state_of())
+    for ask in (lambda: manager.restore(state_of()), manager.steps):
+        with pytest.raises(cloudckpt.StoreError, match="file"):
+            ask()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_root_that_was_removed_begins_anew(tmp_path: Path) -> None:
+    """If this fails, a manager goes on to speak of, or to wait for, what somebody has removed under it."""
+    manager = CheckpointManager(tmp_path / "root", keep_last=2, async_=False)
+    save_all(manager, 1, 2)
+    shutil.rmtree(tmp_path / "root")
+    assert manager.steps() == []
+    assert manager.restore(state_of()) is None
+    save_all(manager, 1, 3)
+    assert numbers(manager) == [1, 3]
+    assert manager.retention is not None
+    assert manager.retention.failed == ()
 
 
 # --- without collectives, Stateful, paths

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
+from cloudckpt._dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt._dcp.narrow import narrowed
 from cloudckpt._manifest import torch_views
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor
 from cloudckpt._manifest.torch_metadata import metadata_of
-from cloudckpt._narrow import narrowed
-from cloudckpt._planner import ExplainingLoadPlanner
 from cloudckpt.errors import StateDictMismatchError
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

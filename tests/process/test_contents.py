@@ -17,16 +17,16 @@ from tests.stage.samples import views
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
+from cloudckpt._dcp.save_planner import BalancedSavePlanner
 from cloudckpt._process.contents import Contents, contents_of
 from cloudckpt._process.mapped import MappedPlanner, Maps
-from cloudckpt._save_planner import BalancedSavePlanner
 from cloudckpt._stage.items import staged
 from cloudckpt._stage.stager import PinnedStager
 from cloudckpt._stage.tensors import as_carrier, bytes_view
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt.errors import UnsupportedValueError
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 URI = "/orders"
 

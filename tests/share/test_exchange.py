@@ -119,7 +119,7 @@ def test_a_rank_that_leaves_is_not_waited_for(boards: list[Board], has_come: boo
 
 def test_a_process_that_has_ended_is_not_waited_for(boards: list[Board]) -> None:
     """If this fails, a killed rank holds up those that would have had bytes from it for as long as one that hangs."""
-    script = "from cloudckpt._signs import own_process; print(own_process(), flush=True); input()"
+    script = "from cloudckpt._ranks.signs import own_process; print(own_process(), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     process = child.stdout.readline().strip()

@@ -15,7 +15,7 @@ from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.body import PieceBody, piece_of
 from cloudckpt._stage.tensors import bytes_view, is_viewable
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 TILE_BYTES = 64
 

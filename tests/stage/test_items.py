@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from cloudckpt._save_planner import BalancedSavePlanner
+from cloudckpt._dcp.save_planner import BalancedSavePlanner
 from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.body import PieceBody, piece_of
 from cloudckpt._stage.items import StagedItem, staged
@@ -23,7 +23,7 @@ from cloudckpt._stage.tensors import bytes_view, quick_view
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt.errors import UnsupportedValueError
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 URI = "memory://items/x"
 

@@ -23,7 +23,7 @@ from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget
 from cloudckpt._stage.tensors import bytes_view
 from cloudckpt._stage.wholes import Targets, Wholes
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 TILE_BYTES = 64
 

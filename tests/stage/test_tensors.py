@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.stage.samples import DTYPES
+from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt._stage.tensors import address_of, as_carrier, bytes_view, plain, quick_view
+import cloudckpt
+from cloudckpt._stage.stager import PinnedStager
+from cloudckpt._stage.tensors import address_of, as_carrier, bytes_view, plain, quick_view, reach_bytes
 from cloudckpt.errors import UnsupportedValueError
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
 URI = "memory://tests/checkpoint"
 
@@ -33,6 +40,56 @@ def test_freed_memory_is_refused_by_name(begin: int) -> None:
     with pytest.raises(UnsupportedValueError, match=r"'w' .* memory was freed"):
         plain(freed, "w", uri=URI)
     assert plain(torch.ones(0, 3), "w", uri=URI).shape == (0, 3)  # which never had any
+
+
+SHORT = {
+    "whole": lambda: torch.ones(8),
+    "part": lambda: torch.ones(16)[8:],
+    "strided": lambda: torch.ones(4, 4)[:, 1],
+    "transposed": lambda: torch.ones(2, 4).t(),
+    "expanded": lambda: torch.ones(2).expand(3, 2),
+}
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_a_tensor_that_goes_beyond_its_storage_is_refused_by_name(kind: str) -> None:
+    """If this fails, a storage that was made smaller lets a save read, and a load write, memory of something else."""
+    tensor = SHORT[kind]()
+    assert address_of(tensor) == tensor.data_ptr()
+    held_bytes = tensor.storage_offset() * 4 + reach_bytes(tensor)
+    tensor.untyped_storage().resize_(held_bytes)  # as much as it needs
+    assert address_of(tensor) == tensor.data_ptr()
+    tensor.untyped_storage().resize_(held_bytes - 1)
+    assert address_of(tensor) == 0
+    assert quick_view(tensor) is None
+    with pytest.raises(UnsupportedValueError, match=rf"'w' .* needs {held_bytes} bytes .* resized to {held_bytes - 1}"):
+        plain(tensor, "w", uri=URI)
+    with (
+        contextlib.closing(PinnedStager()) as stager,
+        pytest.raises(UnsupportedValueError, match=r"'model\.w' .* was resized"),
+    ):
+        stager.begin({"model": {"v": torch.ones(2), "w": tensor}}).completed.result(60)
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "process", "torch", "load"])
+def test_no_way_in_or_out_goes_beyond_a_storage(tmp_path: Path, way: str) -> None:
+    """If this fails, one of the ways to save or load does not look before it reads or writes."""
+    uri = str(tmp_path / "c")
+    cloudckpt.save({"w": torch.ones(4, 4)}, uri, no_dist=True)
+    short = torch.ones(4, 4)
+    state = {"w": short, "v": torch.ones(3)}
+    short.untyped_storage().resize_(20)
+    with pytest.raises((UnsupportedValueError, CheckpointException), match=r"'w'.*was resized to 20"):  # noqa: PT012  # one of several calls
+        if way == "save":
+            cloudckpt.save(state, uri + "2", no_dist=True)
+        elif way == "torch":
+            dcp.save(state, storage_writer=cloudckpt.ObjectStoreWriter(uri + "2"), no_dist=True)
+        elif way.startswith("load"):
+            cloudckpt.load({"w": short}, uri, no_dist=True)
+        else:
+            options = cloudckpt.Options(async_mode="process" if way == "process" else "thread")
+            cloudckpt.async_save(state, uri + "2", no_dist=True, options=options).result(60)
+    assert not (tmp_path / "c2" / "manifest.json").exists()
 
 
 def test_conjugates_and_negatives_are_resolved() -> None:

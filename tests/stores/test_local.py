@@ -16,10 +16,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.rights import without_roots_rights
 
+import cloudckpt
 from cloudckpt.errors import (
     AccessDeniedError,
+    CheckpointNotFoundError,
     ChecksumRefusedError,
+    GarbageLeftError,
     ObjectExistsError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -43,22 +47,16 @@ from cloudckpt.testing._contract_tools import (
     upload_part,
 )
 
-_NOBODY = 65534
-
 
 @contextlib.contextmanager
 def _with_mode(root, mode):
     """Meanwhile this process may do no more than `mode` says. Root may do anything, so it becomes somebody else."""
-    is_root = os.geteuid() == 0
     before = stat.S_IMODE(os.stat(root).st_mode)
     os.chmod(root, mode)
-    if is_root:
-        os.seteuid(_NOBODY)
     try:
-        yield
+        with without_roots_rights():
+            yield
     finally:
-        if is_root:
-            os.seteuid(0)
         os.chmod(root, before)
 
 
@@ -227,6 +225,14 @@ def test_an_upload_id_is_no_path(store, upload_id):
     """Ids come from listings of a directory that others can write to."""
     with pytest.raises(ObjectNotFoundError):
         store.abort_multipart("a", upload_id)
+
+
+def test_where_no_directory_can_be_made_no_object_is_what_lacks():
+    """If this fails, who saves or exports to an impossible path reads that something removed their data meanwhile."""
+    for number in (1, 2):
+        store = LocalStore(f"/proc/cloudckpt-{number}/folder")
+        with pytest.raises(AccessDeniedError, match=rf"No directory can be made \(at /proc/cloudckpt-{number}\)"):
+            put(store, "a", b"body")
 
 
 def test_reserved_names_are_refused(store):
@@ -514,6 +520,7 @@ class TestBadPlaces:
         assert caught.value.key == f"{tmp_path}/root/new/a"
         assert caught.value.operation == "put"
         assert os.strerror(number) in str(caught.value)
+        assert caught.value.had_no_effect is (function != "replace")
         assert keys(store) == ["old"]
         assert list(store.list_uploads()) == []
 
@@ -586,3 +593,38 @@ def test_what_may_be_listed_but_not_looked_at_is_no_empty_place():
         with _with_mode(store.uri, 0o444), pytest.raises(AccessDeniedError):
             keys(store, "manifest")
         assert keys(store, "manifest") == ["manifest.json"]
+
+
+@pytest.mark.parametrize("name", ["lost+found", "step-2"])
+def test_a_folder_that_may_not_be_looked_into_is_named_unless_it_is_the_file_systems_own(name):
+    """If this fails, no checkpoint is found where a file system is mounted, for its lost+found is root's alone; or one
+    that may not be looked at is taken for none, and an older one for the newest.
+    """
+    with tempfile.TemporaryDirectory() as above:
+        os.chmod(above, 0o755)  # noqa: S103  # so that somebody else gets there
+        cloudckpt.save({"step": 1}, f"{above}/step-1", no_dist=True)
+        os.mkdir(f"{above}/{name}")
+        cloudckpt.gc(above, quiet=True)  # what Python imports for it may be root's alone, too
+        with _with_mode(f"{above}/{name}", 0o000):
+            if name == "lost+found":
+                assert [info.name for info in cloudckpt.list_checkpoints(above)] == ["step-1"]
+                assert cloudckpt.latest(above).name == "step-1"
+                assert not cloudckpt.gc(above, quiet=True).failed
+            else:
+                for look in (cloudckpt.list_checkpoints, cloudckpt.latest):
+                    with pytest.raises(AccessDeniedError, match=r"step-2.*Grant this user access"):
+                        look(above)
+                with pytest.raises(GarbageLeftError, match=r"step-2.*Grant this user access"):
+                    cloudckpt.gc(above, quiet=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_in_the_manifests_place_fails_the_save_for_certain(tmp_path, overwrite):
+    """If this fails, a save that cannot have been committed says that it may have been, and keeps its data."""
+    (tmp_path / "c" / "manifest.json").mkdir(parents=True)
+    with pytest.raises(UnsupportedOperationError, match=r"manifest.json: Is a directory.*remove it"):
+        cloudckpt.save({"step": 1}, tmp_path / "c", no_dist=True, overwrite=overwrite)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with pytest.raises(CheckpointNotFoundError):
+        cloudckpt.load({"step": 0}, tmp_path / "c", no_dist=True)
+    assert cloudckpt.list_checkpoints(tmp_path) == []

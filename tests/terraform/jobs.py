@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import io
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from awscrt.checksums import crc32c
 from tests.wrapped import FaultyStore, permanent
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
+import cloudckpt.doctor
 from cloudckpt import Options
+from cloudckpt.cli import main
 from cloudckpt.options import MIB
 from cloudckpt.stores.base import Part, Store
 from cloudckpt.stores.open import open_store
@@ -150,6 +155,116 @@ def gc(place: Place) -> None:
     cloudckpt.verify(uri, options=place.owners())
 
 
+def manage(place: Place) -> None:
+    """A checkpoint that is superseded goes, and what is left is found again."""
+    with _manager(place) as manager:
+        manager.save(1, small())
+        manager.save(2, small(2.0))
+    assert manager.retention is not None
+    assert not manager.retention.failed
+    assert not any("step-1/" in key and "data/" in key for key in place.all_keys())
+    assert _restored(place) == 2
+
+
+def manage_all(place: Place) -> None:
+    """Nothing of a run is removed."""
+    with _manager(place, keep_last=None) as manager:
+        manager.save(1, small())
+        manager.save(2, small(2.0))
+    assert _restored(place) == 2
+
+
+def restore(place: Place) -> None:
+    """What another has saved step by step."""
+    cloudckpt.save(small(3.0), f"{place.root}/step-3", options=place.owners(), no_dist=True)
+    assert _restored(place) == 3
+
+
+def copy(place: Place) -> None:
+    """From one folder to another, which the service is asked to do by itself."""
+    options = place.options()
+    cloudckpt.copy(_saved(place), f"{place.root}/copied", options=options, target_options=options)
+    cloudckpt.verify(f"{place.root}/copied", options=place.owners())
+
+
+def copy_in(place: Place) -> None:
+    """From another place."""
+    with _elsewhere() as folder:
+        cloudckpt.save(state(), f"{folder}/saved", no_dist=True)
+        cloudckpt.copy(f"{folder}/saved", f"{place.root}/copied", target_options=place.options())
+    cloudckpt.verify(f"{place.root}/copied", options=place.owners())
+
+
+def copy_out(place: Place) -> None:
+    """To another place."""
+    with _elsewhere() as folder:
+        cloudckpt.copy(_saved(place), f"{folder}/copied", options=place.options(), target_options=Options())
+        cloudckpt.verify(f"{folder}/copied")
+
+
+def export(place: Place) -> None:
+    """Files of other programs beside the checkpoint."""
+    options = place.options()
+    report = cloudckpt.export_checkpoint(
+        _saved(place), f"{place.root}/exported", skip_non_tensors=True, options=options, target_options=options
+    )
+    assert report.num_tensors == 1
+
+
+def export_out(place: Place) -> None:
+    """Files on the machine's own disk."""
+    with _elsewhere() as folder:
+        target = f"{folder}/exported"
+        cloudckpt.export_checkpoint(
+            _saved(place), target, skip_non_tensors=True, options=place.options(), target_options=Options()
+        )
+
+
+def import_in(place: Place) -> None:
+    """A checkpoint, of files on the machine's own disk."""
+    with _elsewhere() as folder:
+        cloudckpt.save(small(), f"{folder}/saved", no_dist=True)
+        cloudckpt.export_checkpoint(f"{folder}/saved", f"{folder}/exported", skip_non_tensors=True)
+        cloudckpt.import_checkpoint(
+            f"{folder}/exported", f"{place.root}/imported", options=Options(), target_options=place.options()
+        )
+    cloudckpt.verify(f"{place.root}/imported", options=place.owners())
+
+
+def import_out(place: Place) -> None:
+    """A checkpoint elsewhere, of files that lie here."""
+    source = f"{place.root}/exported"
+    options = place.owners()
+    cloudckpt.export_checkpoint(_saved(place), source, skip_non_tensors=True, options=options, target_options=options)
+    with _elsewhere() as folder:
+        target = f"{folder}/imported"
+        cloudckpt.import_checkpoint(source, target, options=place.options(), target_options=Options())
+        cloudckpt.verify(target)
+
+
+def examine(place: Place) -> None:
+    """All that saves and loads rely on, but for what is a comfort."""
+    examination = cloudckpt.doctor.examine(place.root, measure=False, options=place.options())
+    assert examination.is_healthy, str(examination)
+    assert not place.all_keys()
+
+
+def examine_reading(place: Place) -> None:
+    """All that loads rely on."""
+    _saved(place)
+    examination = cloudckpt.doctor.examine(place.root, read_only=True, measure=False, options=place.options())
+    assert examination.is_healthy, str(examination)
+
+
+def bench(place: Place) -> None:
+    """Measure the place, as the benchmark's machine does, and leave nothing."""
+    given = [f"--storage-option={name}={value}" for name, value in place.role.items()]
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
+        main(["bench", place.root, "--size=64KiB", "--tensors=1", "--rounds=1", "--requests=1", "--json", *given])
+    assert end.value.code in (0, None), shown.getvalue()
+    assert not place.all_keys()
+
+
 def put_data(place: Place) -> None:
     """An object of data that nobody saves."""
     _put(open_store(place.root, place.options()), f"saved/data/{_LONG_AGO}/0-0.safetensors")
@@ -185,6 +300,19 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
         verify,
         delete,
         gc,
+        manage,
+        manage_all,
+        restore,
+        copy,
+        copy_in,
+        copy_out,
+        export,
+        export_out,
+        import_in,
+        import_out,
+        examine,
+        examine_reading,
+        bench,
         put_data,
         leave_the_prefix,
     )
@@ -199,6 +327,26 @@ def _refusal(look: Callable[[], object]) -> cloudckpt.AccessDeniedError | None:
     except cloudckpt.AccessDeniedError as error:
         return error
     return None
+
+
+def _manager(place: Place, *, keep_last: int | None = 1) -> cloudckpt.CheckpointManager:
+    return cloudckpt.CheckpointManager(
+        place.root, keep_last=keep_last, async_=False, no_dist=True, options=place.options()
+    )
+
+
+def _restored(place: Place) -> int:
+    """The value of the newest step."""
+    found = small(-1.0)
+    with _manager(place, keep_last=None) as manager:
+        manager.restore(found)
+    return int(found["step"])
+
+
+@contextlib.contextmanager
+def _elsewhere() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
 
 
 def _saved(place: Place) -> str:

@@ -7,6 +7,7 @@ validate` needs them.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,33 @@ def test_it_is_formatted(tmp_path: Path) -> None:
     """If this fails, run `terraform fmt -recursive terraform`."""
     done = run(tmp_path, "fmt", "-check", "-recursive", "-diff", str(TERRAFORM_DIR))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "path", sorted(TERRAFORM_DIR.rglob("*.tf")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_it_is_laid_out_as_terraform_would(path: Path) -> None:
+    """If this fails, `terraform fmt -check` fails, which is not on every machine."""
+    text = path.read_text()
+    assert text.endswith("}\n")
+    assert "\t" not in text
+    assert "\n\n\n" not in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert not [line for line in text.splitlines() if (len(line) - len(line.lstrip())) % 2]
+    for lines in _neighbours(text):
+        assert len({line.index("=") for line in lines}) == 1, "\n".join(lines)
+
+
+def _neighbours(text: str) -> Iterator[list[str]]:
+    """Each run of lines, one under another and alike indented, that give a name a value of that line alone."""
+    run_of: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        found = re.match(r"( *)[\w-]+ += [^=]*?([^\[({])$", line)
+        if found is None or (run_of and not re.match(found[1] + r"\S", run_of[-1])):
+            yield from [run_of] if run_of else []
+            run_of = []
+        if found is not None:
+            run_of.append(line)
 
 
 def test_there_is_something_to_look_at() -> None:
@@ -70,17 +98,45 @@ def test_every_variable_is_used_and_every_one_that_is_used_is_there(directory: P
     assert outside == declared
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda path: path.name)
-def test_the_examples_pass_what_the_modules_take(environment: Path) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [*(path / "main.tf" for path in ENVIRONMENTS), *(path / "README.md" for path in MODULES)],
+    ids=lambda path: path.parent.name,
+)
+def test_the_examples_pass_what_the_modules_take(path: Path) -> None:
     """If this fails, the examples cannot be applied."""
-    for body in blocks(environment / "main.tf", "module").values():
-        source = re.search(r'^  source = "(.+)"$', body, re.MULTILINE)
-        assert source is not None
-        module = (environment / source[1]).resolve()
-        variables = blocks(module / "variables.tf", "variable")
+    called = blocks(path, "module")
+    assert called
+    for body in called.values():
+        variables = blocks(_called(body) / "variables.tf", "variable")
         passed = set(re.findall(r"^  ([a-z_]+)\s+= ", body, re.MULTILINE)) - {"source"}
         required = {name for name, text in variables.items() if not re.search(r"^  default", text, re.MULTILINE)}
         assert required <= passed <= set(variables)
+    files = [path, path.with_name("outputs.tf")] if path.name == "main.tf" else [path]
+    text = "\n".join(file.read_text() for file in files)
+    cloud = "gcs" if "gcs" in path.parent.name or "gcp" in path.parent.name else "s3"
+    named = {"bucket": MODULES_DIR / f"{cloud}-bucket", "roles": MODULES_DIR / f"{cloud}-roles"}
+    named |= {name: _called(body) for name, body in called.items()}
+    for name, output in re.findall(r"\bmodule\.([a-z_]+)\.([a-z_]+)", text):
+        assert output in blocks(named[name] / "outputs.tf", "output"), f"{name}.{output}"
+
+
+def _called(body: str) -> Path:
+    """The module of a block."""
+    source = re.search(r'^  source = ".*/modules/(.+)"$', body, re.MULTILINE)
+    assert source is not None
+    return MODULES_DIR / source[1]
+
+
+@pytest.mark.parametrize(
+    "readme", [TERRAFORM_DIR / "README.md", TERRAFORM_DIR.parent / "README.md"], ids=["own", "top"]
+)
+def test_what_the_readmes_say_to_pass_and_to_ask_for_is_there(readme: Path) -> None:
+    """If this fails, a user who does as the README says is told that there is no such variable, or no such output."""
+    text = readme.read_text()
+    aws = TERRAFORM_DIR / "envs" / "aws"
+    assert set(re.findall(r"-var '?([a-z_]+)=", text)) <= set(blocks(aws / "variables.tf", "variable"))
+    assert set(re.findall(r"terraform output (?:-raw )?([a-z_]+)", text)) <= set(blocks(aws / "outputs.tf", "output"))
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.name)

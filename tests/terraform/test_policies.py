@@ -69,6 +69,21 @@ def test_only_roles_that_somebody_may_assume_are_made(tmp_path: Path) -> None:
     }
 
 
+def test_a_machine_may_run_as_a_role(tmp_path: Path) -> None:
+    """If this fails, the benchmark runner's instance gets no credentials, or others than machines do."""
+    variables = {"bucket_arn": _BUCKET, "trusted_services": {"trainer": ["ec2.amazonaws.com"]}}
+    trust = evaluate("s3-roles", "local.trust", variables, tmp_path)
+    assert set(trust) == {"trainer"}
+    assert json.loads(trust["trainer"])["Statement"] == [
+        {
+            "Sid": "Machines",
+            "Effect": "Allow",
+            "Principal": {"Service": ["ec2.amazonaws.com"]},
+            "Action": "sts:AssumeRole",
+        }
+    ]
+
+
 @pytest.mark.parametrize("is_required", [False, True])
 def test_the_bucket_asks_for_tls_and_for_conditional_commits(tmp_path: Path, *, is_required: bool) -> None:
     """If this fails, the bucket takes requests in clear text, or refuses data, which goes up without a condition."""

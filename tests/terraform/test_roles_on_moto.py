@@ -19,22 +19,22 @@ import cloudckpt
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 BUCKET = "checkpoints"
+_READING = "load load_latest list_checkpoints verify restore copy_out export_out import_out examine_reading"
+_WRITING = "save async_save put_data manage_all copy copy_in export import_in"
 MAY = {
-    "s3-trainer": (
-        "save async_save overwrite fail fail_late load load_latest list_checkpoints verify delete gc put_data"
-    ),
-    "s3-trainer-resuming": "save resume overwrite fail fail_late delete",
-    "s3-trainer-without-delete": "save async_save fail load load_latest list_checkpoints verify put_data",
-    "s3-reader": "load load_latest list_checkpoints verify",
-    "s3-janitor": "load load_latest list_checkpoints verify delete gc",
+    "s3-trainer": f"{_WRITING} {_READING} overwrite fail fail_late delete gc manage examine bench",
+    "s3-trainer-resuming": "save resume overwrite fail fail_late delete manage copy",
+    "s3-trainer-without-delete": f"{_WRITING} {_READING} fail",
+    "s3-reader": _READING,
+    "s3-janitor": f"{_READING} delete gc",
 }
 """What each role is for."""
 MAY_NOT = {
     "s3-trainer": "resume leave_the_prefix",
     "s3-trainer-resuming": "leave_the_prefix",
-    "s3-trainer-without-delete": "overwrite fail_late resume delete gc leave_the_prefix",
-    "s3-reader": "save async_save overwrite delete gc put_data leave_the_prefix",
-    "s3-janitor": "save async_save overwrite put_data leave_the_prefix",
+    "s3-trainer-without-delete": "overwrite fail_late resume delete gc manage examine bench leave_the_prefix",
+    "s3-reader": f"{_WRITING} overwrite delete gc manage examine bench leave_the_prefix",
+    "s3-janitor": f"{_WRITING} overwrite manage examine bench leave_the_prefix",
 }
 NEEDED_BY = {
     "s3:AbortMultipartUpload": {

@@ -394,3 +394,33 @@ def test_a_rule_for_all_happens_only_where_it_can() -> None:
     assert Rule(fault=TruncatedBody()).matches(Call(operation="read", key="k"))
     assert Rule(fault=FlippedBits()).matches(Call(operation="upload_part", key="k"))
     assert not Rule(fault=LaggingList()).matches(Call(operation="list_uploads", key="k"))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Rule(fault="SlowDown"), "fault is one of this module's faults"),
+        (lambda: Rule(fault=SlowDown), "fault is one of this module's faults"),
+        (lambda: Rule(fault=SlowDown(), operations="put"), "collection of names"),
+        (lambda: Rule(fault=SlowDown(), operations=[]), "nothing would ever happen"),
+        (lambda: Rule(fault=SlowDown(), operations={"upload"}), r"no operations \['upload'\]"),
+        (lambda: Rule(fault=SlowDown(), key="("), "key is no regular expression"),
+        (lambda: Rule(fault=SlowDown(), skip=-1), "skip must be"),
+        (lambda: Rule(fault=SlowDown(), times=0), "times must be"),
+        (lambda: Rule(fault=SlowDown(), times=True), "times must be"),
+        (lambda: Rule(fault=SlowDown(), probability=5), "probability must be"),
+        (lambda: Rule(fault=SlowDown(), skip=-1, probability="1"), "skip must be .*; probability must be"),
+        (lambda: Faults(SlowDown()), "Faults takes rules"),
+        (lambda: TruncatedBody(after_bytes=-1), "after_bytes must be"),
+        (lambda: StalledBody(stall_s=float("inf")), "stall_s must be"),
+        (lambda: StalledBody(stall_s=1.0, after_bytes=0.5), "after_bytes must be"),
+        (lambda: FlippedBits(num_bits=0), "num_bits must be"),
+        (lambda: LaggingList(num_writes=-1), "num_writes must be"),
+        (lambda: LaggingList(num_calls=1.5), "num_calls must be"),
+        (lambda: Tell(before="x"), "before is a function"),
+    ],
+)
+def test_what_no_rule_can_mean_is_refused_at_once(make, words):
+    """If this fails, a test that was to break something breaks nothing, and passes."""
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()

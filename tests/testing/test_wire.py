@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from cloudckpt.testing.servers import reserved_port
 from cloudckpt.testing.wire import (
     CutAnswer,
     CutRequest,
@@ -423,9 +424,12 @@ def test_nobody_answers_a_connect_meanwhile(server):
 
 def test_a_store_that_is_gone_is_a_broken_connection(server):
     """Whoever kills the store behind the wire must see what a client of the store would see: no hang, no answer."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    with Wire(url) as wire, connected(wire) as connection, pytest.raises(ConnectionError):
+    with (
+        reserved_port() as port,
+        Wire(f"http://127.0.0.1:{port}") as wire,
+        connected(wire) as connection,
+        pytest.raises(ConnectionError),
+    ):
         ask(connection)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import warnings
-from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
+
+from cloudckpt._threads import Future
 
 
 class Adopted:
@@ -34,7 +36,7 @@ class Adopted:
         """What `stager` makes of `entries`. Raises what it raises."""
         adopted = cls()
         result = stager.stage(entries)
-        if isinstance(result, Future):
+        if isinstance(result, concurrent.futures.Future):
             adopted.is_overlapped = True
             adopted.follow(result)
             return adopted
@@ -46,10 +48,10 @@ class Adopted:
         adopted.completed.set_result(None)
         return adopted
 
-    def follow(self, future: Future[Any]) -> None:
+    def follow(self, future: concurrent.futures.Future[Any]) -> None:
         """Be complete when `future` is, with the state dict that it holds."""
 
-        def take(future: Future[Any]) -> None:
+        def take(future: concurrent.futures.Future[Any]) -> None:
             error = future.exception()
             if error is not None:
                 self.completed.set_exception(error)

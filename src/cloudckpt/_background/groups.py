@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 
 import torch
 import torch.distributed as dist
 
-from cloudckpt._group import exists
+from cloudckpt._forks import in_child
+from cloudckpt._ranks.group import check_is_rank, exists
 
 
 class Twins:
@@ -16,11 +16,11 @@ class Twins:
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-            os.register_at_fork(after_in_child=self._groups.clear)
+        in_child(self._groups.clear)
 
     def of(self, source: dist.ProcessGroup, *, timeout_s: float | None = None) -> dist.ProcessGroup:
         """That of the ranks of `source`. Collective on the first call; then its collectives take up to `timeout_s`."""
+        check_is_rank(uri="")
         for known, group in list(self._groups.items()):
             if not (exists(known) and exists(group)):
                 del self._groups[known]

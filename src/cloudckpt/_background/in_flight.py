@@ -5,28 +5,26 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing.util
-import os
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
-from concurrent.futures import wait
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt._async import AsyncSave
-from cloudckpt._failures import carried, causes_of
+from cloudckpt._api.failures import carried, causes_of
+from cloudckpt._background.handle import AsyncSave
+from cloudckpt._forks import in_child
 from cloudckpt._process.host import upload_process
 from cloudckpt._stage.pinned import PINNED
 from cloudckpt._stage.stager import PinnedStager
 from cloudckpt.errors import SaveInFlightError, portable
 
-_lock = threading.Lock()
-_beginning = threading.Lock()
-"""Held while a save is begun: from finding none in flight until the new one is."""
-_beginner: int | None = None
-"""The thread that holds it."""
+_lock = threading.RLock()  # a signal's handler may come while its own thread holds it
+_beginning = threading.RLock()
+"""Held while a save is begun: from finding none in flight until the new one is. It knows itself who holds it."""
 _latest: AsyncSave | None = None
 """The save in flight, or one that failed without anybody having asked."""
 _thread: threading.Thread | None = None
@@ -36,18 +34,15 @@ _left_behind: list[Any] = []
 _is_exit_watched = False
 
 
+@in_child
 def _forget_after_fork() -> None:
     """A child has none of its parent's threads, so none of its saves will ever end there."""
-    global _lock, _beginning, _beginner, _latest, _thread, _is_exit_watched  # noqa: PLW0603  # as above
-    _lock, _beginning = threading.Lock(), threading.Lock()
-    _beginner = _latest = _thread = None
+    global _lock, _beginning, _latest, _thread, _is_exit_watched  # noqa: PLW0603  # as above
+    _lock, _beginning = threading.RLock(), threading.RLock()
+    _latest = _thread = None
     _is_exit_watched = False
     _left_behind.extend(_stagers.values())  # their memory is the parent's: not even to be freed here
     _stagers.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def latest() -> AsyncSave | None:
@@ -60,28 +55,90 @@ def latest() -> AsyncSave | None:
 
 
 @contextlib.contextmanager
-def turn(in_flight: Literal["wait", "raise"]) -> Iterator[None]:
-    """As `await_turn`; and in this context no other thread begins a save, whose copy would go to the same memory."""
-    global _beginner  # noqa: PLW0603  # of the process
-    # By a signal handler, or an object that is asked for its state.
-    is_own = _beginning.locked() and _beginner == threading.get_ident()
-    if is_own or (in_flight == "raise" and _beginning.locked()):
+def turn(
+    in_flight: Literal["wait", "raise"], *, first_with: Callable[[str | None], tuple[int, str] | None]
+) -> Iterator[None]:
+    """In this context no other thread begins a save, whose copy would go to the same memory. `await_turn` in it.
+
+    With ``"raise"``, raises `SaveInFlightError` instead of waiting: where `first_with`, which is told where the save of
+    this rank goes that is in flight, says that a rank has one. All ranks do then, or none.
+    """
+    _refuse_within_own()
+    try:
+        if not _taken(0.0 if in_flight == "raise" else None):
+            raise SaveInFlightError(
+                "another thread is still beginning a background save, so no other was begun. "
+                "Begin one when async_save has returned",
+                uri="",
+            )
+        if in_flight == "raise":
+            _refuse_beside_another(first_with)
+        yield
+    finally:
+        try:  # noqa: SIM105  # before anything is called, where an interrupt would keep the lock
+            _beginning.release()
+        except RuntimeError:  # it was not acquired
+            pass
+
+
+def _refuse_within_own() -> None:
+    """By a signal handler, or an object that is asked for its state."""
+    if _beginning._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001  # as Python's conditions ask
         raise SaveInFlightError(
-            f"{'this' if is_own else 'another'} thread is still beginning a background save, so no other was begun. "
+            "this thread is still beginning a background save, so no other was begun, and nothing was freed. "
             "Begin one when async_save has returned",
             uri="",
         )
-    with _beginning:
-        try:
-            _beginner = threading.get_ident()
-            await_turn(in_flight)
-            yield
-        finally:
-            _beginner = None
 
 
-def await_turn(in_flight: Literal["wait", "raise"] = "wait") -> None:
-    """Until the background save in flight, if there is one, has ended; or raise `SaveInFlightError`.
+def _taken(within_s: float | None) -> bool:
+    """Whether this thread holds `_beginning` now."""
+    if not _is_waited_for_here():
+        return _beginning.acquire(timeout=-1 if within_s is None else within_s)
+    if not _beginning.acquire(blocking=False):
+        raise SaveInFlightError(
+            "another thread begins a background save, and waits for this one, which has made the save before, to "
+            "end: nothing was begun or freed here",
+            uri="",
+        )
+    return True
+
+
+def _is_waited_for_here() -> bool:
+    """Whether this is the thread of the last save, in a callback: whoever begins the next one waits for it to end.
+
+    Raises `SaveInFlightError` where that save is still going on.
+    """
+    with _lock:
+        previous, thread = _latest, _thread
+    if thread is not threading.current_thread():
+        return False
+    if previous is not None and not previous.done():
+        raise SaveInFlightError(
+            f"this is the thread that saves to {previous.uri}, which cannot wait for its own end: nothing was begun or "
+            "freed",
+            uri=previous.uri,
+        )
+    return True
+
+
+def _refuse_beside_another(first_with: Callable[[str | None], tuple[int, str] | None]) -> None:
+    with _lock:
+        mine = _latest
+    is_in_flight = mine is not None and not mine.done()
+    found = first_with(mine.uri if mine is not None and is_in_flight else None)
+    if found is not None:
+        rank, uri = found
+        where = "" if is_in_flight else f" on rank {rank}"
+        raise SaveInFlightError(
+            f"the background save to {uri} is still running{where}, so no other was begun. Wait for its handle or "
+            "cancel it, or let async_save wait (Options.async_in_flight)",
+            uri=uri,
+        )
+
+
+def await_turn() -> None:
+    """Until the background save in flight, if there is one, has ended.
 
     Two saves on one process group at a time would mix up their collectives.
     """
@@ -91,13 +148,7 @@ def await_turn(in_flight: Literal["wait", "raise"] = "wait") -> None:
     if previous is None or previous.done():
         _join(thread)
         return
-    if in_flight == "raise":
-        raise SaveInFlightError(
-            f"the background save to {previous.uri} is still running, so no other was begun. Wait for its handle or "
-            "cancel it, or let async_save wait (Options.async_in_flight)",
-            uri=previous.uri,
-        )
-    wait([previous.committed])
+    previous.committed.wait()
     _join(thread)
 
 
@@ -155,10 +206,26 @@ def close(timeout: float | None = None) -> None:
     Raises the failure of the last one if nobody has asked its handle for it, and `TimeoutError`, with nothing freed,
     where it has not ended within `timeout` seconds. Can be called again, and saving goes on to work: it begins anew.
     A script that ends without it loses nothing: the interpreter completes the save in flight, and frees everything.
+    Waits, too, while another thread begins a save; raises `SaveInFlightError` where this very thread is about to,
+    or makes the save.
     """
+    ends_at_s = None if timeout is None else time.monotonic() + timeout
+    _refuse_within_own()
+    try:
+        if not _taken(None if timeout is None else max(0.0, timeout)):
+            raise TimeoutError(f"another thread has not begun its background save within {timeout} s; it goes on")
+        _end(timeout, within_s=None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
+    finally:
+        try:  # noqa: SIM105  # as above
+            _beginning.release()
+        except RuntimeError:  # as above
+            pass
+
+
+def _end(timeout: float | None, *, within_s: float | None) -> None:
     with _lock:
         previous, thread = _latest, _thread
-    if previous is not None and wait([previous.committed], timeout).not_done:
+    if previous is not None and not previous.committed.wait(within_s):
         raise TimeoutError(f"the background save to {previous.uri} has not ended within {timeout} s; it goes on")
     _join(thread)
     with _lock:
@@ -176,7 +243,7 @@ def close(timeout: float | None = None) -> None:
 
 def _at_exit() -> None:
     try:
-        close()
+        _end(None, within_s=None)  # whoever still begins a save is a thread that the interpreter does not wait for
     except BaseException as error:  # noqa: BLE001  # nobody is left to whom it could be raised
         sys.excepthook(type(error), error, error.__traceback__)
 

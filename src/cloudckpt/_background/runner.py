@@ -11,7 +11,7 @@ import functools
 import threading
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,19 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from cloudckpt._async import AsyncSave
+from cloudckpt._api.failures import rank_in
+from cloudckpt._api.saved import SavedMetadata
+from cloudckpt._api.saving import RefusingPlanner, saved
 from cloudckpt._background.adopted import Adopted
+from cloudckpt._background.handle import AsyncSave
 from cloudckpt._background.in_flight import forget, keep, own_stager
-from cloudckpt._failures import rank_in
-from cloudckpt._group import Call, accompanied
 from cloudckpt._pipeline.lifecycle import Lifecycle
 from cloudckpt._process.host import upload_process
-from cloudckpt._saved import SavedMetadata
-from cloudckpt._saving import RefusingPlanner, saved
+from cloudckpt._ranks.company import accompanied
+from cloudckpt._ranks.group import Call
 from cloudckpt._stage.staging import AsAWhole, Staging
 from cloudckpt._steering import Steering
+from cloudckpt._threads import Thread
 from cloudckpt.errors import portable
 from cloudckpt.writer import ObjectStoreWriter
 
@@ -81,9 +83,9 @@ class BackgroundSave:
             tell_others = self.call.cancel
         handle = AsyncSave(uri, steering=steering if is_ours else None, staging=staging, tell_others=tell_others)
         self.handle = handle
-        thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self._run, handle, steering, is_overlapped),
+        thread = Thread(
+            contextvars.copy_context().run,
+            *(self._run, handle, steering, is_overlapped),
             name="cloudckpt-async",
             daemon=False,
         )
@@ -91,7 +93,7 @@ class BackgroundSave:
         thread.start()
         if is_overlapped and not staging.completed.done():
             return handle
-        wait([staging.completed])
+        staging.completed.wait()
         if staging.completed.exception() is not None and (error := handle.exception()) is not None:
             raise error
         return handle
@@ -122,7 +124,7 @@ class BackgroundSave:
                 error.__traceback__ = None  # it says itself where it comes from, and this frame would go on for it
         if isinstance(self.writer, ObjectStoreWriter) and isinstance(outcome, BaseException):
             self.writer.lifecycle.end(outcome)
-        wait([staging.completed])  # until then the memory is written to
+        staging.completed.wait()  # until then the memory is written to
         staging.state_dict = {}  # else its tensors live until the next one
         self.staging = self.planner = self.handle = None
         handle.end(outcome)
@@ -140,7 +142,7 @@ class BackgroundSave:
                 # every core busy, an upload beside it would make that wait longer than it would shorten the save.
                 snapshot = staging if is_overlapped or staging.leaves_cores else AsAWhole(staging)
             else:
-                wait([staging.completed, steering.cancelled], return_when=FIRST_COMPLETED)
+                steering.wait_for(staging.completed)
             steering.check()
             if staging.completed.done():
                 staging.completed.result()

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from cloudckpt._async import AsyncSave
+from cloudckpt._api.saving import failed, with_report
 from cloudckpt._background.adopted import Adopted
+from cloudckpt._background.handle import AsyncSave
 from cloudckpt._background.in_flight import keep, own_stager
-from cloudckpt._saving import failed, with_report
 
 
 def begin_in_torchs_process(

@@ -23,6 +23,7 @@ from cloudckpt._commit.resolve import (
     read_log,
     read_manifest,
 )
+from cloudckpt._commit.uploads import noting
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
     CheckpointChangedError,
@@ -78,30 +79,42 @@ def walk(
 ) -> Inventory:
     """What cloudckpt wrote under `store`, from one listing of objects and one of uploads for each of `prefixes`.
 
-    `on_unlisted` is told why unfinished uploads could not be listed; without it, that is an error as any other.
+    `on_unlisted` is told why unfinished uploads could not be listed; without it, that is an error as any other, and so
+    is a folder that could not be looked into. With it, the inventory has these folders as `Inventory.unlisted`.
     """
-
-    def look() -> Inventory:
-        inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
-        for prefix in prefixes:
-            for info in store.list(prefix):
-                inventory.add_object(info)
-        return inventory
-
-    def uploads() -> list[UploadInfo]:
-        return [info for prefix in prefixes for info in store.list_uploads(prefix)]
-
-    inventory = retrier.call(look)
+    inventory = retrier.call(lambda: _objects(store, prefixes, has_hidden_uploads=has_hidden_uploads))
     try:
-        for upload in retrier.call(uploads):
+        found, unlisted = retrier.call(lambda: _uploads(store, prefixes))
+        for upload in found:
             inventory.add_upload(upload)
+        inventory.unlisted.update(unlisted)
     except UnsupportedOperationError:
         pass  # then none can be open
     except StoreError as error:
         if on_unlisted is None:
             raise
         on_unlisted(error)
+    for prefix, denied in inventory.unlisted.items():
+        if on_unlisted is None or not prefix:
+            raise denied
     return inventory
+
+
+def _objects(store: Store, prefixes: Sequence[str], *, has_hidden_uploads: bool) -> Inventory:
+    inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
+    for prefix in prefixes:
+        with noting(inventory.unlisted):
+            for info in store.list(prefix):
+                inventory.add_object(info)
+    return inventory
+
+
+def _uploads(store: Store, prefixes: Sequence[str]) -> tuple[list[UploadInfo], dict[str, StoreError]]:
+    found, unlisted = list[UploadInfo](), dict[str, StoreError]()
+    for prefix in prefixes:
+        with noting(unlisted):
+            found.extend(store.list_uploads(prefix))  # by what there is before an error
+    return found, unlisted
 
 
 def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool = False) -> Judgement:

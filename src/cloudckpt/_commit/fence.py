@@ -8,6 +8,7 @@ import secrets
 import msgspec
 from awscrt.checksums import crc32c
 
+from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
 
 MAX_FENCE_BYTES = 128
@@ -68,8 +69,8 @@ def decode_fence(document: bytes, *, number: int, uri: str) -> Fence:
         major = _HEAD_DECODER.decode(document).version[0]
         if major > _MAJOR:
             raise UnsupportedFormatError(
-                f"{uri} was written in version {major} of the format of fences; this cloudckpt reads up to {_MAJOR}.x. "
-                "Upgrade cloudckpt to load what lies there",
+                f"{uri} was written in version {major} of the format of fences; this cloudckpt, {__version__}, reads "
+                f"up to {_MAJOR}.x. Upgrade cloudckpt to load what lies there",
                 uri=uri,
             )
         fence = _FENCE_DECODER.decode(document)

@@ -23,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Store
 
-# Errors that say the object was not written. Any other may have come after it was.
+# Errors that say the object was not written. Any other may have come after it was, unless it says that it did not.
 _REFUSALS = (
     AccessDeniedError,
     BucketNotFoundError,
@@ -65,7 +65,7 @@ def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, 
         except _REFUSALS:
             raise
         except StoreError as error:
-            may_have_arrived = True
+            may_have_arrived = may_have_arrived or not error.had_no_effect
             num_swept += isinstance(error, ObjectNotFoundError)
             if num_swept > _MOST_SWEEPS or not isinstance(error, ObjectNotFoundError):
                 raise

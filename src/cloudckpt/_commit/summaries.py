@@ -6,6 +6,7 @@ import threading
 
 from cloudckpt._commit.fence import MAX_FENCE_BYTES, is_fence
 from cloudckpt._commit.resolve import MAX_MANIFEST_BYTES, Log, manifest_key
+from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.summary import Summary, summary_of
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import ObjectNotFoundError
@@ -15,10 +16,13 @@ _LARGE_BYTES = 32 * 1024 * 1024
 
 
 class Summaries:
-    """For several threads, which read small manifests at once, and large ones one after the other."""
+    """For several threads, which read small manifests at once, and large ones one after the other.
 
-    def __init__(self, retrier: Retrier) -> None:
-        self._retrier = retrier
+    With `check`, of manifests that say nothing that contradicts itself in any place.
+    """
+
+    def __init__(self, retrier: Retrier, *, check: bool = False) -> None:
+        self._retrier, self._check = retrier, check
         self._one_large = threading.Lock()
 
     def read(self, store: Store, log: Log) -> Summary | None:
@@ -38,4 +42,6 @@ class Summaries:
         document = self._retrier.call(lambda: store.read(key, max_bytes=MAX_MANIFEST_BYTES))
         if is_fence(document) and len(document) <= MAX_FENCE_BYTES:
             return None
+        if self._check:
+            decode(document, uri=store.url(key))
         return summary_of(document, uri=store.url(key))

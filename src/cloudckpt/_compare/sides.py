@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.load import LoadJob
 from cloudckpt._plan.boxes import Box, intersection_of
 from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt._threads import Thread
 from cloudckpt._uri import parse_location
 from cloudckpt.options import Options
 
@@ -97,8 +97,9 @@ class Side:
                 continue
             part: torch.Tensor = into
             at = [a - b for a, b in zip(common.offsets, box.offsets, strict=True)]
-            for dim, (offset, length) in enumerate(zip(at, common.lengths, strict=True)):
-                part = part.narrow(dim, offset, length)
+            if common.lengths != box.lengths:  # or it is the block itself, and each step a tensor of many
+                for dim, (offset, length) in enumerate(zip(at, common.lengths, strict=True)):
+                    part = part.narrow(dim, offset, length)
             targets.append(part)
             within = [a - b for a, b in zip(common.offsets, chunk.offsets, strict=True)]
             yield ReadItem(
@@ -146,7 +147,7 @@ def read_both(sides: Sequence[tuple[Side, Sequence[tuple[Wanted, Any]]]]) -> Non
             for other, _ in sides:
                 other.context.retrier.stop()
 
-    thread = threading.Thread(target=read, args=sides[1], name="cloudckpt-compare")
+    thread = Thread(read, *sides[1], name="cloudckpt-compare", daemon=False)
     thread.start()
     try:
         read(*sides[0])

@@ -38,6 +38,11 @@ class CopiedBody:
         self._tile_bytes = tile_bytes
         self._tiles: array[int] = unpack_tiles(stored.crc32c)
 
+    @property
+    def known_crc32cs(self) -> Sequence[int]:
+        """Of its tiles. So what is there of it elsewhere is known without reading the source."""
+        return self._tiles
+
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
         """Views of bytes ``[begin, end)``. Bounds lie on tiles."""

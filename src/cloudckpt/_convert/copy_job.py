@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Literal, TypeAlias
@@ -14,12 +16,14 @@ from cloudckpt._convert.bodies import CopiedBody, missing
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import is_one_service, part_bytes_for, upload_session
 from cloudckpt._convert.target import TargetJob
-from cloudckpt._manifest.codec import pack_tiles, unpack_tiles
+from cloudckpt._manifest.codec import encode, pack_tiles, unpack_tiles
 from cloudckpt._manifest.model import Manifest, StoredObject
 from cloudckpt._pipeline.context import Context
 from cloudckpt._plan.header import contents_of
 from cloudckpt._stage.arena import Arena
 from cloudckpt._transfer.checksum import combined
+from cloudckpt._transfer.resume import Leftover
+from cloudckpt._transfer.upload import UploadSession
 from cloudckpt._workers import each_done
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -32,6 +36,7 @@ from cloudckpt.errors import (
 
 _log = logging.getLogger("cloudckpt")
 
+_DIGEST_DIGITS = 32
 _Outcome: TypeAlias = Literal["told", "read back"]
 """How it is known that a copy by the service is good."""
 
@@ -44,6 +49,7 @@ class Copied:
     """Of the new objects, by the numbers of the old ones."""
     num_service_bytes: int = 0
     num_read_back_bytes: int = 0
+    num_reused_bytes: int = 0
 
 
 class CopyJob:
@@ -55,8 +61,11 @@ class CopyJob:
         self._manifest = manifest
         self._progress = progress
         self._contents = contents_of(manifest)
-        self._job = TargetJob(target, save_id=manifest.save_id or "")
+        digest = hashlib.sha256(encode(manifest)).hexdigest()[:_DIGEST_DIGITS]
+        self._job = TargetJob(target, save_id=manifest.save_id or "", copy_of=digest)
         self._done = Copied()
+        self._leftovers: dict[str, list[Leftover]] = {}
+        """What earlier copies of this manifest left, by the keys of this one."""
         self._bad: list[str] = []
         """The keys of what the service made, and what was not good."""
         budget_bytes = source.options.read_bytes
@@ -71,11 +80,14 @@ class CopyJob:
         job.check(overwrite=overwrite)
         self._progress.expect(sum(stored.size for stored in objects))
         keys = [job.key(number) for number in range(2 * len(objects))]
+        self._leftovers = job.leftovers()
         try:
             with contextlib.closing(Arena(budget_bytes=self._source.options.read_bytes)) as arena:
                 if is_one_service(self._source, self._target):
                     # Under keys of their own: a copy that was given up may still come to lie there.
-                    self._ask_service(keys[len(objects) :], arena)
+                    if self._leftovers:
+                        self._take_up(keys, arena)
+                    self._ask_service(self._missing(), keys[len(objects) :], arena)
                 self._stream(keys[: len(objects)], arena)
             copied = msgspec.structs.replace(
                 self._manifest,
@@ -94,8 +106,35 @@ class CopyJob:
             job.remove(self._bad)
         return copied, done
 
-    def _ask_service(self, keys: list[str], arena: Arena) -> None:
-        """Have the service copy what it can; the rest stays to be read and written."""
+    def _missing(self) -> list[int]:
+        return [number for number in range(len(self._manifest.objects)) if number not in self._done.keys]
+
+    def _take_up(self, keys: list[str], arena: Arena) -> None:
+        """Use the objects that an earlier copy left and that are good, so that the service is not asked again."""
+        objects, found = self._manifest.objects, self._leftovers
+        by_service = keys[len(objects) :]
+        # What the service made is used only if what it makes now is good: it may believe wrong checksums of good bytes.
+        trial = min(self._missing(), key=lambda number: (by_service[number] in found, objects[number].size))
+        self._ask_service([trial], by_service, arena)
+        is_trusted = trial in self._done.keys
+        kept: dict[int, str] = {}  # each written by one thread
+
+        def look(number: int) -> None:
+            leftovers = [*found.get(keys[number], []), *(found.get(by_service[number], []) if is_trusted else [])]
+            for leftover in leftovers:
+                # Where somebody removes it meanwhile, it is only copied again.
+                with contextlib.suppress(ObjectNotFoundError):
+                    if leftover.size_bytes == objects[number].size and self._is_good(number, leftover.key, arena):
+                        kept[number] = leftover.key
+                        return
+
+        for number in self._each(self._missing(), look):
+            if number in kept:
+                self._done.keys[number] = kept[number]
+                self._reused(objects[number].size)
+
+    def _ask_service(self, numbers: list[int], keys: list[str], arena: Arena) -> None:
+        """Have the service copy what it can of these objects; the rest stays to be read and written."""
         source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
         refused: list[StoreError] = []
         outcomes: dict[int, _Outcome] = {}  # each written by one thread
@@ -120,17 +159,24 @@ class CopyJob:
                 # which the service believes something wrong is not kept either: other clients would refuse to read it.
                 self._bad.append(keys[number])
 
-        for number in each_done(
-            range(len(keys)),
-            ask,
-            num_threads=target.first_connections,
-            name="cloudckpt-copy",
-            on_failure=target.retrier.stop,
-        ):
+        for number in self._each(numbers, ask):
             if number in outcomes:
                 self._count(number, keys[number], outcomes[number])
         if refused:
             _log.info("the service does not copy, so that all is read and written: %s", refused[0])
+
+    def _each(self, numbers: list[int], work: Callable[[int], None]) -> Iterator[int]:
+        return each_done(
+            numbers,
+            work,
+            num_threads=self._target.first_connections,
+            name="cloudckpt-copy",
+            on_failure=self._target.retrier.stop,
+        )
+
+    def _reused(self, num_bytes: int) -> None:
+        self._done.num_reused_bytes += num_bytes
+        self._progress.add(num_bytes)
 
     def _count(self, number: int, key: str, outcome: _Outcome) -> None:
         num_bytes = self._manifest.objects[number].size
@@ -153,17 +199,16 @@ class CopyJob:
                 with body.open(begin, min(begin + self._part_bytes, stored.size)):
                     pass
         except CorruptCheckpointError as error:
-            _log.warning("the service's copy is not what was saved: %s", error)
+            _log.warning("a copy is not what was saved: %s", error)
             return False
         return True
 
     def _stream(self, keys: list[str], arena: Arena) -> None:
         """Read and write whatever is not there yet."""
         source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
-        numbers = [number for number in range(len(keys)) if number not in self._done.keys]
+        numbers = self._missing()
         if not numbers:
             return
-        leftovers = self._job.leftovers()
         with upload_session(
             target,
             self._progress,
@@ -171,12 +216,15 @@ class CopyJob:
             tile_bytes=tile_bytes,
             resumable=target.options.resume,
         ) as session:
+            num_told_bytes = 0
             try:
                 for number in numbers:
                     stored = self._manifest.objects[number]
                     body = CopiedBody(source, stored, self._contents[number], arena, tile_bytes=tile_bytes)
-                    session.submit(keys[number], body, leftovers.get(keys[number], []))
+                    session.submit(keys[number], body, self._leftovers.get(keys[number], []))
+                    num_told_bytes = self._tell_reused(session, num_told_bytes)
                 receipts = session.finish()
+                self._tell_reused(session, num_told_bytes)
             except BaseException:
                 source.retrier.stop()
                 raise
@@ -189,3 +237,8 @@ class CopyJob:
                     uri=target.uri,
                 )
             self._done.keys[number] = receipt.key
+
+    def _tell_reused(self, session: UploadSession, num_told_bytes: int) -> int:
+        num_bytes = session.num_reused_bytes
+        self._reused(num_bytes - num_told_bytes)
+        return num_bytes

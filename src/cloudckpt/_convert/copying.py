@@ -6,6 +6,8 @@ import logging
 import os
 import time
 
+import msgspec
+
 from cloudckpt._commit.resolve import holds_torch_checkpoint, ranks_of, resolve
 from cloudckpt._convert.copy_job import Copied, CopyJob
 from cloudckpt._convert.progress import OnProgress, Progress
@@ -14,6 +16,7 @@ from cloudckpt._convert.sides import check_apart
 from cloudckpt._convert.target import TargetJob
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._pipeline.context import Context
+from cloudckpt._pipeline.verify import VerifyJob
 from cloudckpt._uri import parse_location
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.options import Options
@@ -39,9 +42,10 @@ def copy(
     none, the copy is read back. What is not good is read and written after all. So is all else: in at most
     ``options.read_bytes`` of memory, or in whole objects where the target has no uploads in parts.
 
-    `options` are for the source, `target_options` for the target; with ``resume`` in these, what an earlier copy
-    there left is taken up. `on_progress` is told the bytes done and their total. What a copy that is killed leaves,
-    `cloudckpt.gc` removes.
+    `options` are for the source, `target_options` for the target. With ``resume`` in these, what an earlier copy with
+    it of this very checkpoint left there is read, compared with the checksums, and used; and a copy that fails removes
+    nothing. `on_progress` is told the bytes done and their total. What a copy that is killed leaves, `cloudckpt.gc`
+    removes.
 
     Raises `CorruptCheckpointError` where the source is damaged, `CheckpointChangedError` where it was overwritten twice
     meanwhile, `CheckpointExistsError`, `CheckpointNotFoundError`, `InvalidURIError` where one place lies in the other,
@@ -70,6 +74,7 @@ def copy(
         num_bytes=sum(stored.size for manifest, _ in copied for stored in manifest.objects),
         num_service_bytes=sum(done.num_service_bytes for _, done in copied),
         num_read_back_bytes=sum(done.num_read_back_bytes for _, done in copied),
+        num_reused_bytes=sum(done.num_reused_bytes for _, done in copied),
         num_requests=sum(context.retrier.num_requests for context in contexts),
         num_retries=sum(context.retrier.num_retries for context in contexts),
         copy_s=time.monotonic() - begun_s,
@@ -103,6 +108,14 @@ def _copy_resolved(
     """The copy of one manifest and its data; once more where the source was overwritten meanwhile."""
     for is_last in (False, True):
         manifest = found or resolve(source.store, source.retrier).manifest
+        if found is None and target.options.resume and not overwrite:
+            there = _copy_at(target, manifest)
+            if there is not None:
+                _check_whole(target, there)
+                num_bytes = sum(stored.size for stored in there.objects)
+                progress.expect(num_bytes)
+                progress.add(num_bytes)
+                return there, Copied(num_reused_bytes=num_bytes)
         try:
             return CopyJob(source, target, manifest, progress).run(overwrite=overwrite)
         except CorruptCheckpointError:
@@ -117,6 +130,35 @@ def _copy_resolved(
         "again",
         uri=source.uri,
     )
+
+
+def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
+    """What an earlier copy of all ranks has committed of this one, before it ended at another."""
+    try:
+        there = resolve(target.store, target.retrier).manifest
+    except CheckpointNotFoundError:
+        return None
+    pairs = zip(there.objects, manifest.objects, strict=False)
+    as_saved = msgspec.structs.replace(
+        there,
+        attempt=manifest.attempt,
+        created_at=manifest.created_at,
+        objects=[msgspec.structs.replace(mine, key=its.key) for mine, its in pairs],
+    )
+    return there if as_saved == manifest and len(there.objects) == len(manifest.objects) else None
+
+
+def _check_whole(target: Context, there: Manifest) -> None:
+    """Raises `CorruptCheckpointError` unless what is committed there still has the bytes that its manifest tells."""
+    problems = VerifyJob(target, there).run()
+    if problems:
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise CorruptCheckpointError(
+            f"{target.uri}, which an earlier copy has committed, is damaged by now: {problems[0]}{more}. Copy with "
+            "overwrite=True, which replaces it, or delete it and copy again",
+            uri=target.uri,
+            problems=problems,
+        )
 
 
 def _changed(source: Context, manifest: Manifest) -> Manifest | None:

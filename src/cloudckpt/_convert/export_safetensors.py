@@ -53,9 +53,12 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Done:
     index = index_of(shards)
     progress.expect(sum(shard.layout.size_bytes for shard in shards) + (len(index) if len(shards) > 1 else 0))
     files.clear()
-    # A half for the parts that are sent, the other for what is read beside them: whole tiles, and gaps.
+    # A half for the parts that are sent, the other for what is read beside them: whole tiles, and gaps; or chunks that
+    # can only be unpacked whole.
     budget_bytes = plan.options.read_bytes // 2
-    reader = CheckpointReader(source, manifest, budget_bytes=budget_bytes // target.first_connections)
+    reader = CheckpointReader(
+        source, manifest, budget_bytes=budget_bytes // target.first_connections, kept_bytes=budget_bytes
+    )
     with files.upload(budget_bytes=budget_bytes) as submit:
         try:
             for shard in shards:

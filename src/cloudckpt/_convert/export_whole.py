@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from cloudckpt._convert.bodies import FileBody
@@ -58,7 +59,7 @@ def export_dcp(plan: ExportPlan, progress: Progress) -> Done:
     files.check()
     state_dict, done = _loaded(plan)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
-        dcp_save(state_dict, storage_writer=FileSystemWriter(scratch, sync_files=False), no_dist=True)
+        dcp_save(state_dict, storage_writer=_Writer(scratch, sync_files=False), no_dist=True)
         sizes = {name: os.path.getsize(os.path.join(scratch, name)) for name in sorted(os.listdir(scratch))}  # noqa: PTH118, PTH202, PTH208
         progress.expect(sum(sizes.values()))
         files.clear()
@@ -70,6 +71,14 @@ def export_dcp(plan: ExportPlan, progress: Progress) -> Done:
         with open(os.path.join(scratch, _METADATA), "rb") as file:  # noqa: PTH118, PTH123
             files.put_last(_METADATA, file.read())
     return Done(num_tensors=done[0], num_values=done[1], files=files.written)
+
+
+class _Writer(FileSystemWriter):
+    """One that pickles no path of ours: that of Python 3.13 cannot be read by an older one."""
+
+    def storage_meta(self) -> StorageMeta:
+        """With text alone."""
+        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
 
 
 def _loaded(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:

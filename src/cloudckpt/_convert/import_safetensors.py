@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 import torch
 
 from cloudckpt._convert.bodies import TensorsBody
-from cloudckpt._convert.names import chosen_names
+from cloudckpt._convert.names import checked_ties, chosen_names
 from cloudckpt._convert.plan import Done, ImportPlan
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.safetensors_header import FileTensor
@@ -44,8 +44,12 @@ def import_safetensors(plan: ImportPlan, progress: Progress) -> Done:
     source = SafetensorsSource(plan.source, plan.options)
     target = Context(plan.target, plan.target_options, rank=0)
     tensors = source.tensors
-    names = chosen_names(tensors, include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri)
-    objects = _objects_of({fqn: tensors[fqn] for fqn in names}, names, object_bytes=plan.target_options.object_bytes)
+    ties = {**source.ties, **checked_ties(plan.tie, tensors, uri=plan.source.uri)}
+    names = chosen_names([*tensors, *ties], include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri)
+    names_of: dict[str, list[str]] = {}  # of what is stored, its own first
+    for fqn, name in names.items():
+        names_of.setdefault(ties.get(fqn, fqn), []).append(name)
+    objects = _objects_of(tensors, names_of, object_bytes=plan.target_options.object_bytes)
     save_id = str(uuid.uuid4())
     job = TargetJob(target, save_id=save_id)
     job.check(overwrite=plan.overwrite)
@@ -55,7 +59,7 @@ def import_safetensors(plan: ImportPlan, progress: Progress) -> Done:
         receipts = _uploaded(objects, source, job, target, plan=plan, progress=progress)
         source.check_unchanged()
         manifest = _manifest_of(
-            objects, receipts, names, tensors=tensors, attempt=job.attempt, save_id=save_id, plan=plan
+            objects, receipts, names_of, tensors=tensors, attempt=job.attempt, save_id=save_id, plan=plan
         )
     except BaseException:
         job.remove(keys)
@@ -65,15 +69,15 @@ def import_safetensors(plan: ImportPlan, progress: Progress) -> Done:
 
 
 def _objects_of(
-    tensors: dict[str, FileTensor], names: dict[str, str], *, object_bytes: int
+    tensors: dict[str, FileTensor], names_of: dict[str, list[str]], *, object_bytes: int
 ) -> list[tuple[list[str], Layout]]:
-    """Of each data object, the source's names of the tensors in it, and where they lie."""
-    fqns = list(tensors)
+    """Of each data object, the source's names of the tensors in it, and where they lie. A header names each once."""
+    fqns = list(names_of)
     sizes = [tensors[fqn].end - tensors[fqn].begin for fqn in fqns]
     objects = []
     for group in pack(sizes, object_bytes=object_bytes):
         members = [fqns[i] for i in group]
-        entries = [_entry(names[fqn], tensors[fqn]) for fqn in members]
+        entries = [_entry(names_of[fqn][0], tensors[fqn]) for fqn in members]
         order = storage_order(entries)
         objects.append(([members[i] for i in order], lay_out([entries[i] for i in order])))
     return objects
@@ -116,7 +120,7 @@ def _uploaded(
 def _manifest_of(
     objects: Sequence[tuple[list[str], Layout]],
     receipts: Sequence[ObjectReceipt],
-    names: dict[str, str],
+    names_of: dict[str, list[str]],
     *,
     tensors: dict[str, FileTensor],
     attempt: str,
@@ -129,7 +133,8 @@ def _manifest_of(
             tensor = tensors[fqn]
             end = begin + tensor.end - tensor.begin
             chunk = Chunk((0,) * len(tensor.shape), tensor.shape, index, begin, end)
-            stored[names[fqn]] = StoredTensor(dtype=tensor.dtype, shape=tensor.shape, chunks=[chunk])
+            for name in names_of[fqn]:
+                stored[name] = StoredTensor(dtype=tensor.dtype, shape=tensor.shape, chunks=[chunk])
     manifest = Manifest(
         format=FORMAT_NAME,
         version=(FORMAT_MAJOR, FORMAT_MINOR),

@@ -11,17 +11,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from cloudckpt._convert.names import shown
 from cloudckpt._convert.plan import Done, ImportPlan
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import folder_and_name
-from cloudckpt._convert.whole import load_whole, renamed
+from cloudckpt._convert.whole import flattened, load_whole, renamed
 from cloudckpt._pipeline.context import Context
+from cloudckpt._stage.values import unsafe_names
 from cloudckpt._transfer.download import fetch
 from cloudckpt.api import save
 from cloudckpt.errors import (
+    CheckpointChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ObjectNotFoundError,
@@ -56,7 +57,7 @@ def import_dcp(plan: ImportPlan, progress: Progress) -> Done:
 
 
 def _saved(state_dict: dict[str, Any], plan: ImportPlan, progress: Progress) -> Done:
-    flat, _ = flatten_state_dict(state_dict)
+    flat = flattened(state_dict, uri=plan.source.uri)
     tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
     progress.expect(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     theirs = plan.target_options.on_event
@@ -81,7 +82,7 @@ def _local_copy(plan: ImportPlan) -> Iterator[str]:
     folder, name = folder_and_name(plan.source)
     context = Context(folder, plan.options, rank=0)
     try:
-        size_bytes = context.retrier.call(lambda: context.store.head(name)).size_bytes
+        info = context.retrier.call(lambda: context.store.head(name))
     except ObjectNotFoundError as error:
         raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
     if plan.source.scheme == "file":
@@ -90,10 +91,16 @@ def _local_copy(plan: ImportPlan) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
         path = os.path.join(scratch, "state.pt")  # noqa: PTH118
         with open(path, "wb") as file:  # noqa: PTH123
-            for begin in range(0, size_bytes, _PIECE_BYTES):
-                piece = bytearray(min(_PIECE_BYTES, size_bytes - begin))
+            for begin in range(0, info.size_bytes, _PIECE_BYTES):
+                piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
                 fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
                 file.write(piece)
+        now = context.retrier.call(lambda: context.store.head(name))
+        if (now.size_bytes, now.modified_at) != (info.size_bytes, info.modified_at):
+            raise CheckpointChangedError(
+                f"{plan.source.uri} was replaced while it was read, so nothing was committed. Import again",
+                uri=plan.source.uri,
+            )
         yield path
 
 
@@ -101,14 +108,14 @@ def _unpickled(path: str, plan: ImportPlan) -> dict[str, Any]:
     uri = plan.source.uri
     try:
         found = _loaded(path, weights_only=not plan.allow_pickle)
-    except pickle.UnpicklingError as error:
-        raise UnsafePickleError(
-            f"{uri} holds more than tensors and plain values, so that reading it could run any code, or it is no file "
-            "of torch.save. If you trust who wrote it, pass allow_pickle=True (cloudckpt import --unsafe-pickle): "
-            f"{str(error).splitlines()[0]}",
-            uri=uri,
-        ) from error
     except Exception as error:  # a pickle can raise anything
+        if isinstance(error, pickle.UnpicklingError) and not plan.allow_pickle:
+            raise UnsafePickleError(
+                f"{uri} holds more than tensors and plain values, so that reading it could run any code (it uses "
+                f"{unsafe_names(path)}), or it is no file of torch.save. If you trust who wrote it, pass "
+                "allow_pickle=True (cloudckpt import --unsafe-pickle)",
+                uri=uri,
+            ) from error
         raise CorruptCheckpointError(
             f"{uri} cannot be read as a file of torch.save ({type(error).__name__}: {error})", uri=uri
         ) from error

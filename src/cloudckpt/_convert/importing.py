@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cloudckpt._convert.import_safetensors import import_safetensors
 from cloudckpt._convert.import_whole import import_dcp, import_torch
@@ -30,6 +30,7 @@ def import_checkpoint(
     format: Format = "safetensors",  # noqa: A002  # the word that it is
     include: str | Sequence[str] = (),
     add_prefix: str = "",
+    tie: Mapping[str, str] | None = None,
     overwrite: bool = False,
     allow_pickle: bool = False,
     options: Options | None = None,
@@ -48,6 +49,9 @@ def import_checkpoint(
     which could run any code: both are read in full only with `allow_pickle`. None of the formats has checksums, so
     that damage from before the import cannot be seen; from here on it can. `include` are patterns of names as of files;
     `add_prefix` goes before each name (``"model."``), and, for ``"torch"`` and ``"dcp"``, makes the state dict flat.
+    With ``"safetensors"``, `tie` gives tensors that are there further names (``{"lm_head.weight": "embed.weight"}``, as
+    in the files), as a save of the model that ties them would have: for what ``save_pretrained`` leaves out. What
+    ``safetensors.torch.save_model`` left out has its names in the file, and gets them back by itself.
     The checkpoint is committed as by `save`, also as far as `overwrite` goes. `options` are for the source,
     `target_options` for the target.
 
@@ -66,6 +70,7 @@ def import_checkpoint(
         target_options=target_options,
         include=patterns_of(include),
         add_prefix=add_prefix,
+        tie=_checked(tie, format),
         overwrite=overwrite,
         allow_pickle=allow_pickle,
     )
@@ -73,3 +78,12 @@ def import_checkpoint(
     report = reported(plan, format, _IMPORTS[format](plan, Progress(on_progress)), begun_s=begun_s)
     _log.info("imported %s", report)
     return report
+
+
+def _checked(tie: Mapping[str, str] | None, kind: Format) -> dict[str, str]:
+    found = dict(tie or {})
+    if not all(isinstance(name, str) and name for pair in found.items() for name in pair):
+        raise InvalidOptionError(f"tie must be names of tensors by further names for them, not {tie!r}")
+    if found and kind != "safetensors":
+        raise InvalidOptionError(f"tie is for safetensors files: those of format={kind!r} have the tied tensors' names")
+    return found

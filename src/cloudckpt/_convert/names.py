@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from cloudckpt.errors import InvalidOptionError, UnsupportedValueError
 
@@ -43,6 +43,18 @@ def chosen_names(
         taken[name] = fqn
         names[fqn] = name
     return names
+
+
+def checked_ties(ties: Mapping[str, str], fqns: Collection[str], *, uri: str) -> Mapping[str, str]:
+    """`ties`, if each gives an entry that is there a name that no other has; else raises `InvalidOptionError`."""
+    for name, kept in ties.items():
+        if kept not in fqns:
+            raise InvalidOptionError(
+                f"no tensor of {uri} is called {kept!r}, as tie says. It has {shown(sorted(fqns))}"
+            )
+        if name in fqns:
+            raise InvalidOptionError(f"{name!r} is in {uri} already, and needs no tie")
+    return ties
 
 
 def matches(fqn: str, pattern: str) -> bool:

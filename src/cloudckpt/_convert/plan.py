@@ -36,6 +36,8 @@ class ImportPlan:
     target_options: Options
     include: tuple[str, ...]
     add_prefix: str
+    tie: dict[str, str]
+    """Tensors by their further names."""
     overwrite: bool
     allow_pickle: bool
 

@@ -23,6 +23,8 @@ class CopyReport:
     """Of these, what the service copied, and said the recorded CRC32C of."""
     num_read_back_bytes: int
     """Of these, what the service copied without saying so, and was then read at the target and compared."""
+    num_reused_bytes: int
+    """Of these, what an earlier copy had left there (`Options.resume`), and was read at the target and compared."""
     num_requests: int
     num_retries: int
     copy_s: float

@@ -30,6 +30,8 @@ _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_INDEX_BYTES = 256 * MIB
 _SHARDS_KEY = "DCP_SHARDING_INFO"
+_FRAMEWORK_KEY = "format"
+"""In the metadata of nearly all files, with ``pt`` or the like, by which no tensor is meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class SafetensorsSource:
         self._location = location
         self._context = Context(folder, options, rank=0)
         self._found: dict[str, _Found] = {}
+        self._metadata: dict[str, str] = {}
         files, weight_map = self._files()
         for file in files:
             self._add(file, weight_map)
@@ -74,6 +77,15 @@ class SafetensorsSource:
     def tensors(self) -> dict[str, FileTensor]:
         """By their names, in the order of the files and of the bytes in them."""
         return {name: found.tensor for name, found in self._found.items()}
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Tensors by the names that `safetensors.torch.save_model` left out: it says so in a file's metadata."""
+        return {
+            name: kept
+            for name, kept in self._metadata.items()
+            if kept in self._found and name not in self._found and name != _FRAMEWORK_KEY
+        }
 
     def stop(self) -> None:
         """Give up what would have to be tried again."""
@@ -171,6 +183,7 @@ class SafetensorsSource:
                 "first: torch.distributed.checkpoint.HuggingFaceStorageWriter(…, enable_consolidation=True)",
                 uri=self._location.uri,
             )
+        self._metadata |= header.metadata
         for tensor in header.tensors:
             if weight_map is not None and weight_map.get(tensor.name) != file.key:
                 continue

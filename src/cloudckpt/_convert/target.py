@@ -19,8 +19,9 @@ _RANK = 0  # who copies or imports is one process
 class TargetJob(SaveJob):
     """One save, whose objects come from elsewhere. `check`, then write objects under `key`, then `commit_manifest`."""
 
-    def __init__(self, context: Context, *, save_id: str) -> None:
+    def __init__(self, context: Context, *, save_id: str, copy_of: str | None = None) -> None:
         super().__init__(context, save_id=save_id, transforms=WriteTransforms(None))
+        self._copy_of = copy_of
 
     @property
     def attempt(self) -> str:

@@ -14,6 +14,7 @@ from cloudckpt._convert.names import chosen_names
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location
 from cloudckpt.api import load
+from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 
@@ -50,9 +51,18 @@ def renamed(
     uri: str,
 ) -> dict[str, Any]:
     """Flat, with other names."""
-    flat, _ = flatten_state_dict(dict(state_dict))
+    flat = flattened(state_dict, uri=uri)
     names = chosen_names(flat, include=include, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=uri)
     return {name: flat[fqn] for fqn, name in names.items()}
+
+
+def flattened(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
+    """By the names that a save gives. Raises `UnsupportedValueError` for what has none, whatever a file may hold."""
+    try:
+        flat, _ = flatten_state_dict(dict(state_dict))
+    except (ValueError, RecursionError) as error:  # one name twice; what holds itself
+        raise UnsupportedValueError(f"{uri} holds no state dict that can be saved: {error}", uri=uri) from error
+    return flat
 
 
 class _Planner(_EmptyStateDictLoadPlanner):

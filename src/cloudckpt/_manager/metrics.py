@@ -15,17 +15,24 @@ METRICS_KEY = "metrics"
 
 def checked(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float | None]:
     """As JSON can hold them: None is what is not finite. Raises `InvalidOptionError` for what is no number by name."""
+    if not isinstance(metrics, (Mapping, type(None))):
+        raise InvalidOptionError(f"metrics are numbers by name, not {metrics!r:.80}")
     numbers: dict[str, float | None] = {}
     for name, value in (metrics or {}).items():
         try:
             plain = getattr(value, "detach", lambda value=value: value)()  # torch warns of a loss with its graph
-            number = None if isinstance(value, (str, bytes)) or not isinstance(name, str) else float(plain)
-        except (TypeError, ValueError, RuntimeError):  # of a tensor that is no scalar
+            number = None if isinstance(value, (str, bytes)) or not _is_text(name) else float(plain)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor that is no scalar
             number = None
         if number is None:
             raise InvalidOptionError(f"metrics are numbers by name, not {name!r}: {value!r:.80}")
         numbers[name] = number if math.isfinite(number) else None
     return numbers
+
+
+def _is_text(name: object) -> bool:
+    """Such as JSON can hold."""
+    return isinstance(name, str) and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def metadata_of(step: int, numbers: Mapping[str, float | None]) -> dict[str, Any]:

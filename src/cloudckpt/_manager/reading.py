@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 
-_changed = threading.Condition()
+from cloudckpt._forks import in_child
+from cloudckpt._threads import Condition
+
+_changed = Condition()
 _readers: Counter[str] = Counter()
 _removing: set[str] = set()
 
 
+@in_child
 def _forget_after_fork() -> None:
     global _changed  # noqa: PLW0603  # another thread may have held it
-    _changed = threading.Condition()
+    _changed = Condition()
     _readers.clear()
     _removing.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 @contextlib.contextmanager

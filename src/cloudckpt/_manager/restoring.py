@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from cloudckpt._failures import causes_of
+from cloudckpt._api.failures import causes_of
 from cloudckpt._manager.steps import Steps, step_in
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints

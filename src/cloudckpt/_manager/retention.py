@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt import _watchers
+from cloudckpt import _forks
 from cloudckpt._manager.reading import removing
 from cloudckpt._manager.removal import remove
 from cloudckpt._manager.rule import Policy, StepInfo, newest_first, superseded
 from cloudckpt._manager.steps import Seen, Steps
-from cloudckpt.errors import CheckpointError, CloudckptError, StoreError
+from cloudckpt._threads import Condition, Thread
+from cloudckpt._trace import watchers
+from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.housekeeping import Spared, gc
 from cloudckpt.options import Options
 from cloudckpt.report import Event, EventName
@@ -49,14 +50,25 @@ class Retention:
         self._options = options
         self._policy = policy
         self._damaged = damaged
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._changed = Condition()
+        self._thread: Thread | None = None
         self._is_wanted = False
         self._report: RetentionReport | None = None
         self._traces: dict[int, datetime] = {}
         """Steps that are known to be deleted, and since when."""
         self._own: set[int] = set()
         """Steps that were committed here, and not removed since."""
+        self._announced: object = None
+        """The save whose commit has not been heard of yet."""
+        self._is_given_up = False
+        """In a child of the very thread that removes: it goes on there, but is to remove no more."""
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """What is being removed is its parent's affair: nothing is under way here."""
+        self._changed = Condition()
+        self._thread, self._is_wanted, self._announced = None, False, None
+        self._is_given_up = True
 
     @property
     def report(self) -> RetentionReport | None:
@@ -64,18 +76,25 @@ class Retention:
         with self._changed:
             return self._report
 
-    def begin(self, step: int) -> None:
-        """After the commit of `step`: look what is to go. Does not wait, and never raises."""
+    def announce(self, save: object) -> None:
+        """Only for what was announced last does `begin` do anything, and once."""
+        self._announced = save
+
+    def begin(self, step: int, save: object) -> None:
+        """After the commit of `step` by `save`: look what is to go. Does not wait, and never raises."""
         if self._policy.keep_last is None:
             return
         with self._changed:
+            if self._announced is not save:
+                return
+            self._announced, self._is_given_up = None, False
             self._traces.pop(step, None)
             self._own.add(step)
             self._is_wanted = True
             if self._thread is not None:
                 return
             # No daemon: the interpreter waits for it, and it ends by itself.
-            thread = threading.Thread(target=self._run, name="cloudckpt-retention", daemon=False)
+            thread = Thread(self._run, name="cloudckpt-retention", daemon=False)
             try:
                 thread.start()
             except RuntimeError as error:  # the interpreter ends, or the system's limit: after the next save, then
@@ -125,13 +144,17 @@ class Retention:
             for info in superseded(infos, self._policy, damaged=self._damaged()):
                 try:
                     why = self._removed(info)
-                except StoreError as error:  # it would befall the others, too
+                except StoreError as error:
                     failed.append(Spared(uri=info.uri, reason=str(error)))
-                    break
+                    if isinstance(error, AccessDeniedError) and error.unlisted:
+                        continue  # a folder of this one's is closed
+                    break  # it would befall the others, too
                 if why is None:
                     removed.append(info.uri)
                 else:
                     failed.append(Spared(uri=info.uri, reason=why))
+                if self._is_given_up:
+                    return RetentionReport(kept=(), removed=tuple(removed), failed=())
             self._note_traces(seen)
             self._remove_traces()
         except Exception as error:  # noqa: BLE001  # a thread has nobody to raise it to; the report has it
@@ -185,7 +208,7 @@ class Retention:
 
     def _emit(self, name: EventName, uri: str) -> None:
         event = Event(name=name, uri=uri, rank=0)
-        _watchers.tell(event)
+        watchers.tell(event)
         if self._options.on_event is None:
             return
         try:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from numbers import Integral
 from typing import Literal, TypeAlias
 
 from cloudckpt.errors import InvalidOptionError
@@ -56,12 +57,12 @@ class Policy:
 
 def is_positive(value: object) -> bool:
     """Whether it is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1  # NumPy's are, too
 
 
 def _is_choice(value: object) -> bool:
     return (
-        isinstance(value, tuple)
+        isinstance(value, (tuple, list))  # as a file of settings gives it
         and len(value) == _NUM_OF_BEST
         and isinstance(value[0], str)
         and value[1] in _MODES

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from cloudckpt import _forks
 from cloudckpt._commit.resolve import Log, list_entries, ranks_of, read_log, read_manifest
 from cloudckpt._manager.metrics import metrics_in
 from cloudckpt._manager.rule import StepInfo, newest_first
@@ -64,6 +65,11 @@ class Steps:
         self._alone_ranks = alone_ranks
         self._lock = threading.Lock()
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """A thread that is not in the child may have held its lock."""
+        self._lock = threading.Lock()
 
     def uri_of(self, step: int) -> str:
         """Where a step is saved."""

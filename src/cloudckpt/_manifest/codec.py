@@ -14,6 +14,7 @@ from awscrt.checksums import crc32c
 
 from cloudckpt._manifest.model import FORMAT_MAJOR, FORMAT_NAME, Manifest
 from cloudckpt._manifest.validate import problems_of
+from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
 
 _TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
@@ -60,12 +61,16 @@ def decode(document: bytes, *, uri: str) -> Manifest:
         manifest = _MANIFEST_DECODER.decode(document)
     except _UNDECODABLE as error:
         raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
-    problems = problems_of(manifest)
+    refuse(problems_of(manifest), uri=uri)
+    return manifest
+
+
+def refuse(problems: Sequence[str], *, uri: str) -> None:
+    """Raises `InvalidManifestError` where there are `problems`."""
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         shown = "; ".join(problems[:_MAX_SHOWN]) + more
         raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
-    return manifest
 
 
 def check_document(document: bytes, *, uri: str) -> None:
@@ -87,6 +92,13 @@ def check_document(document: bytes, *, uri: str) -> None:
 class _Head(msgspec.Struct):
     format: Any = None
     version: Any = None
+    software: Any = None
+
+    @property
+    def writer(self) -> str:
+        """The version of cloudckpt that wrote it, where it says that."""
+        found = self.software.get("cloudckpt") if isinstance(self.software, dict) else None
+        return f" by cloudckpt {found:.40}" if isinstance(found, str) else ""
 
 
 _HEAD_DECODER = msgspec.json.Decoder(_Head)  # as above
@@ -110,8 +122,8 @@ def _check_version(head: _Head | None, uri: str) -> None:
         raise InvalidManifestError(f"the manifest of {uri} has no usable version: {version!r:.80}", uri=uri)
     if version[0] > FORMAT_MAJOR:
         raise UnsupportedFormatError(
-            f"{uri} was written in version {version[0]}.{version[1]} of the format; this cloudckpt reads up to "
-            f"{FORMAT_MAJOR}.x. Upgrade cloudckpt to load it",
+            f"{uri} was written{head.writer} in version {version[0]}.{version[1]} of the format; this cloudckpt, "
+            f"{__version__}, reads up to {FORMAT_MAJOR}.x. Upgrade cloudckpt to load it",
             uri=uri,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 ITEMSIZE_BYTES: dict[str, int] = {
     **dict.fromkeys(("complex128",), 16),
     **dict.fromkeys(("complex64", "float64", "int64", "uint64"), 8),
-    **dict.fromkeys(("complex32", "float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bcomplex32", "complex32", "float32", "int32", "uint32"), 4),
     **dict.fromkeys(("bfloat16", "float16", "int16", "uint16", "bits16"), 2),
     **dict.fromkeys(
         (

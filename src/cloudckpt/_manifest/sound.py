@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from cloudckpt._manifest.model import Chunk, StoredTensor
-from cloudckpt._manifest.tiling import Integers, arrays_fill_once
+from cloudckpt._manifest.tiling import arrays_fill_once
+
+if TYPE_CHECKING:
+    from cloudckpt._manifest.tiling import Integers
 
 _OBJECT_INDEX, _BEGIN, _END = attrgetter("object_index"), attrgetter("begin"), attrgetter("end")
 

@@ -6,15 +6,10 @@ from typing import Any
 
 import msgspec
 
-from cloudckpt._manifest.codec import check_document
+from cloudckpt._manifest.codec import check_document, refuse
+from cloudckpt._manifest.model import StoredObject
+from cloudckpt._manifest.validate import problems_of_names, problems_of_objects
 from cloudckpt.errors import InvalidManifestError
-
-
-class SummarizedObject(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One data object."""
-
-    key: str
-    size: int
 
 
 class _Unseen(msgspec.Struct, frozen=True, gc=False):
@@ -28,7 +23,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     world_size: int
     software: dict[str, str]
-    objects: list[SummarizedObject]
+    tile_bytes: int
+    objects: list[StoredObject]
     tensors: dict[str, _Unseen]
     values: dict[str, _Unseen]
     metadata: dict[str, Any] = {}
@@ -43,12 +39,16 @@ _DECODER = msgspec.json.Decoder(Summary)  # made on import: see `codec`
 
 
 def summary_of(document: bytes, *, uri: str) -> Summary:
-    """Of a document whose checksum is right. What it says is not checked against itself: nothing is read by it.
+    """Of a document whose checksum is right. Of what it says, only the tensors and their chunks are not checked, which
+    would take many times as long: nothing is read by it.
 
     Raises what `decode` raises.
     """
     check_document(document, uri=uri)
     try:
-        return _DECODER.decode(document)
+        summary = _DECODER.decode(document)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    of_objects = problems_of_objects(summary.objects, tile_bytes=summary.tile_bytes, world_size=summary.world_size)
+    refuse(of_objects or problems_of_names(summary.tensors, summary.values), uri=uri)
+    return summary

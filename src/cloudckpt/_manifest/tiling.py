@@ -7,17 +7,18 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Integers = npt.NDArray[np.int64]
 
 _MAX_COUNTED_DIMS = 3  # every block costs 2 ** that many steps
 _PRIME = 2**127 - 1
 _MAX_SORTED_DIMS = 3  # of a million blocks, sorting more corners takes more memory than counting them
 _MAX_INT64 = 2**63 - 1
-
-Integers = npt.NDArray[np.int64]
 
 
 def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
@@ -80,6 +81,8 @@ def arrays_fill_once(offsets: Integers, lengths: Integers, shape: Sequence[int])
 
     The same corners are counted, by sorting. Where they are too many or too far apart for that, `fills_once` decides.
     """
+    import numpy as np  # noqa: PLC0415  # what lists checkpoints alone starts sooner without
+
     extents = np.array(shape, dtype=np.int64)
     is_filled = (lengths != 0).all(axis=1)
     if not is_filled.all():

@@ -158,7 +158,7 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
 
 
 def torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
-    """Torch's description of one tensor."""
+    """Torch's description of one tensor, without how it lay in the memory of a rank: its chunks lie row by row."""
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
         size=torch.Size(tensor.shape),

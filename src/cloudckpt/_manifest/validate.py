@@ -5,14 +5,15 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
-from cloudckpt._manifest.sound import are_sound
-from cloudckpt._manifest.tiling import Integers, fills_once
+from cloudckpt._manifest.tiling import fills_once
 from cloudckpt._manifest.wholes import MAX_BYTES, MAX_NDIM, not_surely_whole
+
+if TYPE_CHECKING:
+    from cloudckpt._manifest.tiling import Integers
 
 _MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
@@ -28,29 +29,39 @@ def problems_of(manifest: Manifest) -> list[str]:
     Afterwards: keys stay under the checkpoint's ``data/``; every byte range lies in its object, is aligned to its
     element size and has the length that dtype and shape demand; the chunks of a tensor fill it, each element once.
     """
-    problems = list(_object_problems(manifest))
-    if not _MIN_TILE_BYTES <= manifest.tile_bytes <= _MAX_TILE_BYTES or manifest.tile_bytes % 64:
-        problems.append(
-            f"tile_bytes is {manifest.tile_bytes}, not a multiple of 64 in [{_MIN_TILE_BYTES}, {_MAX_TILE_BYTES}]"
-        )
-    if manifest.world_size < 1:
-        problems.append(f"world_size is {manifest.world_size}")
+    problems = problems_of_objects(manifest.objects, tile_bytes=manifest.tile_bytes, world_size=manifest.world_size)
     if problems:
         return problems  # ranges cannot be judged against objects that are wrong themselves
+    import numpy as np  # noqa: PLC0415  # what lists checkpoints alone starts sooner without
+
     object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
     for fqn, tensor in not_surely_whole(manifest):
         found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
         problems.extend(f"tensor {fqn!r}: {text}" for text in found)
     for fqn, value in manifest.values.items():
         problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
-    both = manifest.tensors.keys() & manifest.values.keys()
-    problems.extend(f"{fqn!r} is a tensor and a value at once" for fqn in sorted(both))
+    problems.extend(problems_of_names(manifest.tensors, manifest.values))
     if manifest.nesting is not None:
         unknown = manifest.nesting.keys() - manifest.tensors.keys() - manifest.values.keys()
         problems.extend(f"nesting names {fqn!r}, which is not stored" for fqn in sorted(unknown))
         problems.extend(f"nesting of {fqn!r} is empty" for fqn, path in manifest.nesting.items() if not path)
         problems.extend(_nesting_problems(manifest.nesting))
     return problems
+
+
+def problems_of_objects(objects: Sequence[StoredObject], *, tile_bytes: int, world_size: int) -> list[str]:
+    """The contradictions in what a manifest says of objects, and of the save as a whole."""
+    problems = list(_object_problems(objects, tile_bytes))
+    if not _MIN_TILE_BYTES <= tile_bytes <= _MAX_TILE_BYTES or tile_bytes % 64:
+        problems.append(f"tile_bytes is {tile_bytes}, not a multiple of 64 in [{_MIN_TILE_BYTES}, {_MAX_TILE_BYTES}]")
+    if world_size < 1:
+        problems.append(f"world_size is {world_size}")
+    return problems
+
+
+def problems_of_names(tensors: Mapping[str, object], values: Mapping[str, object]) -> list[str]:
+    """One for each name that stands for two things."""
+    return [f"{fqn!r} is a tensor and a value at once" for fqn in sorted(tensors.keys() & values.keys())]
 
 
 def _nesting_problems(nesting: Mapping[str, Sequence[str | int]]) -> Iterator[str]:
@@ -101,9 +112,9 @@ def num_tiles(size_bytes: int, tile_bytes: int) -> int:
     return -(-size_bytes // tile_bytes)
 
 
-def _object_problems(manifest: Manifest) -> Iterator[str]:
+def _object_problems(objects: Sequence[StoredObject], tile_bytes: int) -> Iterator[str]:
     seen: set[str] = set()
-    for index, stored in enumerate(manifest.objects):
+    for index, stored in enumerate(objects):
         where = f"objects[{index}]"
         if not is_safe_key(stored.key):
             yield f"{where}: key {stored.key!r:.200} does not lie under data/"
@@ -112,8 +123,8 @@ def _object_problems(manifest: Manifest) -> Iterator[str]:
         seen.add(stored.key)
         if not 0 <= stored.size <= MAX_BYTES:
             yield f"{where}: size is {stored.size}"
-        elif manifest.tile_bytes > 0:
-            num_values = num_tiles(stored.size, manifest.tile_bytes)
+        elif tile_bytes > 0:
+            num_values = num_tiles(stored.size, tile_bytes)
             if _num_base64_bytes(stored.crc32c) != 4 * num_values:
                 yield f"{where}: does not have one checksum for each of its {num_values} tiles"
 
@@ -139,8 +150,11 @@ def _tensor_problems(
     if math.prod(tensor.shape) * itemsize_bytes > MAX_BYTES:
         yield f"shape {tensor.shape!r:.200} is too large"
         return
-    if len(tensor.chunks) >= _MIN_CHUNKS_OF_ARRAYS and are_sound(tensor, itemsize_bytes, object_sizes_bytes):
-        return
+    if len(tensor.chunks) >= _MIN_CHUNKS_OF_ARRAYS:
+        from cloudckpt._manifest.sound import are_sound  # noqa: PLC0415  # as above
+
+        if are_sound(tensor, itemsize_bytes, object_sizes_bytes):
+            return
     in_place = True
     for index, chunk in enumerate(tensor.chunks):
         for text in _chunk_problems(chunk, tensor, itemsize_bytes, objects):

@@ -17,7 +17,7 @@ from cloudckpt._plan.addresses import meeting_another
 from cloudckpt._plan.boxes import Box
 from cloudckpt._plan.reads import Request, Want
 from cloudckpt._stage.targets import BytesTarget, Target, TensorTarget, address_range_of
-from cloudckpt._stage.tensors import is_freed
+from cloudckpt._stage.tensors import is_freed, is_short, shortage_of
 from cloudckpt._stage.wholes import Targets, Wholes
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsupportedValueError
 
@@ -152,6 +152,8 @@ def _consumer_of(
             "the state dict that FSDP gives",
             uri=uri,
         )
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and is_short(tensor):
+        raise UnsupportedValueError(f"cannot load {index.fqn!r} of {uri}: it is {shortage_of(tensor)}", uri=uri)
     offsets = tuple(item.storage_offsets)
     if len(offsets) != len(location.lengths) or any(
         begin < 0 or begin + length > extent

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 
-from cloudckpt import _watchers
-from cloudckpt._trace import Recorder
+from cloudckpt import _forks
+from cloudckpt._trace import watchers
+from cloudckpt._trace.recorder import Recorder
 from cloudckpt._transfer.hedged import HedgedStore
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.retry import Retrier
@@ -29,14 +29,11 @@ _LEAST_FOR_FILES = 2  # while one waits for its device, another can copy
 _known_widths = KnownWidths()
 
 
+@_forks.in_child
 def _forget_after_fork() -> None:
     """A thread that is not in the child may have held its lock."""
     global _known_widths  # noqa: PLW0603  # as above
     _known_widths = KnownWidths()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Context:
@@ -47,6 +44,7 @@ class Context:
         self.options = options
         self.rank = rank
         self.recorder = recorder if recorder is not None else Recorder()
+        self._is_inherited = False
         self.retrier = self.new_retrier()
         connections = options.connections
         if connections is None and location.scheme == "file":
@@ -74,15 +72,23 @@ class Context:
         self.on_sent: Callable[[int], None] = _ignore
         """Told the size of each part that the store has."""
         self._store: Store | None = None
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """In a child that was forked in the middle of it, where not even cleaning up is to be done."""
+        self._is_inherited = True
 
     def new_retrier(self) -> Retrier:
         """For calls that are to be made whatever became of the others."""
-        return Retrier(
+        retrier = Retrier(
             retries=self.options.retries,
             timeout_s=self.options.timeout_s,
             on_retry=lambda error: self.emit("retry", key=error.key, error=error),
             recorder=self.recorder,
         )
+        if self._is_inherited:
+            retrier.after_fork()
+        return retrier
 
     @property
     def uri(self) -> str:
@@ -100,7 +106,7 @@ class Context:
         """Tell whoever watches, and the user's `Options.on_event`: what that raises, this raises."""
         if name == "save.part_uploaded":
             self.on_sent(num_bytes)
-        if self.options.on_event is None and not _watchers.is_watched():
+        if self.options.on_event is None and not watchers.is_watched():
             return
         event = Event(
             name=name,
@@ -116,7 +122,7 @@ class Context:
 
     def deliver(self, event: Event) -> None:
         """As `emit`, of an event that may come from another process."""
-        _watchers.tell(event)
+        watchers.tell(event)
         if self.options.on_event is not None:
             self.options.on_event(event)
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, cast
 
 import torch.distributed as dist
 
-from cloudckpt import _watchers
-from cloudckpt._watchers import fields
+from cloudckpt._trace import watchers
+from cloudckpt._trace.watchers import fields
 from cloudckpt.errors import SaveCancelledError
 from cloudckpt.options import Options
 from cloudckpt.report import Event, EventName, LoadReport, SaveReport
@@ -29,6 +29,10 @@ LEVELS: dict[EventName, int] = {
     "load.done": logging.INFO,
     "load.failed": logging.WARNING,
     "load.skipped": logging.WARNING,
+    "gc.removed": logging.INFO,
+    "gc.failed": logging.WARNING,
+    "delete.done": logging.INFO,
+    "delete.failed": logging.WARNING,
 }
 """Of the events that are written to the log."""
 
@@ -95,7 +99,7 @@ class Lifecycle:
 
 
 def tell(event: Event, options: Options, *, words: str) -> None:
-    """Log it, tell whoever watches, and call `Options.on_event`, whose error is logged."""
+    """Log it if it is to be, tell whoever watches, and call `Options.on_event`, whose error is logged."""
     report = event.report
     extra = fields(
         event=event.name,
@@ -107,8 +111,9 @@ def tell(event: Event, options: Options, *, words: str) -> None:
         seconds=event.seconds,
         error=event.error,
     )
-    _log.log(LEVELS[event.name], "%s", words, extra=extra)
-    _watchers.tell(event)
+    if event.name in LEVELS:
+        _log.log(LEVELS[event.name], "%s", words, extra=extra)
+    watchers.tell(event)
     if options.on_event is not None:
         try:
             options.on_event(event)

@@ -34,7 +34,7 @@ from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.write import write_items
 from cloudckpt._stage.body import Filled
 from cloudckpt._stage.transforms import WriteTransforms
-from cloudckpt._trace import Recorder
+from cloudckpt._trace.recorder import Recorder
 from cloudckpt.errors import CheckpointExistsError, CloudckptError, CommitUnknownError, StoreError
 from cloudckpt.report import SaveReport
 
@@ -58,6 +58,7 @@ class SaveJob:
     """One save, from set-up to commit. `report` is filled in as it goes."""
 
     report: SaveReport | None = None
+    _copy_of: str | None = None  # what stands for the source, where this is a copy
 
     def __init__(self, context: Context, *, save_id: str, transforms: WriteTransforms) -> None:
         self.ticket = Ticket(nonce=new_attempt_id())
@@ -110,8 +111,8 @@ class SaveJob:
             )
         self._check_condition()
         if context.options.resume:
-            self._attempt = new_attempt_id(resumable_as=self._number)
-            self._resumed = attempts_to_resume(context.store, self._number, context.retrier)
+            self._attempt = new_attempt_id(resumable_as=self._number, copy_of=self._copy_of)
+            self._resumed = attempts_to_resume(context.store, self._number, context.retrier, copy_of=self._copy_of)
 
     def _check_condition(self) -> None:
         """That the store can create-if-absent, unless the caller does without."""

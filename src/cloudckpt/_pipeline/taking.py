@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from cloudckpt._plan.reads import Request
 from cloudckpt._share.plan import Segment
+from cloudckpt._threads import Thread
 from cloudckpt.stores.base import Views
 
 Take: TypeAlias = Callable[[Request, Callable[[Views], bool]], bool]
@@ -35,9 +36,7 @@ class Taker:
         self._num_bytes = 0
         self._num_running = len(arrivals)
         self._done: queue.SimpleQueue[Request | BaseException | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, args=(some,), name="cloudckpt-share", daemon=False) for some in arrivals
-        ]
+        self._threads = [Thread(self._run, some, name="cloudckpt-share", daemon=False) for some in arrivals]
 
     @property
     def num_bytes(self) -> int:
@@ -45,7 +44,7 @@ class Taker:
         return self._num_bytes
 
     def __enter__(self) -> Self:
-        started: list[threading.Thread] = []
+        started: list[Thread] = []
         try:
             for thread in self._threads:
                 thread.start()

@@ -31,7 +31,7 @@ from cloudckpt._process.messages import (
     Sent,
     Stop,
 )
-from cloudckpt._watchers import FIELDS
+from cloudckpt._trace.watchers import FIELDS
 from cloudckpt.errors import portable
 from cloudckpt.report import Event
 

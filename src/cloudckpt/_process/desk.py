@@ -16,7 +16,7 @@ from cloudckpt._process.channel import close_files
 from cloudckpt._process.mapped import MappedPlanner, Maps
 from cloudckpt._process.messages import Spans, Subject
 from cloudckpt._process.relayed import RelayedTimeline
-from cloudckpt._trace import Recorder
+from cloudckpt._trace.recorder import Recorder
 from cloudckpt._uri import Location
 from cloudckpt.errors import CloudckptError
 from cloudckpt.report import Event, SaveReport

@@ -10,10 +10,10 @@ import os
 import pickle
 import subprocess
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from cloudckpt import _forks
 from cloudckpt._process.channel import MOST_FILES, Channel, ClosedError, GarbledError, SilentError
 from cloudckpt._process.messages import (
     Alive,
@@ -79,7 +79,7 @@ class UploadProcess:
         self.has_answered = False
         """Whether the process has ever said anything; else it may still be starting."""
         self._num_requests = 0
-        _hosts.add(self)
+        _forks.watch(self)
 
     @property
     def pid(self) -> int | None:
@@ -165,8 +165,8 @@ class UploadProcess:
         with self._turn:
             self._end()
 
-    def forget(self) -> None:
-        """In a process that was forked: the upload process is the parent's."""
+    def after_fork(self) -> None:
+        """The upload process is the parent's."""
         if self._channel is not None:
             self._channel.forget()
         if self._process is not None:
@@ -243,7 +243,6 @@ class _Asked:
         return Heard(number=message.number, error=None, is_interrupt=False)
 
 
-_hosts: weakref.WeakSet[UploadProcess] = weakref.WeakSet()
 _own = UploadProcess()
 
 
@@ -252,14 +251,5 @@ def upload_process() -> UploadProcess:
     return _own
 
 
-def _forget_after_fork() -> None:
-    for host in list(_hosts):
-        host.forget()
-
-
 # By then all saves have ended: their threads are waited for first.
 atexit.register(_own.close)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_forget_after_fork)

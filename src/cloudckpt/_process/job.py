@@ -21,8 +21,8 @@ from cloudckpt._process.mapped import file_id_of
 from cloudckpt._process.messages import Reply, Spans, Subject, Task
 from cloudckpt._stage.body import Filled
 from cloudckpt._stage.transforms import WriteTransforms
-from cloudckpt._trace import Recorder
-from cloudckpt._watchers import is_watched
+from cloudckpt._trace.recorder import Recorder
+from cloudckpt._trace.watchers import is_watched
 from cloudckpt.errors import CloudckptError, CommitUnknownError, InvalidOptionError, UploadProcessError
 from cloudckpt.options import Options
 from cloudckpt.report import Event, SaveReport

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from cloudckpt._stage.transforms import WriteTransforms
-from cloudckpt._timeline import Verb
+from cloudckpt._trace.timeline import Verb
 from cloudckpt._uri import Location
 from cloudckpt.options import Options
 from cloudckpt.report import Event, SaveReport

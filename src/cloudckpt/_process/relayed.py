@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from cloudckpt._process.messages import Spans
-from cloudckpt._timeline import MAX_EVENTS, Timeline
+from cloudckpt._trace.timeline import MAX_EVENTS, Timeline
 
 _MOST_AT_ONCE = MAX_EVENTS // 10
 

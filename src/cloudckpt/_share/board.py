@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cloudckpt._signs import has_ended, own_process
+from cloudckpt._ranks.signs import has_ended, own_process
 from cloudckpt.stores.base import Views
 
 _RING_AT = 1 << 30

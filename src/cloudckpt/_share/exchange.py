@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from cloudckpt._ranks.signs import has_ended
 from cloudckpt._share.board import FAILED, READY, TAKEN, UNKNOWN, Address, Board
 from cloudckpt._share.inlet import Inlet
 from cloudckpt._share.outlet import Outlet
 from cloudckpt._share.plan import Segment
-from cloudckpt._signs import has_ended
+from cloudckpt._threads import Event
 from cloudckpt.stores.base import Views
 
 _SHORTEST_PAUSE_S = 0.0002
@@ -98,7 +99,7 @@ class Exchange:
         self._rank = rank
         self.ring_bytes = ring_bytes
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._stopped = Event()
         self._segment_bytes = segment_bytes
         self._slots: list[Segment | None] = [None] * (ring_bytes // segment_bytes)
         self._busy: set[int] = set()

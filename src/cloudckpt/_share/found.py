@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cloudckpt._commit.resolve import resolve
 from cloudckpt._manifest.codec import encode
 from cloudckpt._manifest.model import Manifest
-from cloudckpt._met_group import MetGroup
+from cloudckpt._ranks.met_group import MetGroup
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
 from cloudckpt.stores.base import Store

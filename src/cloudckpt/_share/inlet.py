@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from cloudckpt._share.door import TOKEN_BYTES, Door
 from cloudckpt._share.plan import Segment
 from cloudckpt._share.wire import HEADER_BYTES, greeting, header_of
+from cloudckpt._threads import Event
 from cloudckpt.stores.base import Views
 
 _LONGEST_CONNECT_S = 5.0
@@ -70,7 +71,7 @@ class Inlet:
         self._patience_s = timeout_s / 2
         self._stall_s = timeout_s / 4
         self._on_gone = on_gone
-        self._stopped = threading.Event()
+        self._stopped = Event()
         self._num_running: int | None = None
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from cloudckpt._share.door import Entrance
 from cloudckpt._share.plan import Segment
 from cloudckpt._share.wire import GREETING_BYTES, WANT_BYTES, greeting_of, header, wants_of
+from cloudckpt._threads import Thread
 
 _MOST_STRANGERS = 64
 """Beyond one for each machine, all of which may come before the first has shown the key."""
@@ -66,7 +67,7 @@ class Outlet:
             end.setblocking(False)  # noqa: FBT003  # the library's signature
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._selector.register(entrance.listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="cloudckpt-send", daemon=True)
+        self._thread = Thread(self._run, name="cloudckpt-send", daemon=True)
         self._thread.start()
 
     def send(self, number: int, view: memoryview | None) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import platform
 from collections.abc import Callable
 
-from cloudckpt._met_group import MetGroup
+from cloudckpt._ranks.met_group import MetGroup
 from cloudckpt._share.board import Board
 from cloudckpt._share.deal import LEAST_MACHINES, Deal, Offer
 from cloudckpt._share.door import Entrance

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+
+from cloudckpt._threads import Condition
 
 
 def cuda_in_use() -> bool:
@@ -61,7 +62,7 @@ class Arena:
     def __init__(self, *, budget_bytes: int, source: Source = _HEAP) -> None:
         self._budget_bytes = budget_bytes
         self._source = source
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._free: list[torch.Tensor] = []
         self._held_bytes = 0
         self._num_lent = 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cloudckpt._stage.staging import Staging
+from cloudckpt._threads import Thread
 
 
 class Crew:
@@ -46,9 +47,7 @@ class Crew:
         try:
             while self._in_threads and here:
                 # Not a daemon: the interpreter waits for it.
-                thread = threading.Thread(
-                    target=self._do_in_thread, args=here[:1], name=f"cloudckpt-stage-{here[0]}", daemon=False
-                )
+                thread = Thread(self._do_in_thread, here[0], name=f"cloudckpt-stage-{here[0]}", daemon=False)
                 try:
                     thread.start()
                 except RuntimeError:  # the system's limit, or the interpreter ends

@@ -12,6 +12,7 @@ from cloudckpt._plan.boxes import strides_of
 from cloudckpt._plan.hulls import hulls_of
 from cloudckpt._plan.placing import LINE_BYTES
 from cloudckpt._stage.memory import Block, Pool, nothing_of
+from cloudckpt._stage.tensors import reach_bytes
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +149,4 @@ def _with_bits(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reach_bytes(tensor: torch.Tensor, own_bytes: int) -> int:
-    if tensor.is_contiguous():
-        return own_bytes
-    last = sum((length - 1) * stride for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
+    return own_bytes if tensor.is_contiguous() else reach_bytes(tensor)

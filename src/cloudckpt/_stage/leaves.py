@@ -16,8 +16,8 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from cloudckpt._flat import PLAIN_TENSORS
-from cloudckpt._stage.tensors import address_of
+from cloudckpt._flat import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
+from cloudckpt._stage.tensors import address_of, is_freed, is_short, shortage_of
 from cloudckpt.errors import UnsupportedValueError
 
 _UNCHANGING = frozenset(
@@ -85,7 +85,7 @@ class Leaves:
     def _take(self, value: Any, container: Any, key: Any) -> None:
         """Put a copy of `value` at `key` of `container`, now or when its tensors are there."""
         kind = type(value)
-        if kind in PLAIN_TENSORS and (address := self._address_of(value)):
+        if kind in PLAIN_TENSORS and not holds_parts(value) and (address := self._address_of(value)):
             container[key] = None
             self._note([value], [address], container, [key])
         elif kind in _UNCHANGING:
@@ -98,7 +98,11 @@ class Leaves:
                 raise
 
     def _take_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
-        if kind in PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS and holds_parts(value):
+            held: list[Any] = [None]
+            self._take(value.detach(), held, 0)
+            self._finish(container, key, lambda: _with_parts_of(value, held[0]))
+        elif kind in PLAIN_TENSORS:
             container[key] = _odd_copy(value)
         elif self._num_tuples and isinstance(value, dict) and kind not in {dict, OrderedDict}:
             container[key] = self._copied(value)  # a Counter, say: what is in a tuple is serialised with its types
@@ -138,7 +142,7 @@ class Leaves:
     def _take_together(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
         """As `_take` for each item where all are tensors with addresses; else False, with nothing done."""
         tensors = list(value.values())
-        if not PLAIN_TENSORS.issuperset(map(type, tensors)):
+        if not PLAIN_TENSORS.issuperset(map(type, tensors)) or any(map(holds_parts, tensors)):
             return False
         addresses = list(map(self._address_of, tensors))
         if not all(addresses):
@@ -235,6 +239,14 @@ def _is_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def _with_parts_of(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    copied = copied.detach()  # another, as the next snapshot may have the same copies
+    for name in PART_ATTRIBUTES:
+        if hasattr(tensor, name):
+            setattr(copied, name, getattr(tensor, name))
+    return copied
+
+
 def _odd_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Of a tensor that is no such memory, on the CPU."""
     tensor = tensor.detach()
@@ -243,6 +255,8 @@ def _odd_copy(tensor: torch.Tensor) -> torch.Tensor:
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     if not (is_dense and (tensor.is_cpu or tensor.is_cuda)):
         return tensor.to("cpu", copy=True)
+    if is_short(tensor) and not is_freed(tensor):
+        raise ValueError(f"it is {shortage_of(tensor)}")
     dtype = _PLACEHOLDERS[tensor.itemsize]
     copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
     if tensor.numel():  # its memory was freed: so is that of the copy, and the save says so

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import torch
 
+from cloudckpt._forks import in_child
 from cloudckpt._stage.arena import Arena, cuda_in_use
 from cloudckpt._stage.memory import Block
 from cloudckpt.options import MIB
@@ -112,8 +112,7 @@ def _whole(block: Block) -> torch.Tensor:
 PINNED = PinnedBuffers()
 """Of this process."""
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=PINNED.forget)
+in_child(PINNED.forget)
 
 
 def new_arena(*, budget_bytes: int) -> Arena:

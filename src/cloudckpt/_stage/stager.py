@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import concurrent.futures
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from cloudckpt import _forks
 from cloudckpt._collecting import rare_collections
 from cloudckpt._stage.copying import Work, crew_for, num_threads_of_rank, work_for
 from cloudckpt._stage.crew import Crew
@@ -18,6 +18,7 @@ from cloudckpt._stage.laying import lay_out
 from cloudckpt._stage.leaves import Leaves
 from cloudckpt._stage.memory import Pool
 from cloudckpt._stage.staging import Staging
+from cloudckpt._threads import Future
 from cloudckpt._workers import num_cores_of_rank
 
 
@@ -43,7 +44,8 @@ class PinnedStager(AsyncStager):
         self._last: Staging | None = None
         self._crew: Crew | None = None
         self._kept: Kept | None = None
-        self._process = os.getpid()
+        self._is_parents = False
+        _forks.watch(self)
 
     @property
     def num_bytes(self) -> int:
@@ -82,10 +84,15 @@ class PinnedStager(AsyncStager):
         self._kept = None
         self._pool.close()
 
+    def after_fork(self) -> None:
+        """In a child, which has none of the threads."""
+        self._last = self._crew = self._kept = None
+        self._is_parents = True
+
     def _wait_for_last(self) -> None:
-        if self._process != os.getpid():  # a forked child, which has none of the threads
-            self._process, self._last, self._crew, self._kept = os.getpid(), None, None, None
-            self._pool.close()  # shared memory is still its parent's
+        if self._is_parents:
+            self._pool.close()  # shared memory is still the parent's
+            self._is_parents = False
         if self._crew is not None and self._last is not None:
             self._crew.wait()
             if self._last.completed.done() and self._last.completed.exception() is not None:
@@ -156,7 +163,7 @@ def _state_dict_of(staging: Staging) -> Future[dict[str, Any]]:
     result: Future[dict[str, Any]] = Future()
     result.set_running_or_notify_cancel()  # it cannot be cancelled
 
-    def pass_on(completed: Future[None]) -> None:
+    def pass_on(completed: concurrent.futures.Future[None]) -> None:
         error = completed.exception()
         if error is None:
             result.set_result(staging.state_dict)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from cloudckpt import _forks
 from cloudckpt._stage.memory import Block
+from cloudckpt._threads import Condition, Future
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class Expected:
         )
 
 
+_not_freed: list[Sequence[Any]] = []
+"""What a child has of its parent's tensors: CUDA does not work there, not even to free memory."""
 _NOTHING = Expected(begins=[], ends=[], tasks=[], num_tasks=0)
 
 
@@ -55,12 +57,20 @@ class Staging:
         """Done when the last byte has been copied; holds what ended the copying, if it failed."""
         self.completed.set_running_or_notify_cancel()  # it cannot be cancelled
         self._blocks = [(block.address, block.num_bytes, block) for block in blocks]
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._copied_bytes = 0
         self._expected = _NOTHING
         self._is_done = bytearray()
         self.sources: Sequence[Any] = ()
         """What is copied, until it has been."""
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """In a child, which has none of the threads that copy. Its memory is the parent's, too."""
+        self._changed = Condition()
+        _not_freed.append(self.sources)
+        self.sources = ()
+        _forks.leave(self.completed, lambda: RuntimeError("this process was forked while the state dict was copied"))
 
     @property
     def copied_bytes(self) -> int:

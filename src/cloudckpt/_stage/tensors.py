@@ -23,8 +23,6 @@ _QUICK = {
     torch.bfloat16: torch.int16,
 }
 
-_LEAST_ADDRESS = 1 << 40  # below, where hardly anything lies, it is looked at more closely
-
 
 def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
     """`tensor` as the strided tensor of real memory that it stands for, sharing that memory.
@@ -36,7 +34,10 @@ def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
     tensor = tensor.detach()
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     if tensor.is_meta:
-        what = "a meta tensor, which has no data: materialise it first (to_empty(), or load its weights)"
+        what = (
+            "a meta tensor, which has no data: materialise it first (to_empty(), or load its weights), or leave it out "
+            "where another rank has it, as a stage of a pipeline does"
+        )
     elif tensor.layout is not torch.strided or tensor.is_nested:
         what = f"of layout {tensor.layout}: convert it to a dense tensor (to_dense())"
     elif tensor.is_quantized:
@@ -47,6 +48,8 @@ def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
         what = f"of dtype {tensor.dtype}, which the format does not have"
     elif is_freed(tensor):
         what = "a tensor whose memory was freed, as FSDP does between uses: take the state dict that FSDP gives"
+    elif is_short(tensor):
+        what = shortage_of(tensor)
     else:
         return tensor.resolve_conj().resolve_neg()
     raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {what}", uri=uri)
@@ -89,17 +92,41 @@ def quick_view(tensor: torch.Tensor) -> memoryview | None:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where its memory begins; 0 where it has none. Raises `RuntimeError` for layouts that have no such place.
+    """Where its memory begins; 0 where it has none, or too little. Raises `RuntimeError` for layouts without a place.
 
-    Of a part of a storage that was freed, torch gives its offset in that storage, as if it were an address.
+    Of a part of a storage that was freed, torch gives its offset in that storage, as if it were an address; and of one
+    that was made smaller, an address from which it goes beyond the end.
     """
     address = tensor.data_ptr()
-    return address if address >= _LEAST_ADDRESS or not is_freed(tensor) else 0
+    return 0 if is_short(tensor) else address
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor, which wraps no other, has a shape but no memory: its storage was resized to nothing."""
     return tensor.device.type in {"cpu", "cuda"} and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def is_short(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a strided tensor, which wraps no other, ends before the tensor does: it was resized."""
+    if tensor.numel() == 0 or tensor.device.type not in {"cpu", "cuda"}:
+        return False
+    held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return held_bytes < (tensor.nbytes if tensor.is_contiguous() else reach_bytes(tensor))
+
+
+def reach_bytes(tensor: torch.Tensor) -> int:
+    """From its first element to the end of its last one, which has some."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def shortage_of(tensor: torch.Tensor) -> str:
+    """Of one that `is_short`, for a message."""
+    reach = tensor.storage_offset() * tensor.itemsize + reach_bytes(tensor)
+    return (
+        f"a tensor that needs {reach} bytes of a storage which was resized to {tensor.untyped_storage().nbytes()}: "
+        "resize it back, or take a tensor of what is left"
+    )
 
 
 def synchronize(contents: Iterable[object]) -> None:

@@ -25,7 +25,7 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
         return torch.load(io.BytesIO(stored), weights_only=True)
     except pickle.UnpicklingError:
         raise UnsafePickleError(
-            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code (it uses {_unsafe_names(stored)}). If "
+            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code (it uses {unsafe_names(stored)}). If "
             "you trust who wrote it, pass allow_pickle=True; or allow these names with "
             "torch.serialization.add_safe_globals",
             uri=uri,
@@ -34,10 +34,11 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
         raise CorruptCheckpointError(f"{fqn!r} of {uri} cannot be loaded: {error}", uri=uri) from error
 
 
-def _unsafe_names(stored: bytes | bytearray) -> str:
-    """What a pickle would call, found without calling it."""
+def unsafe_names(stored: bytes | bytearray | str) -> str:
+    """What a pickle, or the one in a file, would call; found without calling it."""
+    file = stored if isinstance(stored, str) else io.BytesIO(stored)
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(stored))
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # noqa: BLE001  # made for messages; what it cannot read, it cannot name
         names = []
     return ", ".join(names) or "what torch's weights_only unpickler does not admit"

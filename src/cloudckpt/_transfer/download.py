@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cloudckpt._trace import now_ns
+from cloudckpt._trace.recorder import now_ns
 from cloudckpt._transfer.checksum import tile_crc32cs
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import CorruptCheckpointError, InterruptedReadError, ShortObjectError

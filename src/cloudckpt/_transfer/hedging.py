@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from typing import Generic, Literal, TypeAlias, TypeVar
 
+from cloudckpt._threads import Event
 from cloudckpt._transfer.peers import Peers, hedges_allowed
 from cloudckpt._transfer.width import Width
 from cloudckpt.errors import StoreTimeoutError, ThrottledError, TransientStoreError
@@ -29,7 +30,7 @@ class _Hedge(Generic[_T]):
 
     def __init__(self) -> None:
         self.scope = CallScope()
-        self.has_ended = threading.Event()
+        self.has_ended = Event()
         self.take: Callable[[], _T] | None = None
         """Gives the result; None if it has failed, or not ended yet."""
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
@@ -38,6 +38,18 @@ class Body(Protocol):
 
     def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
         """Views of bytes ``[begin, end)``, valid while the context is open."""
+
+
+@runtime_checkable
+class KnownBody(Body, Protocol):
+    """One that was checked and recorded before: it is compared by checksums, and need not be opened for that.
+
+    Only for what was written of the very same source; a CRC32C of another is no proof.
+    """
+
+    @property
+    def known_crc32cs(self) -> Sequence[int]:
+        """Of each tile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +119,12 @@ class Salvage:
             end = min(begin + step_bytes, body.size_bytes)
             stored = bytearray(end - begin)
             fetch(self._store, self._retrier, key=key, begin=begin, views=[memoryview(stored)])
+            known = self._known(body, begin, end)
+            if known is not None:
+                values[begin] = tile_crc32cs([memoryview(stored)], self._tile_bytes)
+                if values[begin] != known:
+                    raise _DifferentError
+                return
             with body.open(begin, end) as views:
                 if not _are_same(stored, views):
                     raise _DifferentError
@@ -161,18 +179,32 @@ class Salvage:
             _log.info("the upload to %s cannot be used: %s", self._store.url(key), error)
             return held
 
-        def check(part: Part) -> None:
-            candidates = [found for found in listed[part.number] if found.size_bytes == part.size_bytes]
-            with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
-                values = tile_crc32cs(views, self._tile_bytes)
-                whole = combined(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
-                same = next((found for found in candidates if _holds(found, views, crc32c=whole)), None)
+        def take(part: Part, values: list[int], whole: int, same: FoundPart | None) -> None:
             if same is not None:
                 held.crc32cs[part.number] = values
                 held.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)
 
+        def check(part: Part) -> None:
+            candidates = [found for found in listed[part.number] if found.size_bytes == part.size_bytes]
+            values = self._known(body, part.offset_bytes, part.offset_bytes + part.size_bytes)
+            if values is not None and all(found.crc32c is not None for found in candidates):
+                whole = combined(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
+                take(part, values, whole, next((found for found in candidates if found.crc32c == whole), None))
+                return
+            with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
+                values = tile_crc32cs(views, self._tile_bytes)
+                whole = combined(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
+                same = next((found for found in candidates if _holds(found, views, crc32c=whole)), None)
+            take(part, values, whole, same)
+
         self._run_all([part for part in parts if part.number in listed], check)
         return held
+
+    def _known(self, body: Body, begin: int, end: int) -> list[int] | None:
+        """The CRC32C of each tile of ``[begin, end)``, where they are known beforehand. Bounds lie on tiles."""
+        if not isinstance(body, KnownBody):
+            return None
+        return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])
 
     def _run_all(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
         done = each_done(items, work, num_threads=self._connections, name="cloudckpt-resume", on_failure=lambda: None)

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from cloudckpt._trace import Recorder, now_ns
-from cloudckpt._watchers import fields
-from cloudckpt.errors import ChecksumRefusedError, StoreError, ThrottledError, TransientStoreError
+from cloudckpt import _forks
+from cloudckpt._threads import Event
+from cloudckpt._trace.recorder import Recorder, now_ns
+from cloudckpt._trace.watchers import fields
+from cloudckpt.errors import ChecksumRefusedError, CloudckptError, StoreError, ThrottledError, TransientStoreError
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")
@@ -41,11 +43,22 @@ class Retrier:
         self._retries = retries
         self._timeout_s = timeout_s
         self._on_retry = on_retry
-        self._stopped = threading.Event()
+        self._stopped = Event()
         self._refusal: BaseException | None = None
         self._lock = threading.Lock()
         self._num_retries = 0
         self._num_requests = 0
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """In a child that was forked in the middle of it: the calls are the parent's to make."""
+        self._lock, self._stopped = threading.Lock(), Event()
+        self.stop(
+            CloudckptError(
+                "this process was forked in the middle of a call of cloudckpt's, which is its parent's and does not go "
+                "on here. Begin another one"
+            )
+        )
 
     @property
     def num_retries(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from cloudckpt._trace import Recorder, now_ns
+from cloudckpt._trace.recorder import Recorder, now_ns
 from cloudckpt._transfer.checksum import combined, tile_crc32cs
 from cloudckpt._transfer.resume import Body
 from cloudckpt.stores.base import Part, Views

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from cloudckpt._trace import Recorder, now_ns
+from cloudckpt._trace.recorder import Recorder, now_ns
 from cloudckpt.errors import InterruptedReadError
 from cloudckpt.stores._body import num_bytes
 from cloudckpt.stores.base import Capabilities, FoundPart, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views

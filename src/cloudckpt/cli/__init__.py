@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
-import signal
+import io
+import os
 import sys
-import threading
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,7 +14,9 @@ from typing import NoReturn
 __all__ = ["main"]
 
 _NEEDED = ("typer", "rich")
-_WRONG_USAGE, _TERMINATED = 2, 128 + signal.SIGTERM
+_WRONG_USAGE = 2
+_COMPLETING = "_CLOUDCKPT_COMPLETE"
+_PLAINLY = {"✓": "+", "✗": "x", "–": "-", "…": "..."}  # noqa: RUF001  # the signs of tables
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -21,17 +24,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         print("The command line needs Typer and Rich: pip install 'cloudckpt[cli]'", file=sys.stderr)  # noqa: T201  # as a command does
         sys.exit(_WRONG_USAGE)
+    if _COMPLETING in os.environ:  # fish takes the second line of an explanation for another candidate
+        os.environ["COLUMNS"] = "10000"
+    from cloudckpt.cli import _ending
     from cloudckpt.cli._app import app  # needs them
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # of course: a command has no ranks
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _on_sigterm)
+    codecs.register_error("cloudckpt.plainly", _plainly)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whoever calls this may have replaced them
+            stream.reconfigure(errors="cloudckpt.plainly")
+    _ending.listen()
     app(args=None if arguments is None else list(arguments), prog_name="cloudckpt")
     sys.exit(0)
 
 
-def _on_sigterm(_number: int, _frame: object) -> NoReturn:
-    """So that a command cleans up, as it does after Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(_TERMINATED)
+def _plainly(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What a terminal's encoding lacks, in characters that all have: names are shown, and not an error about them."""
+    if isinstance(error, UnicodeEncodeError):
+        bad = error.object[error.start : error.end]
+        return "".join(_PLAINLY.get(one, ascii(one)[1:-1]) for one in bad), error.end
+    raise error

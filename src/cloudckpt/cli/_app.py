@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
 from cloudckpt.cli import bench, cp, diff, doctor, export, gc, import_, ls, rm, show, verify
-from cloudckpt.cli._errors import INTERRUPTED, exit_code_of, message_of
+from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of
 
 
 class _Commands(TyperGroup):
@@ -20,20 +21,34 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            found = super().invoke(ctx)
+            sys.stdout.flush()  # while a failure of it can be told
         except KeyboardInterrupt:
             print("Interrupted.", file=sys.stderr)  # noqa: T201  # as a command does
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            raise  # whoever read has enough
+        except BrokenPipeError:  # of a command's own output; all others are told as errors of a store
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more fails when Python flushes at its end
+            raise typer.Exit(PIPE_CLOSED) from None
         except Exception as error:
-            code = exit_code_of(error)
-            if code is None:
-                raise
-            if ctx.params.get("verbose"):
-                traceback.print_exc()
-            print(message_of(error), file=sys.stderr)  # noqa: T201  # as a command does
-            raise typer.Exit(code) from None
+            self._tell(ctx, error)
+            raise
+        except BaseException as error:
+            if hasattr(error, "failures"):  # torch's CheckpointException is no Exception
+                self._tell(ctx, error)
+            raise
+        return found
+
+    def _tell(self, ctx: Any, error: BaseException) -> None:
+        """End with its code, unless it is Typer's own."""
+        code = exit_code_of(error)
+        if code is None:
+            return
+        if ctx.params.get("verbose"):
+            traceback.print_exc()
+        command = self.get_command(ctx, ctx.invoked_subcommand or "")
+        flags = {name for parameter in (command.params if command else ()) for name in parameter.opts}
+        print(message_of(error, flags=flags), file=sys.stderr)  # noqa: T201  # as a command does
+        raise typer.Exit(code) from None
 
 
 app = typer.Typer(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cloudckpt.cli._text import plain, plain_line
+from cloudckpt.cli._text import plain_line
 
-_PIPE_COLUMNS = 100_000
+_MOST_FOLDED = 500
+"""Rows. A longer table is left to the terminal to break."""
 
 
 class Progress:
@@ -47,22 +49,17 @@ class Console:
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
         """A table of the result; the columns that `right` names are numbers. In a pipe, each row is one whole line."""
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for title in titles:
-            table.add_column(title, justify="right" if title in right else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(plain_line(cell)) for cell in row))
-        if sys.stdout.isatty():
-            RichConsole(file=sys.stdout, highlight=False).print(table)
+        shown = [[plain_line(cell) for cell in row] for row in rows]
+        widths = _widths(titles, shown)
+        is_terminal = sys.stdout.isatty()
+        # Rich takes milliseconds for a row, and folds cells only where the terminal is too narrow.
+        if is_terminal and len(rows) <= _MOST_FOLDED and sum(widths) + 2 * (len(widths) - 1) > _terminal_columns():
+            _print_folded(titles, shown, right=right)
             return
-        rendered = io.StringIO()
-        RichConsole(file=rendered, width=_PIPE_COLUMNS, no_color=True, highlight=False).print(table)
-        for line in rendered.getvalue().splitlines():
-            sys.stdout.write(line.rstrip() + "\n")
+        title = _row(titles, titles, widths, right=right)
+        sys.stdout.write((f"\x1b[1m{title}\x1b[0m" if is_terminal and "NO_COLOR" not in os.environ else title) + "\n")
+        for row in shown:
+            sys.stdout.write(_row(row, titles, widths, right=right) + "\n")
 
     def say(self, text: str) -> None:
         """Something beside the result."""
@@ -71,7 +68,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Something that has to be known, however quiet the command was asked to be."""
-        sys.stderr.write(plain(text) + "\n")
+        sys.stderr.write(plain_line(text) + "\n")
         sys.stderr.flush()
 
     @property
@@ -81,7 +78,7 @@ class Console:
 
     def confirms(self, question: str) -> bool:
         """Whether the user says yes."""
-        sys.stderr.write(f"{plain(question)} [y/N] ")
+        sys.stderr.write(f"{plain_line(question)} [y/N] ")
         sys.stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -109,4 +106,43 @@ class Console:
             TimeRemainingColumn(),
         )
         with Bar(*columns, console=RichConsole(stderr=True), transient=True) as bar:
-            yield Progress(bar, bar.add_task(plain(what), total=total_bytes))
+            yield Progress(bar, bar.add_task(plain_line(what), total=total_bytes))
+
+
+def _widths(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(_width, (title, *(row[at] for row in rows)))) for at, title in enumerate(titles)]
+
+
+def _width(text: str) -> int:
+    """In columns of a terminal: some characters take two, some none."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _row(row: Sequence[str], titles: Sequence[str], widths: Sequence[int], *, right: Sequence[str]) -> str:
+    cells = []
+    for cell, title, width in zip(row, titles, widths, strict=True):
+        room = " " * (width - _width(cell))
+        cells.append(room + cell if title in right else cell + room)
+    return "  ".join(cells).rstrip()
+
+
+def _terminal_columns() -> int:
+    return shutil.get_terminal_size().columns
+
+
+def _print_folded(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> None:
+    """With the cells that have no room in several lines."""
+    from rich.console import Console as RichConsole
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in titles:
+        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    RichConsole(file=sys.stdout, highlight=False).print(table)

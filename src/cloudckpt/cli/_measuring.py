@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from cloudckpt._uri import Location
     from cloudckpt.options import Options
     from cloudckpt.report import Event
@@ -84,9 +86,7 @@ def measure_checkpoints(
             on_bytes(event.num_bytes)
 
     options = dataclasses.replace(options, on_event=on_event)
-    each = max(num_bytes // num_tensors, 1)
-    # Of random bytes: a store or a network that compresses would look too good.
-    state = {f"tensor.{number}": torch.empty(each, dtype=torch.uint8).random_() for number in range(num_tensors)}
+    state = random_state(num_bytes, num_tensors)
     into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     saves: list[float] = []
     loads: list[float] = []
@@ -100,3 +100,14 @@ def measure_checkpoints(
         loads.append(time.perf_counter() - begun)
         delete(uri, options=options)
     return {"save": Seconds.of(saves), "load": Seconds.of(loads)}
+
+
+def random_state(num_bytes: int, num_tensors: int, *, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Tensors of random bytes: a store or a network that compresses would look too good."""
+    import torch
+
+    ends = [num_bytes * number // num_tensors for number in range(num_tensors + 1)]
+    return {
+        f"{prefix}tensor.{number}": torch.empty(ends[number + 1] - ends[number], dtype=torch.uint8).random_()
+        for number in range(num_tensors)
+    }

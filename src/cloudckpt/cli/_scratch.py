@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloudckpt.cli._ending import telling
+from cloudckpt.cli._errors import interrupt_of
+
 if TYPE_CHECKING:
     from cloudckpt._uri import Location
     from cloudckpt.cli._console import Console
@@ -21,25 +24,43 @@ _PAUSE_S = 0.2
 
 @contextlib.contextmanager
 def scratch(uri: str, what: str, options: Options, console: Console) -> Iterator[Location]:
-    """A location below `uri` whose name begins with `what`. Raises `StoreError` where nobody may look there."""
+    """A location below `uri` whose name begins with `what`. Raises `StoreError` where one may not look or remove."""
     from cloudckpt._uri import parse_location
-    from cloudckpt.stores.open import open_store
+    from cloudckpt.doctor.directories import unmade_afterwards
 
     above = parse_location(uri)
     location = above.child(f"{what}-{uuid.uuid4().hex[:12]}")
-    # A bucket that does not exist or lets nobody in is found out before anything is written.
-    next(open_store(location, options).list(), None)
-    existing = Path(above.path).exists() if above.scheme == "file" else True
-    try:
-        yield location
-    finally:
+    _check_removable(location, options)
+    with unmade_afterwards(above), telling(f"remove by hand what lies under {location.uri}"):
         try:
-            _remove(location, options)
-            if not existing:
-                Path(above.path).rmdir()
-        except BaseException:
-            console.warn(f"Not everything was removed: remove by hand what lies under {location.uri}")
-            raise
+            yield location
+        except BaseException as error:
+            interrupt = interrupt_of(error)
+            if interrupt is None:
+                raise
+            raise interrupt from None  # whether that commit arrived does not matter: nothing of it stays
+        finally:
+            try:
+                _remove(location, options)
+            except BaseException:
+                console.warn(f"Not everything was removed: remove by hand what lies under {location.uri}")
+                raise
+
+
+def _check_removable(location: Location, options: Options) -> None:
+    """A bucket that does not exist, lets nobody in or nothing out is found out before anything is written."""
+    from cloudckpt._transfer.retry import Retrier
+    from cloudckpt.errors import UnsupportedOperationError
+    from cloudckpt.stores.open import open_store
+
+    store = open_store(location, options)
+    next(store.list(), None)
+    if location.scheme == "file":
+        return
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    with contextlib.suppress(UnsupportedOperationError):
+        retrier.call(lambda: next(store.list_uploads(), None))
+    retrier.call(lambda: store.delete(["nothing"]))  # which is not there: whether that may be removed is answered first
 
 
 def _remove(location: Location, options: Options) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cloudckpt.cli._console import Console
+from cloudckpt.cli._errors import NO, message_of
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout
 from cloudckpt.cli._sides import (
     Overwrite,
@@ -33,10 +35,18 @@ def cp(
         typer.Option(
             "--all",
             help="Copy every checkpoint under the folder SRC into the folder DST, the oldest first; those that "
-            "are there already are left alone.",
+            "are there already are left alone, and those that are damaged or vanish are told, and left out.",
         ),
     ] = False,
     overwrite: Overwrite = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on where an earlier cp --resume of the same checkpoint to the same place ended: what it left "
+            "there is read and compared, and not sent again. If this one ends too, what it has copied is kept.",
+        ),
+    ] = False,
     storage_option: StorageOptions = None,
     endpoint_url: EndpointURL = None,
     target_storage_option: TargetStorageOptions = None,
@@ -59,16 +69,23 @@ def cp(
         target_endpoint_url=target_endpoint_url,
         timeout_s=timeout,
     )
+    options = options[0], dataclasses.replace(options[1], resume=resume)
     if not every:
         report = _copied(console, source, target, options, overwrite=overwrite)
         if as_json:
             console.document(_document_of(report))
         return
-    documents = []
-    for one, other in _pairs(source, target, options[0]):
-        documents.append(_copied_unless_there(console, one, other, options, overwrite=overwrite))
-    if as_json:
-        console.document(documents)
+    documents: list[dict[str, Any]] = []
+    try:
+        for one, other in _pairs(source, target, options[0]):
+            documents.append(_copied_unless_there(console, one, other, options, overwrite=overwrite))
+    finally:
+        if as_json and documents:  # what was done is told, whatever ends it
+            console.document(documents)
+    num_failed = sum("problem" in each for each in documents)
+    if num_failed:
+        console.say(f"{count(num_failed, 'checkpoint')} of {len(documents):,} could not be copied.")
+        raise typer.Exit(NO)
 
 
 def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
@@ -87,13 +104,27 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
 def _copied_unless_there(
     console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
 ) -> dict[str, Any]:
-    from cloudckpt.errors import CheckpointExistsError
+    from cloudckpt.errors import (
+        CheckpointChangedError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        UnsupportedFormatError,
+    )
 
     try:
         return {"copied": True, **_document_of(_copied(console, source, target, options, overwrite=overwrite))}
     except CheckpointExistsError:
         console.say(f"{target} is there already.")
         return {"copied": False, "source": source, "target": target}
+    except (
+        CheckpointChangedError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        UnsupportedFormatError,
+    ) as error:  # a matter of this one: the others can be copied all the same
+        console.warn(message_of(error))
+        return {"copied": False, "source": source, "target": target, "problem": str(error)}
 
 
 def _copied(
@@ -114,7 +145,8 @@ def _copied(
         console.line(f"{report.target}: {size(report.num_bytes)} in {count(report.num_objects, 'object')}")
     by_service_bytes = report.num_service_bytes + report.num_read_back_bytes
     how = f", {size(by_service_bytes)} of it by the service itself" if by_service_bytes else ""
-    console.say(f"Copied in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}{how}.")
+    kept = f", {size(report.num_reused_bytes)} were there already" if report.num_reused_bytes else ""
+    console.say(f"Copied in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}{how}{kept}.")
     return report
 
 
@@ -127,6 +159,7 @@ def _document_of(report: CopyReport) -> dict[str, Any]:
         "num_bytes": report.num_bytes,
         "num_service_bytes": report.num_service_bytes,
         "num_read_back_bytes": report.num_read_back_bytes,
+        "num_reused_bytes": report.num_reused_bytes,
         "num_requests": report.num_requests,
         "num_retries": report.num_retries,
         "seconds": report.copy_s,

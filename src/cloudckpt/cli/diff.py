@@ -10,7 +10,8 @@ import typer
 
 from cloudckpt.cli._console import Console
 from cloudckpt.cli._errors import NO, NOT_FOUND
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
+from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout
+from cloudckpt.cli._sides import TargetEndpointURL, options_of_both
 from cloudckpt.cli._text import count, size
 
 if TYPE_CHECKING:
@@ -31,6 +32,17 @@ def diff(
     atol: Annotated[float, typer.Option(help="Ignore changes of up to this much.")] = 0.0,
     storage_option: StorageOptions = None,
     endpoint_url: EndpointURL = None,
+    target_storage_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target-storage-option",
+            metavar="NAME=VALUE",
+            help="As --storage-option, for B alone; --storage-option is then for A alone. Without, that is for both, "
+            "or for the one of the two that is no path.",
+            show_default=False,
+        ),
+    ] = None,
+    target_endpoint_url: TargetEndpointURL = None,
     timeout: Timeout = 60.0,
     as_json: AsJSON = False,
     quiet: Quiet = False,
@@ -42,7 +54,15 @@ def diff(
     from cloudckpt.comparison import compare
 
     console = Console(as_json=as_json, quiet=quiet)
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    options, options_after = options_of_both(
+        before,
+        after,
+        storage_option,
+        endpoint_url,
+        target_storage_option=target_storage_option,
+        target_endpoint_url=target_endpoint_url,
+        timeout_s=timeout,
+    )
     patterns = name or ["*"]
     with console.progress("comparing") as progress:
         seen = 0
@@ -60,6 +80,7 @@ def diff(
             atol=atol,
             only=lambda each: any(fnmatch.fnmatchcase(each, pattern) for pattern in patterns),
             options=options,
+            options_after=options_after,
             on_progress=on_progress,
         )
     if as_json:

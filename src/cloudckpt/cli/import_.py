@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -36,6 +37,16 @@ def import_(
     add_prefix: Annotated[
         str, typer.Option("--add-prefix", metavar="PREFIX", help="Put this before the names.", show_default=False)
     ] = "",
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tie",
+            metavar="NAME=TENSOR",
+            help="Give a tensor of safetensors files another name, too ('lm_head.weight=model.embed_tokens.weight'); "
+            "may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Overwrite = False,
     unsafe_pickle: UnsafePickle = False,
     storage_option: StorageOptions = None,
@@ -69,6 +80,7 @@ def import_(
             format=format_,  # type: ignore[arg-type]  # it says which there are
             include=include or (),
             add_prefix=add_prefix,
+            tie=_ties_of(tie or ()),
             overwrite=overwrite,
             allow_pickle=unsafe_pickle,
             options=options,
@@ -83,3 +95,13 @@ def import_(
         f"{size(report.num_bytes)}"
     )
     console.say(f"Imported in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+
+
+def _ties_of(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if not all(pair.partition("=")):
+            raise typer.BadParameter(f"{pair!r} is not of the form NAME=TENSOR", param_hint="--tie")
+    ties = {pair.partition("=")[0]: pair.partition("=")[2] for pair in pairs}
+    if len(ties) < len(pairs):
+        raise typer.BadParameter("a NAME is given twice", param_hint="--tie")
+    return ties

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cloudckpt.cli._console import Console
+from cloudckpt.cli._errors import DENIED
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of, parse_duration
 from cloudckpt.cli._text import age, count, size
+from cloudckpt.cli._wording import as_typed
 
 if TYPE_CHECKING:
     from cloudckpt.overview import CheckpointStatus
@@ -32,13 +35,16 @@ def ls(
             help="A save that is not committed, and of which nothing was written for so long, is garbage.",
         ),
     ] = "1h",  # type: ignore[assignment]  # Typer parses it
+    check: Annotated[
+        bool, typer.Option("--check", help="Look at all that each manifest says: what show refuses is damaged.")
+    ] = False,
     storage_option: StorageOptions = None,
     endpoint_url: EndpointURL = None,
     timeout: Timeout = 60.0,
     as_json: AsJSON = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the checkpoints in ROOT, oldest first: committed, damaged, in progress, or garbage.
+    """List the checkpoints in ROOT, oldest first: committed, damaged, in progress, garbage, and more.
 
     Example: cloudckpt ls s3://bucket/run
     """
@@ -46,8 +52,14 @@ def ls(
 
     console = Console(as_json=as_json, quiet=quiet)
     options = options_of(storage_option, endpoint_url, timeout_s=timeout)
-    found = survey(root, alive_within=alive_within, options=options)
-    if as_json:
+    found = survey(root, alive_within=alive_within, check=check, options=options)
+    _tell(console, root, found, long=long)
+    if any(one.state == "denied" for one in found):
+        raise typer.Exit(DENIED)
+
+
+def _tell(console: Console, root: str, found: Sequence[CheckpointStatus], *, long: bool) -> None:
+    if console.as_json:
         console.document([document_of(one) for one in found])
         return
     if not found:
@@ -61,20 +73,21 @@ def ls(
                 console.line(f"{one.name}: {json.dumps(one.metadata)}")
     for one in found:
         if one.problem:
-            console.warn(f"{one.name}: {one.problem}")
+            console.warn(f"{one.name}: {as_typed(one.problem)}")
     if any(one.state == "garbage" for one in found):
         console.say(f"cloudckpt gc {root} tells what of the garbage can go.")
 
 
 def document_of(one: CheckpointStatus) -> dict[str, Any]:
     """As ``--json`` prints it."""
+    is_seen = one.state != "denied"
     return {
         "name": one.name,
         "uri": one.uri,
         "state": one.state,
-        "time": one.moment.isoformat(),
-        "num_bytes": one.num_bytes,
-        "num_objects": one.num_objects,
+        "time": one.moment.isoformat() if is_seen else None,
+        "num_bytes": one.num_bytes if is_seen else None,
+        "num_objects": one.num_objects if is_seen else None,
         "num_uploads": one.num_uploads,
         "world_size": one.world_size,
         "num_tensors": one.num_tensors,
@@ -87,7 +100,8 @@ def document_of(one: CheckpointStatus) -> dict[str, Any]:
 
 def _row(one: CheckpointStatus, *, long: bool) -> list[str]:
     state = one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else "")
-    row = [one.name, age(one.moment), size(one.num_bytes), _number(one.world_size), state]
+    seen = [age(one.moment), size(one.num_bytes)] if one.state != "denied" else ["", ""]
+    row = [one.name, *seen, _number(one.world_size), state]
     if long:
         row += [f"{one.num_objects:,}", _number(one.num_tensors), f"{one.num_overwrites:,}", one.attempt]
     return row

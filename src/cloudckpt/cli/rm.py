@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from cloudckpt.options import Options
     from cloudckpt.overview import CheckpointStatus
 
+_MOST_NAMED = 5
+_CHECKPOINTS = ("committed", "damaged", "newer")
 _RANK = re.compile(r"rank-[0-9]+")
 
 
@@ -66,16 +68,28 @@ def rm(
 def _lying_at(uri: str, options: Options) -> list[CheckpointStatus]:
     """What goes with the checkpoint. Raises `CheckpointNotFoundError`."""
     from cloudckpt._uri import parse_location
-    from cloudckpt.errors import CheckpointNotFoundError
+    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError
     from cloudckpt.overview import survey
 
     location = parse_location(uri)
-    found = [one for one in survey(uri, options=options) if one.uri == location.uri or _RANK.fullmatch(one.name)]
-    if not any(one.state in ("committed", "damaged") for one in found):
+    there = survey(uri, options=options)
+    found = [one for one in there if one.uri == location.uri or _RANK.fullmatch(one.name)]
+    for one in found:
+        if one.state == "denied":
+            raise AccessDeniedError(one.problem, key=one.uri, operation="list")
+    if not any(one.state in _CHECKPOINTS for one in found):
+        below = [one.name for one in there if one.state in _CHECKPOINTS]
+        if below:
+            more = f" and {len(below) - _MOST_NAMED:,} more" if len(below) > _MOST_NAMED else ""
+            advice = f"Under it lie {', '.join(below[:_MOST_NAMED])}{more}: name those that are to go, each by its URI"
+        elif any(one.state == "torch" for one in there):
+            advice = "One of torch's own writer lies there, which cloudckpt leaves alone: remove it by other means"
+        elif there:
+            advice = f"What failed saves have left there, cloudckpt gc {uri} removes"
+        else:
+            advice = "Nothing lies there. Check the URI"
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. What failed saves have left "
-            "there, cloudckpt gc removes",
-            uri=location.uri,
+            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. {advice}", uri=location.uri
         )
     return found
 

@@ -10,6 +10,7 @@ from cloudckpt.cli._console import Console
 from cloudckpt.cli._errors import NO
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
 from cloudckpt.cli._text import count, rate, size
+from cloudckpt.cli._wording import as_typed
 
 if TYPE_CHECKING:
     from cloudckpt.report import Event
@@ -55,7 +56,7 @@ def verify(
             console.document({"uri": uri, "is_whole": False, "problems": problems})
         else:
             for problem in problems:
-                console.line(problem)
+                console.line(as_typed(problem))
             console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
         raise typer.Exit(NO)
     if as_json:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloudckpt._uri import Location, parse_location
 from cloudckpt.doctor import around, speed, trials
+from cloudckpt.doctor.directories import unmade_afterwards
 from cloudckpt.doctor.model import Check, Examination
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -87,11 +88,12 @@ def examine(
     if read_only:
         examiner.run("get", lambda: _read_something(store), advice=_WRITING["get"])
     else:
-        scratch = trials.Scratch(store)
-        try:
-            _try_out(examiner, scratch, measure=measure)
-        finally:
-            left = scratch.clean_up()
+        with unmade_afterwards(location):
+            scratch = trials.Scratch(store)
+            try:
+                _try_out(examiner, scratch, measure=measure)
+            finally:
+                left = scratch.clean_up()
         examiner.left(left)
     _settings(examiner, location, plain)
     return Examination(uri=location.uri, read_only=read_only, checks=tuple(examiner.checks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloudckpt.errors import UnsupportedValueError
+from cloudckpt._stage.values import unsafe_names
+from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
 
 SKELETON = "skeleton"
 """Under which the rest lies, beside the tensors."""
@@ -25,9 +27,18 @@ def packed(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def unpacked(data: bytes, *, allow_pickle: bool = False) -> Any:
-    """The reverse of `packed`, under ``weights_only=True`` unless `allow_pickle`."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+def unpacked(data: bytes, *, allow_pickle: bool = False, uri: str = "") -> Any:
+    """The reverse of `packed`, under ``weights_only=True`` unless `allow_pickle`: else raises `UnsafePickleError`."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+    except pickle.UnpicklingError:
+        raise UnsafePickleError(
+            f"the framework's state of {uri or 'this checkpoint'} was not loaded: unpickling it could run any code (it "
+            f"uses {unsafe_names(data)}). If you trust who wrote it, allow these names with "
+            "torch.serialization.add_safe_globals, or give weights_only=False where the framework takes it, as "
+            "Lightning's fit does",
+            uri=uri,
+        ) from None
 
 
 def taken_apart(tree: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
@@ -54,9 +65,17 @@ def taken_apart(tree: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
     return {**tensors, SKELETON: packed(skeleton)}
 
 
-def put_together(flat: Mapping[str, Any], *, allow_pickle: bool = False) -> Any:
-    """The reverse of `taken_apart`."""
-    skeleton = unpacked(flat[SKELETON], allow_pickle=allow_pickle)
+def put_together(
+    flat: Mapping[str, Any],
+    *,
+    without: Callable[[str], object] | None = None,
+    allow_pickle: bool = False,
+    uri: str = "",
+) -> Any:
+    """The reverse of `taken_apart`; `without` those keys at the top for which it is true, and their tensors."""
+    skeleton = unpacked(flat[SKELETON], allow_pickle=allow_pickle, uri=uri)
+    if without is not None:
+        skeleton = {key: value for key, value in skeleton.items() if not without(key)}
     return _mapped(
         skeleton,
         "",

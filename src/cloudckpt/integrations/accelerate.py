@@ -6,8 +6,6 @@ import logging
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -17,7 +15,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cloudckpt.errors import InvalidOptionError
+from cloudckpt.integrations._needs import needed
 from cloudckpt.integrations._opaque import RandomState, packed, unpacked
+
+with needed("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, gather_object
 
 _log = logging.getLogger("cloudckpt")
 
@@ -33,26 +36,32 @@ class AcceleratorState:
     saved them, and left as they are, with a warning, on another number. All ranks make one, after ``prepare``, and save
     and load it together.
 
-    With ``restores_random=False`` the generators are left to the caller, who finds their state in `random`.
+    With ``restores_random=False`` the generators are left to the caller, who finds their state in `random`. With
+    ``only_models`` it is the models alone: what is loaded of a checkpoint that has all, for inference or to begin
+    another training with.
 
     Raises `InvalidOptionError` for DeepSpeed and Megatron-LM, which keep their state themselves.
     """
 
-    def __init__(self, accelerator: Accelerator, *, restores_random: bool = True) -> None:
+    def __init__(self, accelerator: Accelerator, *, restores_random: bool = True, only_models: bool = False) -> None:
         if accelerator.distributed_type in _OF_THE_ENGINE:
             raise InvalidOptionError(
                 f"AcceleratorState: {accelerator.distributed_type.value} keeps its models' state in a format of its own"
             )
         self._accelerator = accelerator
         self._restores_random = restores_random
+        self._only_models = only_models
         self.random: RandomState | None = None
         """Of this rank, as it was loaded; None where it was saved by another number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         """Called on all ranks: it gathers what each has of its own."""
         accelerator = self._accelerator
+        models = {str(index): get_model_state_dict(model) for index, model in enumerate(self._models)}
+        if self._only_models:
+            return {"models": models}
         return {
-            "models": {str(index): get_model_state_dict(model) for index, model in enumerate(self._models)},
+            "models": models,
             "optimizers": {
                 str(index): get_optimizer_state_dict(model, optimizer)
                 for index, (model, optimizer) in enumerate(self._optimizers())
@@ -69,6 +78,8 @@ class AcceleratorState:
         accelerator = self._accelerator
         for index, model in enumerate(self._models):
             set_model_state_dict(model, state_dict["models"][str(index)])
+        if self._only_models:
+            return
         for index, (model, optimizer) in enumerate(self._optimizers()):
             set_optimizer_state_dict(model, optimizer, state_dict["optimizers"][str(index)])
         for objects, states in (
@@ -105,7 +116,8 @@ class AcceleratorState:
             model = next((each for each in self._models if held & {id(one) for one in each.parameters()}), None)
             if model is None:
                 raise InvalidOptionError(
-                    "AcceleratorState: an optimizer was prepared that has no parameter of any prepared model"
+                    "AcceleratorState: an optimizer was prepared that has no parameter of any prepared model. Under "
+                    "FSDP1 the model is prepared first, and the optimizer made of the parameters that it has then"
                 )
             found.append((model, optimizer))
         return found

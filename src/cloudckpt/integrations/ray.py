@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ray.train
-
 from cloudckpt.errors import UnsupportedFormatError
+from cloudckpt.integrations._needs import needed
+
+with needed("ray[train]"):
+    import ray.train
 
 _FILE = "cloudckpt.json"
 

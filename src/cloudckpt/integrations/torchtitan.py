@@ -8,15 +8,24 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer.base import MODEL
-from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 import cloudckpt.manager
-from cloudckpt._async import AsyncSave
+from cloudckpt._background.handle import AsyncSave
 from cloudckpt._uri import parse_location
 from cloudckpt.api import load
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
+from cloudckpt.integrations._needs import needed
+from cloudckpt.integrations._taken import refuse_taken, steps_under
 from cloudckpt.options import Options
+
+with needed("torchtitan"):
+    from torchtitan.components.checkpointer.base import MODEL
+    from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
+
+_TO_DO = (
+    "Go on from the newest (load_step=-1), only load (load_only=True), give another folder, or replace them "
+    "(overwrite=True)"
+)
 
 
 class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan is not there where types are checked
@@ -27,7 +36,8 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
     ``keep_latest_k`` counts committed checkpoints, and an older one goes once a newer one is committed. Both
     asynchronous modes are `cloudckpt.async_save`.
 
-    With ``overwrite`` a step that is there already is replaced; without it that is a `CheckpointExistsError`.
+    With ``overwrite`` a step that is there already is replaced; without it that is a `CheckpointExistsError`, raised by
+    the load of an earlier step, if that is not ``load_only``.
     `options` is for a subclass to set.
     """
 
@@ -115,6 +125,8 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
                 f"step {found} under {self._manager.root} was removed meanwhile: begin again", uri=self._manager.root
             )
         self.states[MODEL].load_state_dict(states)
+        if step != -1 and not self.load_only and not self._overwrite:
+            refuse_taken(self._manager.root, steps_under(self._manager.root, self.options), after=step, to_do=_TO_DO)
         return True
 
     def _load_initial(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+from cloudckpt import _forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, ValuesView
@@ -25,8 +26,7 @@ class ClientCache(Generic[Key, Client]):
         self._most = most
         self._lock = threading.Lock()
         self._clients: OrderedDict[tuple[Key, Environment], Client] = OrderedDict()
-        if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-            os.register_at_fork(after_in_child=self._after_fork)
+        _forks.watch(self)
 
     def client_for(self, key: Key, environment: Environment) -> Client:
         """The client for `key`, made if there is none yet."""
@@ -64,7 +64,7 @@ class ClientCache(Generic[Key, Client]):
     def __len__(self) -> int:
         return len(self._clients)
 
-    def _after_fork(self) -> None:
-        # A client of the parent would share its sockets; its lock may be held by a thread that no longer exists.
+    def after_fork(self) -> None:
+        """A client of the parent would share its sockets; its lock may be held by a thread that no longer exists."""
         self._lock = threading.Lock()
         self._clients.clear()

@@ -7,11 +7,11 @@ overwrite all the same. That shows only when it is tried. Whatever is not seen t
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 from typing import TYPE_CHECKING
 
+from cloudckpt._forks import in_child
 from cloudckpt.errors import (
     AccessDeniedError,
     ChecksumRefusedError,
@@ -43,15 +43,12 @@ _locks: dict[tuple[str, str], threading.Lock] = {}
 _lock = threading.Lock()
 
 
+@in_child
 def _after_fork() -> None:
     # What was found holds for the child too; a lock may be held by a thread that does not exist there.
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
     _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def found(endpoint: str, bucket: str) -> Capabilities | None:

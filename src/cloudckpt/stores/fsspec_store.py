@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
+from cloudckpt._forks import in_child
 from cloudckpt._uri import Location
 from cloudckpt.errors import (
     BucketNotFoundError,
@@ -29,6 +30,12 @@ _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _MEMORY_LOCK = threading.RLock()
+
+
+@in_child
+def _unlock() -> None:
+    global _MEMORY_LOCK  # noqa: PLW0603  # a thread that is not in the child may have held it
+    _MEMORY_LOCK = threading.RLock()
 
 
 class FsspecStore(Store):

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from cloudckpt.testing.wrapping import Call
+
+
+def is_number(value: object) -> bool:
+    """Whether it is one, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_count(value: object, *, least: int) -> bool:
+    """Whether it is a whole number of at least so many."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_after_bytes(fault: TruncatedBody | StalledBody) -> None:
+    if fault.after_bytes is not None and not is_count(fault.after_bytes, least=0):
+        raise ValueError(
+            f"{type(fault).__name__}: after_bytes must be a whole number from 0 on, or None, not {fault.after_bytes!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +64,9 @@ class TruncatedBody:
 
     after_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_after_bytes(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalledBody:
@@ -56,6 +77,11 @@ class StalledBody:
 
     stall_s: float
     after_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_after_bytes(self)
+        if not is_number(self.stall_s) or not 0 <= self.stall_s < math.inf:
+            raise ValueError(f"StalledBody: stall_s must be a finite number from 0 on, not {self.stall_s!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +95,10 @@ class FlippedBits:
 
     num_bits: int = 1
     noticed: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_count(self.num_bits, least=1):
+            raise ValueError(f"FlippedBits: num_bits must be a whole number from 1 on, not {self.num_bits!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +117,11 @@ class LaggingList:
     num_writes: int = 0
     num_calls: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("num_writes", "num_calls"):
+            if not is_count(getattr(self, name), least=0):
+                raise ValueError(f"LaggingList: {name} must be a whole number from 0 on, not {getattr(self, name)!r}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
@@ -95,6 +130,12 @@ class Tell:
     before: Callable[[Call], object] | None = None
     after: Callable[[Call], object] | None = None
     """Once the store has carried the call out without an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("before", "after"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise TypeError(f"Tell: {name} is a function that takes a Call, not {function!r}")
 
 
 Fault: TypeAlias = (

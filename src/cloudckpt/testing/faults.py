@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ from cloudckpt.testing._fault_kinds import (
     Tell,
     TimedOut,
     TruncatedBody,
+    is_count,
+    is_number,
     operations_of,
 )
 from cloudckpt.testing._faulty_store import Due, FaultyStore, History
@@ -88,14 +90,7 @@ class Rule:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.operations is None:
-            return
-        if isinstance(self.operations, str):
-            raise TypeError(f"operations are a collection of names: {{{self.operations!r}}}, not {self.operations!r}")
-        unknown = sorted(set(self.operations) - EVERYTHING)
-        impossible = sorted(set(self.operations) - operations_of(self.fault) - set(unknown))
-        problems = [f"a store has no operations {unknown}"] if unknown else []
-        problems += [f"{type(self.fault).__name__} cannot happen to {impossible}"] if impossible else []
+        problems = [*_problems_of_names(self), *_problems_of_numbers(self)]
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -108,6 +103,34 @@ class Rule:
     def acts_on(self, num_before: int) -> bool:
         """Whether something is done to a match before which `num_before` others came."""
         return self.skip <= num_before and (self.times is None or num_before < self.skip + self.times)
+
+
+def _problems_of_names(rule: Rule) -> Iterator[str]:
+    if not isinstance(rule.fault, Fault):
+        raise TypeError(f"fault is one of this module's faults, such as SlowDown(), not {rule.fault!r}")
+    if isinstance(rule.operations, str):
+        raise TypeError(f"operations are a collection of names: {{{rule.operations!r}}}, not {rule.operations!r}")
+    unknown = sorted(set(rule.operations or ()) - EVERYTHING)
+    impossible = sorted(set(rule.operations or ()) - operations_of(rule.fault) - set(unknown))
+    if unknown:
+        yield f"a store has no operations {unknown}"
+    if impossible:
+        yield f"{type(rule.fault).__name__} cannot happen to {impossible}"
+    if rule.operations is not None and not rule.operations:
+        yield "operations are none, so that nothing would ever happen; None means all"
+    try:
+        re.compile(rule.key)
+    except re.error as error:
+        yield f"key is no regular expression: {rule.key!r}: {error}"
+
+
+def _problems_of_numbers(rule: Rule) -> Iterator[str]:
+    if not is_count(rule.skip, least=0):
+        yield f"skip must be a whole number from 0 on, not {rule.skip!r}"
+    if rule.times is not None and not is_count(rule.times, least=1):
+        yield f"times must be a whole number from 1 on, or None for all, not {rule.times!r}"
+    if not is_number(rule.probability) or not 0 <= rule.probability <= 1:
+        yield f"probability must be a number from 0 to 1, not {rule.probability!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +154,9 @@ class Faults:
     """
 
     def __init__(self, *rules: Rule, seed: int = 0) -> None:
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"Faults takes rules: Rule(fault={rule!r}), not {rule!r}")
         self.rules = rules
         self.seed = seed
         self._lock = threading.Lock()

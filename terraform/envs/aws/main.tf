@@ -28,6 +28,7 @@ module "roles" {
   prefix             = var.prefix
   kms_key_arn        = module.bucket.kms_key_arn
   trusted_principals = var.trusted_principals
+  trusted_services   = var.trusted_services
   oidc_provider_arn  = var.oidc_provider_arn
   service_accounts   = var.service_accounts
 }

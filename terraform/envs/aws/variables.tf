@@ -36,6 +36,13 @@ variable "trusted_principals" {
   nullable    = false
 }
 
+variable "trusted_services" {
+  description = "As in the module s3-roles: the services whose machines may run as each role."
+  type        = map(list(string))
+  default     = {}
+  nullable    = false
+}
+
 variable "oidc_provider_arn" {
   description = "As in the module s3-roles: the OIDC provider of an EKS cluster."
   type        = string

@@ -10,7 +10,7 @@ variable "bucket_uri" {
 }
 
 variable "role_name" {
-  description = "The IAM role that the instance runs as: one of the s3-roles module's trainers, which ec2.amazonaws.com may assume."
+  description = "The IAM role that the instance runs as: the s3-roles module's trainer, with ec2.amazonaws.com among its trusted_services."
   type        = string
   nullable    = false
 

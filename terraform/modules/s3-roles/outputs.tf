@@ -3,6 +3,11 @@ output "role_arns" {
   value       = { for role, made in aws_iam_role.this : role => made.arn }
 }
 
+output "role_names" {
+  description = "The name of each role that was made, for an instance profile."
+  value       = { for role, made in aws_iam_role.this : role => made.name }
+}
+
 output "policies" {
   description = "Each role's policy as JSON, made or not, for whoever attaches them to roles of their own."
   value       = local.policies

@@ -13,6 +13,14 @@ locals {
         } if length(principals) > 0
       ],
       [
+        for services in [sort(var.trusted_services[role])] : {
+          Sid       = "Machines"
+          Effect    = "Allow"
+          Principal = { Service = services }
+          Action    = "sts:AssumeRole"
+        } if length(services) > 0
+      ],
+      [
         for accounts in [sort(var.service_accounts[role])] : {
           Sid       = "ServiceAccounts"
           Effect    = "Allow"

@@ -51,6 +51,24 @@ variable "trusted_principals" {
   }
 }
 
+variable "trusted_services" {
+  description = "For each role, the services of AWS whose machines may run as it, such as ec2.amazonaws.com: the benchmark runner's, or a cluster's nodes."
+  type = object({
+    trainer = optional(list(string), [])
+    reader  = optional(list(string), [])
+    janitor = optional(list(string), [])
+  })
+  default  = {}
+  nullable = false
+
+  validation {
+    condition = alltrue([
+      for service in flatten(values(var.trusted_services)) : can(regex("^(ec2|ecs-tasks|sagemaker)\\.amazonaws\\.com(\\.cn)?$", service))
+    ])
+    error_message = "ec2.amazonaws.com, ecs-tasks.amazonaws.com or sagemaker.amazonaws.com: services that run a user's own programs."
+  }
+}
+
 variable "oidc_provider_arn" {
   description = "The OIDC provider of an EKS cluster, where service accounts are to assume the roles (IRSA)."
   type        = string

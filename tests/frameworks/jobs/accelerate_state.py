@@ -1,21 +1,21 @@
-"""Accelerate, with FSDP2 or DDP: whole training, and the same resumed in the middle; on one rank, only resumed."""
+"""Accelerate, with DDP and FSDP: whole training, and the same resumed in the middle; on one rank, only resumed."""
 
 from __future__ import annotations
 
-import os
-import sys
-
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from common import Noisy, data, tell
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from common import NUM_RANKS, Noisy, begin_anew, data, end, places, shard_on_cpus, tell
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import cloudckpt
 from cloudckpt.integrations.accelerate import AcceleratorState
 
-NUM_RANKS = int(os.environ["WORLD_SIZE"])
+MODELS = {
+    "ddp": torch.nn.parallel.DistributedDataParallel,
+    "fsdp1": FullyShardedDataParallel,
+    "fsdp2": FSDPModule,
+}
 
 
 class Counter:
@@ -33,18 +33,20 @@ class Counter:
 
 
 def fit(root: str, *, until: int, kind: str, drop: float) -> tuple[list[float], int]:
-    accelerator = Accelerator(cpu=True)
+    begin_anew()
+    version = {"fsdp1": 1, "fsdp2": 2}.get(kind)
+    plugin = version and FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="NO_WRAP")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     set_seed(3 + accelerator.process_index)
     torch.manual_seed(3)
     model = Noisy()
     model.drop.p = drop
-    if kind == "fsdp2" and NUM_RANKS > 1:  # Accelerate itself shards on accelerators alone
-        fully_shard(model)
-        model = accelerator.prepare_model(model, evaluation_mode=True)  # without DDP around it
-        assert all(isinstance(one, DTensor) for one in model.parameters())
-    else:
+    if kind == "fsdp1":  # whose parameters are others than the model's, unlike FSDP2's
         model = accelerator.prepare(model)
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    assert NUM_RANKS == 1 or isinstance(model, MODELS[kind])
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: 0.95**step)
@@ -72,13 +74,19 @@ def fit(root: str, *, until: int, kind: str, drop: float) -> tuple[list[float], 
     return [*losses, *scheduler.get_last_lr()], first
 
 
-root, kind = sys.argv[1:]
 if NUM_RANKS == 2:
-    whole, _ = fit(f"{root}/whole", until=6, kind=kind, drop=0.5)
-    part, first = fit(f"{root}/run", until=3, kind=kind, drop=0.5)
-    assert first == 0
-    resumed, first = fit(f"{root}/run", until=6, kind=kind, drop=0.5)
-else:
-    whole, part = [], []
-    resumed, first = fit(f"{root}/run", until=8, kind=kind, drop=0.0)
-tell({"whole": whole, "part": part, "resumed": resumed, "first": first})
+    shard_on_cpus()
+for place, root in places():
+    result = {}
+    for kind in MODELS:
+        if NUM_RANKS == 2:
+            whole, _ = fit(f"{root}/{kind}-whole", until=6, kind=kind, drop=0.5)
+            part, first = fit(f"{root}/{kind}", until=3, kind=kind, drop=0.5)
+            assert first == 0
+            resumed, first = fit(f"{root}/{kind}", until=6, kind=kind, drop=0.5)
+        else:
+            whole, part = [], []
+            resumed, first = fit(f"{root}/{kind}", until=8, kind="alone", drop=0.0)
+        result[kind] = {"whole": whole, "part": part, "resumed": resumed, "first": first}
+    tell(place, result)
+end()

@@ -1,21 +1,29 @@
-"""Lightning with FSDP2: whole training, and the same stopped in the middle and resumed; on one rank, only resumed."""
+"""Lightning with FSDP: whole training, and the same stopped in the middle and resumed; on one rank, only resumed."""
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from common import Noisy, data, tell
+from common import NUM_RANKS, Noisy, data, end, places, tell
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import cloudckpt
-from cloudckpt.integrations.lightning import CloudModelParallelStrategy
+from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy, load_from_checkpoint
 
-NUM_RANKS = int(os.environ["WORLD_SIZE"])
+(kind,) = sys.argv[1:]
+_make = FullyShardedDataParallel.__init__
+
+
+def _on_cpus(self: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+    """Lightning gives no device for CPUs, and FSDP1 wants one then."""
+    _make(self, *args, device_id=torch.device("cpu"), **kwargs)
+
+
+FullyShardedDataParallel.__init__ = _on_cpus
 
 
 class Module(pl.LightningModule):
@@ -25,7 +33,8 @@ class Module(pl.LightningModule):
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        if kind == "fsdp2" and self.device_mesh is not None:  # there is none without a Trainer
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.model.drop.p = 0.0  # so that the number of ranks changes nothing
@@ -37,15 +46,22 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(root: str, *, num_epochs: int, resume: str | None = None) -> list[float]:
+def fit(root: str | None, *, num_epochs: int, resume: str | None = None) -> list[float]:
     pl.seed_everything(1, verbose=False)
     module = Module()
+    is_kept = root is not None
+    strategy = (
+        CloudFSDPStrategy()
+        if kind == "fsdp1"
+        else CloudModelParallelStrategy(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,
-        strategy=CloudModelParallelStrategy(data_parallel_size=NUM_RANKS, tensor_parallel_size=1),
+        strategy=strategy,
         max_epochs=num_epochs,
-        callbacks=[ModelCheckpoint(dirpath=root, save_top_k=-1, filename="{epoch}")],
+        callbacks=[ModelCheckpoint(dirpath=root, save_top_k=-1, filename="{epoch}")] if is_kept else [],
+        enable_checkpointing=is_kept,
         use_distributed_sampler=False,  # all ranks see the same batches
         logger=False,
         enable_progress_bar=False,
@@ -56,12 +72,15 @@ def fit(root: str, *, num_epochs: int, resume: str | None = None) -> list[float]
     return module.losses
 
 
-root = sys.argv[1]
-if NUM_RANKS == 2:
-    whole = fit(f"{root}/whole", num_epochs=4)
-    part = fit(f"{root}/run", num_epochs=2)
-else:
-    whole, part = [], []
-middle = f"{root}/run/epoch=1.ckpt"
-resumed = fit(f"{root}/run-{NUM_RANKS}", num_epochs=4, resume=middle)
-tell({"whole": whole, "part": part, "resumed": resumed, "verified": cloudckpt.verify(middle).num_tensors})
+whole = fit(None, num_epochs=4)
+for place, root in places():
+    part = fit(root, num_epochs=2) if NUM_RANKS == 2 else []
+    middle = f"{root}/epoch=1.ckpt"
+    resumed = fit(f"{root}/resumed-{NUM_RANKS}", num_epochs=4, resume=middle)
+    verified = cloudckpt.verify(middle).num_tensors
+    alone = load_from_checkpoint(Module, middle)  # on each rank, whole
+    state = {f"state_dict.{name}": torch.zeros_like(each) for name, each in alone.state_dict().items()}
+    cloudckpt.load(state, middle, no_dist=True)
+    is_module = all(torch.equal(state[f"state_dict.{name}"], each) for name, each in alone.state_dict().items())
+    tell(place, {"whole": whole, "part": part, "resumed": resumed, "verified": verified, "is_module": is_module})
+end()

@@ -1,58 +1,68 @@
-"""Ray Train: a worker that fails, and is started again from what it reported."""
+"""Ray Train: a worker that fails, and is started again from what it reported. A job that Ray starts, not torchrun."""
 
 from __future__ import annotations
 
-import sys
+import os
+import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
-import torch
-from common import tell
+from common import DOCUMENT, end, places, tell
 from ray.train.torch import TorchTrainer
 
 import cloudckpt
+from cloudckpt.integrations.ray import uri_of
+
+_OF_RAY = DOCUMENT.read_text().partition("\n## Ray Train\n")[2]
+(SNIPPET,) = re.findall(r"^```python\n(.*?)^```$", _OF_RAY, re.DOTALL | re.MULTILINE)
 
 
 def train(config: dict[str, Any]) -> None:
-    from cloudckpt.integrations.ray import report, uri_of  # noqa: PLC0415  # on the worker
+    """The document's, which fails once."""
+    os.environ.update(config["environment"])  # a worker's own is that of the job's beginning
+    variables: dict[str, Any] = {}
+    exec(compile(config["snippet"], "snippet", "exec"), variables)  # noqa: S102  # ours
+    log, report = Path(config["log"]), variables["report"]
+    is_first_life = not log.exists()
 
-    model = torch.nn.Linear(4, 4)
-    state = {"model": model.state_dict(), "step": 0}
-    uri = uri_of(ray.train.get_checkpoint())
-    if uri is not None:
-        cloudckpt.load(state, uri)
-        model.load_state_dict(state["model"])
-    first = state["step"] + 1
-    with Path(config["log"]).open("a") as log:
-        log.write(f"{first}\n")
-    for step in range(first, 5):
-        with torch.no_grad():
-            model.weight.add_(1.0)
-        state = {"model": model.state_dict(), "step": step}
-        uri = f"{config['root']}/step-{step}"
-        cloudckpt.save(state, uri)
-        report({"step": step}, uri)
-        if step == 2 and first == 1:
+    def logged(metrics: dict[str, Any], uri: str) -> None:
+        with log.open("a") as file:
+            file.write(f"{metrics['step']}\n")
+        report(metrics, uri)
+        if is_first_life and metrics["step"] == 2:
             raise RuntimeError("the test asked for it")
 
+    variables["report"] = logged
+    variables["train"](config)
 
-root, scratch = sys.argv[1:]
-log = Path(scratch) / "log"
-log.parent.mkdir(parents=True)
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
-trainer = TorchTrainer(
-    train,
-    train_loop_config={"root": root, "log": str(log)},
-    scaling_config=ray.train.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
-    run_config=ray.train.RunConfig(
-        storage_path=str(Path(scratch) / "results"), failure_config=ray.train.FailureConfig(max_failures=1)
-    ),
+
+scratch = Path(tempfile.mkdtemp())
+ray.init(
+    num_cpus=2,
+    include_dashboard=False,
+    log_to_driver=False,
+    object_store_memory=100 * 1024 * 1024,
+    _temp_dir=str(scratch / "r"),
 )
-result = trainer.fit()
-from cloudckpt.integrations.ray import uri_of  # noqa: E402
-
-found = uri_of(result.checkpoint)
+for place, root in places():
+    log = scratch / f"{place}.log"
+    given = {"root": root, "snippet": SNIPPET, "log": str(log), "environment": dict(os.environ)}
+    trainer = TorchTrainer(
+        train,
+        train_loop_config=given,
+        scaling_config=ray.train.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(
+            storage_path=str(scratch / place), failure_config=ray.train.FailureConfig(max_failures=1)
+        ),
+    )
+    result = trainer.fit()
+    uri = uri_of(result.checkpoint)
+    told = {"uri": uri, "steps": [int(line) for line in log.read_text().split()]}
+    tell(place, {**told, "verified": cloudckpt.verify(uri).num_tensors})
 ray.shutdown()
-tell({"uri": found, "begun_at": [int(line) for line in log.read_text().split()]})
+shutil.rmtree(scratch, ignore_errors=True)
+end()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Noisy, data, tell
+from common import NUM_RANKS, Noisy, data, end, places, tell
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
@@ -17,7 +14,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 import cloudckpt
 from cloudckpt.integrations.torchtitan import CloudCheckpointManager
 
-NUM_RANKS = int(os.environ["WORLD_SIZE"])
+MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
 class Loader:
@@ -95,18 +92,28 @@ def fit(folder: str, mode: str, *, until: int, stop: bool = False, load_step: in
 
 
 dist.init_process_group("gloo")
-root, mode = sys.argv[1:]
-result: dict[str, Any] = {}
-if NUM_RANKS == 2:
-    result["whole"] = fit(f"{root}/whole", mode, until=9)
-    result["part"] = fit(f"{root}/run", mode, until=5, stop=True)  # saved at 4
-    result["between"] = [info.step for info in cloudckpt.CheckpointManager(f"{root}/run").steps()]
-result["resumed"] = fit(f"{root}/run", mode, until=9 if NUM_RANKS == 2 else 11)
-result["kept"] = [info.step for info in cloudckpt.CheckpointManager(f"{root}/run").steps()]
-try:
-    fit(f"{root}/run", mode, until=0, load_step=7)
-except cloudckpt.CheckpointNotFoundError as error:
-    result["missing"] = str(error)
-newest = f"{root if '://' in root else Path(root).resolve()}/run/step-{result['kept'][-1]}"
-result["initial"] = fit(f"{root}/new-{NUM_RANKS}", mode, until=0, initial_load_path=newest)
-tell(result)
+for place, root in places():
+    results: dict[str, Any] = {}
+    for mode in MODES if NUM_RANKS == 2 else MODES[:1]:
+        folder, result = f"{root}/{mode}", {}
+        if NUM_RANKS == 2:
+            result["whole"] = fit(f"{folder}-whole", mode, until=9)
+            result["part"] = fit(folder, mode, until=5, stop=True)  # saved at 4
+            result["between"] = [info.step for info in cloudckpt.CheckpointManager(folder).steps()]
+        result["resumed"] = fit(folder, mode, until=9 if NUM_RANKS == 2 else 11)
+        result["kept"] = [info.step for info in cloudckpt.CheckpointManager(folder).steps()]
+        try:
+            fit(folder, mode, until=0, load_step=7)
+        except cloudckpt.CheckpointNotFoundError as error:
+            result["missing"] = str(error)
+        earlier, last = result["kept"][-2:]
+        try:
+            fit(folder, mode, until=last, load_step=earlier)
+        except cloudckpt.CheckpointExistsError as error:
+            result["earlier"] = str(error)
+        result["only"] = fit(folder, mode, until=0, load_step=earlier, load_only=True)
+        newest = f"{folder}/step-{result['kept'][-1]}"
+        result["initial"] = fit(f"{folder}-new-{NUM_RANKS}", mode, until=0, initial_load_path=newest)
+        results[mode] = result
+    tell(place, results)
+end()

@@ -1,18 +1,21 @@
-"""transformers' Trainer: whole training, and the same stopped in the middle and resumed."""
+"""transformers' Trainer, with DDP, FSDP1 or FSDP2: whole training, and the same stopped in the middle and resumed."""
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Noisy, data, tell
+from common import NUM_RANKS, Noisy, begin_anew, data, end, places, shard_on_cpus, tell
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import cloudckpt
 from cloudckpt.integrations.transformers import CloudCheckpoints
+
+SCORES = {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.9}
 
 
 class CloudTrainer(CloudCheckpoints, Trainer):
@@ -50,12 +53,38 @@ class Losses(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
 
-def fit(
-    root: str, *, resume: bool | int | None, stop_at: int | None = None, scratch: str = "out", **more: Any
-) -> dict[str, Any]:
+class ScoredTrainer(CloudTrainer):
+    """Which evaluates to what the test wants."""
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        metrics = {"eval_score": SCORES[self.state.global_step]}
+        self.log(dict(metrics))
+        return metrics
+
+
+class OutOfMemory(TrainerCallback):
+    """Once, after the first save."""
+
+    has_been = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3 and not self.has_been:
+            self.has_been = True
+            raise RuntimeError("CUDA out of memory.")
+
+
+def sharding_of(kind: str) -> dict[str, Any]:
+    if kind == "ddp":
+        return {}
+    config = {"version": int(kind[-1]), "auto_wrap_policy": "NO_WRAP", "sync_module_states": "false"}
+    return {"fsdp": True, "fsdp_config": config}
+
+
+def fit(root: str, kind: str, *, resume: bool | int | None, stop_at: int | None = None) -> dict[str, Any]:
+    begin_anew()
     torch.manual_seed(5)
     args = TrainingArguments(
-        output_dir=scratch,
+        output_dir="out",
         use_cpu=True,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
@@ -68,37 +97,147 @@ def fit(
         disable_tqdm=True,
         restore_callback_states_from_checkpoint=True,
         seed=5,
-        **more,
+        accelerator_config={"use_seedable_sampler": True},
+        **sharding_of(kind),
     )
     losses = Losses(stop_at)
     dataset = [{"x": x} for x in data()]
     trainer = CloudTrainer(Model(), args, train_dataset=dataset, callbacks=[losses], cloud_root=root)
     trainer.train(resume_from_checkpoint=resume)
     found = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Losses))
+    weights = get_model_state_dict(trainer.model_wrapped, options=StateDictOptions(full_state_dict=True))
     return {
         "losses": losses.losses or found.losses,
         "num_steps": found.num_steps,
         "history": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": trainer.accelerator.unwrap_model(trainer.model).inner.last.bias.tolist()
-        if hasattr(trainer.model, "inner")
-        else None,
+        "weights": weights["inner.last.bias"].tolist() if weights else None,
+        "model": type(trainer.model_wrapped).__name__,
     }
 
 
-root = sys.argv[1]
-more = {"accelerator_config": {"use_seedable_sampler": True}}
-whole = fit(f"{root}/whole", resume=None, **more)
-# In the middle of an epoch: 12 steps are three of four.
-fit(f"{root}/run", resume=True, stop_at=6, **more)
-steps = [info.step for info in cloudckpt.CheckpointManager(f"{root}/run").steps()]
-resumed = fit(f"{root}/run", resume=True, **more)
-kept = [info.step for info in cloudckpt.CheckpointManager(f"{root}/run").steps()]
-tell(
-    {
-        "whole": whole,
-        "steps": steps,
-        "resumed": resumed,
-        "kept": kept,
-        "left": sorted(path.name for path in Path("out").glob("*")),
+def short(
+    root: str,
+    kind: str,
+    *,
+    resume: bool | int | None = None,
+    stop_at: int | None = None,
+    callback: TrainerCallback | None = None,
+    overwrite: bool = False,
+    **more: Any,
+) -> Any:
+    """A trainer that has trained eight steps, and saved each second one."""
+    begin_anew()
+    torch.manual_seed(5)
+    args = TrainingArguments(
+        output_dir="out",
+        use_cpu=True,
+        per_device_train_batch_size=4,
+        max_steps=8,
+        save_steps=2,
+        learning_rate=1e-2,
+        report_to=[],
+        disable_tqdm=True,
+        **sharding_of(kind),
+        **more,
+    )
+    callbacks = [Losses(stop_at), *([callback] if callback is not None else [])]
+    dataset = [{"x": x} for x in data()]
+    trainer = ScoredTrainer(
+        Model(),
+        args,
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        callbacks=callbacks,
+        cloud_root=root,
+        cloud_overwrite=overwrite,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def bias_of(trainer: Any) -> list[float]:
+    weights = get_model_state_dict(trainer.model_wrapped, options=StateDictOptions(full_state_dict=True))
+    return weights["inner.last.bias"].tolist() if weights else []
+
+
+def bias_at(uri: str) -> list[float]:
+    """Read without Trainer, as for inference."""
+    state = {"accelerator": {"models": {"0": Model().state_dict()}}}
+    cloudckpt.load(state, uri)
+    return state["accelerator"]["models"]["0"]["inner.last.bias"].tolist()
+
+
+def best(root: str, kind: str) -> dict[str, Any]:
+    """The best model, found before training was interrupted and loaded after it went on."""
+    wanted = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
     }
-)
+    part = short(root, kind, resume=True, stop_at=6, **wanted)
+    resumed = short(root, kind, resume=True, **wanted)
+    saved = cloudckpt.CheckpointManager(root)
+    return {
+        "part": bias_of(part),
+        "resumed": bias_of(resumed),
+        "saved": bias_at(saved.uri_of(4)),
+        "last": bias_at(saved.uri_of(8)),
+        "uri": resumed.state.best_model_checkpoint,
+        "kept": steps_under(root),
+        "scores": [info.metrics["eval_score"] for info in saved.steps()],
+    }
+
+
+def anew(root: str) -> dict[str, Any]:
+    """Training that begins where there are steps, or before some."""
+    short(root, "ddp", stop_at=4)
+
+    def refused(resume: int | None) -> str:
+        try:
+            short(root, "ddp", resume=resume)
+        except cloudckpt.CheckpointExistsError as error:
+            return str(error)
+        return ""
+
+    result: dict[str, Any] = {"anew": refused(None), "earlier": refused(2), "untouched": steps_under(root)}
+    first = cloudckpt.CheckpointManager(root).latest()
+    short(root, "ddp", stop_at=2, overwrite=True)
+    result["is_replaced"] = cloudckpt.CheckpointManager(root).latest().step == 2 != first.step
+    smaller = f"{root}-smaller"
+    short(smaller, "ddp", callback=OutOfMemory(), auto_find_batch_size=True)
+    found = {"trainer": ""}
+    cloudckpt.load(found, f"{smaller}/step-2")
+    result["smaller"] = {
+        "steps": steps_under(smaller),
+        "batch": json.loads(found["trainer"])["train_batch_size"],
+    }
+    return result
+
+
+def steps_under(root: str) -> list[int]:
+    return [info.step for info in cloudckpt.CheckpointManager(root).steps()]
+
+
+if NUM_RANKS == 2:
+    shard_on_cpus()
+for place, root in places():
+    result = {}
+    for kind in ("ddp", "fsdp1", "fsdp2"):
+        under = f"{root}/{kind}"
+        if NUM_RANKS == 1:
+            result[kind] = fit(under, "ddp", resume=True)
+            continue
+        whole = fit(f"{under}-whole", kind, resume=None)
+        fit(under, kind, resume=True, stop_at=6)  # in the middle of an epoch: 12 steps are three of four
+        steps = steps_under(under)
+        resumed = fit(under, kind, resume=True)
+        result[kind] = {"whole": whole, "steps": steps, "resumed": resumed, "kept": steps_under(under)}
+    if NUM_RANKS == 2:
+        result["best"] = {kind: best(f"{root}/{kind}-best", kind) for kind in ("ddp", "fsdp1", "fsdp2")}
+        result["again"] = anew(f"{root}/again")
+    result["left"] = sorted(path.name for path in Path("out").glob("*"))
+    tell(place, result)
+end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import inspect
 import pickle
@@ -58,6 +59,10 @@ def test_every_exception_of_botocore_is_in_the_table_or_out_of_reach() -> None:
     assert set(BOTOCORE) - known == set(), "add them to EXCEPTIONS or, with the reason, to UNREACHABLE"
 
 
+@pytest.mark.skipif(
+    tuple(map(int, botocore.__version__.split(".")[:2])) < (1, 44),
+    reason="the table has names that are newer than this",
+)
 def test_the_table_names_nothing_that_botocore_lacks() -> None:
     """A misspelt name in the table would never match."""
     names = set(BOTOCORE) | {"ResponseParserError"}
@@ -155,6 +160,38 @@ def test_answers_follow_what_a_handler_would_do(
     translated = translate(answered(code, status), request_for())
     assert type(translated) is expected
     assert words in str(translated)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "is_known"),
+    [
+        ("QuotaExceeded", 403, True),
+        ("InvalidArgument", 400, True),
+        ("RequestTimeout", 400, False),
+        ("OperationAborted", 409, False),
+        ("NeverHeardOf", 400, False),
+        ("404", 404, False),
+        ("InternalError", 500, False),
+    ],
+)
+def test_what_the_store_says_of_the_request_itself_had_no_effect(code: str, status: int, *, is_known: bool) -> None:
+    """A bucket whose quota is used up at the commit would leave it unknown; or an answer that says nothing of what
+    became of the request would make data be removed under a commit.
+    """
+    translated = translate(answered(code, status), request_for())
+    assert translated is not None
+    assert translated.had_no_effect is is_known
+
+
+@pytest.mark.parametrize(
+    ("operation", "is_known"), [("put", True), ("complete_multipart", True), ("delete", False), ("copy_from", False)]
+)
+def test_a_refusal_tells_nothing_of_the_requests_before_it(operation: str, *, is_known: bool) -> None:
+    """If this fails, a deletion that was refused its second key says that it changed nothing."""
+    request = dataclasses.replace(request_for(), operation=operation)
+    translated = translate(answered("AccessDenied", 403), request)
+    assert translated is not None
+    assert translated.had_no_effect is is_known
 
 
 def test_what_the_server_said_is_kept_in_bounds() -> None:

@@ -14,11 +14,14 @@ from tests.stores.bodies import BodyTests
 from cloudckpt import errors
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing.servers import reserved_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIB = 1 << 20
+SILENCE_S = 30.0
+"""Of a server that never answers: far longer than a client takes, on a busy machine, to give it up."""
 CALLS: dict[str, Callable[[S3Store], object]] = {
     "put": lambda store: store.put("k", [memoryview(b"x")], crc32c=0),
     "upload_part": lambda store: store.upload_part(
@@ -57,21 +60,21 @@ def test_each_call_is_made_once(scripted: Any, operation: str) -> None:
 @pytest.mark.parametrize("operation", sorted(CALLS))
 def test_an_endpoint_that_never_answers_is_given_up_in_time(scripted: Any, operation: str) -> None:
     """A save would hang for ever on a dead store."""
-    server = scripted.serve(lambda _connection, _request: server.closing.wait(30))
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(SILENCE_S))
     start = time.monotonic()
     error = refuse(lambda: CALLS[operation](server.store(timeout_s=0.3)), errors.StoreTimeoutError)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < SILENCE_S / 2
+    assert len(server.requests) <= 1  # a busy machine may not have come to it
     assert server.endpoint_url in str(error)
 
 
 @pytest.mark.parametrize("operation", sorted(CALLS))
 def test_a_wrong_port_names_the_endpoint(operation: str) -> None:
     """ "Could not connect" without saying to what sends people to the wrong machine."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    options = {"endpoint_url": f"http://127.0.0.1:{port}", "access_key_id": "a", "secret_access_key": "b"}
-    store = S3Store("bucket", "", storage_options=options, timeout_s=5, connections=1)
-    error = refuse(lambda: CALLS[operation](store), errors.TransientStoreError)
+    with reserved_port() as port:
+        options = {"endpoint_url": f"http://127.0.0.1:{port}", "access_key_id": "a", "secret_access_key": "b"}
+        store = S3Store("bucket", "", storage_options=options, timeout_s=5, connections=1)
+        error = refuse(lambda: CALLS[operation](store), errors.TransientStoreError)
     assert f"http://127.0.0.1:{port}" in str(error)
     assert "Connection refused" in str(error)
 
@@ -127,13 +130,13 @@ def test_connections_are_used_again(scripted: Any) -> None:
 
 def test_an_upload_that_the_store_does_not_take_is_given_up_in_time(scripted: Any) -> None:
     """A peer that stops reading would hold the save for ever."""
-    server = scripted.serve(lambda _connection, _request: server.closing.wait(30), reads_bodies=False)
+    server = scripted.serve(lambda _connection, _request: server.closing.wait(SILENCE_S), reads_bodies=False)
     start = time.monotonic()
     body = [memoryview(bytes(64 * MIB))]
     store = server.store(timeout_s=0.5)
     part = Part(number=1, offset_bytes=0, size_bytes=64 * MIB)
     error = refuse(lambda: store.upload_part("k", "UP", part, body, crc32c=0), errors.StoreTimeoutError)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < SILENCE_S / 2
     assert "upload" in error.operation
 
 

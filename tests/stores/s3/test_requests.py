@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -101,6 +102,7 @@ def test_the_customer_key_is_on_every_request_of_a_large_copy(scripted: Any, mon
     server = scripted.serve(scripted.any_s3(size_bytes=20))
     server.store(sse_customer_key=KEY, tags={"a": "b"}).copy("k", "k2")
     head, create, *parts, complete = server.requests
+    parts.sort(key=lambda part: int(part.query["partNumber"]))
     assert head.method == "HEAD"
     assert create.headers["x-amz-tagging"] == "a=b"
     assert [part.headers["x-amz-copy-source-range"] for part in parts] == ["bytes=0-7", "bytes=8-15", "bytes=16-19"]
@@ -109,6 +111,40 @@ def test_the_customer_key_is_on_every_request_of_a_large_copy(scripted: Any, mon
     for part in parts:
         assert part.headers["x-amz-copy-source-server-side-encryption-customer-algorithm"] == "AES256"
     assert complete.body.count(b"<PartNumber>") == 3
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_the_parts_of_a_large_copy_go_at_once_within_the_connections(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, num_copies: int
+) -> None:
+    """A copy of 500 GB by the service would take 2,000 times as long as one part; or far more requests than
+    `connections` would be in flight, and be throttled.
+    """
+    monkeypatch.setattr(copying, "_CHECKED_PART_BYTES", 2)
+    usual = scripted.any_s3(size_bytes=20)
+    together, lock, running, most = threading.Barrier(2), threading.Lock(), 0, 0
+
+    def answer(connection: Any, request: Any) -> None:
+        nonlocal running, most
+        if "partNumber" in request.query:
+            with lock:
+                running += 1
+                most = max(most, running)
+            if int(request.query["partNumber"]) <= 2 and num_copies == 1:
+                together.wait(timeout=30)
+            with lock:
+                running -= 1
+        usual(connection, request)
+
+    store = scripted.serve(answer).store()  # of two connections
+    threads = [threading.Thread(target=store.copy_from, args=(store.url("k"), f"k{n}")) for n in range(num_copies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not together.broken
+    # The second copy begins while the first has both.
+    assert most == 2 if num_copies == 1 else most <= 3
 
 
 def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

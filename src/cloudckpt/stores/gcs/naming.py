@@ -6,12 +6,13 @@ whose name alone says what it belongs to, whatever root the store has that finds
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+
+from cloudckpt import _forks
 
 _UPLOAD_ID = re.compile(r"[0-9a-f]{16}")
 _SUFFIX = ".~part"
@@ -105,11 +106,11 @@ class Ended:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._was_aborted: OrderedDict[str, bool] = OrderedDict()
-        if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
-            os.register_at_fork(after_in_child=self._after_fork)
+        _forks.watch(self)
 
-    def _after_fork(self) -> None:
-        self._lock = threading.Lock()  # it may be held by a thread that no longer exists
+    def after_fork(self) -> None:
+        """Its lock may be held by a thread that no longer exists."""
+        self._lock = threading.Lock()
 
     def add(self, upload_id: str, *, aborted: bool) -> None:
         """Remember it."""

@@ -52,11 +52,11 @@ def create_temp(path: str, *, root: str) -> str:
             _make_directories(directory, root=root)
             os.mkdir(os.path.dirname(temp))
             break
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             # Somebody who deletes the last object of the directory prunes it, between our two calls.
             tries_left -= 1
-            if not tries_left:
-                raise
+            if not tries_left:  # so it is the file system, as in /proc, and no object is what lacks
+                raise PermissionError(errno.EPERM, "No directory can be made", error.filename) from error
     try:
         os.close(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     except BaseException:
@@ -90,10 +90,14 @@ def read_at(file: int, offset_bytes: int, views: Views) -> int:
     return num_read
 
 
-def publish(temp: str, path: str, *, root: str, if_absent: bool) -> None:
-    """Make the finished file `temp` appear at `path` at once, and durably. `temp` is gone afterwards."""
+def flush(temp: str) -> None:
+    """Make what was written to `temp` durable."""
     with opened(temp, os.O_RDONLY) as file:
         os.fsync(file)
+
+
+def publish(temp: str, path: str, *, root: str, if_absent: bool) -> None:
+    """Make the file `temp`, finished and flushed, appear at `path` at once, and durably. `temp` is gone afterwards."""
     if if_absent:
         _link(temp, path)
     else:

@@ -19,7 +19,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
@@ -28,7 +28,11 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
         StoreError,
         "A file lies where a directory is needed: remove it, or choose another path.",
     ),
-    errno.EISDIR: (StoreError, "A directory lies where a file is needed: remove it, or choose another path."),
+    # A refusal: nothing was written, and a commit that meets it is known not to have happened.
+    errno.EISDIR: (
+        UnsupportedOperationError,
+        "A directory lies where a file is needed: remove it, or choose another path.",
+    ),
     errno.ELOOP: (StoreError, "Symbolic links form a loop, or one lies where none may be followed."),
     errno.ENAMETOOLONG: (StoreError, "The path is longer than the file system allows: choose a shorter one."),
     errno.EINVAL: (StoreError, "The file system refuses the name or the operation."),
@@ -72,18 +76,34 @@ def translate(error: OSError, *, key: str, operation: str) -> StoreError:
     """`error` as a `StoreError` whose message says what to do next. `key` is the full path of the object."""
     kind, advice = ERRNO_TABLE.get(error.errno or 0, (StoreError, ""))
     reason = error.strerror or type(error).__name__
-    # The path that failed may be a directory above the object, which is then what the user has to look at.
+    # The path that failed may be a directory above the object, or below what is listed: it is what the user has to
+    # look at.
     failed = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else key
-    where = f" (at {failed})" if key.startswith(f"{failed}/") else ""
+    is_another = key.startswith(f"{failed}/") or failed.startswith(f"{key.rstrip('/')}/")
+    where = f" (at {failed.rstrip('/')})" if is_another else ""
     return kind(f"{operation} {key}: {reason}{where}. {advice}".rstrip(), key=key, operation=operation)
 
 
+def raise_denied(denied: Mapping[str, OSError], *, key: str, operation: str) -> None:
+    """The error at the end of a listing that was `denied` a look into some directories; none where there are none."""
+    if denied:
+        first, *others = sorted(denied)
+        error = translate(denied[first], key=key, operation=operation)
+        if others:
+            error.args = (f"{error} Directories that could not be looked into: {len(denied):,}.",)
+        if isinstance(error, AccessDeniedError):
+            error.unlisted = (first, *others)
+        raise error from denied[first]
+
+
 @contextlib.contextmanager
-def translated(key: str, operation: str) -> Iterator[None]:
-    """Turn the `OSError` of the block into a `StoreError`."""
+def translated(key: str, operation: str, *, had_no_effect: bool = False) -> Iterator[None]:
+    """Turn the `OSError` of the block into a `StoreError`; `had_no_effect` where others can see nothing of it."""
     try:
         yield
     except CloudckptError:  # StoreTimeoutError is an OSError too
         raise
     except OSError as error:
-        raise translate(error, key=key, operation=operation) from error
+        failure = translate(error, key=key, operation=operation)
+        failure.had_no_effect = had_no_effect
+        raise failure from error

@@ -24,7 +24,7 @@ from cloudckpt.stores.base import (
     Views,
 )
 from cloudckpt.stores.local import durable, walk
-from cloudckpt.stores.local.errors import translated
+from cloudckpt.stores.local.errors import raise_denied, translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -39,6 +39,7 @@ class LocalStore(Store):
     - What is written lies in a hidden sibling directory until it is whole and fsync'ed; then one ``link`` (which fails
       where something lies already) or one ``rename`` makes it appear, and the directories are fsync'ed.
     - The CRC32C of what is written is checked on its way into the kernel, 1 MiB at a time; a file is not read back.
+    - Listings pass over directories that they may not look into, and end with an error that names them.
     - Symbolic links: the root may be one. Below it, listings do not descend into linked directories, and a link that
       leads out of the root is refused.
     - Whether create-if-absent works is found out once, by trying a hard link on the file system itself.
@@ -72,9 +73,12 @@ class LocalStore(Store):
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
         path = self._writable_path("put", key)
         with translated(path, "put"):
-            temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
+            with translated(path, "put", had_no_effect=True):
+                temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
             try:
-                self._write("put", key, temp, 0, views, crc32c=crc32c)
+                with translated(path, "put", had_no_effect=True):
+                    self._write("put", key, temp, 0, views, crc32c=crc32c)
+                    durable.flush(temp)
                 durable.publish(temp, path, root=self._root, if_absent=if_absent)
             except BaseException:
                 self._discard(temp, path)
@@ -109,6 +113,7 @@ class LocalStore(Store):
                     key=path,
                     operation="complete_multipart",
                 )
+            durable.flush(temp)
             durable.publish(temp, path, root=self._root, if_absent=False)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
@@ -150,8 +155,10 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with translated(self.url(prefix), "list"):
-            for key, status in walk.files(self._root, prefix):
+            denied: walk.Denied = {}
+            for key, status in walk.files(self._root, prefix, denied):
                 yield _info(key, status)
+            raise_denied(denied, key=self.url(prefix), operation="list")
 
     def list_directories(self) -> Iterator[str]:
         with translated(self._root, "list_directories"):
@@ -173,8 +180,10 @@ class LocalStore(Store):
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         with translated(self.url(prefix), "list_uploads"):
-            for key, upload_id, status in walk.uploads(self._root, prefix):
+            denied: walk.Denied = {}
+            for key, upload_id, status in walk.uploads(self._root, prefix, denied):
                 yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status))
+            raise_denied(denied, key=self.url(prefix), operation="list_uploads")
 
     def copy(self, source_key: str, target_key: str) -> None:
         source = self._readable_path("copy", source_key)
@@ -184,6 +193,7 @@ class LocalStore(Store):
             try:
                 with durable.opened(temp, os.O_WRONLY) as target:
                     durable.copy_contents(file, target)
+                    os.fsync(target)
                 durable.publish(temp, path, root=self._root, if_absent=False)
             except BaseException:
                 self._discard(temp, path)

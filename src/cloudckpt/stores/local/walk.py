@@ -17,29 +17,48 @@ if TYPE_CHECKING:
 
 # What stands for the name of an object whose writer died before it had created the file.
 UNNAMED = "unnamed"
+_OF_THE_FILE_SYSTEM = "lost+found"
+"""Lies where a file system is mounted, and is root's alone."""
 
 
-def files(root: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Key and status of every file whose key starts with `prefix`. What vanishes meanwhile is left out."""
-    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix):
+Denied = dict[str, PermissionError]
+"""Why directories below the one where a walk begins could not be looked into, by their keys with a slash."""
+
+
+def files(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, os.stat_result]]:
+    """Key and status of every file whose key starts with `prefix`. What vanishes meanwhile is left out.
+
+    Where it may not look, that is in `denied` afterwards, and all else was given.
+    """
+    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix, denied=denied):
         for entry in entries:
             key = f"{directory}{entry.name}"
-            status = _object_status(entry, root) if key.startswith(prefix) else None
+            try:
+                status = _object_status(entry, root) if key.startswith(prefix) else None
+            except PermissionError as error:  # it may list the directory, and no more
+                denied[directory] = error
+                continue
             if status:
                 yield key, status
 
 
 def directories_with_files(root: str) -> Iterator[str]:
-    """The names of the directories directly under `root` that hold at least one file at any depth."""
-    for _, entries in _directories(root, start="", prefix="", depth=1):
+    """The names of the directories directly under `root` that hold at least one file at any depth, or perhaps do."""
+    for _, entries in _directories(root, start="", prefix="", denied={}, depth=1):
         for entry in entries:
-            if _is_object_directory(entry) and next(files(root, f"{entry.name}/"), None):
+            if _is_object_directory(entry) and _holds_files(root, entry.name):
                 yield entry.name
 
 
-def uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Key, upload id and status (of the time it began) of every unfinished upload."""
-    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix):
+def _holds_files(root: str, name: str) -> bool:
+    """Also where it may not be known: whoever then looks into it hears why, and all others can be looked at."""
+    denied: Denied = {}
+    return next(files(root, f"{name}/", denied), None) is not None or bool(denied)
+
+
+def uploads(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Key, upload id and status (of the time it began) of every unfinished upload. `denied` is as for `files`."""
+    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix, denied=denied):
         for hidden in entries:
             if not hidden.name.startswith(TEMP_PREFIX) or not hidden.is_dir(follow_symlinks=False):
                 continue
@@ -48,13 +67,16 @@ def uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]
                 status = hidden.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
+            except PermissionError as error:
+                denied[directory] = error
+                continue
             key = f"{directory}{names[0] if names else UNNAMED}"
             if key.startswith(prefix):
                 yield key, hidden.name[len(TEMP_PREFIX) :], status
 
 
 def _directories(
-    root: str, *, start: str, prefix: str, depth: int | None = None
+    root: str, *, start: str, prefix: str, denied: Denied, depth: int | None = None
 ) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """The key prefix (with its slash) and entries of each directory that can hold keys starting with `prefix`."""
     pending = [(f"{start}/" if start else "", 1)]
@@ -64,6 +86,13 @@ def _directories(
             with os.scandir(f"{root}/{directory}") as scan:
                 entries = list(scan)
         except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            if directory.rstrip("/").rpartition("/")[2] == _OF_THE_FILE_SYSTEM:
+                continue
+            if not directory:
+                raise  # whoever may not look must not be told that nothing is there
+            denied[directory] = error
             continue
         except NotADirectoryError:
             if directory and not os.path.isfile(root):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from awscrt.checksums import combine_crc32c
 
+from cloudckpt._workers import each_done
 from cloudckpt.errors import ObjectNotFoundError
 from cloudckpt.options import GIB, MIB
 
@@ -62,25 +63,35 @@ def _copy_parts(
 ) -> list[dict[str, Any]]:
     created = session.call(operation, "CreateMultipartUpload", target, ChecksumAlgorithm="CRC32C")
     upload_id = session.required(created, "UploadId", operation, "CreateMultipartUpload", target)
+    begins = range(0, size_bytes, part_bytes)
+    found: dict[int, dict[str, Any]] = {}  # each written by one thread
+
+    def copy_part(begin: int) -> None:
+        found[begin] = _copy_part(
+            session,
+            operation,
+            target,
+            place=place,
+            upload_id=upload_id,
+            number=begin // part_bytes + 1,
+            begin_bytes=begin,
+            end_bytes=min(begin + part_bytes, size_bytes),
+        )
+
     try:
-        parts = [
-            _copy_part(
-                session,
-                operation,
-                target,
-                place=place,
-                upload_id=upload_id,
-                number=number,
-                begin_bytes=begin,
-                end_bytes=min(begin + part_bytes, size_bytes),
-            )
-            for number, begin in enumerate(range(0, size_bytes, part_bytes), start=1)
-        ]
+        with session.share_of_connections() as width:
+            for _ in each_done(begins, copy_part, num_threads=width, name="cloudckpt-s3", on_failure=_nothing):
+                pass
+        parts = [found[begin] for begin in begins]
         session.call(operation, "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload={"Parts": parts})
     except BaseException:
         abort_upload(session, operation, target, upload_id)
         raise
     return parts
+
+
+def _nothing() -> None:
+    """Requests that are under way end by themselves."""
 
 
 def abort_upload(session: S3Session, operation: str, key: str, upload_id: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cloudckpt.errors import CredentialsError, StoreError
@@ -17,6 +19,7 @@ class S3Session:
         self.bucket = bucket
         self._key = key
         self._environment = clients.ambient()
+        self._sharing: set[object] = set()
 
     def __getstate__(self) -> tuple[str, clients.ClientKey]:
         return self.bucket, self._key
@@ -28,6 +31,16 @@ class S3Session:
     def client_key(self) -> clients.ClientKey:
         """What its client is made of."""
         return self._key
+
+    @contextlib.contextmanager
+    def share_of_connections(self) -> Iterator[Callable[[], int]]:
+        """How many requests at once are this block's, which changes as others begin and end theirs. At least one."""
+        mine = object()
+        self._sharing.add(mine)
+        try:
+            yield lambda: max(self._key.connections // len(self._sharing), 1)
+        finally:
+            self._sharing.discard(mine)
 
     def boto3_client(self, operation: str) -> Any:
         """boto3's own client, for questions that the store has no method for. Raises as `endpoint_url` does."""

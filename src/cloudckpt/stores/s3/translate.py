@@ -8,12 +8,14 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt.errors import AccessDeniedError, StoreError
+from cloudckpt.errors import AccessDeniedError, StoreError, TransientStoreError
 from cloudckpt.stores import _http_rules as rules
 from cloudckpt.stores._http_errors import causes, message, network_reason
 from cloudckpt.stores.s3 import errors as table
 
-_SERVER_ERROR = 500
+_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+_OF_ONE_REQUEST = frozenset({"abort_multipart", "complete_multipart", "create_multipart", "put", "upload_part"})
+"""The methods that write, whose refused request is not one of several, of which others were carried out."""
 
 PERMISSIONS: dict[str, str] = {
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
@@ -58,7 +60,12 @@ def translate(error: Exception, request: Request) -> StoreError | None:
         code, status, detail = _answer(response)
         rule = rule_for_answer(code, status)
         reason = f"{code} ({status})" if code != str(status) else f"status {status}"
-        return _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
+        failure = _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
+        # A code of S3's own and not a proxy's, for what the client did or may not do: a quota is used up, say.
+        is_refused = code in table.CODES and _CLIENT_ERROR <= status < _SERVER_ERROR
+        is_known = request.operation in _OF_ONE_REQUEST and not isinstance(failure, TransientStoreError)
+        failure.had_no_effect = is_refused and is_known
+        return failure
     found = _rule_for_exception(error)
     return None if found is None else _build(found, request, reason=_reason(error))
 

@@ -111,9 +111,14 @@ def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) 
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         endpoint_url = f"http://127.0.0.1:{port}"
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-")))
+        # Where it is killed in an upload, what has arrived stays.
+        scratch = root / "scratch"
+        scratch.mkdir()
         directory, backend = None, ["-backend", "memory"]
         if keeps_data:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-")))
+            directory = root / "objects"
+            directory.mkdir()
             backend = ["-backend", "filesystem", "-filesystem-root", str(directory)]
         program = Program(
             name="fake-gcs-server",
@@ -121,7 +126,7 @@ def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) 
                 *(binary, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)),
                 *("-external-url", endpoint_url, "-log-level", "warn", *backend),
             ],
-            environment=clean_environment(),
+            environment={**clean_environment(), "TMPDIR": str(scratch)},
             is_ready=lambda timeout_s: answers(endpoint_url, "/_internal/healthcheck", timeout_s=timeout_s),
         )
         process = stack.enter_context(running(program, start_timeout_s=start_timeout_s))

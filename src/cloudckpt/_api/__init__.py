@@ -1,0 +1,1 @@
+"""One call of a save or a load, from its arguments to its errors, in whichever thread."""

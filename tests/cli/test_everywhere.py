@@ -1,0 +1,97 @@
+"""Each command on each kind of store. ``--places rgw`` tries all of them on a Ceph RADOS Gateway."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Ended, Run, leave_unfinished, save, state_of
+from tests.cli.placing import DEFAULT
+from tests.e2e.places import Place
+
+import cloudckpt
+from cloudckpt.cli._app import app
+
+_OLD = "20200101T000000000Z-0123456789ab"
+_FEW = ("--size", "64KiB", "--rounds", "1", "--requests", "1", "--tensors", "2")
+
+Expected = tuple[list[str], Callable[[Place], bool], str]
+"""Arguments, what then holds at the place, and what is printed."""
+
+
+def _still_there(place: Place) -> bool:
+    return [one.name for one in cloudckpt.list_checkpoints(place.root)] == ["step-1", "step-2"]
+
+
+def _whole(name: str) -> Callable[[Place], bool]:
+    return lambda place: cloudckpt.verify(place.uri(name)).num_bytes > 0
+
+
+def _commands(place: Place, folder: Path) -> dict[str, Expected]:
+    one, two = place.uri("step-1"), place.uri("step-2")
+    return {
+        "ls": ([place.root], _still_there, "step-2"),
+        "show": ([one, "--values"], _still_there, "bfloat16"),
+        "diff": ([one, one], _still_there, "0 differences"),
+        "verify": ([one], _still_there, "is whole"),
+        "rm": ([one, "--yes"], _without("step-1/data"), "step-1: committed"),
+        "gc": ([place.root, "--older-than", "0s", "--yes"], _without(_OLD), "2 objects"),
+        "bench": ([place.root, *_FEW], _still_there, "get 1 KiB"),
+        "doctor": ([place.root, "--no-measure"], _still_there, "create-if-absent works"),
+        "cp": ([one, place.uri("step-3")], _whole("step-3"), "1 object"),
+        "export": ([two, place.uri("out"), "--skip-non-tensors"], _with("out/model.safetensors"), "2 tensors"),
+        "import": ([str(folder), place.uri("step-3")], _whole("step-3"), "2 tensors"),
+    }
+
+
+def _with(key: str) -> Callable[[Place], bool]:
+    return lambda place: key in place.contents()
+
+
+def _without(part: str) -> Callable[[Place], bool]:
+    return lambda place: not any(part in key for key in place.contents())
+
+
+NAMES = [command.name for command in app.registered_commands]
+
+
+@pytest.fixture
+def called(request: pytest.FixtureRequest, run: Run) -> Callable[..., Ended]:
+    """The command as a process of its own; on the emulators, of which other processes have been seen, in this one."""
+    return run if request.node.callspec.params["place"] in DEFAULT[1:] else _as_process
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_works_there(place: Place, name: str, called: Callable[..., Ended], tmp_path: Path) -> None:
+    """If this fails, a command is unusable on this kind of store; or a new one is tried out on none (a KeyError)."""
+    for number in (1, 2):
+        save(place.uri(f"step-{number}"))
+    leave_unfinished(place, "step-2", attempt=_OLD)
+    folder = tmp_path / "exported"
+    if name == "import":
+        cloudckpt.export_checkpoint(place.uri("step-1"), folder, skip_non_tensors=True)
+    arguments, holds, printed = _commands(place, folder)[name]
+    ended = called(name, *arguments)
+    assert ended.code == 0, ended.err
+    assert printed in ended.out
+    assert holds(place)
+    assert place.num_unfinished_uploads() == 0
+    state = state_of(0.0)
+    cloudckpt.load(state, place.uri("step-2"), no_dist=True)
+    assert state["model"]["w"][0, 0] == 1.0
+
+
+def _as_process(*arguments: str) -> Ended:
+    done = subprocess.run(
+        [sys.executable, "-m", "cloudckpt", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert "Traceback" not in done.stderr
+    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)

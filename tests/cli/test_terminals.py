@@ -1,0 +1,148 @@
+"""What commands print for people: on terminals of all kinds, into pipes, and into shells that complete."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from rich.cells import cell_len
+from tests.cli.conftest import save
+
+from cloudckpt.cli import _console
+from cloudckpt.cli._app import app
+
+_COMMAND = [sys.executable, "-m", "cloudckpt"]
+
+
+def _environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    return kept | {"TERM": "xterm-256color"} | more
+
+
+def _on_terminal(*arguments: str, columns: int, **environment: str) -> str:
+    """What a terminal of that width is sent."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    with (
+        os.fdopen(ours, "rb", buffering=0) as screen,
+        subprocess.Popen(
+            [*_COMMAND, *arguments], stdin=its, stdout=its, stderr=its, env=_environment(**environment)
+        ) as running,
+    ):
+        os.close(its)
+        sent = b""
+        try:
+            while piece := screen.read(65536):
+                sent += piece
+        except OSError:  # Linux's way to say that nobody has the other end any more
+            pass
+        assert running.wait(timeout=200) == 0, sent
+    return sent.decode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """Two checkpoints with names of which not all terminals have the characters."""
+    save(f"{tmp_path}/run/schritt 1 ☃")
+    save(f"{tmp_path}/run/步骤-2")
+    return f"{tmp_path}/run"
+
+
+def test_a_wide_terminal_gets_lines_and_a_narrow_one_folded_cells(folder: str) -> None:
+    """If this fails, a table is torn on narrow terminals, or columns stand askew beside names of wide characters."""
+    wide = _on_terminal("ls", folder, columns=100)
+    titles, *rows = wide.replace("\x1b[1m", "").replace("\x1b[0m", "").splitlines()
+    assert "\x1b[1m" in wide
+    assert {cell_len(row.partition("committed")[0]) for row in rows} == {cell_len(titles.partition("STATE")[0])}
+    assert "\x1b" not in _on_terminal("ls", folder, columns=100, NO_COLOR="1")
+    narrow = re.sub(r"\x1b\[[0-9;]*m", "", _on_terminal("show", f"{folder}/步骤-2", "--name", "model.w", columns=40))
+    table = narrow.partition("\r\n\r\n")[2].splitlines()
+    assert table
+    assert all(cell_len(line) <= 40 for line in table)
+    assert "model.w" in "".join(line.partition(" ")[0] for line in table)
+
+
+def test_a_character_that_an_encoding_lacks_is_no_error(folder: str) -> None:
+    """If this fails, who works in another locale cannot list a run in which one name has a strange character."""
+    for name in ("ascii", "latin-1"):
+        done = subprocess.run(
+            [*_COMMAND, "ls", folder],
+            capture_output=True,
+            timeout=200,
+            env=_environment(PYTHONIOENCODING=name),
+            check=True,
+        )
+        assert b"schritt 1 \\u2603" in done.stdout
+        assert b"\\u6b65\\u9aa4-2" in done.stdout
+    done = subprocess.run(
+        [*_COMMAND, "doctor", folder, "--no-measure"],
+        capture_output=True,
+        timeout=200,
+        env=_environment(PYTHONIOENCODING="ascii"),
+        check=True,
+    )
+    assert b"\n+  create-if-absent " in done.stdout
+
+
+def test_who_stops_reading_is_not_told_of_it(folder: str) -> None:
+    """If this fails, ``ls | head`` ends in a traceback, or in the exit code of an answer."""
+    ours, its = os.pipe()
+    os.close(ours)
+    try:
+        done = subprocess.run(
+            [*_COMMAND, "ls", folder], stdout=its, stderr=subprocess.PIPE, timeout=200, env=_environment(), check=False
+        )
+    finally:
+        os.close(its)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_long_table_takes_no_long_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, ``show`` of a large model spends its time in laying out cells that all fit."""
+    monkeypatch.setattr(_console, "_print_folded", None)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    rows = [[f"layers.{number}.weight", "float32"] for number in range(20_000)]
+    _console.Console().table(["TENSOR", "DTYPE"], rows)
+    assert len(sys.stdout.getvalue().splitlines()) == 20_001
+
+
+def _completed(shell: str, line: str) -> list[str]:
+    """What the shell is offered, by the protocol of the script that was installed."""
+    asked = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+        "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    done = subprocess.run(
+        _COMMAND,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=_environment(_CLOUDCKPT_COMPLETE=f"complete_{shell}", **asked),
+        check=True,
+    )
+    if shell == "zsh":
+        return re.findall(r'^(?:_arguments .*\(\()?"([^"]+)":"', done.stdout, re.MULTILINE)
+    return [candidate.partition("\t")[0] for candidate in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes(shell: str) -> None:
+    """If this fails, completion offers nothing, what is not there, or the second line of an explanation."""
+    assert _completed(shell, "cloudckpt ver") == ["verify"]
+    command: Any = typer.main.get_command(app)
+    offered = _completed(shell, "cloudckpt rm --")
+    assert set(offered) == {
+        name for parameter in command.commands["rm"].params for name in parameter.opts if name.startswith("--")
+    } | {"--help"}

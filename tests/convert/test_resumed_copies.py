@@ -1,0 +1,299 @@
+"""Copies that are killed and told to go on: what is there is used, if it is right and of the same source."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.convert.conftest import Root
+from tests.convert.states import bits, contents, loaded, save, store_at
+
+import cloudckpt
+from cloudckpt.options import KIB, MIB, Options
+from cloudckpt.testing import damage
+from cloudckpt.testing.faults import Call, Faults, Rule, Tell, WrappedStore
+
+NUM_OBJECTS = 4
+OPTIONS: dict[str, Any] = {"resume": True, "connections": 1}
+
+
+def state_of(fill: int) -> dict[str, Any]:
+    return {f"w{number}": torch.full((20_000,), 10 * fill + number) for number in range(NUM_OBJECTS)}
+
+
+def saved(uri: str, fill: int = 1, *, overwrite: bool = False) -> dict[str, Any]:
+    state = state_of(fill)
+    save(state, uri, tile_bytes=4 * KIB, object_bytes=KIB, overwrite=overwrite)
+    return state
+
+
+class _DiedError(BaseException):
+    """The process is gone, and makes no call any more."""
+
+
+class _Mortal(WrappedStore):
+    """Dies at the `at`-th call that puts an object at a data key: before, or `after` it was carried out."""
+
+    def __init__(self, inner: Any, at: int, *, after: bool) -> None:
+        super().__init__(inner)
+        self._at, self._after, self._num_writes = at, after, 0
+        self._lock = threading.Lock()
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        with self._lock:
+            is_write = call.operation in {"put", "complete_multipart", "copy_from"} and call.key.startswith("data/")
+            self._num_writes += is_write
+            is_due = is_write and self._num_writes == self._at
+            is_dead = self._num_writes > self._at or (is_due and not self._after)
+        if is_dead:
+            raise _DiedError
+        result = action()
+        if is_due:
+            self._num_writes += 1
+            raise _DiedError
+        return result
+
+
+def noting(operation: str, note: Callable[[Call], None]) -> Faults:
+    """Tells of each such call."""
+    return Faults(Rule(fault=Tell(before=note), operations={operation}, times=None))
+
+
+def died(source: str, target: str, at: int, *, after: bool) -> None:
+    """A copy that dies there."""
+    mortal = Options(**OPTIONS, wrap_store=lambda inner: _Mortal(inner, at, after=after))
+    with pytest.raises(_DiedError):
+        cloudckpt.copy(source, target, target_options=mortal)
+    assert cloudckpt.list_checkpoints(target.rpartition("/")[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("memory", "path"), ("path", "s3"), ("path", "gs"), ("memory", "memory"), ("s3", "s3"), ("gs", "gs")],
+)
+def test_a_copy_that_is_killed_at_any_object_goes_on(
+    root_of: Root, copies_by_service: Callable[[str], bool], one: str, other: str
+) -> None:
+    """If this fails, two terabytes are copied from the beginning again; or what was copied before is not looked at."""
+    source = f"{root_of(one)}/step-1"
+    state = saved(source)
+    by_service = one == other and copies_by_service(one)
+    for at, after in itertools.product((1, 2, NUM_OBJECTS), (False, True)):
+        target = f"{root_of(other)}/step-1"
+        died(source, target, at, after=after)
+        read: list[str] = []
+        seen = noting("read_into", lambda call, read=read: read.append(call.key))  # type: ignore[misc]
+        told: list[tuple[int, int]] = []
+        report = cloudckpt.copy(
+            source,
+            target,
+            options=Options(wrap_store=seen) if one != other else Options(),
+            target_options=Options(**OPTIONS),
+            on_progress=lambda done, total, told=told: told.append((done, total)),
+        )
+        num_there = at - 1 + after
+        if one != other:
+            size = report.num_bytes // NUM_OBJECTS
+            assert report.num_reused_bytes // size == num_there
+            of_data = {key for key in read if key.startswith("data/")}
+            assert len(of_data) == NUM_OBJECTS - num_there, "what is there already was read at the source again"
+        elif by_service:
+            # One is asked for anew in any case: what the service made is believed only if what it makes is good.
+            assert report.num_reused_bytes // (report.num_bytes // NUM_OBJECTS) == min(num_there, NUM_OBJECTS - 1)
+        assert told[-1] == (report.num_bytes, report.num_bytes)
+        assert bits(loaded(state, target)) == bits(state)
+        cloudckpt.verify(target)
+        cloudckpt.gc(target.rpartition("/")[0], older_than=0, dry_run=False)
+        assert len([key for key in contents(target) if key.startswith("data/")]) == NUM_OBJECTS
+        cloudckpt.verify(target)
+
+
+def test_what_the_first_of_many_tries_copied_is_used_by_the_last(root_of: Root) -> None:
+    """If this fails, a copy that breaks off again and again copies anew, in the end, what it copied at first."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('path')}/step-1"
+    save({f"w{number}": torch.full((2000,), number) for number in range(20)}, source, object_bytes=KIB)
+    for _ in range(18):
+        died(source, target, 1, after=True)
+    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert report.num_reused_bytes // (report.num_bytes // 20) == 18
+
+
+@pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("memory", "memory"), ("path", "s3"), ("path", "gs")])
+@pytest.mark.parametrize("how", ["bit", "short", "gone"])
+def test_what_is_there_and_is_not_right_is_copied_again(root_of: Root, one: str, other: str, how: str) -> None:
+    """If this fails, what rotted between two tries is committed under checksums that it does not have."""
+    source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
+    state = saved(source)
+    died(source, target, 3, after=True)
+    key = min(key for key in contents(target) if key.startswith("data/"))
+    if how == "bit":
+        damage.flip_bit(store_at(target), key, bit=8 * 100_000)
+    elif how == "short":
+        damage.truncate(store_at(target), key, size_bytes=50_000)
+    else:
+        damage.remove(store_at(target), key)
+    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert report.num_reused_bytes // (report.num_bytes // NUM_OBJECTS) == 2
+    cloudckpt.verify(target)
+    assert bits(loaded(state, target)) == bits(state)
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other content", "the same content"])
+def test_nothing_of_another_save_is_used(root_of: Root, *, same: bool) -> None:
+    """If this fails, a source that is overwritten between two tries, or another checkpoint that is copied to the same
+    place, is mixed with what was copied before.
+    """
+    root = root_of("memory")
+    source, target = f"{root}/a", f"{root_of('path')}/b"
+    saved(source)
+    died(source, target, 3, after=True)
+    state = saved(source, 1 if same else 2, overwrite=True)
+    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert report.num_reused_bytes == 0
+    assert bits(loaded(state, target)) == bits(state)
+
+
+def test_a_source_that_changes_in_the_second_try_is_copied_whole(root_of: Root) -> None:
+    """If this fails, the objects of the first try are committed with those of a save that came after it."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    saved(source)
+    died(source, target, 3, after=True)
+    states: list[dict[str, Any]] = []
+
+    def overwrite(call: Call) -> None:
+        if not states and call.key.startswith("data/"):
+            states.append(state_of(2))
+            saved(source, 2, overwrite=True)
+
+    changing = Faults(Rule(fault=Tell(before=overwrite), operations={"read_into"}, times=None))
+    cloudckpt.copy(source, target, options=Options(wrap_store=changing), target_options=Options(**OPTIONS))
+    assert bits(loaded(states[0], target)) == bits(states[0])
+
+
+@pytest.mark.parametrize("what", ["save", "overwritten", "gc", "delete"])
+def test_a_target_that_changes_between_two_tries(root_of: Root, what: str) -> None:
+    """If this fails, somebody else's checkpoint is replaced by a copy, or one is committed whose data gc removes."""
+    root = root_of("path")
+    source, target = f"{root_of('memory')}/a", f"{root}/b"
+    state = saved(source)
+    died(source, target, 3, after=True)
+    if what in {"save", "overwritten"}:
+        save({"w": torch.ones(3)}, target)
+        if what == "save":
+            with pytest.raises(cloudckpt.CheckpointExistsError):
+                cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+            assert bits(loaded({"w": torch.zeros(3)}, target)) == bits({"w": torch.ones(3)})
+            return
+    elif what == "gc":
+        cloudckpt.gc(root, older_than=0, dry_run=False)
+    else:
+        save({"w": torch.ones(3)}, target)
+        cloudckpt.delete(target)
+    report = cloudckpt.copy(source, target, overwrite=what == "overwritten", target_options=Options(**OPTIONS))
+    assert report.num_reused_bytes == 0
+    cloudckpt.gc(root, older_than=0, dry_run=False)
+    assert bits(loaded(state, target)) == bits(state)
+
+
+@pytest.mark.parametrize("after", ["0", "1"])
+def test_two_that_go_on_at_once_commit_one(root_of: Root, after: str) -> None:
+    """If this fails, one of two copies that take up the same objects removes them under the other's manifest."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    state = saved(source)
+    died(source, target, 3, after=after == "1")
+
+    def other(call: Call) -> None:
+        if call.key == "manifest.json" and not cloudckpt.list_checkpoints(target.rpartition("/")[0]):
+            cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+
+    meanwhile = Options(**OPTIONS, wrap_store=Faults(Rule(fault=Tell(before=other), operations={"put"}, times=None)))
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target, target_options=meanwhile)
+    cloudckpt.verify(target)
+    cloudckpt.gc(target.rpartition("/")[0], older_than=0, dry_run=False)
+    assert bits(loaded(state, target)) == bits(state)
+
+
+@pytest.mark.parametrize("kind", ["memory", "path", "gs"])
+def test_what_ranks_saved_on_their_own_goes_on_at_the_rank_that_was_reached(root_of: Root, kind: str) -> None:
+    """If this fails, such a copy cannot be finished: the ranks that it has committed are in its way; or it is said to
+    be whole, though what was committed has rotted since.
+    """
+    source, target = root_of("memory"), root_of(kind)
+    for rank in range(3):
+        save({"w": torch.full((5000,), rank)}, f"{source}/rank-{rank}")
+    mortals = itertools.count()
+
+    def mortal(inner: Any) -> _Mortal:
+        # One for each rank, the root's first, and ranks from the last: rank 1's dies.
+        return _Mortal(inner, 1 if next(mortals) == 2 else 99, after=False)
+
+    with pytest.raises(_DiedError):
+        cloudckpt.copy(source, target, target_options=Options(**OPTIONS, wrap_store=mortal))
+    (key,) = (key for key in contents(f"{target}/rank-2") if key.startswith("data/"))
+    damage.flip_bit(store_at(f"{target}/rank-2"), key, bit=8 * 20_000)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match="rank-2, which an earlier copy has committed"):
+        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    damage.flip_bit(store_at(f"{target}/rank-2"), key, bit=8 * 20_000)
+    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert report.num_reused_bytes == report.num_bytes // 3
+    for rank in range(3):
+        like = {"w": torch.zeros(5000, dtype=torch.int64)}
+        assert bits(loaded(like, f"{target}/rank-{rank}")) == bits({"w": torch.full((5000,), rank)})
+
+
+_KILLED = """
+import os, signal, sys
+import cloudckpt
+from cloudckpt.options import MIB, Options
+from cloudckpt.testing.faults import Faults, Rule, Tell
+kill = Tell(before=lambda call: os.kill(os.getpid(), signal.SIGKILL))
+faults = Faults(Rule(fault=kill, operations={"upload_part"}, skip=3))
+options = Options(wrap_store=faults, connections=1, resume=True, part_bytes=5 * MIB)
+cloudckpt.copy(sys.argv[1], sys.argv[2], target_options=options)
+"""
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, tmp_path: Path, kind: str) -> None:
+    """If this fails, an object of many gigabytes is sent from its beginning again, or finished with something else."""
+    source, target = str(tmp_path / "a"), f"{root_of(kind)}/b"
+    state = {"w": torch.arange(4 * MIB)}
+    save(state, source)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, source, target],
+        check=False,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == -9
+    sent: list[int] = []
+    counting = noting("upload_part", lambda call: sent.append(call.num_bytes))
+    options = Options(resume=True, connections=1, part_bytes=5 * MIB, wrap_store=counting)
+    report = cloudckpt.copy(source, target, target_options=options)
+    assert report.num_reused_bytes == 15 * MIB
+    assert sum(sent) == report.num_bytes - 15 * MIB
+    cloudckpt.verify(target)
+    assert bits(loaded(state, target)) == bits(state)
+
+
+def test_a_save_takes_up_nothing_of_a_copy_and_a_copy_nothing_of_a_save(root_of: Root) -> None:
+    """If this fails, what was only compared by checksums, or for another purpose, is taken for the same bytes."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('memory')}/b"
+    state = saved(source)
+    died(source, target, 3, after=True)
+    attempts = {key.split("/")[1] for key in contents(target)}
+    assert all(re.fullmatch(r".*-r0-c[0-9a-f]{32}", attempt) for attempt in attempts)
+    saved_report = cloudckpt.save(
+        state, target, no_dist=True, options=Options(resume=True, tile_bytes=4 * KIB, object_bytes=KIB)
+    ).report
+    assert saved_report.num_reused_bytes == 0

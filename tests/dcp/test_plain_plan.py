@@ -1,0 +1,178 @@
+"""Plans of saves: what is made of plain tensors by a shorter way is what torch makes of them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _validate_global_plan,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from cloudckpt._dcp.plain_plan import merged
+from cloudckpt._dcp.save_planner import BalancedSavePlanner
+
+tensors = st.builds(
+    lambda shape, dtype, is_parameter: (
+        torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=dtype is torch.float32)
+        if is_parameter
+        else torch.zeros(shape, dtype=dtype)
+    ),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64]),
+    st.booleans(),
+)
+
+
+def with_parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Two parts of a larger one, of which the rest is elsewhere; torch knows of such since 2.15."""
+    rest, origin = tensor.shape, (0,) * tensor.dim()
+    held: Any = torch.zeros(5, *rest, dtype=tensor.dtype)
+    held.global_shape = (4, *rest)
+    held.global_offsets, held.local_offsets = ((2, *origin), (0, *origin)), ((1, *origin), (3, *origin))
+    held.local_sizes = ((2, *rest), (2, *rest))
+    return held  # type: ignore[no-any-return]
+
+
+tensors |= tensors.map(lambda tensor: tensor.detach().mT if tensor.dim() > 1 else tensor) | tensors.map(with_parts)
+leaves = tensors | st.sampled_from([None, 7, "text", b"bytes", (1, 2), torch.zeros(4).to_sparse()])
+names = st.text("ab.0", min_size=1, max_size=3)
+states = st.dictionaries(
+    names,
+    st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=8
+    ),
+    max_size=6,
+)
+
+
+def hints_of(plans: Sequence[SavePlan]) -> list[int | None]:
+    """The part of the plans that takes no part in their comparison."""
+    return [item.index.index for plan in plans for item in plan.items]
+
+
+@given(state=states)
+def test_the_plan_of_one_rank_is_torchs(state: dict[str, Any]) -> None:
+    """If this fails, something of a state dict is saved otherwise than torch would save it, or not at all."""
+    torchs, ours = DefaultSavePlanner(), BalancedSavePlanner(entries=state)
+    try:
+        torchs.set_up_planner(state, is_coordinator=True)
+    except ValueError:
+        with pytest.raises(ValueError, match="duplicated flatten key"):
+            ours.set_up_planner({}, is_coordinator=True)
+        return
+    ours.set_up_planner({}, is_coordinator=True)
+    assert list(ours.state_dict) == list(torchs.state_dict)
+    expected, local = torchs.create_local_plan(), ours.create_local_plan()
+    assert local == expected
+    assert [type(item) for item in local.items] == [WriteItem] * len(expected.items)
+    expected_plans, expected_metadata = torchs.create_global_plan([expected])
+    plans, metadata = ours.create_global_plan([local])
+    assert (plans, metadata) == (expected_plans, expected_metadata)
+    assert hints_of(plans) == hints_of(expected_plans)
+    # The manifest has them in this order.
+    assert list(metadata.state_dict_metadata) == list(expected_metadata.state_dict_metadata)
+    assert list(metadata.planner_data) == list(expected_metadata.planner_data)
+    assert pickle.loads(pickle.dumps(plans)) == expected_plans
+
+
+@st.composite
+def shards(draw: st.DrawFn, fqn: str) -> list[WriteItem]:
+    """Of one tensor; now and then they overlap, leave gaps, or reach beyond it."""
+    cuts = sorted(draw(st.sets(st.integers(0, 12), max_size=4)) | {0, 12})
+    bounds = list(itertools.pairwise(cuts))
+    if draw(st.integers(0, 5)) == 0:
+        bounds[-1] = (draw(st.integers(-1, 12)), draw(st.integers(0, 14)))
+    beyond = draw(st.sampled_from([0, 0, 0, 0, 1]))
+    size = torch.Size((12, 2))
+    items = []
+    for begin, end in bounds:
+        chunk = ChunkStorageMetadata(
+            offsets=torch.Size((begin + beyond, 0)), sizes=torch.Size((max(end - begin, 0), 2))
+        )
+        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=size)
+        items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[SavePlan]:
+    """The plans of some ranks, each item in one of them."""
+    num_ranks = draw(st.integers(1, 3))
+    items = [item for number in range(draw(st.integers(0, 3))) for item in draw(shards(f"sharded {number}"))]
+    planner = BalancedSavePlanner(
+        entries=draw(states.filter(lambda state: all(type(v) in PLAIN for v in state.values())))
+    )
+    planner.set_up_planner({}, is_coordinator=True)
+    items = draw(st.permutations(items + planner.create_local_plan().items))
+    ranks = [draw(st.integers(0, num_ranks - 1)) for _ in items]
+    plans = [
+        SavePlan([item for item, its_rank in zip(items, ranks, strict=True) if its_rank == rank], planner_data={})
+        for rank in range(num_ranks)
+    ]
+    return dedup_save_plans(plans)
+
+
+PLAIN = {torch.Tensor, torch.nn.Parameter, int, str}
+
+
+@given(plans=jobs())
+def test_the_plan_of_many_ranks_is_torchs(plans: list[SavePlan]) -> None:
+    """If this fails, shards are lost from a checkpoint, or ones that do not fit together are committed."""
+    expected_plans, expected_metadata = create_default_global_save_plan(plans)
+    verdict: object = _validate_global_plan(expected_plans, expected_metadata)
+    if verdict not in (True, []):
+        shown = "$" if verdict is False else ": key:sharded"  # torch 2.11 names no problems
+        with pytest.raises(ValueError, match=f"Failed to validate global plan{shown}"):
+            merged(plans)
+        return
+    new_plans, metadata = merged(plans)
+    assert (new_plans, metadata) == (expected_plans, expected_metadata)
+    assert hints_of(new_plans) == hints_of(expected_plans)
+    assert list(metadata.state_dict_metadata) == list(expected_metadata.state_dict_metadata)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        ([], None),
+        (["key:w is wrong"], "Failed to validate global plan: key:w is wrong"),
+        (True, None),
+        (False, "Failed to validate global plan"),
+    ],
+)
+def test_the_verdict_of_every_torch_is_understood(
+    monkeypatch: pytest.MonkeyPatch, verdict: object, message: str | None
+) -> None:
+    """If this fails, no save succeeds with the oldest torch, or what it finds wrong with a plan is overlooked."""
+    monkeypatch.setattr("cloudckpt._dcp.plain_plan._validate_global_plan", lambda *_: verdict)
+    if message is None:
+        merged([SavePlan([])])
+        return
+    with pytest.raises(ValueError) as raised:
+        merged([SavePlan([])])
+    assert str(raised.value) == message
+
+
+def test_what_is_planned_twice_is_refused() -> None:
+    """If this fails, of two plain tensors with one name on one rank, one is lost without a word."""
+    planner = BalancedSavePlanner(entries={"w": torch.zeros(3)})
+    planner.set_up_planner({}, is_coordinator=True)
+    (item,) = planner.create_local_plan().items
+    with pytest.raises(AssertionError, match="'w' is planned twice"):
+        merged([SavePlan([item, item])])

@@ -1,0 +1,85 @@
+"""The ranks' group, as torch looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+import cloudckpt
+from cloudckpt._ranks import group as ranks_group
+
+pytestmark = pytest.mark.multirank
+
+
+def save_and_look(root: str) -> None:
+    cloudckpt.save({f"own-{dist.get_rank()}": torch.ones(10)}, f"{root}/c")
+    (group,) = ranks_group._groups.values()
+    assert group._get_sequence_number_for_group() >= 0  # torch's; it raises where there is no default backend
+
+
+def gather_as_torch_2_15_does(root: str) -> None:
+    cloudckpt.save({f"own-{dist.get_rank()}": torch.ones(10)}, f"{root}/c")
+    (group,) = ranks_group._groups.values()
+    seen: list[str] = []
+    group.meetings.meet = lambda: seen.append("met")  # type: ignore[method-assign]  # the save is over: nobody gives signs
+    group.call_at_end(lambda: seen.append("ended"))
+    group._is_scattered = True
+    for dtype in (torch.long, torch.uint8):  # the sizes of objects, and what they hold
+        gathered = torch.zeros(2, dtype=dtype)
+        dist.all_gather_single(gathered, torch.tensor([dist.get_rank() + 5], dtype=dtype), group=group)
+        assert gathered.tolist() == [5, 6]
+    assert seen == ["ended", "met", "ended"]
+
+
+def make_each_collective(root: str) -> None:
+    cloudckpt.save({f"own-{dist.get_rank()}": torch.ones(10)}, f"{root}/c")
+    (group,) = ranks_group._groups.values()
+    met: list[str] = []
+    group.meetings.meet = lambda: met.append(name)  # type: ignore[method-assign]  # the save is over: nobody gives signs
+    wrapper = _DistWrapper(group, use_dist=True, coordinator_rank=0)
+    rank, is_first = wrapper.get_rank(), wrapper.is_coordinator
+    calls: dict[str, tuple[Callable[[], object], object]] = {
+        "broadcast_object": (lambda: wrapper.broadcast_object("of 0" if is_first else None), "of 0"),
+        "gather_object": (lambda: wrapper.gather_object(rank), [0, 1] if is_first else None),
+        "all_gather_object": (lambda: wrapper.all_gather_object(rank), [0, 1]),
+        "scatter_object": (lambda: wrapper.scatter_object([5, 6] if is_first else None), 5 + rank),
+        "reduce_scatter": (lambda: wrapper.reduce_scatter("step", lambda: rank, lambda ranks: [sum(ranks)] * 2), 1),
+        "all_reduce": (lambda: wrapper.all_reduce("step", lambda: rank, sum), 1),
+        "all_gather": (lambda: wrapper.all_gather("step", lambda: rank), [0, 1]),
+        "broadcast": (lambda: wrapper.broadcast("step", lambda: "of 0"), "of 0"),
+        "barrier": (wrapper.barrier, None),
+    }
+    assert {name for name in dir(_DistWrapper) if not name.startswith(("_", "get_"))} == calls.keys()
+    for name, (call, expected) in calls.items():
+        assert call() == expected, name
+        assert name in met
+
+
+def test_ranks_meet_before_each_collective_of_dcps(tmp_path: Path) -> None:
+    """If this fails, torch makes a collective in another way, in which a lost rank is waited for for half an hour."""
+    run_ranks(make_each_collective, str(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
+def test_ranks_meet_whichever_nccl_they_have(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """If this fails, with an NCCL of torch 2.15's by its own name, a rank that is lost is waited for unnamed."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: f"cpu:gloo,cuda:{name}")
+    assert ranks_group._backends_of(Any) <= ranks_group._WATCHED_BACKENDS
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch 2.11 has no such collective")
+def test_ranks_meet_before_objects_are_gathered_in_torch_2_15(tmp_path: Path) -> None:
+    """If this fails, ranks of torch 2.15 gather past one another: a lost one is not named, and a load does not end."""
+    run_ranks(gather_as_torch_2_15_does, str(tmp_path), world_size=2)
+
+
+def test_torch_finds_the_backend_of_our_group(tmp_path: Path) -> None:
+    """If this fails, torch 2.15 refuses to make the ranks' group, and no save or load on several ranks works."""
+    run_ranks(save_and_look, str(tmp_path), world_size=2)

@@ -1,0 +1,334 @@
+"""What PyTorch's own end-to-end tests of checkpoints do to a folder, done to a URI.
+
+Those of them that are here: fine-tuning, pipeline stages that FSDP loads, FSDP around experts, and objects that speak
+with other ranks while they load. The others have their like elsewhere: training on under each kind of parallelism and
+``torch.compile`` in ``test_training``, the ways to save in the background in ``test_async`` and ``test_stager``, parts
+and orders of keys in ``test_partial``, FSDP1 with its optimizer apart in ``test_stateful``, overwriting in
+``test_overwrite``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import CPU, assert_same
+from tests.e2e.places import Place
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+import cloudckpt
+
+FEATURES = 6
+NUM_LAYERS = 4
+
+
+@contextmanager
+def without_torchs_warnings() -> Iterator[None]:
+    """FSDP1 uses calls of its own that are deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    with without_torchs_warnings():
+        return get_state_dict(model, optimizer or (), options=StateDictOptions(**options))
+
+
+def set_state_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_state: dict[str, Any],
+    optimizer_state: dict[str, Any],
+    **options: Any,
+) -> None:
+    with without_torchs_warnings():
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
+            options=StateDictOptions(**options),
+        )
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[float]:
+    losses = []
+    for number in range(start, stop):
+        batch = torch.rand(4, FEATURES, generator=torch.Generator().manual_seed(number))
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Pretrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = nn.Linear(FEATURES, 10)
+        self.layer2 = nn.Linear(10, FEATURES)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        outputs: Tensor = self.layer2(torch.tanh(self.layer1(batch)))
+        return outputs
+
+
+class FineTuned(nn.Module):
+    """The pretrained one, frozen, below layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pretrain = Pretrained().requires_grad_(requires_grad=False)
+        self.head = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.pretrain(batch))
+        return outputs
+
+
+def fine_tuned(pretrained_uri: str, tuned_uri: str | None, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose lower part is loaded from another model's checkpoint, the upper from where it was saved itself."""
+    torch.manual_seed(seed)
+    model = sharded(FineTuned())
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=0.05)
+    below = "pretrain."
+    lower = {name.removeprefix(below): tensor for name, tensor in state_of(model)[0].items() if name.startswith(below)}
+    cloudckpt.load({"model": lower}, pretrained_uri)  # into the very shards
+    if tuned_uri is not None:
+        model_state, optimizer_state = state_of(model, optimizer, ignore_frozen_params=True)
+        cloudckpt.load({"model": model_state, "optim": optimizer_state}, tuned_uri)
+        set_state_of(model, optimizer, model_state, optimizer_state, strict=False)
+    return model, optimizer
+
+
+def pretrain_and_fine_tune(root: str) -> None:
+    torch.manual_seed(0)
+    model = sharded(Pretrained())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    train(model, optimizer, 0, 2)
+    model_state, optimizer_state = state_of(model, optimizer)
+    cloudckpt.save({"model": model_state, "optim": optimizer_state}, f"{root}/pretrained")
+
+    whole = train(*fine_tuned(f"{root}/pretrained", None, seed=1), 0, 4)
+    tuned, its_optimizer = fine_tuned(f"{root}/pretrained", None, seed=1)
+    part = train(tuned, its_optimizer, 0, 2)
+    model_state, optimizer_state = state_of(tuned, its_optimizer, ignore_frozen_params=True)
+    assert set(model_state) == {"head.weight", "head.bias"}
+    cloudckpt.save({"model": model_state, "optim": optimizer_state}, f"{root}/tuned")
+    resumed = train(*fine_tuned(f"{root}/pretrained", f"{root}/tuned", seed=2), 2, 4)
+    assert part + resumed == whole
+
+
+@pytest.mark.multirank
+def test_fine_tuning_goes_on_from_two_checkpoints(place: Place) -> None:
+    """If this fails, a model whose frozen part lies in the checkpoint of another cannot be trained, or not resumed."""
+    run_ranks(pretrain_and_fine_tune, place.root, world_size=2)
+
+
+class Pipeline(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(NUM_LAYERS))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch
+
+
+def parameter_of(name: str, tensor: Tensor) -> Tensor:
+    """What a test can tell from any other: each name's own numbers."""
+    first = sum(map(ord, name))
+    return torch.arange(first, first + tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def save_stages_and_load_shards(root: str) -> None:
+    with torch.device("meta"):
+        model = Pipeline()
+    stage = model.layers[dist.get_rank()].to_empty(device=CPU)  # the other stages stay on meta
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            parameter.data.copy_(parameter_of(name, parameter))
+    optimizer = torch.optim.Adam(stage.parameters(), lr=0.01)
+    model_state, optimizer_state = state_of(model, optimizer)
+    mine = {name: tensor for name, tensor in model_state.items() if not tensor.is_meta}
+    assert len(mine) == 2
+    cloudckpt.save({"model": mine, "optim": optimizer_state}, f"{root}/mine")
+    load_shards(f"{root}/mine")
+    try:  # torch leaves the others' in, and which rank is to write what several have is for the plan to say
+        cloudckpt.save({"model": model_state, "optim": optimizer_state}, f"{root}/all")
+    except CheckpointException as error:
+        if "leave it out where another rank has it" not in str(error):
+            raise
+    else:
+        load_shards(f"{root}/all")
+
+
+def load_shards(uri: str) -> None:
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (NUM_LAYERS,))
+    model = FullyShardedDataParallel(Pipeline(), device_mesh=mesh, device_id=CPU, use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    model_state, optimizer_state = state_of(model, optimizer)
+    cloudckpt.load({"model": model_state, "optim": optimizer_state}, uri)
+    set_state_of(model, optimizer, model_state, optimizer_state)
+    for name, tensor in state_of(model)[0].items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert_same(whole, parameter_of(name, whole))
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    train(model, optimizer, 0, 1)
+
+
+@pytest.mark.multirank
+def test_fsdp_loads_what_pipeline_stages_saved(place: Place) -> None:
+    """If this fails, a model that was trained by stages, a rank with layers of its own, cannot be loaded otherwise."""
+    run_ranks(save_stages_and_load_shards, place.root, world_size=NUM_LAYERS)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        outputs: Tensor = self.net(batch)
+        return outputs
+
+
+class WithExperts(nn.Module):
+    """Of whose experts a rank has one, and nothing in the place of the others."""
+
+    def __init__(self, mine: int, num_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() if index == mine else nn.Module() for index in range(num_experts))
+        self.net = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        mine = next(expert for expert in self.experts if list(expert.parameters()))
+        outputs: Tensor = self.net(mine(batch))
+        return outputs
+
+
+def with_experts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    mine = dist.get_rank() % 2
+    torch.manual_seed(seed)
+    model = WithExperts(mine, 2)
+    fully_shard(model.experts[mine], mesh=mesh["data"])
+    sharded(model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def save_and_load_experts(uri: str) -> None:
+    original, its_optimizer = with_experts(seed=dist.get_rank() % 2)
+    train(original, its_optimizer, 0, 2)
+    model_state, optimizer_state = state_of(original, its_optimizer)
+    of_others = f"experts.{1 - dist.get_rank() % 2}."
+    assert not any(name.startswith(of_others) for name in model_state)
+    cloudckpt.save({"model": model_state, "optim": optimizer_state}, uri)
+    resumed, resumed_optimizer = with_experts(seed=7)
+    model_state, optimizer_state = state_of(resumed, resumed_optimizer)
+    cloudckpt.load({"model": model_state, "optim": optimizer_state}, uri)
+    set_state_of(resumed, resumed_optimizer, model_state, optimizer_state)
+    assert train(resumed, resumed_optimizer, 2, 4) == train(original, its_optimizer, 2, 4)
+
+
+@pytest.mark.multirank
+def test_experts_of_some_ranks_come_back_to_them(place: Place) -> None:
+    """If this fails, a mixture of experts under FSDP loses what only a part of the ranks have, or mixes experts up."""
+    run_ranks(save_and_load_experts, place.uri(), world_size=4)
+    tensors = cloudckpt.describe(place.uri()).tensors
+    names = {each.name for each in tensors}
+    assert {f"model.experts.{index}.net.weight" for index in range(2)} <= names
+
+
+class Speaker:
+    """An object whose loading takes all ranks, each in a collective of its kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.heard: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {}
+        mine = torch.full((2,), float(dist.get_rank()))
+        if self.kind == "reduce":
+            dist.all_reduce(mine)
+            self.heard = mine.tolist()
+        else:
+            gathered = [torch.zeros(2) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, mine)
+            self.heard = torch.cat(gathered).tolist()
+
+
+def load_objects_that_speak(uri: str) -> None:
+    speakers = {"A": Speaker("gather"), "B": Speaker("reduce")}
+    names = sorted(speakers, reverse=dist.get_rank() == 0)
+    state = {name: speakers[name] for name in names}
+    cloudckpt.save(state, uri)
+    cloudckpt.load(state, uri)
+    assert speakers["A"].heard == [0.0, 0.0, 1.0, 1.0]
+    assert speakers["B"].heard == [1.0, 1.0]
+
+
+@pytest.mark.multirank
+def test_objects_may_speak_with_other_ranks_while_they_load(place: Place) -> None:
+    """If this fails, ranks whose state dicts have another order wait for each other without end."""
+    run_ranks(load_objects_that_speak, place.uri(), world_size=2)
+
+
+class Noticing(dict[str, Any]):
+    """Notes what is put into it."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.put: list[str] = []
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.put.append(name)
+        super().__setitem__(name, value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.parametrize("is_torchs", [False, True], ids=["ours", "torchs"])
+def test_only_what_is_no_object_is_put_into_the_state_dict(place: Place, *, is_torchs: bool) -> None:
+    """If this fails, a program's objects are replaced by loaded dictionaries, or its plain values stay the old ones."""
+    uri = place.uri()
+    speakerless = nn.Linear(2, 2)
+    saved = {"object": speakerless, "plain": {"tensor": torch.arange(4.0), "values": [1, 2, 3]}}
+    state = Noticing(object=nn.Linear(2, 2), plain={"tensor": torch.zeros(4), "values": [0]})
+    before = state["object"]
+    if is_torchs:
+        dcp.save(saved, storage_writer=cloudckpt.ObjectStoreWriter(uri))
+        dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(uri))
+    else:
+        cloudckpt.save(saved, uri)
+        cloudckpt.load(state, uri)
+    assert state.put == ["plain"]
+    assert state["object"] is before
+    assert_same(dict(before.state_dict()), dict(speakerless.state_dict()))
+    assert_same(state["plain"], saved["plain"])

@@ -1,0 +1,73 @@
+"""``from_pretrained`` of transformers on exports, and checkpoints of what ``save_pretrained`` wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import cloudckpt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+LLAMA: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+MODELS: dict[str, Any] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA)),
+    "llama, tied": (LlamaForCausalLM, LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "gpt2, tied": (GPT2LMHeadModel, GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)),
+}
+HEAD = "lm_head.weight"
+EMBEDDING = {"llama, tied": "model.embed_tokens.weight", "gpt2, tied": "transformer.wte.weight"}
+
+
+def made(name: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    kind, config = MODELS[name]
+    return kind(config).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.arange(20).reshape(2, 10)).logits
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000, 20_000], ids=["one file", "several files"])
+def test_an_export_opens_with_from_pretrained(tmp_path: Path, name: str, max_shard_bytes: int) -> None:
+    """What was trained would not open where it is used: weights missing, left as they were drawn, or not tied."""
+    model = made(name, 1)
+    cloudckpt.save({"model": model.state_dict(), "step": 3}, tmp_path / "step-3", no_dist=True)
+    report = cloudckpt.export_checkpoint(
+        tmp_path / "step-3",
+        tmp_path / "hub",
+        include="model.*",
+        strip_prefix="model.",
+        max_shard_bytes=max_shard_bytes,
+    )
+    assert (len(report.files) > 2) == (max_shard_bytes < 5_000_000)
+    model.config.save_pretrained(tmp_path / "hub")
+    opened, info = type(model).from_pretrained(tmp_path / "hub", output_loading_info=True)
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(logits(opened.eval()), logits(model))
+    is_tied = opened.get_output_embeddings().weight is opened.get_input_embeddings().weight
+    assert is_tied == ("tied" in name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_save_pretrained_wrote_is_imported_and_loaded(tmp_path: Path, name: str) -> None:
+    """A run that begins with a published model could not load it: of a tied one, the head's name is in no file."""
+    model = made(name, 1)
+    model.save_pretrained(tmp_path / "hub")
+    tie = {HEAD: EMBEDDING[name]} if name in EMBEDDING else None
+    cloudckpt.import_checkpoint(tmp_path / "hub", tmp_path / "step-0", add_prefix="model.", tie=tie)
+    other = made(name, 2)
+    assert not torch.equal(logits(other), logits(model))
+    state = {"model": other.state_dict()}
+    cloudckpt.load(state, tmp_path / "step-0", no_dist=True)
+    other.load_state_dict(state["model"])
+    assert torch.equal(logits(other), logits(model))

@@ -110,7 +110,7 @@ def test_transformers_trainer_does_not_begin_where_steps_are(place: str, jobs: J
     assert f"training begins anew, but {root} has steps 2, 4 already. Go on from the newest (resume" in found["anew"]
     assert f"training goes on from step 2, but {root} has step 4 already." in found["earlier"]
     assert found["untouched"] == [2, 4]
-    assert found["is_replaced"]
+    assert found["num_overwrites"] == [1, 0]
     assert found["smaller"]["steps"] == [2, 4, 6, 8]
     assert found["smaller"]["batch"] < 4
 

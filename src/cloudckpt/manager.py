@@ -21,6 +21,7 @@ from cloudckpt._api.failures import rank_in
 from cloudckpt._api.saved import SavedMetadata
 from cloudckpt._background import in_flight
 from cloudckpt._background.handle import AsyncSave
+from cloudckpt._manager.damage import Damage
 from cloudckpt._manager.made import Made
 from cloudckpt._manager.metrics import METRICS_KEY, STEP_KEY, checked, metadata_of
 from cloudckpt._manager.reading import reading
@@ -30,7 +31,7 @@ from cloudckpt._manager.rule import Mode, Policy, StepInfo, best_first, check_mo
 from cloudckpt._manager.steps import Steps, name_of, step_in
 from cloudckpt._uri import parse_location
 from cloudckpt.api import async_save, save
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError
 from cloudckpt.options import Options
 
 _log = logging.getLogger("cloudckpt")
@@ -93,10 +94,8 @@ class CheckpointManager:
             allow_pickle=allow_pickle,
             verify_first=verify_first,
         )
-        self._damaged: frozenset[int] = frozenset()
-        self._retention = Retention(self._steps, self._options, policy, damaged=lambda: self._damaged)
-        self._mended: Made | None = None
-        """The last save of a step that was found damaged."""
+        self._damage = Damage()
+        self._retention = Retention(self._steps, self._options, policy, damaged=lambda: self._damage.steps)
         self._last: Made | None = None
         self._held: Made | None = None
         """What holds the job's state, as far as it is known here: the last save, or what was restored since."""
@@ -161,7 +160,7 @@ class CheckpointManager:
             "process_group": self._process_group,
             "no_dist": self._no_dist,
             "use_collectives": self._use_collectives,
-            "overwrite": overwrite or self._is_to_mend(step),
+            "overwrite": overwrite or self._damage.is_to_mend(step),
             "options": self._options_for(step, numbers),
         }
         is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
@@ -174,8 +173,7 @@ class CheckpointManager:
         else:
             self._committed(step, answer)
         self._last = self._held = Made(step=step, numbers=numbers, answer=answer)
-        if step in self._damaged:
-            self._mended = self._last
+        self._damage.saving(self._last)
         return answer
 
     def restore(
@@ -195,13 +193,16 @@ class CheckpointManager:
         restored: Restored | None
         with reading(self.root):
             if wanted is not None:
-                restored = self._restorer.one(state_dict, wanted, planner)
+                try:
+                    restored = self._restorer.one(state_dict, wanted, planner)
+                except CorruptCheckpointError:  # on all ranks alike
+                    self._damage.note([wanted])
+                    raise
             else:
                 restored = self._restorer.newest(state_dict, planner)
         if restored is not None:
             self._held = Made(step=restored.step)
-            self._damaged |= {step_at(one.uri) for one in restored.skipped if not one.is_gone}
-            self._mended = None
+            self._damage.note(step_at(one.uri) for one in restored.skipped if not one.is_gone)
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -269,18 +270,12 @@ class CheckpointManager:
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **metadata_of(step, numbers)})
 
-    def _is_to_mend(self, step: int) -> bool:
-        """Whether what is there is damaged, also by the word of the last save there, whose callback may be late."""
-        if step not in self._damaged:
-            return False
-        return self._mended is None or self._mended.step != step or self._mended.has_failed
-
     def _ended(self, step: int, handle: AsyncSave, outcome: Any) -> None:
         if outcome.failure() is None:
             self._committed(step, handle)
 
     def _committed(self, step: int, saved: AsyncSave | SavedMetadata) -> None:
-        self._damaged -= {step}
+        self._damage.committed(step)
         self._retention.begin(step, saved)
 
     def _num_ranks(self) -> int:

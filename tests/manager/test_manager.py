@@ -10,8 +10,8 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
+from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores._body import crc32c_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -71,6 +72,15 @@ class Gate:
     def __call__(self) -> None:
         self.reached.set()
         assert self.opened.wait(WAIT_S)
+
+
+def denied(operation: str) -> AccessDeniedError:
+    return AccessDeniedError("not for you", key="memory://tests/key", operation=operation)
+
+
+def names(found: Iterable[Any]) -> list[str]:
+    """Of what a report names by URI."""
+    return [str(getattr(one, "uri", one)).rpartition("/")[2] for one in found]
 
 
 def at_event(name: str, call: Callable[[], None]) -> Options:
@@ -379,6 +389,18 @@ def test_a_manifest_is_read_once(memory: Memory) -> None:
     assert (best.step, best.metrics["loss"]) == (1, 0.0)
 
 
+@pytest.mark.parametrize("value", [10**400, -(10**400), [1], "1", True], ids=["huge", "low", "list", "text", "bool"])
+def test_what_another_program_calls_metrics_ends_nothing(memory: Memory, value: Any) -> None:
+    """If this fails, one step that another program saved keeps `best` from answering, and all others from going."""
+    cloudckpt.save(state_of(), memory.uri("step-7"), options=Options(metadata={"metrics": {"loss": value}}))
+    manager = CheckpointManager(memory.root, keep_last=1, keep_best=("loss", "min", 1))
+    save_all(manager, 1, 2, metrics={"loss": 1})
+    best = manager.best("loss")
+    assert best is not None
+    assert best.step == 2
+    assert numbers(manager) == [2]
+
+
 def test_a_damaged_manifest_has_no_metrics(memory: Memory) -> None:
     """If this fails, one bad object keeps a job from finding its other checkpoints."""
     manager = CheckpointManager(memory.root)
@@ -489,6 +511,36 @@ def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
         CheckpointManager(memory.uri("step-5")).restore(state_of())
 
 
+def test_a_folder_of_others_is_no_reason_not_to_begin(memory: Memory) -> None:
+    """If this fails, no run can begin in a folder where somebody else keeps one that is closed, and that is no step."""
+    cloudckpt.save(state_of(), memory.uri("somebodys"))
+    memory.at("").fail("list", key_part="somebodys", error=lambda: denied("list"), times=100)
+    with CheckpointManager(memory.root) as manager:
+        assert manager.restore(state_of()) is None
+        save_all(manager, 1)
+    assert numbers(manager) == [1]
+
+
+def test_a_step_that_may_not_be_looked_at_is_not_passed_over(memory: Memory) -> None:
+    """If this fails, a job whose newest step is closed to it goes on from an older one, and nobody knows."""
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    memory.at("step-3").fail("list", error=lambda: denied("list"), times=1000)
+    manager = CheckpointManager(memory.root)
+    state = state_of(-1.0)
+    asked: list[Callable[[], Any]] = [
+        lambda: manager.restore(state),
+        manager.latest,
+        manager.steps,
+        lambda: manager.best("loss"),
+    ]
+    for ask in asked:
+        with pytest.raises(AccessDeniedError):
+            ask()
+    assert_holds(state, -1.0)
+    assert manager.restore(state, step=2) is not None
+    assert_holds(state, 2.0)
+
+
 def test_a_step_that_is_asked_for_and_missing_is_an_error(memory: Memory) -> None:
     """If this fails, a job that was told where to begin begins somewhere else."""
     manager = CheckpointManager(memory.root)
@@ -521,6 +573,22 @@ def test_damage_is_passed_over_and_its_step_can_be_saved_again(memory: Memory) -
     save_all(manager, 3)
     with pytest.raises(cloudckpt.CheckpointExistsError):
         save_all(manager, 3)  # it is whole now
+    cloudckpt.verify(memory.uri("step-3"))
+
+
+def test_damage_in_a_step_that_was_asked_for_is_known_too(memory: Memory) -> None:
+    """If this fails, a job that goes back behind the damaged step that it asked for removes the whole one before it, or
+    fails when it comes to that step again.
+    """
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    break_data(memory, "step-3")
+    manager = CheckpointManager(memory.root, keep_last=2)
+    with pytest.raises(cloudckpt.CorruptCheckpointError):
+        manager.restore(state_of(-1.0), step=3)
+    manager.restore(state_of(-1.0), step=2)
+    save_all(manager, 4)
+    assert numbers(manager) == [2, 3, 4]
+    save_all(manager, 3)
     cloudckpt.verify(memory.uri("step-3"))
 
 
@@ -713,6 +781,51 @@ def test_one_folder_that_may_not_be_looked_into_keeps_no_other(tmp_path: Path, m
     assert [Path(one.uri).name for one in manager.retention.failed] == ["step-1"]
 
 
+@pytest.mark.parametrize("best", [None, ("loss", "min", 1)])
+def test_a_step_that_may_not_be_looked_at_keeps_no_other(memory: Memory, best: Any) -> None:
+    """If this fails, one step's folder that is closed keeps all others, until the store is full; or it goes unseen."""
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    memory.at("step-2").fail("list", error=lambda: denied("list"), times=1000)
+    manager = CheckpointManager(memory.root, keep_last=1, keep_best=best)
+    save_all(manager, 4)
+    report = manager.retention
+    assert report is not None
+    assert names(report.removed) == ["step-1", "step-3"]
+    assert names(report.kept) == ["step-4"]
+    assert names(report.failed) == ["step-2"]
+    cloudckpt.verify(memory.root + "/step-4")
+    assert memory.data_keys("step-2")
+
+
+def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) -> None:
+    """If this fails, the best step goes because nobody may know that it is, or no other ever goes because of it."""
+    for step, loss in enumerate((0.5, 0.1, 0.3)):
+        save_all(CheckpointManager(memory.root), step, metrics={"loss": loss})
+    memory.at("step-1").fail("read", key_part="manifest", error=lambda: denied("read"), times=1000)
+    manager = CheckpointManager(memory.root, keep_last=1, keep_best=("loss", "min", 1))
+    save_all(manager, 3)
+    assert manager.retention is not None
+    assert names(manager.retention.removed) == ["step-0"]
+    assert names(manager.retention.kept) == ["step-3", "step-2"]
+    assert names(manager.retention.failed) == ["step-1"]
+    with pytest.raises(AccessDeniedError):
+        manager.best("loss")
+
+
+def test_steps_that_may_not_be_removed_keep_no_other(memory: Memory) -> None:
+    """If this fails, some steps that are protected against removal keep all others, until the store is full."""
+    num_protected = 11
+    save_all(CheckpointManager(memory.root), *range(num_protected + 2))
+    for step in range(num_protected):
+        memory.at(f"step-{step}").fail("put", key_part="manifest", error=lambda: denied("put"), times=1000)
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 100)
+    assert manager.retention is not None
+    assert 0 < len(manager.retention.failed) < num_protected, "a role that may remove nothing would try all, each time"
+    save_all(manager, 101)
+    assert numbers(manager) == [*range(num_protected), 101]
+
+
 def test_a_listing_that_fails_removes_nothing(memory: Memory) -> None:
     """If this fails, a store that shows only a part of what is there has the rest removed by mistake."""
     manager = CheckpointManager(memory.root, keep_last=1)
@@ -804,6 +917,23 @@ def test_after_going_back_the_new_life_is_kept(memory: Memory) -> None:
     restored = CheckpointManager(memory.root).restore(state)
     assert restored is not None
     assert restored.step == 300
+
+
+def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a store whose clock goes back, or a job that does within its resolution, loses each new step."""
+    now = datetime(2030, 1, 1, tzinfo=timezone.utc)
+    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: now)
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager, 100, 5)
+    assert numbers(manager) == [5, 100]
+    save_all(manager, 4)
+    assert numbers(manager) == [4, 100], "one besides the last, and not one more for each save"
+    now -= timedelta(minutes=10)
+    save_all(manager, 200)
+    assert numbers(manager) == [100, 200]
+    now += timedelta(minutes=20)
+    save_all(manager, 300)
+    assert numbers(manager) == [300]
 
 
 def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:

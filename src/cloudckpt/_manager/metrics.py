@@ -46,7 +46,15 @@ def metrics_in(metadata: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(values, dict):
         return {}
     return {
-        name: math.nan if value is None else float(value)
+        name: _as_float(value)
         for name, value in values.items()
         if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
     }
+
+
+def _as_float(value: float | None) -> float:
+    """NaN for what no float can hold, as for None."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:  # a whole number in JSON can have any number of digits
+        return math.nan

@@ -14,7 +14,7 @@ from cloudckpt._api.failures import causes_of
 from cloudckpt._manager.steps import Steps, step_in
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints
-from cloudckpt.errors import CheckpointNotFoundError
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
 from cloudckpt.newest import Ranks, holds_checkpoint, load_newest
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SkippedCheckpoint
@@ -107,10 +107,17 @@ class Restorer:
                 "steps, or load this one with cloudckpt.load",
                 uri=self._root,
             )
-        if not found and (others := list_checkpoints(self._root, options=self.options)):
-            names = ", ".join(info.name for info in others[:_MOST_SHOWN])
+        if not found and (others := self._others()):
+            names = ", ".join(others[:_MOST_SHOWN])
             _log.warning("no step is committed under %s, but checkpoints with other names are: %s", self._root, names)
         return found
+
+    def _others(self) -> list[str]:
+        """The names of checkpoints that are no steps: for a hint, so no failure counts."""
+        try:
+            return [info.name for info in list_checkpoints(self._root, options=self.options)]
+        except CloudckptError:
+            return []
 
     def _missing(self, step: int) -> None:
         steps = sorted(info.step for info in self.steps.found(with_metrics=False))

@@ -24,6 +24,8 @@ _log = logging.getLogger("cloudckpt")
 
 _ALIVE = timedelta(days=1)
 """As in `gc`: for so long after its last sign of life, a save counts as alive."""
+_MOST_REFUSED = 8
+"""Removals in one run. A few steps may be protected; where that many are denied, the next would be, too."""
 _MOST_TRACES = 64
 """Of deleted checkpoints that one run removes, so that it ends soon."""
 
@@ -37,7 +39,8 @@ class RetentionReport:
     removed: tuple[str, ...]
     """The oldest first."""
     failed: tuple[Spared, ...]
-    """What should have gone, and why it did not. It is tried again after the next save."""
+    """What should have gone, and why it did not; and the steps that may not be looked at. It is tried again after the
+    next save."""
 
 
 class Retention:
@@ -58,6 +61,10 @@ class Retention:
         """Steps that are known to be deleted, and since when."""
         self._own: set[int] = set()
         """Steps that were committed here, and not removed since."""
+        self._last: int | None = None
+        """The one that was committed here last."""
+        self._refused: set[int] = set()
+        """Steps whose removal was denied: their turn comes after that of the others."""
         self._announced: object = None
         """The save whose commit has not been heard of yet."""
         self._is_given_up = False
@@ -90,6 +97,7 @@ class Retention:
             self._announced, self._is_given_up = None, False
             self._traces.pop(step, None)
             self._own.add(step)
+            self._last = step
             self._is_wanted = True
             if self._thread is not None:
                 return
@@ -138,17 +146,25 @@ class Retention:
         infos: list[StepInfo] = []
         try:
             with self._changed:
-                known = set(self._traces)
-            seen = self._steps.seen(without=known)
-            infos = self._judged(seen)
-            for info in superseded(infos, self._policy, damaged=self._damaged()):
+                known, last = set(self._traces), self._last
+            seen = self._judged(without=known)
+            infos = [one.info for one in seen if one.info is not None]
+            closed = [one for one in seen if one.denied is not None]
+            failed += [Spared(uri=self._steps.uri_of(one.step), reason=str(one.denied)) for one in closed]
+            gone = superseded(infos, self._policy, damaged=self._damaged(), own=last)
+            num_refused = 0
+            for info in sorted(gone, key=lambda info: info.step in self._refused):
                 try:
                     why = self._removed(info)
                 except StoreError as error:
                     failed.append(Spared(uri=info.uri, reason=str(error)))
-                    if isinstance(error, AccessDeniedError) and error.unlisted:
-                        continue  # a folder of this one's is closed
-                    break  # it would befall the others, too
+                    if not isinstance(error, AccessDeniedError):
+                        break  # it would befall the others, too
+                    self._refused.add(info.step)
+                    num_refused += 1
+                    if num_refused == _MOST_REFUSED:
+                        break
+                    continue
                 if why is None:
                     removed.append(info.uri)
                 else:
@@ -165,10 +181,15 @@ class Retention:
         kept = [info.uri for info in newest_first(infos) if info.uri not in removed]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
 
-    def _judged(self, seen: list[Seen]) -> list[StepInfo]:
-        if self._policy.keep_best is None:
-            return [one.info for one in seen if one.info is not None]
-        return self._steps.measured(seen)
+    def _judged(self, *, without: set[int]) -> list[Seen]:
+        """What there is, as far as the policy asks. Raises `StoreError`, also where nothing may be looked at."""
+        seen = self._steps.seen(without=without)
+        if self._policy.keep_best is not None:
+            seen = self._steps.measured(seen)
+        denied = [one.denied for one in seen if one.denied is not None]
+        if denied and len(denied) == len(seen):
+            raise denied[0]
+        return seen
 
     def _removed(self, info: StepInfo) -> str | None:
         """None, or why not. Raises `StoreError`."""

@@ -87,16 +87,19 @@ def best_first(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[StepI
     return sorted(found, key=lambda info: info.metrics[metric] * (1 if mode == "min" else -1))
 
 
-def superseded(steps: Sequence[StepInfo], policy: Policy, *, damaged: Collection[int] = ()) -> list[StepInfo]:
-    """What is to go, the oldest first: never the newest, nor what is `damaged`.
+def superseded(
+    steps: Sequence[StepInfo], policy: Policy, *, damaged: Collection[int] = (), own: int | None = None
+) -> list[StepInfo]:
+    """What is to go, the oldest first: never the newest, nor what is `damaged`, nor `own`, the asker's last commit.
 
     What is damaged does not count as one of the last, for it cannot stand in for them; whether it really is lost is not
-    for a rule to say.
+    for a rule to say. The asker's last commit is older than another by the clock alone where that went back, or is too
+    coarse for a job that did; it stays besides the last.
     """
     if policy.keep_last is None:
         return []
     whole = [info for info in newest_first(steps) if info.step not in damaged]
-    kept = {info.step for info in whole[: policy.keep_last]}
+    kept = {info.step for info in whole[: policy.keep_last]} | {own}
     if policy.keep_every is not None:
         kept |= {info.step for info in whole if info.step % policy.keep_every == 0}
     if policy.keep_best is not None:

@@ -16,7 +16,7 @@ from cloudckpt._manager.rule import StepInfo, newest_first
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location
 from cloudckpt._workers import each_done
-from cloudckpt.errors import CheckpointChangedError, CheckpointError
+from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, CheckpointError
 from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
@@ -43,14 +43,16 @@ class Seen:
     """One step's folder, as it was found."""
 
     step: int
-    info: StepInfo | None
+    info: StepInfo | None = None
     """None where nothing is committed there."""
-    number: int | None
+    number: int | None = None
     """Of the manifest that counts."""
-    top: int
+    top: int = -1
     """The highest number in its log, or the sum of those of its ranks; -1 for each without one."""
     fenced_at: datetime | None = None
     """Where nothing is committed and a fence says so: since when."""
+    denied: AccessDeniedError | None = None
+    """Why it could not be told what is there, or what was measured; then all else is unknown."""
 
 
 class Steps:
@@ -78,11 +80,14 @@ class Steps:
     def found(self, *, with_metrics: bool) -> list[StepInfo]:
         """The committed ones, the newest first.
 
-        Raises `StoreError`, and `CheckpointChangedError` where it cannot be told whether there are any.
+        Raises `StoreError`, also where one of them may not be looked at, and `CheckpointChangedError` where it cannot
+        be told whether there are any.
         """
         seen = self._settled()
-        infos = [one.info for one in seen if one.info is not None]
-        return newest_first(self.measured(seen) if with_metrics else infos)
+        if with_metrics:
+            seen = self.measured(seen)
+            _raise_denied(seen)
+        return newest_first([one.info for one in seen if one.info is not None])
 
     def _settled(self) -> list[Seen]:
         """As `seen`; but that nothing is committed is believed only where two looks, one after the other, are the same.
@@ -90,11 +95,11 @@ class Steps:
         One look takes its time, in which another job can commit a step that was not listed yet and remove the one that
         was. Logs only grow, so what is the same twice was so in between, everywhere at once.
         """
-        seen = self.seen()
+        seen = self._all_seen()
         for _ in range(_MOST_LOOKS):
             if not seen or any(one.info is not None for one in seen):
                 return seen
-            before, seen = seen, self.seen()
+            before, seen = seen, self._all_seen()
             if seen == before:
                 return seen
         if any(one.info is not None for one in seen):
@@ -105,8 +110,14 @@ class Steps:
             uri=self.root.uri,
         )
 
+    def _all_seen(self) -> list[Seen]:
+        """A step that may not be looked at can be the newest, or the only one: it is an error."""
+        seen = self.seen()
+        _raise_denied(seen)
+        return seen
+
     def seen(self, *, without: Iterable[int] = ()) -> list[Seen]:
-        """What the folders hold, but for those of the steps in `without`."""
+        """What the folders hold, but for those of the steps in `without`. One that may not be looked at says so."""
         retrier = self._retrier()
         store = open_store(self.root, self._options)
         left_out = set(without)
@@ -115,30 +126,38 @@ class Steps:
         found: dict[int, Seen] = {}
 
         def look(step: int) -> None:
-            found[step] = self._seen(step, retrier)
+            try:
+                found[step] = self._seen(step, retrier)
+            except AccessDeniedError as error:
+                found[step] = Seen(step=step, denied=error)
 
         width = self._options.connections or FIRST_CONNECTIONS
         for _ in each_done(steps, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
             pass
         return [found[step] for step in sorted(found)]
 
-    def measured(self, seen: Sequence[Seen]) -> list[StepInfo]:
-        """The committed ones of `seen`, with their metrics. A manifest is read once, and then remembered.
+    def measured(self, seen: Sequence[Seen]) -> list[Seen]:
+        """The same, the committed ones with their metrics. A manifest is read once, and then remembered.
 
-        Of one that cannot be read because it is damaged, or gone by now, no metrics are known.
+        Of one that cannot be read because it is damaged, or gone by now, no metrics are known. One that may not be read
+        says so.
         """
         retrier = self._retrier()
         committed = [(one.info, one.number) for one in seen if one.info is not None and one.number is not None]
-        values: dict[int, dict[str, float]] = {}
+        found: dict[int, Seen] = {one.step: one for one in seen}
 
         def look(at: tuple[StepInfo, int]) -> None:
             info, number = at
-            values[info.step] = self._metrics_of(info, number, retrier)
+            try:
+                info = replace(info, metrics=self._metrics_of(info, number, retrier))
+                found[info.step] = replace(found[info.step], info=info)
+            except AccessDeniedError as error:
+                found[info.step] = Seen(step=info.step, denied=error)
 
         width = min(self._options.connections or FIRST_CONNECTIONS, _MOST_MANIFESTS)
         for _ in each_done(committed, look, num_threads=width, name="cloudckpt-metrics", on_failure=retrier.stop):
             pass
-        return [replace(info, metrics=values[info.step]) for info, _ in committed]
+        return [found[one.step] for one in seen]
 
     def _seen(self, step: int, retrier: Retrier) -> Seen:
         store = self._store(step)
@@ -151,13 +170,13 @@ class Steps:
             return Seen(step=step, info=info, number=entry.number, top=log.top)
         is_fenced = log.counting is None and bool(log.entries)
         fenced_at = log.entries[-1].modified_at if is_fenced else None
-        return Seen(step=step, info=None, number=None, top=log.top, fenced_at=fenced_at)
+        return Seen(step=step, top=log.top, fenced_at=fenced_at)
 
     def _seen_of_ranks(self, step: int, store: Store, num_ranks: int, retrier: Retrier) -> Seen:
         folders = retrier.call(lambda: list(store.list_directories()))
         ranks = ranks_of(folders)
         if not set(range(num_ranks)) <= set(ranks):
-            return Seen(step=step, info=None, number=None, top=-1)
+            return Seen(step=step)
         logs = [_log_of(self._store(step, rank), retrier) for rank in range(num_ranks)]
         top = sum(log.top for log in logs)
         times = [entry.modified_at for log in logs for entry in log.entries if entry.number == log.counting]
@@ -166,7 +185,7 @@ class Steps:
             return Seen(step=step, info=info, number=logs[0].counting, top=top)
         fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
         fenced_at = max(fences) if len(fences) == num_ranks else None
-        return Seen(step=step, info=None, number=None, top=top, fenced_at=fenced_at)
+        return Seen(step=step, top=top, fenced_at=fenced_at)
 
     def _metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float]:
         key = (info.uri, number, info.committed_at)
@@ -192,6 +211,12 @@ class Steps:
 
     def _retrier(self) -> Retrier:
         return Retrier(retries=self._options.retries, timeout_s=self._options.timeout_s)
+
+
+def _raise_denied(seen: Sequence[Seen]) -> None:
+    for one in seen:
+        if one.denied is not None:
+            raise one.denied
 
 
 def _log_of(store: Store, retrier: Retrier) -> Log:

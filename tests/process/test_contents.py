@@ -6,13 +6,13 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.resources import open_files
 from tests.stage.samples import views
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
@@ -56,10 +56,6 @@ def state() -> dict[str, Any]:
 def planned(planner: DefaultSavePlanner, values: dict[str, Any]) -> list[WriteItem]:
     planner.set_up_planner(values, is_coordinator=True)
     return planner.create_global_plan([planner.create_local_plan()])[0][0].items
-
-
-def num_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def raw(content: Any) -> bytes:
@@ -225,7 +221,7 @@ def test_what_cannot_be_saved_is_refused_and_leaves_no_file_open() -> None:
     own = DefaultSavePlanner(flatten_state_dict=False)
     items = planned(own, {"value": 3, "meta": torch.zeros(3)})
     own.state_dict["meta"] = torch.zeros(3, device="meta")
-    before = num_files()
+    before = open_files()
     with pytest.raises(UnsupportedValueError, match="meta"):
         contents_of(items, own, None, uri=URI)
-    assert num_files() == before
+    assert not open_files() - before

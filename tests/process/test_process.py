@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from tests.e2e.models import assert_same
 from tests.process.wrappers import Dying, NotImportable, Noting, Refusing, Waiting
+from tests.resources import open_files
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import cloudckpt
@@ -69,10 +71,6 @@ def assert_holds(uri: str, fill: float = 1.0) -> None:
 def assert_nothing_there(uri: str) -> None:
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         cloudckpt.load(values(), uri)
-
-
-def num_files(pid: int | str) -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def pid_of(process: UploadProcess) -> int:
@@ -353,8 +351,7 @@ def test_a_process_that_hangs_when_it_starts_is_given_up_once_and_in_time(
 @pytest.mark.slow
 def test_nothing_is_left_of_a_process_that_is_closed(tmp_path: Path) -> None:
     """If this fails, every program that closes its checkpoints leaves a zombie or a descriptor."""
-    gc.collect()  # what others have left would be closed meanwhile
-    files = num_files("self")
+    files = open_files()
     process = UploadProcess()
     save(process, str(tmp_path / "c"))
     pid = pid_of(process)
@@ -362,15 +359,14 @@ def test_nothing_is_left_of_a_process_that_is_closed(tmp_path: Path) -> None:
     process.close()
     assert process.pid is None
     assert not Path(f"/proc/{pid}").exists()
-    assert num_files("self") == files
+    assert not open_files() - files
 
 
 def test_many_saves_leave_nothing_behind_in_either_process(process: UploadProcess, tmp_path: Path) -> None:
     """If this fails, long runs end for want of descriptors or memory."""
 
-    def held(pid: int) -> tuple[int, int]:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        return num_files(pid), sum("memfd:cloudckpt" in line for line in maps.splitlines())
+    def num_maps(pid: int) -> int:
+        return sum("memfd:cloudckpt" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
     def round_(number: int) -> None:
         save(process, str(tmp_path / f"{number}"))
@@ -382,13 +378,15 @@ def test_many_saves_leave_nothing_behind_in_either_process(process: UploadProces
     for number in range(3):
         round_(number)
     pid = pid_of(process)
+    both = (os.getpid(), pid)
     gc.collect()
-    before = held(os.getpid()), held(pid)
-    assert before[1][1] <= 1, "memory of earlier snapshots is kept"
+    maps, files = [num_maps(each) for each in both], [open_files(each) for each in both]
+    assert maps[1] <= 1, "memory of earlier snapshots is kept"
     for number in range(3, 15):
         round_(number)
     gc.collect()
-    assert (held(os.getpid()), held(pid)) == before
+    assert [num_maps(each) for each in both] == maps
+    assert [open_files(each) - earlier for each, earlier in zip(both, files, strict=True)] == [Counter(), Counter()]
     assert process.pid == pid
 
 

@@ -28,7 +28,6 @@ from cloudckpt.testing.servers import Server, clean_environment, fake_gcs_server
 JOBS = Path(__file__).parent / "jobs"
 JOB_S = 800.0
 _END_S = 20.0
-_RESULT = "RESULT "
 _SERVERS: dict[str, Callable[[], AbstractContextManager[Server]]] = {
     "s3": moto_server,
     "rgw": ceph_rgw,
@@ -127,8 +126,11 @@ class Jobs:
             {"name": name, "root": self.root_of(name, job, *args), "environment": dict(self.places[name].environment)}
             for name in wanted
         ]
+        results = self.directory / f"{len(self._told)}.jsonl"
+        results.touch()
         environment = clean_environment() | {
             "PLACES": json.dumps(places),
+            "RESULTS": str(results),
             "OMP_NUM_THREADS": "1",
             "AWS_EC2_METADATA_DISABLED": "true",
             "HF_HUB_OFFLINE": "1",
@@ -153,7 +155,7 @@ class Jobs:
             output, _ = process.communicate()
             output += f"\n{job} did not end within {JOB_S} s"
         survivors = _end_session(process.pid, end_s=_END_S)
-        told = [json.loads(line.removeprefix(_RESULT)) for line in output.splitlines() if line.startswith(_RESULT)]
+        told = [json.loads(line) for line in results.read_text().splitlines()]
         return Told(results={each["place"]: each["result"] for each in told}, output=output, survivors=survivors)
 
 

@@ -152,10 +152,10 @@ def test_torchtitan_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
 
 
 def test_ray_train(place: str, jobs: Jobs) -> None:
-    """A checkpoint that Ray Train is told of would not be the one that is loaded after a failure."""
+    """A run under Ray Train would never get over a worker that died after a commit and before Ray was told of it."""
     found = jobs.at(place, "ray_train", num_ranks=2, is_torchrun=False)
     assert found["uri"] == f"{jobs.root_of(place, 'ray_train')}/step-4"
-    assert found["steps"] == [1, 2, 3, 4], "the worker failed after step 2"
+    assert found["steps"] == [1, 2, 3, 4], "the worker failed after the commit of step 2"
     assert found["verified"] > 0
 
 

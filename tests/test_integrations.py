@@ -7,12 +7,16 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from tests.in_memory import Memory, state_of
 
 import cloudckpt
+from cloudckpt.errors import AccessDeniedError
 from cloudckpt.integrations._needs import TRIED
 from cloudckpt.integrations._opaque import packed, unpacked
+from cloudckpt.integrations._taken import steps_under
 
 _REQUIREMENTS = Path(__file__).parent / "frameworks" / "requirements.txt"
+_DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
 _MODULES = {name.partition("[")[0]: name for name in TRIED}
 
 
@@ -34,6 +38,18 @@ def test_the_versions_are_those_that_were_tried() -> None:
     """A user would be told to install a version that no test has run with."""
     pinned = dict(line.split("==") for line in _REQUIREMENTS.read_text().splitlines() if "==" in line)
     assert {name: pinned[name] for name in TRIED} == TRIED
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_only_steps_are_in_the_way_of_training(memory: Memory) -> None:
+    """Training would not begin where a folder that has nothing to do with it may not be looked at."""
+    for name in ("step-10", "step-9", "step-09", "somebodys"):
+        cloudckpt.save(state_of(), memory.uri(name))
+    memory.at("").fail("list", key_part="somebodys", error=lambda: _DENIED, times=100)
+    assert steps_under(memory.root, cloudckpt.Options()) == [9, 10]
+    memory.at("step-9").fail("list", error=lambda: _DENIED, times=100)
+    with pytest.raises(AccessDeniedError):  # it might be in the way
+        steps_under(memory.root, cloudckpt.Options())
 
 
 def test_what_could_run_code_is_not_unpickled() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, assert_holds, state_of
 from tests.wrapped import permanent
 
@@ -105,6 +106,7 @@ def test_saved_and_restored(memory: Memory, *, async_: bool) -> None:
         memory.uri("step-7"),
         (),
     )
+    assert restored.report is not None
     assert restored.report.num_bytes_wanted > 0
     assert cloudckpt.latest(memory.root) == cloudckpt.list_checkpoints(memory.root)[0]
 
@@ -509,6 +511,25 @@ def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
     save_all(CheckpointManager(memory.root), 5)
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="is a checkpoint itself"):
         CheckpointManager(memory.uri("step-5")).restore(state_of())
+
+
+def test_steps_of_torchs_writer_are_no_fresh_start(tmp_path: Path) -> None:
+    """If this fails, a job that moves to the manager in the folder of its old checkpoints trains from nothing."""
+    for step in (100, 20):
+        dcp.save({"w": torch.full((4,), float(step))}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
+    manager = CheckpointManager(tmp_path, allow_pickle=True, no_dist=True)
+    state = {"w": torch.zeros(4)}
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"has saved the steps 20, 100\. Import them"):
+        manager.restore(state)
+    restored = manager.restore(state, step=100)
+    assert restored is not None
+    assert (restored.step, restored.report, restored.skipped) == (100, None, ())
+    assert state["w"].tolist() == [100.0] * 4
+    manager.save(101, state)
+    manager.wait(WAIT_S)
+    again = manager.restore(state)
+    assert again is not None
+    assert again.step == 101
 
 
 def test_a_folder_of_others_is_no_reason_not_to_begin(memory: Memory) -> None:

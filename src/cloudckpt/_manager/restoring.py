@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +31,13 @@ class Restored:
 
     step: int
     uri: str
-    report: LoadReport
-    """Of this rank."""
+    report: LoadReport | None
+    """Of this rank; None of a checkpoint of torch's own writer, whose reader makes none."""
 
     @property
     def skipped(self) -> tuple[SkippedCheckpoint, ...]:
         """The newer ones that could not be loaded, and why."""
-        return self.report.skipped
+        return () if self.report is None else self.report.skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Restorer:
         """That step. Raises `CheckpointNotFoundError` with the steps that there are."""
         uri = self.steps.uri_of(step)
         try:
-            report = load(
+            report: LoadReport | None = load(
                 state_dict,
                 uri,
                 planner=planner,
@@ -91,7 +92,6 @@ class Restorer:
                 )
                 ranks.agreed("find", lambda: self._missing(step))
             raise
-        assert report is not None  # noqa: S101  # our reader makes one
         return Restored(step=step, uri=uri, report=report)
 
     @property
@@ -105,6 +105,14 @@ class Restorer:
             raise CheckpointNotFoundError(
                 f"{self._root} is a checkpoint itself, and no steps lie under it. Give the manager the folder of all "
                 "steps, or load this one with cloudckpt.load",
+                uri=self._root,
+            )
+        if not found and (foreign := self.steps.of_torch()):
+            raise CheckpointNotFoundError(
+                f"no step is committed under {self._root}, but torch's own writer has saved the steps "
+                f"{_shown(foreign)}. Import them with cloudckpt.import_checkpoint(…, format='dcp'); or load one with "
+                "restore(state_dict, step=…), by a manager with allow_pickle=True, if you trust who wrote it; or give "
+                "a run that begins anew another root",
                 uri=self._root,
             )
         if not found and (others := self._others()):
@@ -121,13 +129,17 @@ class Restorer:
 
     def _missing(self, step: int) -> None:
         steps = sorted(info.step for info in self.steps.found(with_metrics=False))
-        shown = ", ".join(map(str, steps[-_MOST_SHOWN:]))
-        there = f"there are the steps {'…, ' if len(steps) > _MOST_SHOWN else ''}{shown}" if steps else "there is none"
+        there = f"there are the steps {_shown(steps)}" if steps else "there is none"
         raise CheckpointNotFoundError(
             f"step {step} is not committed under {self._root}: {there}. Ask for one of them, or for none in particular "
             "to get the newest",
             uri=self.steps.uri_of(step),
         )
+
+
+def _shown(steps: Sequence[int]) -> str:
+    """The highest of them, which are sorted."""
+    return ("…, " if len(steps) > _MOST_SHOWN else "") + ", ".join(map(str, steps[-_MOST_SHOWN:]))
 
 
 def step_at(uri: str) -> int:

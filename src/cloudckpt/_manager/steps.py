@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from cloudckpt import _forks
-from cloudckpt._commit.resolve import Log, list_entries, ranks_of, read_log, read_manifest
+from cloudckpt._commit.resolve import (
+    Log,
+    holds_torch_checkpoint,
+    list_entries,
+    ranks_of,
+    read_log,
+    read_manifest,
+)
 from cloudckpt._manager.metrics import metrics_in
 from cloudckpt._manager.rule import StepInfo, newest_first
 from cloudckpt._transfer.retry import Retrier
@@ -116,13 +123,25 @@ class Steps:
         _raise_denied(seen)
         return seen
 
+    def of_torch(self) -> list[int]:
+        """Those that a writer of torch's own has saved, the lowest first, whatever else is committed. Raises
+        `StoreError`.
+        """
+        retrier = self._retrier()
+        found: set[int] = set()
+
+        def look(step: int) -> None:
+            if retrier.call(lambda: holds_torch_checkpoint(self._store(step))):
+                found.add(step)
+
+        self._each(self._folders(retrier), look, retrier)
+        return sorted(found)
+
     def seen(self, *, without: Iterable[int] = ()) -> list[Seen]:
         """What the folders hold, but for those of the steps in `without`. One that may not be looked at says so."""
         retrier = self._retrier()
-        store = open_store(self.root, self._options)
         left_out = set(without)
-        names = retrier.call(lambda: list(store.list_directories()))
-        steps = [step for name in names if (step := step_in(name)) is not None and step not in left_out]
+        steps = [step for step in self._folders(retrier) if step not in left_out]
         found: dict[int, Seen] = {}
 
         def look(step: int) -> None:
@@ -131,9 +150,7 @@ class Steps:
             except AccessDeniedError as error:
                 found[step] = Seen(step=step, denied=error)
 
-        width = self._options.connections or FIRST_CONNECTIONS
-        for _ in each_done(steps, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
-            pass
+        self._each(steps, look, retrier)
         return [found[step] for step in sorted(found)]
 
     def measured(self, seen: Sequence[Seen]) -> list[Seen]:
@@ -158,6 +175,17 @@ class Steps:
         for _ in each_done(committed, look, num_threads=width, name="cloudckpt-metrics", on_failure=retrier.stop):
             pass
         return [found[one.step] for one in seen]
+
+    def _folders(self, retrier: Retrier) -> list[int]:
+        """The steps that have one, whatever is in it."""
+        store = open_store(self.root, self._options)
+        names = retrier.call(lambda: list(store.list_directories()))
+        return [step for name in names if (step := step_in(name)) is not None]
+
+    def _each(self, steps: Sequence[int], look: Callable[[int], None], retrier: Retrier) -> None:
+        width = self._options.connections or FIRST_CONNECTIONS
+        for _ in each_done(steps, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
+            pass
 
     def _seen(self, step: int, retrier: Retrier) -> Seen:
         store = self._store(step)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cloudckpt._manager.steps import step_in
-from cloudckpt.catalog import list_checkpoints
+from cloudckpt._manager.steps import Steps
+from cloudckpt._uri import parse_location
 from cloudckpt.errors import CheckpointExistsError
 from cloudckpt.newest import Ranks
 from cloudckpt.options import Options
@@ -20,8 +20,8 @@ def steps_under(root: str, options: Options) -> list[int]:
     """
 
     def find() -> list[int]:
-        names = [info.name for info in list_checkpoints(root, options=options)]
-        return sorted(step for name in names if (step := step_in(name)) is not None)
+        found = Steps(parse_location(root), options, alone_ranks=None).found(with_metrics=False)
+        return sorted(info.step for info in found)
 
     return Ranks(None, no_dist=False, root=root, timeout_s=options.timeout_s).agreed("find", find)
 

@@ -193,10 +193,10 @@ class InterruptAtLine:
 
 def interrupt_lines(root: str, purpose: str, seed: int) -> None:
     """On each rank: one of them is interrupted in two calls in a row; the next one is made, in each round."""
-    options = cloudckpt.Options(timeout_s=SHORT_S)
     drawn = random.Random(seed)
 
-    def save(name: str) -> None:
+    def save(name: str, timeout_s: float = TIMEOUT_S) -> None:
+        options = cloudckpt.Options(timeout_s=timeout_s)
         if purpose == "background":
             cloudckpt.async_save(values(1.0), f"{root}/{name}", options=options).result(WAIT_S)
         else:
@@ -211,9 +211,9 @@ def interrupt_lines(root: str, purpose: str, seed: int) -> None:
                 contextlib.suppress(KeyboardInterrupt, CheckpointException),
                 interrupt,
             ):  # what it came to, is seen below
-                save(f"{number}-{line}")
+                save(f"{number}-{line}", SHORT_S)
         with contextlib.suppress(CheckpointException):  # as long as gloo holds a rank
-            save(f"{number}-again")
+            save(f"{number}-again", SHORT_S)
         dist.barrier()
         save(f"{number}-made")
 

@@ -32,7 +32,7 @@ from cloudckpt.errors import (
     UnsupportedFormatError,
 )
 from cloudckpt.options import FIRST_CONNECTIONS, Options
-from cloudckpt.stores.base import Store, UploadInfo
+from cloudckpt.stores.base import ObjectInfo, Store, UploadInfo
 from cloudckpt.stores.open import open_store
 
 __all__ = ["CheckpointState", "CheckpointStatus", "survey"]
@@ -97,9 +97,7 @@ def _looked_at(
             denied.append(error)
             found.append(denied_status(look.root.child(name) if name else look.root, error))
 
-    is_something_here = "data" in names or retrier.call(
-        lambda: list_entries(store) or (not names and next(iter(store.list(TORCH_METADATA_KEY)), None))
-    )
+    is_something_here = "data" in names or retrier.call(lambda: list_entries(store))
     places = [*names, *([""] if is_something_here else [])]
     for _ in each_done(
         places,
@@ -109,6 +107,9 @@ def _looked_at(
         on_failure=retrier.stop,
     ):
         pass
+    if not found and "" not in places:  # torch's writer may have been here, which leaves folders, too, or none
+        places.append("")
+        look_at("")
     if denied and len(denied) == len(places):
         raise denied[0]
     return found
@@ -240,7 +241,7 @@ class _Look:
                 )
             ]
         if torch_metadata:
-            files = self._retrier.call(lambda: [info for info in store.list() if "/" not in info.key])
+            files = self._retrier.call(lambda: _files_of_torchs(store))
             return [
                 CheckpointStatus(
                     uri=location.uri,
@@ -252,6 +253,16 @@ class _Look:
                 )
             ]
         return []
+
+
+def _files_of_torchs(store: Store) -> list[ObjectInfo]:
+    """Those of the checkpoint at the store's root: s3torchconnector's prefix strategies put some into folders."""
+    infos = list(store.list())
+    others = tuple(
+        info.key.removesuffix(TORCH_METADATA_KEY) for info in infos if info.key.endswith(f"/{TORCH_METADATA_KEY}")
+    )
+    own = (info for info in infos if not info.key.startswith(others))
+    return [info for info in own if "/" not in info.key or info.key.endswith(".distcp")]
 
 
 def _inventory(store: Store, *, is_local: bool) -> Inventory:

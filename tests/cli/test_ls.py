@@ -159,6 +159,18 @@ def test_torchs_own_checkpoints_are_told_apart(local: Place, run: Run) -> None:
     assert run("ls", local.uri("step-1"), "--json").document == [one]
 
 
+@pytest.mark.parametrize("name", ["step-1", ""])
+def test_torchs_own_checkpoint_with_folders_is_seen_whole(local: Place, run: Run, name: str) -> None:
+    """If this fails, what s3torchconnector saved with a prefix strategy is not seen, or said to be next to nothing."""
+    local.write("step-1/.metadata", b"a pickle, which nobody opens here")
+    local.write("step-1/0000000000/__0_0.distcp", b"x" * 1000)
+    (one,) = run("ls", local.uri(name) if name else local.root, "--json").document
+    assert (one["name"], one["state"], one["num_bytes"], one["num_objects"]) == ("step-1", "torch", 1033, 2)
+    local.write("step-1/older/.metadata", b"of another checkpoint")
+    local.write("step-1/older/0000000000/__0_0.distcp", b"x" * 1000)
+    assert run("ls", local.root, "--json").document == [one]
+
+
 def test_uploads_that_may_not_be_listed_hide_nothing_else(memory: Memory) -> None:
     """If this fails, a reader's role that lacks one permission sees no checkpoint at all."""
     save(memory.uri("step-1"))

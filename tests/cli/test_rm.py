@@ -84,6 +84,7 @@ def test_an_unfinished_save_is_left_to_gc(place: Place, run: Run) -> None:
 def test_a_checkpoint_of_torchs_own_is_none(local: Place, run: Run, name: str) -> None:
     """If this fails, what torch's writer saved is deleted, or its owner told that nothing lies there, or to call gc."""
     local.write("step-1/.metadata", b"a pickle, which nobody opens here")
+    local.write("step-1/0000000000/__0_0.distcp", b"where s3torchconnector's prefix strategies put it")
     before = local.contents()
     ended = run("rm", local.uri(name) if name else local.root, "--yes")
     assert (ended.code, "torch's own writer" in ended.err) == (3, True), ended.err

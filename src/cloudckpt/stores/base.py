@@ -1,6 +1,7 @@
 """What the rest of cloudckpt needs of a store, and nothing more.
 
-A store is rooted at one URI; keys are relative to it, ``/``-separated, never absolute and never with ``..``.
+A store is rooted at one URI; keys are relative to it, ``/``-separated, never absolute and never with ``..``. Any other
+key is refused with `StoreError` (`cloudckpt.stores._body.check_key`), since it could lead out of the root.
 All methods are safe to call from many threads. They raise `StoreError` subclasses and nothing else
 (see `cloudckpt.errors`); each call makes one attempt, and `cloudckpt._transfer` decides about retries.
 Byte ranges are half-open. Bodies are sequences of ``B``-format, C-contiguous memory views, so that nothing has to
@@ -144,7 +145,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
-        """Make the object of `parts`, in the order of their numbers, visible at `key`, durably."""
+        """Make the object of `parts`, given in any order and joined in that of their numbers, visible, durably."""
 
     @abc.abstractmethod
     def abort_multipart(self, key: str, upload_id: str) -> None:

@@ -90,6 +90,30 @@ def test_a_copy_that_broke_off_goes_on(local: LocalPlace, run: Run, monkeypatch:
     assert (shown.code, "is there already" in shown.err) == (0, True)
 
 
+def test_a_copy_that_was_done_is_success_and_nothing_else_that_is_there(local: LocalPlace, run: Run) -> None:
+    """If this fails, a script that repeats its ``cp --resume`` fails at what it did, or believes another to be it."""
+    uri, there = local.uri("run/step-1"), local.uri("there/step-1")
+    save(uri)
+    assert run("cp", uri, there, "--resume", "--json").document["was_there"] is False
+    before = local.contents()
+    for more in ((), ("--overwrite",)):
+        ended = run("cp", uri, there, "--resume", "--json", *more)
+        assert (ended.code, ended.document["was_there"]) == (0, True), ended.err
+        assert "there already" in run("cp", uri, there, "--resume", *more).err
+    assert run("cp", uri, there).code == 6
+    assert local.contents() == before
+    save(local.uri("run/step-2"))
+    assert run("cp", local.uri("run/step-2"), there, "--resume").code == 6
+    # Of all of a folder, nothing is read to pass over what is there: damage is for `verify`.
+    (key,) = (key for key in local.contents() if key.startswith("there/step-1/data/"))
+    local.write(key, b"")
+    ended = run("cp", "--all", local.uri("run"), local.uri("there"), "--resume", "--json")
+    assert (ended.code, [one["copied"] for one in ended.document]) == (0, [False, True])
+    assert run("cp", uri, there, "--resume").code == 1
+    assert run("cp", uri, there, "--resume", "--overwrite").code == 0
+    assert run("verify", there).code == 0
+
+
 def test_what_ends_a_copy_of_all_leaves_what_was_done_told(
     local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,11 +231,9 @@ def test_what_ranks_saved_on_their_own_goes_on_at_the_rank_that_was_reached(root
     source, target = root_of("memory"), root_of(kind)
     for rank in range(3):
         save({"w": torch.full((5000,), rank)}, f"{source}/rank-{rank}")
-    mortals = itertools.count()
 
     def mortal(inner: Any) -> _Mortal:
-        # One for each rank, the root's first, and ranks from the last: rank 1's dies.
-        return _Mortal(inner, 1 if next(mortals) == 2 else 99, after=False)
+        return _Mortal(inner, 1 if inner.uri.endswith("/rank-1") else 99, after=False)
 
     with pytest.raises(_DiedError):
         cloudckpt.copy(source, target, target_options=Options(**OPTIONS, wrap_store=mortal))
@@ -249,6 +247,92 @@ def test_what_ranks_saved_on_their_own_goes_on_at_the_rank_that_was_reached(root
     for rank in range(3):
         like = {"w": torch.zeros(5000, dtype=torch.int64)}
         assert bits(loaded(like, f"{target}/rank-{rank}")) == bits({"w": torch.full((5000,), rank)})
+
+    again = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert (again.was_there, again.num_reused_bytes) == (True, again.num_bytes)
+    assert (report.was_there, again.attempts) == (False, report.attempts)
+    cloudckpt.delete(f"{target}/rank-1")
+    mended = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert (mended.was_there, mended.num_reused_bytes) == (False, mended.num_bytes // 3 * 2)
+    save({"w": torch.ones(3)}, f"{source}/rank-0", overwrite=True)
+    before = contents(target)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert contents(target) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("first", [{}, {"resume": True}], ids=["plain", "resumable"])
+@pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("path", "s3"), ("gs", "gs")])
+def test_a_copy_that_was_done_is_done(
+    root_of: Root, one: str, other: str, first: dict[str, Any], *, overwrite: bool
+) -> None:
+    """If this fails, a job that is begun again after its copy was committed fails at it, or copies all once more."""
+    source, target = f"{root_of(one)}/a", f"{root_of(other)}/b"
+    saved(source)
+    done = cloudckpt.copy(source, target, target_options=Options(**first))
+    before, calls = contents(target), list[Call]()
+    watching = Faults(Rule(fault=Tell(before=calls.append), times=None))
+    told: list[tuple[int, int]] = []
+    again = cloudckpt.copy(
+        source,
+        target,
+        overwrite=overwrite,
+        options=Options(wrap_store=noting("read_into", calls.append)) if one != other else Options(),
+        target_options=Options(resume=True, wrap_store=watching),
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert (done.was_there, again.was_there) == (False, True)
+    assert again.attempts == done.attempts
+    assert again.num_reused_bytes == again.num_bytes == done.num_bytes
+    assert told[-1] == (done.num_bytes, done.num_bytes)
+    assert {call.operation for call in calls} <= {"list", "read", "head", "read_into", "probe"}
+    assert sum(call.num_bytes for call in calls if call.operation == "read_into") == done.num_bytes
+    assert contents(target) == before
+
+
+@pytest.mark.parametrize("what", ["other source", "same source again", "other save", "same save again", "unreadable"])
+def test_what_is_there_and_is_no_copy_of_it_is_left_alone(root_of: Root, what: str) -> None:
+    """If this fails, ``resume`` says of another checkpoint that it is the copy, or replaces it unasked."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    saved(source)
+    if what.endswith("source") or what == "same source again":
+        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+        saved(source, 2 if what.startswith("other") else 1, overwrite=True)
+    else:
+        saved(target, 2 if what.startswith("other") else 1)
+    if what == "unreadable":
+        damage.flip_bit(store_at(target), "manifest.json", bit=800)
+    before = contents(target)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert contents(target) == before
+    report = cloudckpt.copy(source, target, overwrite=True, target_options=Options(**OPTIONS))
+    assert (report.was_there, report.num_reused_bytes) == (False, 0)
+    assert cloudckpt.compare(source, target).is_same
+
+
+@pytest.mark.parametrize("how", ["bit", "short", "gone"])
+def test_a_copy_that_was_done_and_is_damaged_is_told_or_replaced(root_of: Root, how: str) -> None:
+    """If this fails, the repeated command says that all is well of a copy that cannot be loaded any more."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    state = saved(source)
+    cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    key = min(key for key in contents(target) if key.startswith("data/"))
+    if how == "bit":
+        damage.flip_bit(store_at(target), key, bit=8 * 20_000)
+    elif how == "short":
+        damage.truncate(store_at(target), key, size_bytes=50_000)
+    else:
+        damage.remove(store_at(target), key)
+    before = contents(target)
+    with pytest.raises(cloudckpt.CorruptCheckpointError, match=re.escape(key)):
+        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    assert contents(target) == before
+    report = cloudckpt.copy(source, target, overwrite=True, target_options=Options(**OPTIONS))
+    assert (report.was_there, report.num_reused_bytes) == (False, 0)
+    assert bits(loaded(state, target)) == bits(state)
+    cloudckpt.verify(target)
 
 
 _KILLED = """

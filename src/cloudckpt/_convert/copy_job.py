@@ -50,6 +50,8 @@ class Copied:
     num_service_bytes: int = 0
     num_read_back_bytes: int = 0
     num_reused_bytes: int = 0
+    was_there: bool = False
+    """An earlier copy had committed it."""
 
 
 class CopyJob:

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from cloudckpt._commit.resolve import holds_torch_checkpoint, ranks_of, resolve
+from cloudckpt._commit.resolve import holds_torch_checkpoint, ranks_of, read_log, read_manifest, resolve
 from cloudckpt._convert.copy_job import Copied, CopyJob
 from cloudckpt._convert.progress import OnProgress, Progress
 from cloudckpt._convert.reports import CopyReport
@@ -18,7 +18,12 @@ from cloudckpt._manifest.model import Manifest
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.verify import VerifyJob
 from cloudckpt._uri import parse_location
-from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+)
 from cloudckpt.options import Options
 
 _log = logging.getLogger("cloudckpt")
@@ -44,8 +49,9 @@ def copy(
 
     `options` are for the source, `target_options` for the target. With ``resume`` in these, what an earlier copy with
     it of this very checkpoint left there is read, compared with the checksums, and used; and a copy that fails removes
-    nothing. `on_progress` is told the bytes done and their total. What a copy that is killed leaves, `cloudckpt.gc`
-    removes.
+    nothing. Where all of it is committed there already, it is read and compared, and nothing is written
+    (`CopyReport.was_there`); what is damaged of it is an error, or with `overwrite` copied again. `on_progress` is told
+    the bytes done and their total. What a copy that is killed leaves, `cloudckpt.gc` removes.
 
     Raises `CorruptCheckpointError` where the source is damaged, `CheckpointChangedError` where it was overwritten twice
     meanwhile, `CheckpointExistsError`, `CheckpointNotFoundError`, `InvalidURIError` where one place lies in the other,
@@ -75,12 +81,19 @@ def copy(
         num_service_bytes=sum(done.num_service_bytes for _, done in copied),
         num_read_back_bytes=sum(done.num_read_back_bytes for _, done in copied),
         num_reused_bytes=sum(done.num_reused_bytes for _, done in copied),
+        was_there=all(done.was_there for _, done in copied),
         num_requests=sum(context.retrier.num_requests for context in contexts),
         num_retries=sum(context.retrier.num_retries for context in contexts),
         copy_s=time.monotonic() - begun_s,
     )
     _log.info("copied %s", report)
     return report
+
+
+def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
+    """Whether a checkpoint is committed at `target`. One listing; of manifests nothing is read."""
+    there = Context(parse_location(target), options, rank=0)
+    return read_log(there.store, there.retrier).counting is not None
 
 
 def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tuple[Context, Context]]:
@@ -94,8 +107,19 @@ def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tupl
     ranks = ranks_of(source.retrier.call(lambda: list(source.store.list_directories())))
     if not ranks:
         resolve(source.store, source.retrier)  # which says what lies there instead
-    TargetJob(target, save_id="").check(overwrite=overwrite)
-    return [(_at_rank(source, rank), _at_rank(target, rank)) for rank in sorted(ranks, reverse=True)]
+    pairs = [(_at_rank(source, rank), _at_rank(target, rank)) for rank in sorted(ranks, reverse=True)]
+    if not _is_whole_copy(target, *pairs[-1]):
+        TargetJob(target, save_id="").check(overwrite=overwrite)
+    return pairs
+
+
+def _is_whole_copy(target: Context, source_0: Context, target_0: Context) -> bool:
+    """Whether an earlier copy had come to its end, which is rank 0's; what is not of it there, each rank will see."""
+    if not target.options.resume or _copy_at(target_0, resolve(source_0.store, source_0.retrier).manifest) is None:
+        return False
+    return read_log(target.store, target.retrier).counting is None and not target.retrier.call(
+        lambda: holds_torch_checkpoint(target.store)
+    )
 
 
 def _at_rank(context: Context, rank: int) -> Context:
@@ -108,14 +132,10 @@ def _copy_resolved(
     """The copy of one manifest and its data; once more where the source was overwritten meanwhile."""
     for is_last in (False, True):
         manifest = found or resolve(source.store, source.retrier).manifest
-        if found is None and target.options.resume and not overwrite:
-            there = _copy_at(target, manifest)
-            if there is not None:
-                _check_whole(target, there)
-                num_bytes = sum(stored.size for stored in there.objects)
-                progress.expect(num_bytes)
-                progress.add(num_bytes)
-                return there, Copied(num_reused_bytes=num_bytes)
+        there = _copy_at(target, manifest) if target.options.resume else None
+        if there is not None and _is_whole(target, there, progress, overwrite=overwrite):
+            num_bytes = sum(stored.size for stored in there.objects)
+            return there, Copied(num_reused_bytes=num_bytes, was_there=True)
         try:
             return CopyJob(source, target, manifest, progress).run(overwrite=overwrite)
         except CorruptCheckpointError:
@@ -133,10 +153,13 @@ def _copy_resolved(
 
 
 def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
-    """What an earlier copy of all ranks has committed of this one, before it ended at another."""
+    """What an earlier copy has committed of this very save, by all that the two manifests say."""
     try:
-        there = resolve(target.store, target.retrier).manifest
-    except CheckpointNotFoundError:
+        number = read_log(target.store, target.retrier).counting
+        there = None if number is None else read_manifest(target.store, number, target.retrier)
+    except CheckpointError:
+        return None  # what lies there cannot be read, and so is something else
+    if there is None:
         return None
     pairs = zip(there.objects, manifest.objects, strict=False)
     as_saved = msgspec.structs.replace(
@@ -148,17 +171,26 @@ def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
     return there if as_saved == manifest and len(there.objects) == len(manifest.objects) else None
 
 
-def _check_whole(target: Context, there: Manifest) -> None:
-    """Raises `CorruptCheckpointError` unless what is committed there still has the bytes that its manifest tells."""
-    problems = VerifyJob(target, there).run()
-    if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+def _is_whole(target: Context, there: Manifest, progress: Progress, *, overwrite: bool) -> bool:
+    """Whether what is committed there still has the bytes that its manifest tells.
+
+    Where not, raises `CorruptCheckpointError` unless it may be replaced.
+    """
+    num_bytes = sum(stored.size for stored in there.objects)
+    progress.expect(num_bytes)
+    problems = VerifyJob(target, there, on_read=progress.add).run()
+    if not problems:
+        return True
+    told = f"{problems[0]}; and {len(problems) - 1} more" if len(problems) > 1 else problems[0]
+    what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {told}"
+    if not overwrite:
         raise CorruptCheckpointError(
-            f"{target.uri}, which an earlier copy has committed, is damaged by now: {problems[0]}{more}. Copy with "
-            "overwrite=True, which replaces it, or delete it and copy again",
+            f"{what}. Copy with overwrite=True, which replaces it, or delete it and copy again",
             uri=target.uri,
             problems=problems,
         )
+    _log.warning("%s. It is copied again", what)
+    return False
 
 
 def _changed(source: Context, manifest: Manifest) -> Manifest | None:

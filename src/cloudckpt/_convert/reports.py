@@ -25,6 +25,8 @@ class CopyReport:
     """Of these, what the service copied without saying so, and was then read at the target and compared."""
     num_reused_bytes: int
     """Of these, what an earlier copy had left there (`Options.resume`), and was read at the target and compared."""
+    was_there: bool
+    """An earlier copy had committed all of it (`Options.resume`), so that nothing was written."""
     num_requests: int
     num_retries: int
     copy_s: float

@@ -34,9 +34,12 @@ class _Unit:
 class VerifyJob:
     """Reads of all that one manifest names. Needs no torch-distributed, and no memory but `Options.read_bytes`."""
 
-    def __init__(self, context: Context, manifest: Manifest) -> None:
+    def __init__(
+        self, context: Context, manifest: Manifest, *, on_read: Callable[[int], None] = lambda _num_bytes: None
+    ) -> None:
         self._context = context
         self._manifest = manifest
+        self._on_read = on_read
         self._contents: list[Contents] = []
         self._arena = Arena(budget_bytes=context.options.read_bytes)
         self._read_bytes = max(
@@ -109,6 +112,7 @@ class VerifyJob:
                 begin = unit.begin + tile * manifest.tile_bytes
                 self._damage[index].append((begin, min(begin + manifest.tile_bytes, unit.end)))
         self._context.emit("verify.range_read", key=manifest.objects[index].key, num_bytes=unit.end - unit.begin)
+        self._on_read(unit.end - unit.begin)
 
     def _bad_tiles(self, unit: _Unit, expected: Sequence[int]) -> Sequence[int]:
         context = self._context

@@ -44,7 +44,8 @@ def cp(
         typer.Option(
             "--resume",
             help="Go on where an earlier cp --resume of the same checkpoint to the same place ended: what it left "
-            "there is read and compared, and not sent again. If this one ends too, what it has copied is kept.",
+            "there is read and compared, and not sent again. If this one ends too, what it has copied is kept. Where "
+            "it had come to its end, that is success, too, and nothing is written.",
         ),
     ] = False,
     storage_option: StorageOptions = None,
@@ -104,6 +105,7 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
 def _copied_unless_there(
     console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
 ) -> dict[str, Any]:
+    from cloudckpt._convert.copying import is_taken
     from cloudckpt.errors import (
         CheckpointChangedError,
         CheckpointExistsError,
@@ -113,10 +115,11 @@ def _copied_unless_there(
     )
 
     try:
+        if not overwrite and is_taken(target, options=options[1]):
+            return _left_alone(console, source, target)
         return {"copied": True, **_document_of(_copied(console, source, target, options, overwrite=overwrite))}
     except CheckpointExistsError:
-        console.say(f"{target} is there already.")
-        return {"copied": False, "source": source, "target": target}
+        return _left_alone(console, source, target)
     except (
         CheckpointChangedError,
         CheckpointNotFoundError,
@@ -125,6 +128,11 @@ def _copied_unless_there(
     ) as error:  # a matter of this one: the others can be copied all the same
         console.warn(message_of(error))
         return {"copied": False, "source": source, "target": target, "problem": str(error)}
+
+
+def _left_alone(console: Console, source: str, target: str) -> dict[str, Any]:
+    console.say(f"{target} is there already.")
+    return {"copied": False, "source": source, "target": target}
 
 
 def _copied(
@@ -143,6 +151,9 @@ def _copied(
         )
     if not console.as_json:
         console.line(f"{report.target}: {size(report.num_bytes)} in {count(report.num_objects, 'object')}")
+    if report.was_there:
+        console.say(f"It is there already, and was compared in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}.")
+        return report
     by_service_bytes = report.num_service_bytes + report.num_read_back_bytes
     how = f", {size(by_service_bytes)} of it by the service itself" if by_service_bytes else ""
     kept = f", {size(report.num_reused_bytes)} were there already" if report.num_reused_bytes else ""
@@ -160,6 +171,7 @@ def _document_of(report: CopyReport) -> dict[str, Any]:
         "num_service_bytes": report.num_service_bytes,
         "num_read_back_bytes": report.num_read_back_bytes,
         "num_reused_bytes": report.num_reused_bytes,
+        "was_there": report.was_there,
         "num_requests": report.num_requests,
         "num_retries": report.num_retries,
         "seconds": report.copy_s,

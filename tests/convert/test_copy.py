@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -19,8 +20,9 @@ from tests.convert.states import bits, contents, loaded, save, small, store_at
 
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.stores.base import Tried, once
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell, WrappedStore
+from cloudckpt.testing.faults import Call, Denied, Faults, Rule, SlowDown, Tell, WrappedStore
 
 KINDS = ["path", "s3", "gs", "memory"]
 
@@ -105,8 +107,8 @@ class _Service(WrappedStore):
         super().__init__(inner)
         self._copy = copy
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
-        return self._copy(self.inner, source_url, target_key)
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        return tried(lambda: self._copy(self.inner, source_url, target_key))
 
 
 def _silent(inner: Any, source_url: str, target_key: str) -> None:
@@ -147,6 +149,62 @@ def test_a_service_that_may_not_copy_is_done_without(root_of: Root) -> None:
     report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(wrap_store=faults))
     assert report.num_service_bytes == report.num_read_back_bytes == 0
     assert bits(loaded(state, f"{root}/b")) == bits(state)
+
+
+class _TwoKinds(_Service):
+    """A service that copies objects of up to 8 KiB by one request, and others by many."""
+
+    def __init__(self, inner: Any, copy: Callable[..., int | None]) -> None:
+        super().__init__(inner, copy)
+        self.limits = dataclasses.replace(inner.limits, max_single_copy_bytes=8 * KIB)
+
+
+@pytest.mark.parametrize("leftovers", [False, True])
+@pytest.mark.parametrize("how", ["refused", "damaged"])
+@pytest.mark.parametrize("kinds", [{"one"}, {"many"}, {"one", "many"}])
+def test_what_the_service_does_not_copy_is_tried_once(
+    root_of: Root, kinds: set[str], how: str, *, leftovers: bool
+) -> None:
+    """If this fails, each of thousands of objects is first copied in vain; or what the service does copy is read and
+    written, because of objects of another size.
+    """
+    root = root_of("memory")
+    state = {f"w{i}": torch.full((500 if i % 2 else 5000,), i) for i in range(24)}
+    save(state, f"{root}/a", object_bytes=KIB, tile_bytes=4 * KIB)
+    if leftovers:
+        failing = Faults(Rule(fault=Denied(), operations={"put"}, key="manifest", times=None))
+        with pytest.raises(cloudckpt.AccessDeniedError):
+            cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(resume=True, wrap_store=failing))
+        for key in sorted(contents(f"{root}/b"))[::2]:
+            damage.remove(store_at(f"{root}/b"), key)
+    asked: list[str] = []
+
+    def copy(inner: Any, source_url: str, target_key: str) -> int | None:
+        size_bytes = store_at(f"{root}/a").head(source_url.removeprefix(f"{root}/a/")).size_bytes
+        kind = "many" if size_bytes > 8 * KIB else "one"
+        asked.append(kind)
+        if kind not in kinds:
+            said: int | None = inner.copy_from(source_url, target_key)
+            return said
+        if how == "damaged":
+            return _damaging(inner, source_url, target_key)
+        raise cloudckpt.AccessDeniedError("not from there", key=target_key, operation="copy_from")
+
+    options = Options(wrap_store=lambda inner: _TwoKinds(inner, copy), resume=leftovers)
+    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=options)
+    assert {kind: asked.count(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
+    assert report.num_service_bytes > 0 or kinds == {"one", "many"}
+    cloudckpt.verify(f"{root}/b")
+    assert bits(loaded(state, f"{root}/b")) == bits(state)
+
+
+def test_a_copy_by_the_service_that_is_throttled_is_tried_again(root_of: Root) -> None:
+    """If this fails, one answer to slow down ends a copy, or has its bytes read and written after all."""
+    root = root_of("memory")
+    save(small(), f"{root}/a")
+    faults = Faults(Rule(fault=SlowDown(), operations={"copy_from"}, times=1))
+    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(wrap_store=faults))
+    assert (report.num_service_bytes, report.num_retries) == (report.num_bytes, 1)
 
 
 @pytest.mark.parametrize("side", ["source", "target"])

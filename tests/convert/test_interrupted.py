@@ -143,7 +143,7 @@ def test_a_large_object_is_copied_by_the_service_in_parts(
     root_of: Root, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """If this fails, objects of more than 5 GiB cannot be copied by S3, which takes no larger ones in one request."""
-    monkeypatch.setattr(copying, "_CHECKED_PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 5 * MIB)
     ranges: list[str] = []
     copy_part = copying._copy_part
 

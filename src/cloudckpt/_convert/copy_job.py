@@ -68,6 +68,8 @@ class CopyJob:
         self._done = Copied()
         self._leftovers: dict[str, list[Leftover]] = {}
         """What earlier copies of this manifest left, by the keys of this one."""
+        self._declined: set[bool] = set()
+        """The kinds of copies that the service does not make, or not well."""
         self._bad: list[str] = []
         """The keys of what the service made, and what was not good."""
         budget_bytes = source.options.read_bytes
@@ -87,9 +89,10 @@ class CopyJob:
             with contextlib.closing(Arena(budget_bytes=self._source.options.read_bytes)) as arena:
                 if is_one_service(self._source, self._target):
                     # Under keys of their own: a copy that was given up may still come to lie there.
+                    self._try_service(keys[len(objects) :], arena)
                     if self._leftovers:
                         self._take_up(keys, arena)
-                    self._ask_service(self._missing(), keys[len(objects) :], arena)
+                    self._ask_service(self._servable(), keys[len(objects) :], arena)
                 self._stream(keys[: len(objects)], arena)
             copied = msgspec.structs.replace(
                 self._manifest,
@@ -111,24 +114,42 @@ class CopyJob:
     def _missing(self) -> list[int]:
         return [number for number in range(len(self._manifest.objects)) if number not in self._done.keys]
 
+    def _servable(self) -> list[int]:
+        return [number for number in self._missing() if self._takes_many(number) not in self._declined]
+
+    def _takes_many(self, number: int) -> bool:
+        """Which kind of copy it takes: by one request, or by many. A service may make the one and not the other."""
+        return self._manifest.objects[number].size > self._target.store.limits.max_single_copy_bytes
+
+    def _try_service(self, keys: list[str], arena: Arena) -> None:
+        """Have the service copy one object in each way, alone: where it does not, no other is tried in that way."""
+        objects, found = self._manifest.objects, self._leftovers
+        for takes_many in (False, True):
+            of_kind = [number for number in self._missing() if self._takes_many(number) == takes_many]
+            if of_kind:
+                # Not one that an earlier copy left, which is perhaps not to be made again.
+                trial = min(of_kind, key=lambda number: (keys[number] in found, objects[number].size))
+                self._ask_service([trial], keys, arena)
+                if trial not in self._done.keys:
+                    self._declined.add(takes_many)
+
     def _take_up(self, keys: list[str], arena: Arena) -> None:
         """Use the objects that an earlier copy left and that are good, so that the service is not asked again."""
         objects, found = self._manifest.objects, self._leftovers
         by_service = keys[len(objects) :]
         # What the service made is used only if what it makes now is good: it may believe wrong checksums of good bytes.
-        trial = min(self._missing(), key=lambda number: (by_service[number] in found, objects[number].size))
-        self._ask_service([trial], by_service, arena)
-        is_trusted = trial in self._done.keys
+        servable = {*self._servable()}
         kept: dict[int, str] = {}  # each written by one thread
 
         def look(number: int) -> None:
-            leftovers = [*found.get(keys[number], []), *(found.get(by_service[number], []) if is_trusted else [])]
+            leftovers = [
+                *found.get(keys[number], []),
+                *(found.get(by_service[number], []) if number in servable else []),
+            ]
             for leftover in leftovers:
-                # Where somebody removes it meanwhile, it is only copied again.
-                with contextlib.suppress(ObjectNotFoundError):
-                    if leftover.size_bytes == objects[number].size and self._is_good(number, leftover.key, arena):
-                        kept[number] = leftover.key
-                        return
+                if leftover.size_bytes == objects[number].size and self._is_good(number, leftover.key, arena):
+                    kept[number] = leftover.key
+                    return
 
         for number in self._each(self._missing(), look):
             if number in kept:
@@ -146,7 +167,7 @@ class CopyJob:
                 return
             stored = self._manifest.objects[number]
             try:
-                said = target.retrier.call(lambda: target.store.copy_from(source.store.url(stored.key), keys[number]))
+                said = target.store.copy_from(source.store.url(stored.key), keys[number], tried=target.retrier.call)
             except (UnsupportedOperationError, AccessDeniedError) as error:
                 refused.append(error)  # who may read and write may still not be allowed this
                 return
@@ -165,7 +186,7 @@ class CopyJob:
             if number in outcomes:
                 self._count(number, keys[number], outcomes[number])
         if refused:
-            _log.info("the service does not copy, so that all is read and written: %s", refused[0])
+            _log.info("the service does not copy, so that what is left is read and written: %s", refused[0])
 
     def _each(self, numbers: list[int], work: Callable[[int], None]) -> Iterator[int]:
         return each_done(
@@ -190,17 +211,17 @@ class CopyJob:
         self._progress.add(num_bytes)
 
     def _is_good(self, number: int, key: str, arena: Arena) -> bool:
-        """Whether what the service made is what was saved: all of it is read."""
+        """Whether what lies at `key` is what was saved: all of it is read."""
         target, stored = self._target, self._manifest.objects[number]
-        if target.retrier.call(lambda: target.store.head(key)).size_bytes != stored.size:
-            return False
         copied = StoredObject(key=key, size=stored.size, crc32c=stored.crc32c)
         body = CopiedBody(target, copied, self._contents[number], arena, tile_bytes=self._manifest.tile_bytes)
         try:
+            if target.retrier.call(lambda: target.store.head(key)).size_bytes != stored.size:
+                return False
             for begin in range(0, stored.size, self._part_bytes):
                 with body.open(begin, min(begin + self._part_bytes, stored.size)):
                     pass
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, ObjectNotFoundError) as error:
             _log.warning("a copy is not what was saved: %s", error)
             return False
         return True

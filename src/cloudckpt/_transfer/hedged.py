@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError
 from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import Capabilities, FoundPart, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.base import (
+    Capabilities,
+    FoundPart,
+    ObjectInfo,
+    Part,
+    Store,
+    Tried,
+    UploadedPart,
+    UploadInfo,
+    Views,
+    once,
+)
 
 
 class HedgedStore(Store):
@@ -114,8 +125,8 @@ class HedgedStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         self._inner.copy(source_key, target_key)
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
-        return self._inner.copy_from(source_url, target_key)
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        return self._inner.copy_from(source_url, target_key, tried=tried)
 
 
 def _name_of(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int]:

@@ -9,7 +9,18 @@ from typing import TypeVar
 from cloudckpt._trace.recorder import Recorder, now_ns
 from cloudckpt.errors import InterruptedReadError
 from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import Capabilities, FoundPart, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.base import (
+    Capabilities,
+    FoundPart,
+    ObjectInfo,
+    Part,
+    Store,
+    Tried,
+    UploadedPart,
+    UploadInfo,
+    Views,
+    once,
+)
 
 _T = TypeVar("_T")
 
@@ -128,8 +139,8 @@ class TracedStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         self._traced("copy", target_key, lambda: self._inner.copy(source_key, target_key))
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
-        return self._traced("copy_from", target_key, lambda: self._inner.copy_from(source_url, target_key))
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        return self._traced("copy_from", target_key, lambda: self._inner.copy_from(source_url, target_key, tried=tried))
 
 
 def _first(items: Iterator[_T]) -> Iterator[_T]:

@@ -3,7 +3,8 @@
 A store is rooted at one URI; keys are relative to it, ``/``-separated, never absolute and never with ``..``. Any other
 key is refused with `StoreError` (`cloudckpt.stores._body.check_key`), since it could lead out of the root.
 All methods are safe to call from many threads. They raise `StoreError` subclasses and nothing else
-(see `cloudckpt.errors`); each call makes one attempt, and `cloudckpt._transfer` decides about retries.
+(see `cloudckpt.errors`); each call makes one attempt, and `cloudckpt._transfer` decides about retries. A call that may
+take many requests, and be long under way (`Store.copy_from`), is given how each of them is to be tried.
 Byte ranges are half-open. Bodies are sequences of ``B``-format, C-contiguous memory views, so that nothing has to
 be joined or copied before it is sent.
 """
@@ -11,14 +12,27 @@ be joined or copied before it is sent.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from cloudckpt.errors import UnsupportedOperationError
 
 Views = Sequence[memoryview]
+_T = TypeVar("_T")
+
+
+class Tried(Protocol):
+    """Runs a request, and perhaps again where it fails."""
+
+    def __call__(self, request: Callable[[], _T], /) -> _T:
+        """What `request` returns; its failure where it is given up."""
+
+
+def once(request: Callable[[], _T], /) -> _T:
+    """A `Tried` that never runs a request again."""
+    return request()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +61,9 @@ class Limits:
     max_parts: int
     max_put_bytes: int
     """Largest object of a single put."""
+    max_single_copy_bytes: int = 1 << 62
+    """Largest object that `Store.copy_from` has copied by a single request. Larger ones take other requests, which a
+    service may refuse though it takes the single one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,12 +216,13 @@ class Store(abc.ABC):
     def copy(self, source_key: str, target_key: str) -> None:
         """Copy one object within the store, without downloading it where the store can."""
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # noqa: ARG002  # for stores that can
         """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
 
         No byte passes through here. The CRC32C of what came to lie at `target_key`, as the service has computed it from
         the bytes; None where it says none. The caller sees to it that one endpoint and one set of credentials reach
-        both. Raises `UnsupportedOperationError` where this store cannot copy from there.
+        both. Each request is run by `tried`, so that of a copy in many requests only the one that failed is made again.
+        Raises `UnsupportedOperationError` where this store cannot copy from there.
         """
         raise UnsupportedOperationError(
             f"{self.url(target_key)}: this store cannot have {source_url} copied by the service. Read it and write it.",

@@ -24,9 +24,11 @@ from cloudckpt.stores.base import (
     ObjectInfo,
     Part,
     Store,
+    Tried,
     UploadedPart,
     UploadInfo,
     Views,
+    once,
 )
 
 if TYPE_CHECKING:
@@ -214,7 +216,7 @@ class MemoryStore(Store):
         with bucket.lock:
             bucket.objects[self._prefix + target_key] = _Object(body=body, modified_at=_now())
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # noqa: ARG002  # nothing fails
         check_key(self, target_key, "copy_from")
         name, _, key = source_url.removeprefix("memory://").partition("/")
         body = MemoryStore(name)._object("copy_from", key).body  # noqa: SLF001  # its own class

@@ -18,7 +18,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores._body import crc32c_of, num_bytes, without_first
-from cloudckpt.stores.base import ObjectInfo, Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import ObjectInfo, Part, Store, Tried, UploadedPart, Views, once
 from cloudckpt.testing._draw import Draw
 from cloudckpt.testing._fault_kinds import (
     BrokenConnection,
@@ -129,9 +129,10 @@ class FaultyStore(WrappedStore):
     def copy(self, source_key: str, target_key: str) -> None:
         self._written(target_key, lambda: super(FaultyStore, self).copy(source_key, target_key))
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
         found: list[int | None] = []
-        self._written(target_key, lambda: found.append(super(FaultyStore, self).copy_from(source_url, target_key)))
+        copy = lambda: found.append(super(FaultyStore, self).copy_from(source_url, target_key, tried=tried))  # noqa: E731
+        self._written(target_key, copy)
         return found[0]
 
     def delete(self, keys: Iterable[str]) -> None:

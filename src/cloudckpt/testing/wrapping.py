@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import Capabilities, FoundPart, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.base import (
+    Capabilities,
+    FoundPart,
+    ObjectInfo,
+    Part,
+    Store,
+    Tried,
+    UploadedPart,
+    UploadInfo,
+    Views,
+    once,
+)
 
 __all__ = ["Call", "WrappedStore"]
 
@@ -30,7 +41,8 @@ class WrappedStore(Store):
     """Passes every call on to `inner`, and what it declares too; subclasses override `around`.
 
     A deletion of several keys is passed on key by key, and a listing is complete before any of it is given out: each is
-    one call that can fail, or a store can die between two of them.
+    one call that can fail, or a store can die between two of them. A copy by the service is one call, however many
+    requests it takes, and is tried again as a whole.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -101,6 +113,6 @@ class WrappedStore(Store):
     def copy(self, source_key: str, target_key: str) -> None:
         self.around(Call(operation="copy", key=target_key), lambda: self.inner.copy(source_key, target_key))
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
         call = Call(operation="copy_from", key=target_key)
-        return self.around(call, lambda: self.inner.copy_from(source_url, target_key))
+        return tried(lambda: self.around(call, lambda: self.inner.copy_from(source_url, target_key)))

@@ -335,6 +335,22 @@ def test_a_long_copy_goes_on_until_it_is_done(scripted: Any) -> None:
     assert {request.path for request in server.requests} == {"/storage/v1/b/bucket/o/k/rewriteTo/b/bucket/o/k2"}
 
 
+def test_a_long_copy_goes_on_where_one_of_its_calls_failed(scripted: Any) -> None:
+    """One 503 among the many calls of a rewrite of terabytes would begin it anew."""
+    more = {"totalBytesRewritten": "5", "objectSize": "10", "done": False, "rewriteToken": "T=1"}
+    server = scripted.serve(scripted.json(more), scripted.reply(503), scripted.any_gcs())
+    store = server.store()
+
+    def tried(request: Callable[[], Any], /) -> Any:
+        try:
+            return request()
+        except errors.TransientStoreError:
+            return request()
+
+    store.copy_from(store.url("k"), "k2", tried=tried)
+    assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=1"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import threading
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def test_the_parts_of_a_large_copy_go_at_once_within_the_connections(
     """A copy of 500 GB by the service would take 2,000 times as long as one part; or far more requests than
     `connections` would be in flight, and be throttled.
     """
-    monkeypatch.setattr(copying, "_CHECKED_PART_BYTES", 2)
+    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 2)
     usual = scripted.any_s3(size_bytes=20)
     together, lock, running, most = threading.Barrier(2), threading.Lock(), 0, 0
 
@@ -156,6 +157,82 @@ def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.M
         server.store().copy("k", "k2")
     assert server.requests[-1].method == "DELETE"
     assert server.requests[-1].query == {"uploadId": "UP"}
+
+
+def tried_at_once(request: Callable[[], Any], /) -> Any:
+    """Once more, as a retrier does it, without its waits."""
+    with contextlib.suppress(errors.TransientStoreError):
+        return request()
+    return request()
+
+
+@pytest.mark.parametrize("failing", ["head", "create", "part", "complete"])
+def test_one_request_of_a_large_copy_that_fails_is_made_again_alone(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """One SlowDown among thousands of requests would begin the copy of 500 GB anew, or end it."""
+    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 2)
+    usual, lock, failed = scripted.any_s3(size_bytes=20), threading.Lock(), list[bool]()
+
+    def kind_of(request: Any) -> str:
+        if request.method == "HEAD":
+            return "head"
+        if request.method == "PUT":
+            return "part" if request.query["partNumber"] == "3" else "another part"
+        return "create" if "uploads" in request.query else "complete"
+
+    def answer(connection: Any, request: Any) -> None:
+        with lock:
+            is_due = kind_of(request) == failing and not failed
+            failed.extend([True] * is_due)
+        (scripted.error(503, "SlowDown") if is_due else usual)(connection, request)
+
+    server = scripted.serve(answer)
+    store = server.store()
+    store.copy_from(store.url("k"), "k2", tried=tried_at_once)
+    made = [kind_of(request) for request in server.requests]
+    expected = {"head": 1, "create": 1, "part": 1, "another part": 9, "complete": 1}
+    assert {kind: made.count(kind) for kind in made} == {**expected, failing: 2}
+    assert made[-1] == "complete", "it was aborted"
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+def test_a_large_copy_whose_completion_lost_its_answer_is_to_be_looked_at(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, *, is_tried: bool
+) -> None:
+    """A copy that was made would be made once more; or one that somebody aborted would be taken for made."""
+    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 10)
+    usual, gone = scripted.any_s3(size_bytes=20), scripted.error(404, "NoSuchUpload")
+    completions: list[bool] = []
+
+    def answer(connection: Any, request: Any) -> None:
+        if request.method == "POST" and "uploadId" in request.query:
+            completions.append(True)
+            (scripted.hang_up if is_tried and len(completions) == 1 else gone)(connection, request)
+        else:
+            usual(connection, request)
+
+    server = scripted.serve(answer)
+    store = server.store()
+    if is_tried:
+        assert store.copy_from(store.url("k"), "k2", tried=tried_at_once) is None
+    else:
+        with pytest.raises(errors.ObjectNotFoundError):
+            store.copy_from(store.url("k"), "k2", tried=tried_at_once)
+    assert (len(completions), server.requests[-1].method) == ((2, "POST") if is_tried else (1, "DELETE"))
+
+
+def test_a_large_copy_that_can_not_be_aborted_says_why_it_failed(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user would read of an abort, and not of the permission that is missing."""
+    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 10)
+    ok = scripted.any_s3(size_bytes=20)
+    server = scripted.serve(ok, ok, scripted.error(403, "AccessDenied"))
+    store = server.store()
+    with pytest.raises(errors.AccessDeniedError, match="s3:PutObject"):
+        store.copy_from(store.url("k"), "k2", tried=tried_at_once)
+    assert "gc will" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["PutObject", "UploadPart"])

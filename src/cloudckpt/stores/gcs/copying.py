@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import base64
+import functools
 from typing import TYPE_CHECKING, Any
 
+from cloudckpt.stores.base import once
+
 if TYPE_CHECKING:
+    from cloudckpt.stores.base import Tried
     from cloudckpt.stores.gcs.client import GCSClient
     from cloudckpt.stores.gcs.session import GCSSession
 
 
 def copy_object(
-    session: GCSSession, source: str, target: str, *, bucket: str | None = None, operation: str = "copy"
+    session: GCSSession,
+    source: str,
+    target: str,
+    *,
+    bucket: str | None = None,
+    operation: str = "copy",
+    tried: Tried = once,
 ) -> int | None:
     """Rewrite the object `source` to `target`; a large one takes several calls, each of which goes on from the last.
 
@@ -26,7 +36,7 @@ def copy_object(
             return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
 
         # What can be missing is the source, so it is what an error is about.
-        token, crc32c = session.call(operation, "objects.rewrite", source, ask)
+        token, crc32c = tried(functools.partial(session.call, operation, "objects.rewrite", source, ask))
         if token is None:
             return _decoded(crc32c)
 

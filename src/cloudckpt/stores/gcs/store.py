@@ -10,7 +10,7 @@ from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreErro
 from cloudckpt.options import GIB
 from cloudckpt.stores import _probe as probing
 from cloudckpt.stores._body import check_key, in_order
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo, once
 from cloudckpt.stores.gcs import composing, naming
 from cloudckpt.stores.gcs.client import ClientKey, is_googles, require_gcs
 from cloudckpt.stores.gcs.config import parse_storage_options
@@ -24,7 +24,7 @@ from cloudckpt.stores.gcs.uploading import Stored, described, insert, remove_gen
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from cloudckpt.stores.base import Part, Views
+    from cloudckpt.stores.base import Part, Tried, Views
 
 _CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="any_upload")
 _MOST_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
@@ -200,11 +200,11 @@ class GCSStore(Store):
         """Rewritten by the service, in as many calls as it wants."""
         copy_object(self._session, self._name(source_key, "copy"), self._name(target_key, "copy"))
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
         """Rewritten by the service, which knows the CRC32C of every object."""
         target = self._name(target_key, "copy_from")
         bucket, _, source = source_url.removeprefix("gs://").partition("/")
-        return copy_object(self._session, source, target, bucket=bucket, operation="copy_from")
+        return copy_object(self._session, source, target, bucket=bucket, operation="copy_from", tried=tried)
 
     def _name(self, key: str, operation: str) -> str:
         check_key(self, key, operation)

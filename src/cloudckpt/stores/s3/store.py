@@ -11,10 +11,16 @@ from cloudckpt.options import GIB, MIB
 from cloudckpt.stores import _probe as probing
 from cloudckpt.stores._body import check_key, in_order
 from cloudckpt.stores._http_body import ViewsBody
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo, once
 from cloudckpt.stores.s3.client import ClientKey, is_amazons, require_boto3
 from cloudckpt.stores.s3.config import parse_storage_options
-from cloudckpt.stores.s3.copying import abort_upload, copy_checked, copy_object, crc32c_of_answer
+from cloudckpt.stores.s3.copying import (
+    CHECKED_PART_BYTES,
+    abort_upload,
+    copy_checked,
+    copy_object,
+    crc32c_of_answer,
+)
 from cloudckpt.stores.s3.deleting import delete_objects
 from cloudckpt.stores.s3.express import check_options, is_directory_bucket
 from cloudckpt.stores.s3.listing import list_objects, list_parts, list_prefixes, list_unfinished
@@ -24,12 +30,18 @@ from cloudckpt.stores.s3.session import S3Session
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from cloudckpt.stores.base import Part, Views
+    from cloudckpt.stores.base import Part, Tried, Views
 
 _CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload")
 _MD5 = re.compile(r"[0-9a-f]{32}")
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-_LIMITS = Limits(min_part_bytes=5 * MIB, max_part_bytes=5 * GIB, max_parts=10_000, max_put_bytes=5 * GIB)
+_LIMITS = Limits(
+    min_part_bytes=5 * MIB,
+    max_part_bytes=5 * GIB,
+    max_parts=10_000,
+    max_put_bytes=5 * GIB,
+    max_single_copy_bytes=CHECKED_PART_BYTES,
+)
 
 
 class S3Store(Store):
@@ -213,15 +225,16 @@ class S3Store(Store):
         size_bytes = self.head(source_key).size_bytes
         copy_object(self._session, self._root + source_key, self._key(target_key, "copy"), size_bytes=size_bytes)
 
-    def copy_from(self, source_url: str, target_key: str) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
         """CopyObject; above 256 MiB, UploadPartCopy."""
         target = self._key(target_key, "copy_from")
         bucket, _, key = source_url.removeprefix("s3://").partition("/")
         if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(self._session.bucket):
             return super().copy_from(source_url, target_key)
         source = S3Session(bucket, self._session.client_key)
-        size_bytes = source.call("copy_from", "HeadObject", key)["ContentLength"]
-        return copy_checked(self._session, {"Bucket": bucket, "Key": key}, target, size_bytes=size_bytes)
+        size_bytes = tried(lambda: source.call("copy_from", "HeadObject", key)["ContentLength"])
+        place = {"Bucket": bucket, "Key": key}
+        return copy_checked(self._session, place, target, size_bytes=size_bytes, tried=tried)
 
     def _call(self, operation: str, api: str, key: str, **members: Any) -> dict[str, Any]:
         return self._session.call(operation, api, self._key(key, operation), **members)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from awscrt.checksums import crc32c
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, small, store_at
 
@@ -276,6 +277,24 @@ def test_what_ranks_saved_on_their_own_is_copied_rank_by_rank(root_of: Root) -> 
         )
     with pytest.raises(cloudckpt.CheckpointExistsError):
         cloudckpt.copy(source, target)
+
+
+def test_a_copy_says_no_newer_version_than_it_has(root_of: Root) -> None:
+    """If this fails, a copy that an older cloudckpt made says that it has what a newer one added, and lacks it."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('memory')}/b"
+    state = {"w": torch.arange(5)}
+    save(state, source)
+    newer = _manifest(contents(source)) | {"version": [1, 7], "later": {"a": 1}}
+    del newer["crc32c"]
+    body = json.dumps(newer).encode()[:-1]
+    document = body + b',"crc32c":"%08x"}' % crc32c(body)
+    store_at(source).put("manifest.json", [memoryview(document)], crc32c=crc32c(document))
+    for was_there in (False, True):
+        report = cloudckpt.copy(source, target, target_options=Options(resume=True))
+        assert report.was_there == was_there
+    copied = _manifest(contents(target))
+    assert (copied["version"], "later" in copied) == ([1, 0], False)
+    assert bits(loaded(state, target)) == bits(state)
 
 
 class _DiedError(BaseException):

@@ -17,7 +17,7 @@ from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import is_one_service, part_bytes_for, upload_session
 from cloudckpt._convert.target import TargetJob
 from cloudckpt._manifest.codec import encode, pack_tiles, unpack_tiles
-from cloudckpt._manifest.model import Manifest, StoredObject
+from cloudckpt._manifest.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredObject
 from cloudckpt._pipeline.context import Context
 from cloudckpt._plan.header import contents_of
 from cloudckpt._stage.arena import Arena
@@ -96,6 +96,8 @@ class CopyJob:
                 self._stream(keys[: len(objects)], arena)
             copied = msgspec.structs.replace(
                 self._manifest,
+                # What a newer version adds, and this one does not know, is not in the copy.
+                version=min(self._manifest.version, (FORMAT_MAJOR, FORMAT_MINOR)),
                 attempt=job.attempt,
                 created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
                 objects=[

@@ -164,6 +164,7 @@ def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
     pairs = zip(there.objects, manifest.objects, strict=False)
     as_saved = msgspec.structs.replace(
         there,
+        version=manifest.version,
         attempt=manifest.attempt,
         created_at=manifest.created_at,
         objects=[msgspec.structs.replace(mine, key=its.key) for mine, its in pairs],

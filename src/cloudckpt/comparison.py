@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cloudckpt._collecting import rare_collections
 from cloudckpt._compare.blocks import batches, boxes_for
 from cloudckpt._compare.sides import Side, Wanted, read_both
 from cloudckpt._compare.tally import Tally
@@ -83,19 +84,20 @@ def compare(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 <= value < math.inf:
             raise InvalidOptionError(f"{name} must be a number from 0 on, not {value!r}")
-    sides = [Side(before, options or Options()), Side(after, options_after or options or Options())]
-    found = _Found(sides, only or (lambda _: True))
-    done = 0
-    for batch in batches(found.blocks()):
-        for wanted in batch:
-            wanted.make()
-        read_both([(side, [(wanted, wanted.of(at)) for wanted in batch]) for at, side in enumerate(sides)])
-        for wanted in batch:
-            found.judge(wanted, rtol=rtol, atol=atol)
-            done += wanted.num_bytes
-        if on_progress is not None:
-            on_progress(done, found.num_bytes)
-    return found.result()
+    with rare_collections():
+        sides = [Side(before, options or Options()), Side(after, options_after or options or Options())]
+        found = _Found(sides, only or (lambda _: True))
+        done = 0
+        for batch in batches(found.blocks()):
+            for wanted in batch:
+                wanted.make()
+            read_both([(side, [(wanted, wanted.of(at)) for wanted in batch]) for at, side in enumerate(sides)])
+            for wanted in batch:
+                found.judge(wanted, rtol=rtol, atol=atol)
+                done += wanted.num_bytes
+            if on_progress is not None:
+                on_progress(done, found.num_bytes)
+        return found.result()
 
 
 class _Found:

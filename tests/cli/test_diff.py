@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from pathlib import Path
@@ -281,3 +282,12 @@ def test_blocks_cover_each_element_once() -> None:
             inside = tuple(slice(2, None) for _ in lengths)
             assert bool((seen[inside] == 1).all())
             assert int(seen.sum()) == math.prod(lengths)
+
+
+def test_collections_are_rare_meanwhile(tmp_path: Path) -> None:
+    """If this fails, Python's garbage collector takes as long as the comparison, where there are many tensors."""
+    save(f"{tmp_path}/a")
+    before, meanwhile = gc.get_threshold(), []
+    cloudckpt.compare(f"{tmp_path}/a", f"{tmp_path}/a", only=lambda _: bool(meanwhile.append(gc.get_threshold()[0])))
+    assert set(meanwhile) == {100_000}
+    assert gc.get_threshold() == before

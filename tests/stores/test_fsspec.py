@@ -26,6 +26,7 @@ from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     CredentialsError,
+    MissingDependencyError,
     ObjectExistsError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -349,6 +350,18 @@ class TestInstances:
         filesystem.objects[f"{root}/b"] = (b"body", datetime.now(tz=timezone.utc))
         assert keys(bucket) == ["a", "b"]
         assert bucket._instances.get().dircache.use_listings_cache is False
+
+    def test_what_is_imported_late_is_missed_all_the_same(self):
+        """hdfs:// is known without pyarrow; who lacks it would be told of a failed listing, with nothing to install."""
+
+        class Late(MemoryFileSystem):
+            protocol = ("late", "later")
+
+            def __init__(self, **options):
+                raise ModuleNotFoundError("No module named 'arrow'")
+
+        with pytest.raises(MissingDependencyError, match=r"late:// needs a package that is not installed: .*'arrow'"):
+            Instances(Source(kind=Late)).get()
 
     def test_stores_are_pickled_without_their_connections(self, bucket):
         """The process that saves in the background makes its own."""

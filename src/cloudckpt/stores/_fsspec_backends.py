@@ -6,11 +6,12 @@ which, and everything that it does not name is taken to do neither.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import inspect
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,14 @@ def _takes(kind: type[Filesystem], parameter: str) -> bool:
     return parameter in inspect.signature(method).parameters
 
 
+@contextlib.contextmanager
+def _importing(protocol: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(f"{protocol}:// needs a package that is not installed: {error}") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """How to make instances of one file system, in any process and thread. Never shows its options."""
@@ -74,10 +83,8 @@ class Source:
     @classmethod
     def of_protocol(cls, protocol: str, options: Mapping[str, Any]) -> Source:
         """Raises `MissingDependencyError` where the protocol's package is not installed."""
-        try:
+        with _importing(protocol):
             kind = fsspec.get_filesystem_class(protocol)  # type: ignore[no-untyped-call]
-        except ImportError as error:
-            raise MissingDependencyError(f"{protocol}:// needs a package that is not installed: {error}") from error
         return cls(kind=kind, options=dict(options))
 
     @classmethod
@@ -86,12 +93,17 @@ class Source:
         return cls(kind=type(filesystem), args=tuple(filesystem.storage_args), options=dict(filesystem.storage_options))
 
     def new(self) -> Filesystem:
-        """An instance of its own: nothing shared with other users of fsspec, and no cached listings if it can."""
+        """An instance of its own: nothing shared with other users of fsspec, and no cached listings if it can.
+
+        Raises `MissingDependencyError`: some file systems import what they need only now.
+        """
         options = {**self.options, "skip_instance_cache": True}
         takes = inspect.signature(self.kind.__init__).parameters.values()
         if any(taken.kind is taken.VAR_KEYWORD or taken.name == "use_listings_cache" for taken in takes):
             options["use_listings_cache"] = False
-        return self.kind(*self.args, **options)
+        protocol = self.kind.protocol
+        with _importing(protocol if isinstance(protocol, str) else protocol[0]):
+            return self.kind(*self.args, **options)
 
 
 class Instances:

@@ -108,3 +108,18 @@ def test_what_cannot_be_shown_is_an_error_of_its_kind(place: Place, run: Run) ->
     ended = run("show", place.uri())
     assert (ended.code, ended.out) == (1, "")
     assert "truncated" in ended.err
+
+
+def test_a_folder_of_checkpoints_says_what_is_in_it(place: Place, run: Run) -> None:
+    """If this fails, who names the folder and not the checkpoint, or the reverse of it, hears that nothing is there."""
+    for number in range(7):
+        save(place.uri(f"run/step-{number}"), {"a": 1})
+    shown = run("show", place.uri("run"))
+    assert shown.code == 3
+    assert "it has the folders step-0, step-1, step-2, step-3, step-4 and more. Name the checkpoint itself" in shown.err
+    listed = run("ls", place.root)
+    assert (listed.code, listed.out) == (0, "")
+    assert "It has the folder run: name the one that the checkpoints lie in." in listed.err
+    place.write("exported/model.safetensors", b"")
+    assert "what lies there is no cloudckpt's" in run("show", place.uri("exported")).err
+    assert "nothing lies there" in run("show", place.uri("nothing")).err

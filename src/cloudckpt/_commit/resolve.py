@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -22,6 +22,7 @@ from cloudckpt.stores.base import ObjectInfo, Store
 MANIFEST_PREFIX = "manifest"
 TORCH_METADATA_KEY = ".metadata"
 MAX_MANIFEST_BYTES = 2**31
+_MOST_NAMED = 5
 _BEGINNING = b'{"format":"cloudckpt'
 """Of every entry that cloudckpt writes, manifest or fence."""
 _RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,17})")
@@ -231,8 +232,29 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
             "cloudckpt's"
         )
     else:
-        hint = "nothing lies there. Check the URI, or list what there is with cloudckpt.list_checkpoints(root)"
+        hint = retrier.call(lambda: _instead(store))
     return CheckpointNotFoundError(f"no checkpoint is committed at {store.uri}: {hint}", uri=store.uri)
+
+
+def _instead(store: Store) -> str:
+    """What lies there, where it is nothing that a save has written."""
+    folders = list(store.list_directories())
+    if folders:
+        return (
+            f"it has the {folders_named(folders)}. Name the checkpoint itself: cloudckpt.list_checkpoints(root) lists "
+            "them"
+        )
+    if next(iter(store.list()), None) is not None:
+        return (
+            "what lies there is no cloudckpt's. Check the URI; of files, cloudckpt.import_checkpoint makes a checkpoint"
+        )
+    return "nothing lies there. Check the URI, or list what there is with cloudckpt.list_checkpoints(root)"
+
+
+def folders_named(folders: Sequence[str]) -> str:
+    """The first few of at least one, in words."""
+    more = " and more" if len(folders) > _MOST_NAMED else ""
+    return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders)[:_MOST_NAMED])}{more}"
 
 
 def _changing(store: Store) -> CheckpointChangedError:

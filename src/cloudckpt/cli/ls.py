@@ -16,6 +16,7 @@ from cloudckpt.cli._text import age, count, size
 from cloudckpt.cli._wording import as_typed
 
 if TYPE_CHECKING:
+    from cloudckpt.options import Options
     from cloudckpt.overview import CheckpointStatus
 
 _LONG = ("OBJECTS", "TENSORS", "OVERWRITES", "ATTEMPT")
@@ -53,6 +54,9 @@ def ls(
     console = Console(as_json=as_json, quiet=quiet)
     options = options_of(storage_option, endpoint_url, timeout_s=timeout)
     found = survey(root, alive_within=alive_within, check=check, options=options)
+    if not (found or as_json or quiet):
+        console.say(_nothing_in(root, options))
+        return
     _tell(console, root, found, long=long)
     if any(one.state == "denied" for one in found):
         raise typer.Exit(DENIED)
@@ -63,7 +67,6 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointStatus], *, lon
         console.document([document_of(one) for one in found])
         return
     if not found:
-        console.say(f"No checkpoint lies directly in {root}, and nothing that a save has left.")
         return
     titles = ["NAME", "AGE", "SIZE", "RANKS", "STATE", *(_LONG if long else ())]
     console.table(titles, [_row(one, long=long) for one in found], right=("AGE", "SIZE", "RANKS", *_LONG[:3]))
@@ -76,6 +79,22 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointStatus], *, lon
             console.warn(f"{one.name}: {as_typed(one.problem)}")
     if any(one.state == "garbage" for one in found):
         console.say(f"cloudckpt gc {root} tells what of the garbage can go.")
+
+
+def _nothing_in(root: str, options: Options) -> str:
+    from cloudckpt._commit.resolve import folders_named
+    from cloudckpt._transfer.retry import Retrier
+    from cloudckpt._uri import parse_location
+    from cloudckpt.stores.open import open_store
+
+    location = parse_location(root)
+    store = open_store(location, options)
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    folders = retrier.call(lambda: list(store.list_directories()))
+    text = f"No checkpoint lies directly in {location.uri}, and nothing that a save has left."
+    if not folders:
+        return text
+    return f"{text} It has the {folders_named(folders)}: name the one that the checkpoints lie in."
 
 
 def document_of(one: CheckpointStatus) -> dict[str, Any]:

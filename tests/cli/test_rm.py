@@ -7,10 +7,12 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.cli.conftest import Run, leave_unfinished, save
-from tests.e2e.places import Place
+from tests.e2e.places import Place, S3Place
+from tests.e2e.servers import FlakyS3
 
 import cloudckpt
 
@@ -112,3 +114,21 @@ def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, code: int, num_left:
         os.close(ours)
     assert done.returncode == code
     assert len(cloudckpt.list_checkpoints(tmp_path)) == num_left
+
+
+def test_what_is_gone_is_told_where_the_next_one_fails(s3: S3Place, s3_application: FlakyS3, run: Run) -> None:
+    """If this fails, a script does not learn which of several checkpoints are gone when one could not be deleted."""
+    save(s3.uri("step-1"))
+    save(s3.uri("step-2"))
+
+    def deny(method: str, url: str) -> Literal["deny"] | None:
+        return "deny" if method != "GET" and "step-2" in url else None
+
+    with s3_application.troubled(deny):
+        ended = run("rm", s3.uri("step-1"), s3.uri("step-2"), "--yes", "--json")
+    assert ended.code == 4
+    assert [(one["uri"], one["deleted"]) for one in ended.document] == [
+        (s3.uri("step-1"), True),
+        (s3.uri("step-2"), False),
+    ]
+    assert [one.name for one in cloudckpt.list_checkpoints(s3.root)] == ["step-2"]

@@ -146,3 +146,34 @@ def test_a_shell_completes(shell: str) -> None:
     assert set(offered) == {
         name for parameter in command.commands["rm"].params for name in parameter.opts if name.startswith("--")
     } | {"--help"}
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error(folder: str, closed: str) -> None:
+    """If this fails, a daemon that closes its streams cannot call a command; or a checkpoint gets what is printed."""
+    for arguments, code in ((["ls", f"{folder}/nothing"], 0), (["rm", f"{folder}/nothing"], 2)):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *_COMMAND, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            env=_environment(),
+            check=False,
+        )
+        assert (done.returncode, "Error: AttributeError" in done.stderr) == (code, False), done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_remarks_that_cannot_be_written_change_no_answer(folder: str) -> None:
+    """If this fails, a full disk under a log makes a script take a whole checkpoint for damaged."""
+    for arguments, code in ((["ls", f"{folder}/nothing"], 0), (["show", f"{folder}/nothing"], 3)):
+        with Path("/dev/full").open("wb") as full:
+            done = subprocess.run(
+                [*_COMMAND, *arguments],
+                stdin=subprocess.DEVNULL,
+                stderr=full,
+                timeout=200,
+                env=_environment(),
+                check=False,
+            )
+        assert done.returncode == code

@@ -21,6 +21,7 @@ _PLAINLY = {"✓": "+", "✗": "x", "–": "-", "…": "..."}  # noqa: RUF001  #
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command, and exit with its status."""
+    _open_what_is_closed()
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         print("The command line needs Typer and Rich: pip install 'cloudckpt[cli]'", file=sys.stderr)  # noqa: T201  # as a command does
         sys.exit(_WRONG_USAGE)
@@ -37,6 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     _ending.listen()
     app(args=None if arguments is None else list(arguments), prog_name="cloudckpt")
     sys.exit(0)
+
+
+def _open_what_is_closed() -> None:
+    """A stream that the caller has closed leads nowhere: else the next file that is opened gets its number.
+
+    That could be a checkpoint's, and torch writes its warnings to that number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  # for as long as the process
 
 
 def _plainly(error: UnicodeError) -> tuple[str | bytes, int]:

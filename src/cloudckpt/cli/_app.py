@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
 from cloudckpt.cli import bench, cp, diff, doctor, export, gc, import_, ls, rm, show, verify
+from cloudckpt.cli._console import tell
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of
 
 
@@ -24,7 +25,7 @@ class _Commands(TyperGroup):
             found = super().invoke(ctx)
             sys.stdout.flush()  # while a failure of it can be told
         except KeyboardInterrupt:
-            print("Interrupted.", file=sys.stderr)  # noqa: T201  # as a command does
+            tell("Interrupted.\n")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # of a command's own output; all others are told as errors of a store
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more fails when Python flushes at its end
@@ -44,10 +45,10 @@ class _Commands(TyperGroup):
         if code is None:
             return
         if ctx.params.get("verbose"):
-            traceback.print_exc()
+            tell(traceback.format_exc())
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         flags = {name for parameter in (command.params if command else ()) for name in parameter.opts}
-        print(message_of(error, flags=flags), file=sys.stderr)  # noqa: T201  # as a command does
+        tell(message_of(error, flags=flags) + "\n")
         raise typer.Exit(code) from None
 
 

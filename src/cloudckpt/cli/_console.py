@@ -16,6 +16,15 @@ _MOST_FOLDED = 500
 """Rows. A longer table is left to the terminal to break."""
 
 
+def tell(text: str) -> None:
+    """To stderr. Where that cannot be written, as on a full disk, the result and the exit code count all the same."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing more fails, when Python flushes at its end either
+
+
 class Progress:
     """How far something long is. Safe to call from any thread."""
 
@@ -68,8 +77,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Something that has to be known, however quiet the command was asked to be."""
-        sys.stderr.write(plain_line(text) + "\n")
-        sys.stderr.flush()
+        tell(plain_line(text) + "\n")
 
     @property
     def is_interactive(self) -> bool:
@@ -78,8 +86,7 @@ class Console:
 
     def confirms(self, question: str) -> bool:
         """Whether the user says yes."""
-        sys.stderr.write(f"{plain_line(question)} [y/N] ")
-        sys.stderr.flush()
+        tell(f"{plain_line(question)} [y/N] ")
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     @contextlib.contextmanager

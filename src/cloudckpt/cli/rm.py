@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,24 +46,23 @@ def rm(
         raise typer.Exit(WRONG_USAGE)
     options = options_of(storage_option, endpoint_url, timeout_s=timeout)
     doomed = {uri: _lying_at(uri, options) for uri in dict.fromkeys(uris)}
-    documents: list[dict[str, Any]] = []
-    for uri, found in doomed.items():
-        documents.append({"uri": uri, "deleted": not dry_run, "found": [document_of(one) for one in found]})
-        if not as_json:
-            for one in found:
-                console.line(_told(one, is_dry=dry_run))
-    if dry_run:
-        if as_json:
-            console.document(documents)
-        return
-    if not yes and not console.confirms(f"Delete {count(len(doomed), 'checkpoint')} for good?"):
+    if not as_json:
+        for one in itertools.chain.from_iterable(doomed.values()):
+            console.line(_told(one, is_dry=dry_run))
+    if not (yes or dry_run or console.confirms(f"Delete {count(len(doomed), 'checkpoint')} for good?")):
         console.say("Nothing was deleted.")
         raise typer.Exit(NO)
-    for uri in doomed:
-        delete(uri, options=options)
-        console.say(f"Deleted {uri}.")
-    if as_json:
-        console.document(documents)
+    documents: list[dict[str, Any]] = [
+        {"uri": uri, "deleted": False, "found": [document_of(one) for one in found]} for uri, found in doomed.items()
+    ]
+    try:
+        for document in [] if dry_run else documents:
+            delete(document["uri"], options=options)
+            document["deleted"] = True
+            console.say(f"Deleted {document['uri']}.")
+    finally:
+        if as_json:  # what is gone is told, whatever ends it
+            console.document(documents)
 
 
 def _lying_at(uri: str, options: Options) -> list[CheckpointStatus]:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.main
 from rich.cells import cell_len
 from tests.cli.conftest import save
 
+import cloudckpt
 from cloudckpt.cli import _console
 from cloudckpt.cli._app import app
 
@@ -106,6 +108,23 @@ def test_who_stops_reading_is_not_told_of_it(folder: str) -> None:
     finally:
         os.close(its)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_result_that_was_cut_is_no_success(unbuffered: str, tmp_path: Path) -> None:
+    """If this fails, a script in a container, where Python often buffers nothing, takes half a document for a whole."""
+    cloudckpt.save({f"layers.{number}": torch.zeros(1) for number in range(2000)}, tmp_path / "many")
+    with subprocess.Popen(
+        [*_COMMAND, "show", "--json", f"{tmp_path}/many"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(PYTHONUNBUFFERED=unbuffered),
+    ) as running:
+        assert running.stdout is not None
+        assert os.read(running.stdout.fileno(), 1) == b"{"
+        running.stdout.close()  # while the rest, more than a pipe holds, is being written
+        _, told = running.communicate(timeout=200)
+    assert (running.returncode, told) == (141, b"")
 
 
 def test_a_long_table_takes_no_long_time(monkeypatch: pytest.MonkeyPatch) -> None:

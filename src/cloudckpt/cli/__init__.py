@@ -22,6 +22,7 @@ _PLAINLY = {"✓": "+", "✗": "x", "–": "-", "…": "..."}  # noqa: RUF001  #
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command, and exit with its status."""
     _open_what_is_closed()
+    _buffer_results()
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         print("The command line needs Typer and Rich: pip install 'cloudckpt[cli]'", file=sys.stderr)  # noqa: T201  # as a command does
         sys.exit(_WRONG_USAGE)
@@ -48,6 +49,17 @@ def _open_what_is_closed() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  # for as long as the process
+
+
+def _buffer_results() -> None:
+    """Python that is to buffer nothing (``PYTHONUNBUFFERED``, as in many containers) writes once, and forgets the rest.
+
+    Where a pipe or a full disk takes only a part, a result would end in the middle, and the command with 0.
+    """
+    unbuffered = getattr(sys.stdout, "buffer", None)
+    if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(unbuffered, io.RawIOBase):
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(unbuffered), encoding, errors, line_buffering=True)
 
 
 def _plainly(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -393,6 +393,16 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path, body: bytes, what: str) 
     assert not (tmp_path / "step-1").exists()
 
 
+def test_a_folder_of_something_else_says_what_it_is(tmp_path: Path) -> None:
+    """If this fails, who forgot the format searches for an error in the URI."""
+    cloudckpt.save({"w": torch.ones(2)}, tmp_path / "ours")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    (tmp_path / "empty").mkdir()
+    for name, hint in (("ours", r"cloudckpt\.copy"), ("torchs", "format='dcp'"), ("empty", "format='torch'")):
+        with pytest.raises(cloudckpt.CheckpointNotFoundError, match=hint):
+            cloudckpt.import_checkpoint(tmp_path / name, tmp_path / "step-1")
+
+
 def test_sources_that_do_not_say_what_counts_are_refused(tmp_path: Path) -> None:
     """If this fails, one of two tensors of a name is taken, or a model with a hole in it."""
     hub = tmp_path / "hub"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from cloudckpt._commit.resolve import MANIFEST_PREFIX, TORCH_METADATA_KEY
 from cloudckpt._convert.bodies import TensorBytes
 from cloudckpt._convert.names import shown
 from cloudckpt._convert.safetensors_header import FileTensor, parsed_header
@@ -132,7 +133,7 @@ class SafetensorsSource:
                 names = [key for key in here if key.endswith(_SUFFIX)]
                 if not names:
                     raise CheckpointNotFoundError(
-                        f"no safetensors file lies at {self._location.uri}. Check the URI", uri=self._location.uri
+                        f"no safetensors file lies at {self._location.uri}{_instead(here)}", uri=self._location.uri
                     )
                 return [self._head(key) for key in names], None
             if len(indices) > 1 and INDEX_NAME not in indices:
@@ -207,3 +208,12 @@ class SafetensorsSource:
             fetch(context.store, context.retrier, key=key, begin=begin, views=views)
         except ObjectNotFoundError as error:
             raise self._missing(key) from error
+
+
+def _instead(keys: Sequence[str]) -> str:
+    """What `keys` without safetensors files are, and what to do with it."""
+    if TORCH_METADATA_KEY in keys:
+        return ", but a checkpoint of torch's own writer: cloudckpt.import_checkpoint(…, format='dcp') takes it"
+    if any(key.startswith(MANIFEST_PREFIX) for key in keys):
+        return ", but a checkpoint of cloudckpt's: cloudckpt.copy copies it"
+    return ". Check the URI; for a file of torch.save, pass format='torch'"

@@ -46,6 +46,8 @@ _ANYWHERE: tuple[tuple[str, str], ...] = (
     (r"\bcloudckpt\.list_checkpoints\(root\)", "cloudckpt ls ROOT"),
     (r"\(cloudckpt\.latest\)", "(cloudckpt ls)"),
     (r"\bcloudckpt\.import_checkpoint\(…, format='dcp'\)", "cloudckpt import --format dcp"),
+    (r"\bformat='torch'", "--format torch"),
+    (r"\bcloudckpt\.copy\b", "cloudckpt cp"),
     (r", or cloudckpt\.import_checkpoint\b", ""),
     (r"\bcloudckpt\.import_checkpoint\b", "cloudckpt import"),
     (r"\bLoad it with allow_pickle=True and save it with cloudckpt\b", "cloudckpt import --format dcp makes one of it"),

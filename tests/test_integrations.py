@@ -7,6 +7,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, state_of
 
 import cloudckpt
@@ -50,6 +52,13 @@ def test_only_steps_are_in_the_way_of_training(memory: Memory) -> None:
     memory.at("step-9").fail("list", error=lambda: _DENIED, times=100)
     with pytest.raises(AccessDeniedError):  # it might be in the way
         steps_under(memory.root, cloudckpt.Options())
+
+
+def test_steps_of_torchs_own_writer_are_in_the_way_too(tmp_path: Path) -> None:
+    """If this fails, training that goes on from step 1 comes hours later to a step that no save may replace."""
+    cloudckpt.save(state_of(), tmp_path / "step-1")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert steps_under(str(tmp_path), cloudckpt.Options()) == [1, 2]
 
 
 def test_what_could_run_code_is_not_unpickled() -> None:

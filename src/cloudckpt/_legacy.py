@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from cloudckpt._transfer.download import fetch
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsafePickleError
+from cloudckpt.errors import CloudckptError, CorruptCheckpointError, UnsafePickleError, UnsupportedFormatError
 from cloudckpt.options import MIB
 from cloudckpt.stores.base import Store
 
 _BUFFER_BYTES = 4 * MIB
+_CUT = (EOFError, pickle.UnpicklingError)
+"""What no version of a pickle raises that is whole."""
 
 
 class TorchCheckpointReader(FileSystemReader):
@@ -50,8 +53,11 @@ def read_torch_metadata(
         return reader, reader.read_metadata()
     except CloudckptError:
         raise
+    except _CUT as error:
+        raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
     except Exception as error:  # a pickle can raise anything
-        raise CorruptCheckpointError(
+        # Not told as damage, for which a checkpoint is passed over, or replaced: it may be all right.
+        raise UnsupportedFormatError(
             f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error}): it is damaged, or of a newer "
             f"torch than this one ({torch.__version__}), or of a newer Python",
             uri=uri,

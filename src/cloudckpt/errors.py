@@ -271,11 +271,15 @@ class InvalidManifestError(CorruptCheckpointError):
 
 
 class UnsupportedFormatError(CheckpointError):
-    """The checkpoint was written in a newer major version of the format, or through an extension not known here."""
+    """The checkpoint was written in a newer major version of the format, through an extension not known here, or by
+    torch's own writer and, as it seems, in a newer version.
+    """
 
 
 class UnsupportedValueError(CheckpointError):
-    """The state dict holds a value that the format cannot store, or a tensor without memory to load into."""
+    """The state dict holds a value that the format cannot store, or a tensor without memory to load into; or what was
+    saved is whole, and no such object can be made of it here.
+    """
 
 
 class StateDictMismatchError(CheckpointError):

@@ -47,7 +47,7 @@ def _verified(location: Location, options: Options) -> VerifyReport:
     found, problems = _manifests(location, options)
     for context, manifest in found:
         of_one = VerifyJob(context, manifest).run()
-        if of_one and _has_changed(context, manifest):
+        if of_one and has_changed(context, manifest):
             raise CheckpointChangedError(
                 f"{context.uri} was overwritten or removed while it was being verified. Verify again", uri=context.uri
             )
@@ -109,7 +109,8 @@ def _of_ranks(
     return found, problems
 
 
-def _has_changed(context: Context, manifest: Manifest) -> bool:
+def has_changed(context: Context, manifest: Manifest) -> bool:
+    """Whether something else counts there by now, or nothing."""
     try:
         return resolve(context.store, context.new_retrier()).manifest.attempt != manifest.attempt
     except (CheckpointNotFoundError, CheckpointChangedError):

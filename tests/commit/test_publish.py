@@ -293,6 +293,9 @@ def test_nothing_there_is_told_from_something_unfinished(store: FaultyStore) -> 
     """If this fails, a user whose save was killed looks for a typing error in the URI, or the other way round."""
     with pytest.raises(CheckpointNotFoundError, match="nothing lies there"):
         resolve(store, retrier())
+    store.fail("list_directories", error=lambda: permanent("list_directories"))
+    with pytest.raises(CheckpointNotFoundError, match="check the URI"):  # what it says instead is a hint
+        resolve(store, retrier())
     put(store, "data/a/0-0.safetensors", b"x")
     with pytest.raises(CheckpointNotFoundError, match="unfinished or failed save"):
         resolve(store, retrier())

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,70 @@ def test_a_service_that_may_not_copy_is_done_without(root_of: Root) -> None:
     report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(wrap_store=faults))
     assert report.num_service_bytes == report.num_read_back_bytes == 0
     assert bits(loaded(state, f"{root}/b")) == bits(state)
+
+
+class _Choosy(WrappedStore):
+    """Copies by its service, but for the `refused`-th object, of which it says `error`."""
+
+    def __init__(self, inner: Any, refused: int, error: type[cloudckpt.StoreError]) -> None:
+        super().__init__(inner)
+        self.refused, self.error, self.num_asked = refused, error, 0
+
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        self.num_asked += 1
+        if self.num_asked == self.refused:
+            raise self.error("not this one", key=self.inner.url(target_key), operation="copy_from")
+        return self.inner.copy_from(source_url, target_key, tried=tried)
+
+
+@pytest.mark.parametrize("error", [cloudckpt.AccessDeniedError, cloudckpt.ObjectNotFoundError])
+def test_one_object_that_the_service_does_not_copy_ends_nothing_else(
+    root_of: Root, error: type[cloudckpt.StoreError]
+) -> None:
+    """If this fails, one object under a key of its own makes all others go through this machine; or an upload that
+    somebody has aborted is told as damage of the source.
+    """
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    state = {f"w{number}": torch.full((500,), float(number)) for number in range(20)}
+    save(state, source, object_bytes=KIB)
+    stores: list[_Choosy] = []
+
+    def choosy(inner: Any) -> _Choosy:
+        stores.append(_Choosy(inner, 3, error))
+        return stores[-1]
+
+    report = cloudckpt.copy(source, target, target_options=Options(wrap_store=choosy, connections=1))
+    assert [store.num_asked for store in stores] == [20]
+    assert report.num_service_bytes == report.num_bytes // 20 * 19
+    assert bits(loaded(state, target)) == bits(state)
+
+
+class _Endless(WrappedStore):
+    """Of the first two objects after the trial, one takes requests without an end, and the other fails meanwhile."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self._numbers = itertools.count()
+        self._is_under_way = threading.Event()
+
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        number = next(self._numbers)
+        while number == 1:
+            tried(self._is_under_way.set)
+        if number == 2:
+            self._is_under_way.wait()
+            raise cloudckpt.CredentialsError("expired", key=self.inner.url(target_key), operation="copy_from")
+        return self.inner.copy_from(source_url, target_key, tried=tried)
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_does_not_wait_for_all_requests_of_another_object(root_of: Root) -> None:
+    """If this fails, a copy that has failed, or was interrupted, goes on for the 2,000 parts of a large object."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    save({f"w{number}": torch.full((500,), float(number)) for number in range(4)}, source, object_bytes=KIB)
+    with pytest.raises(cloudckpt.CredentialsError, match="expired"):
+        cloudckpt.copy(source, target, target_options=Options(wrap_store=_Endless, connections=2))
+    assert contents(target) == {}
 
 
 class _TwoKinds(_Service):

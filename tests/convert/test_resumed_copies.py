@@ -127,6 +127,63 @@ def test_what_the_first_of_many_tries_copied_is_used_by_the_last(root_of: Root) 
     assert report.num_reused_bytes // (report.num_bytes // 20) == 18
 
 
+def test_nothing_is_written_where_one_rank_is_of_something_else(root_of: Root) -> None:
+    """If this fails, a copy that is refused has already put ranks of a new save beside those of an old one."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    for rank in range(2):
+        saved(f"{source}/rank-{rank}", rank + 1)
+    cloudckpt.copy(source, target, target_options=Options(resume=True))
+    for rank in (1, 2):  # and rank 0 has not come to it yet
+        saved(f"{source}/rank-{rank}", 10 + rank, overwrite=rank == 1)
+    before = contents(target)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target, target_options=Options(resume=True))
+    assert contents(target) == before
+
+
+@pytest.mark.parametrize("how", ["overwritten", "deleted"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_replaced_while_it_is_compared_is_not_called_damaged(
+    root_of: Root, how: str, *, overwrite: bool
+) -> None:
+    """If this fails, a copy tells to delete what another job has just saved, or replaces it unasked."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    saved(source)
+    cloudckpt.copy(source, target, target_options=Options(resume=True))
+
+    done: list[Call] = []
+
+    def act(call: Call) -> None:
+        if not done:
+            done.append(call)
+            if how == "deleted":
+                cloudckpt.delete(target)
+            else:
+                saved(target, 2, overwrite=True)
+
+    seen = Faults(Rule(fault=Tell(before=act), operations={"head"}, key="data/", times=None))
+    with pytest.raises(cloudckpt.CheckpointChangedError, match="while it was being compared"):
+        cloudckpt.copy(source, target, overwrite=overwrite, target_options=Options(resume=True, wrap_store=seen))
+    assert done
+
+
+def test_progress_reaches_its_end_where_a_damaged_copy_is_replaced(root_of: Root) -> None:
+    """If this fails, the bar of a copy that did all its work stands still in the middle."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    saved(source)
+    cloudckpt.copy(source, target, target_options=Options(resume=True))
+    damage.truncate(store_at(target), min(key for key in contents(target) if key.startswith("data/")), size_bytes=50)
+    told: list[tuple[int, int]] = []
+    cloudckpt.copy(
+        source,
+        target,
+        overwrite=True,
+        target_options=Options(resume=True),
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert told[-1][0] == told[-1][1]
+
+
 @pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("memory", "memory"), ("path", "s3"), ("path", "gs")])
 @pytest.mark.parametrize("how", ["bit", "short", "gone"])
 def test_what_is_there_and_is_not_right_is_copied_again(root_of: Root, one: str, other: str, how: str) -> None:

@@ -971,6 +971,50 @@ def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pyt
     assert memory.all_keys("step-1") == memory.all_keys("step-2") == []
 
 
+@pytest.mark.parametrize("is_own", [False, True])
+def test_what_is_half_removed_goes_a_day_later(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, *, is_own: bool
+) -> None:
+    """If this fails, what a removal left that the store ended is there for ever, and nobody reads it any more."""
+    manager = CheckpointManager(memory.root, keep_last=1)
+    save_all(manager if is_own else CheckpointManager(memory.root), 1)
+    memory.at("step-1").fail("delete", key_part="data/", error=lambda: denied("delete"), times=1)
+    save_all(manager, 2, 3)
+    assert memory.all_keys("step-1")
+    monkeypatch.setattr("cloudckpt._manager.retention._ALIVE", timedelta(0))
+    save_all(manager, 4, 5)
+    assert memory.all_keys("step-1") == []
+
+
+class _Config:
+    """Of the user's program, in two versions of it."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = values
+
+    def __reduce__(self) -> Any:
+        return _Config, self.values
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_what_this_program_cannot_make_of_a_whole_step_is_no_damage(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, step: int | None
+) -> None:
+    """If this fails, a class that has changed makes a job go back, and write over the step that was all right."""
+    monkeypatch.setattr("torch.serialization.get_unsafe_globals_in_checkpoint", lambda _: [])
+    manager = CheckpointManager(memory.root, async_=False, keep_last=1)
+    with torch.serialization.safe_globals([_Config]):
+        manager.save(1, state_of(1.0))
+        manager.save(2, {**state_of(2.0), "config": _Config(7)})
+        monkeypatch.setattr(_Config, "__init__", lambda _, a, b: None)
+        later = CheckpointManager(memory.root, async_=False)
+        with pytest.raises(cloudckpt.UnsupportedValueError, match=r"'config' of .*step-2 .*its class has changed"):
+            later.restore({**state_of(), "config": None}, step)
+        cloudckpt.verify(f"{memory.root}/step-2")
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            later.save(2, state_of(3.0))
+
+
 def test_a_step_that_was_removed_and_is_saved_again_counts(memory: Memory) -> None:
     """If this fails, a step that was known to be gone is overlooked once it is there again, and an older one stays."""
     manager = CheckpointManager(memory.root, keep_last=1)

@@ -16,6 +16,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     InvalidManifestError,
     ObjectNotFoundError,
+    StoreError,
 )
 from cloudckpt.stores.base import ObjectInfo, Store
 
@@ -232,7 +233,10 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
             "cloudckpt's"
         )
     else:
-        hint = retrier.call(lambda: _instead(store))
+        try:
+            hint = retrier.call(lambda: _instead(store))
+        except StoreError:  # it is a hint, so no failure counts
+            hint = "check the URI"
     return CheckpointNotFoundError(f"no checkpoint is committed at {store.uri}: {hint}", uri=store.uri)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from cloudckpt._convert.bodies import CopiedBody, missing
+from cloudckpt._convert.bodies import CopiedBody
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import is_one_service, part_bytes_for, upload_session
 from cloudckpt._convert.target import TargetJob
@@ -27,6 +27,7 @@ from cloudckpt._transfer.upload import UploadSession
 from cloudckpt._workers import each_done
 from cloudckpt.errors import (
     AccessDeniedError,
+    CloudckptError,
     CorruptCheckpointError,
     IncompleteSaveError,
     ObjectNotFoundError,
@@ -165,16 +166,14 @@ class CopyJob:
         outcomes: dict[int, _Outcome] = {}  # each written by one thread
 
         def ask(number: int) -> None:
-            if refused:
-                return
             stored = self._manifest.objects[number]
             try:
                 said = target.store.copy_from(source.store.url(stored.key), keys[number], tried=target.retrier.call)
-            except (UnsupportedOperationError, AccessDeniedError) as error:
-                refused.append(error)  # who may read and write may still not be allowed this
+            # Who may read and write may still not be allowed this. What is not found is the source, or an upload that
+            # somebody has aborted: reading the source will say.
+            except (UnsupportedOperationError, AccessDeniedError, ObjectNotFoundError) as error:
+                refused.append(error)
                 return
-            except ObjectNotFoundError as error:
-                raise missing(source, stored, self._contents[number]) from error
             if said == combined(unpack_tiles(stored.crc32c), tile_bytes=tile_bytes, size_bytes=stored.size):
                 outcomes[number] = "told"
             elif said is None and self._is_good(number, keys[number], arena):
@@ -188,7 +187,7 @@ class CopyJob:
             if number in outcomes:
                 self._count(number, keys[number], outcomes[number])
         if refused:
-            _log.info("the service does not copy, so that what is left is read and written: %s", refused[0])
+            _log.info("%d objects are read and written, which the service did not copy: %s", len(refused), refused[0])
 
     def _each(self, numbers: list[int], work: Callable[[int], None]) -> Iterator[int]:
         return each_done(
@@ -196,7 +195,8 @@ class CopyJob:
             work,
             num_threads=self._target.first_connections,
             name="cloudckpt-copy",
-            on_failure=self._target.retrier.stop,
+            # One call can take thousands of requests: none of them begins any more.
+            on_failure=lambda: self._target.retrier.stop(CloudckptError("the copy of another object failed")),
         )
 
     def _reused(self, num_bytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -25,6 +26,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
 )
 from cloudckpt.options import Options
+from cloudckpt.verification import has_changed
 
 _log = logging.getLogger("cloudckpt")
 
@@ -108,15 +110,22 @@ def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tupl
     if not ranks:
         resolve(source.store, source.retrier)  # which says what lies there instead
     pairs = [(_at_rank(source, rank), _at_rank(target, rank)) for rank in sorted(ranks, reverse=True)]
-    if not _is_whole_copy(target, *pairs[-1]):
+    if not _is_of_copy(target, pairs):
         TargetJob(target, save_id="").check(overwrite=overwrite)
     return pairs
 
 
-def _is_whole_copy(target: Context, source_0: Context, target_0: Context) -> bool:
-    """Whether an earlier copy had come to its end, which is rank 0's; what is not of it there, each rank will see."""
-    if not target.options.resume or _copy_at(target_0, resolve(source_0.store, source_0.retrier).manifest) is None:
+def _is_of_copy(target: Context, pairs: Sequence[tuple[Context, Context]]) -> bool:
+    """Whether an earlier copy had come to its end, which is rank 0's, and nothing else of a rank lies there.
+
+    Else the ranks before the one that is refused would be written beside what is there.
+    """
+    if not target.options.resume:
         return False
+    for source_rank, target_rank in reversed(pairs):
+        is_there = target_rank.rank == 0 or read_log(target_rank.store, target_rank.retrier).counting is not None
+        if is_there and _copy_at(target_rank, resolve(source_rank.store, source_rank.retrier).manifest) is None:
+            return False
     return read_log(target.store, target.retrier).counting is None and not target.retrier.call(
         lambda: holds_torch_checkpoint(target.store)
     )
@@ -177,11 +186,16 @@ def _is_whole(target: Context, there: Manifest, progress: Progress, *, overwrite
 
     Where not, raises `CorruptCheckpointError` unless it may be replaced.
     """
-    num_bytes = sum(stored.size for stored in there.objects)
+    num_bytes, before_bytes = sum(stored.size for stored in there.objects), progress.done_bytes
     progress.expect(num_bytes)
     problems = VerifyJob(target, there, on_read=progress.add).run()
     if not problems:
         return True
+    if has_changed(target, there):
+        raise CheckpointChangedError(
+            f"{target.uri} was overwritten or removed while it was being compared. Nothing was written; copy again",
+            uri=target.uri,
+        )
     told = f"{problems[0]}; and {len(problems) - 1} more" if len(problems) > 1 else problems[0]
     what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {told}"
     if not overwrite:
@@ -191,6 +205,7 @@ def _is_whole(target: Context, there: Manifest, progress: Progress, *, overwrite
             problems=problems,
         )
     _log.warning("%s. It is copied again", what)
+    progress.add(before_bytes + num_bytes - progress.done_bytes)  # of the rest there is nothing to be read
     return False
 
 

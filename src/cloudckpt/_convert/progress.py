@@ -19,6 +19,11 @@ class Progress:
         self._done_bytes = 0
         self._total_bytes = total_bytes
 
+    @property
+    def done_bytes(self) -> int:
+        """So far."""
+        return self._done_bytes
+
     def expect(self, num_bytes: int) -> None:
         """`num_bytes` more are to be done."""
         with self._lock:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
 from cloudckpt._manager.made import Made
 
 
 class Damage:
-    """Of one manager's steps."""
+    """Of one manager's steps. Threads of saves may tell of a commit at any time."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._steps: frozenset[int] = frozenset()
         self._mended: Made | None = None
         """The last save of a step that was found damaged."""
@@ -22,8 +24,9 @@ class Damage:
 
     def note(self, steps: Iterable[int]) -> None:
         """They were found damaged, whatever was saved there before."""
-        self._steps = self._steps.union(steps)
-        self._mended = None
+        with self._lock:
+            self._steps = self._steps.union(steps)
+            self._mended = None
 
     def saving(self, made: Made) -> None:
         """A save that may mend a step."""
@@ -32,7 +35,8 @@ class Damage:
 
     def committed(self, step: int) -> None:
         """What lies there is another one now."""
-        self._steps -= {step}
+        with self._lock:
+            self._steps -= {step}
 
     def is_to_mend(self, step: int) -> bool:
         """Whether what is there is damaged, also by the word of the last save there, whose callback may be late."""

@@ -60,7 +60,7 @@ class Retention:
         self._traces: dict[int, datetime] = {}
         """Steps that are known to be deleted, and since when."""
         self._own: set[int] = set()
-        """Steps that were committed here, and not removed since."""
+        """Steps that were committed here since the store was last asked what there is."""
         self._last: int | None = None
         """The one that was committed here last."""
         self._refused: set[int] = set()
@@ -147,6 +147,7 @@ class Retention:
         try:
             with self._changed:
                 known, last = set(self._traces), self._last
+                self._own.clear()
             seen = self._judged(without=known)
             infos = [one.info for one in seen if one.info is not None]
             closed = [one for one in seen if one.denied is not None]
@@ -200,7 +201,6 @@ class Retention:
                 return str(error)
         if why is None:
             with self._changed:
-                self._own.discard(info.step)
                 self._traces[info.step] = datetime.now(timezone.utc)
             _log.info("removed %s, which is superseded", info.uri)
             self._emit("retention.removed", info.uri)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cloudckpt.errors import CorruptCheckpointError, UnsafePickleError
+from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
 
 # Beyond torch's own list of harmless types; more come from torch.serialization.add_safe_globals.
 _HARMLESS = (io.BytesIO,)
@@ -17,7 +17,7 @@ _HARMLESS = (io.BytesIO,)
 def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
     """The object that ``torch.save`` wrote, under ``weights_only=True``.
 
-    Raises `UnsafePickleError` where that is refused, `CorruptCheckpointError` where the bytes are no such object.
+    Raises `UnsafePickleError` where that is refused, `UnsupportedValueError` where no such object can be made.
     """
     try:
         # For good: taking it off the list again would also take it off for others who had put it there.
@@ -31,7 +31,13 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
             uri=uri,
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{fqn!r} of {uri} cannot be loaded: {error}", uri=uri) from error
+        # Its bytes are those that were saved: they were compared before.
+        raise UnsupportedValueError(
+            f"{fqn!r} of {uri} cannot be made here of what was saved ({type(error).__name__}: {error}): its class has "
+            "changed since, or it holds tensors of a device that this machine lacks. Leave it out, or load it where it "
+            "was saved",
+            uri=uri,
+        ) from error
 
 
 def unsafe_names(stored: bytes | bytearray | str) -> str:

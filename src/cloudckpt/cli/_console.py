@@ -17,12 +17,9 @@ _MOST_FOLDED = 500
 
 
 def tell(text: str) -> None:
-    """To stderr. Where that cannot be written, as on a full disk, the result and the exit code count all the same."""
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing more fails, when Python flushes at its end either
+    """To stderr, at once."""
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 class Progress:

@@ -20,8 +20,9 @@ def steps_under(root: str, options: Options) -> list[int]:
     """
 
     def find() -> list[int]:
-        found = Steps(parse_location(root), options, alone_ranks=None).found(with_metrics=False)
-        return sorted(info.step for info in found)
+        steps = Steps(parse_location(root), options, alone_ranks=None)
+        # A save meets those of torch's own writer, too.
+        return sorted({*(info.step for info in steps.found(with_metrics=False)), *steps.of_torch()})
 
     return Ranks(None, no_dist=False, root=root, timeout_s=options.timeout_s).agreed("find", find)
 

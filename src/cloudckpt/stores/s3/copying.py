@@ -111,7 +111,7 @@ def _copy_parts(
         is_ours = _complete(session, operation, target, upload_id=upload_id, parts=parts, tried=tried)
     except BaseException:
         try:
-            tried(lambda: abort_upload(session, operation, target, upload_id))
+            abort_upload(session, operation, target, upload_id)  # once: `tried` may begin nothing any more
         except StoreError as error:  # the first failure is what it is about
             _log.warning("could not abort the upload to %s, gc will: %s", session.url(target), error)
         raise

@@ -24,8 +24,9 @@ from cloudckpt.options import MIB
 from cloudckpt.stores.base import Store
 
 _BUFFER_BYTES = 4 * MIB
-_CUT = (EOFError, pickle.UnpicklingError)
-"""What no version of a pickle raises that is whole."""
+_METADATA_KEY = ".metadata"
+_END = pickle.STOP
+"""The last byte of a pickle of any version, so that one without it was cut."""
 
 
 class TorchCheckpointReader(FileSystemReader):
@@ -53,15 +54,22 @@ def read_torch_metadata(
         return reader, reader.read_metadata()
     except CloudckptError:
         raise
-    except _CUT as error:
-        raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
-    except Exception as error:  # a pickle can raise anything
+    except Exception as error:  # a pickle can raise anything, also where it is whole
+        if _is_cut(store, retrier):
+            raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
         # Not told as damage, for which a checkpoint is passed over, or replaced: it may be all right.
         raise UnsupportedFormatError(
             f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error}): it is damaged, or of a newer "
             f"torch than this one ({torch.__version__}), or of a newer Python",
             uri=uri,
         ) from error
+
+
+def _is_cut(store: Store, retrier: Retrier) -> bool:
+    with _ObjectFile(store, retrier, _METADATA_KEY) as file:
+        size_bytes = file.seek(0, io.SEEK_END)
+        file.seek(max(size_bytes - len(_END), 0))
+        return file.read(len(_END)) != _END
 
 
 class _StoreFiles(FileSystemBase):

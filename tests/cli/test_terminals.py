@@ -127,6 +127,32 @@ def test_a_result_that_was_cut_is_no_success(unbuffered: str, tmp_path: Path) ->
     assert (running.returncode, told) == (141, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_who_calls_a_command_keeps_the_streams(unbuffered: str) -> None:
+    """If this fails, a program that runs a command in its own process cannot print any more."""
+    program = """
+import io, sys
+from cloudckpt.cli import main
+for stream in (sys.stdout, io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), write_through=True)):
+    before, sys.stdout = sys.stdout, stream
+    try:
+        main(["--version"])
+    except SystemExit:
+        sys.stdout = before
+    stream.write("after\\n")
+    stream.flush()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=_environment(PYTHONUNBUFFERED=unbuffered),
+        check=True,
+    )
+    assert done.stdout.count("after") == 2, done.stderr
+
+
 def test_a_long_table_takes_no_long_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, ``show`` of a large model spends its time in laying out cells that all fit."""
     monkeypatch.setattr(_console, "_print_folded", None)

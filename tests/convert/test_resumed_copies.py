@@ -141,6 +141,32 @@ def test_nothing_is_written_where_one_rank_is_of_something_else(root_of: Root) -
     assert contents(target) == before
 
 
+def test_a_rank_that_the_source_lacks_makes_it_no_copy(root_of: Root) -> None:
+    """If this fails, a folder with a rank of another save in it is called the copy of this one."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    for rank in range(2):
+        saved(f"{source}/rank-{rank}", rank + 1)
+    cloudckpt.copy(source, target, target_options=Options(resume=True))
+    saved(f"{target}/rank-2", 9)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target, target_options=Options(resume=True))
+    cloudckpt.delete(f"{target}/rank-2")
+    assert cloudckpt.copy(source, target, target_options=Options(resume=True)).was_there
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_ranks_of_another_save_are_seen_before_the_first_is_written(root_of: Root, *, resume: bool) -> None:
+    """If this fails, a copy that is refused has put its ranks beside those that another job is writing."""
+    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
+    for rank in range(4):
+        saved(f"{source}/rank-{rank}", rank + 1)
+    saved(f"{target}/rank-1", 9)
+    before = contents(target)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(source, target, target_options=Options(resume=resume))
+    assert contents(target) == before
+
+
 @pytest.mark.parametrize("how", ["overwritten", "deleted"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_what_is_replaced_while_it_is_compared_is_not_called_damaged(
@@ -154,17 +180,16 @@ def test_what_is_replaced_while_it_is_compared_is_not_called_damaged(
     done: list[Call] = []
 
     def act(call: Call) -> None:
-        if not done:
-            done.append(call)
-            if how == "deleted":
-                cloudckpt.delete(target)
-            else:
-                saved(target, 2, overwrite=True)
+        done.append(call)
+        if how == "deleted":
+            cloudckpt.delete(target)
+        else:
+            saved(target, 2, overwrite=True)
 
-    seen = Faults(Rule(fault=Tell(before=act), operations={"head"}, key="data/", times=None))
+    seen = Faults(Rule(fault=Tell(before=act), operations={"head"}, key="data/", times=1))
     with pytest.raises(cloudckpt.CheckpointChangedError, match="while it was being compared"):
         cloudckpt.copy(source, target, overwrite=overwrite, target_options=Options(resume=True, wrap_store=seen))
-    assert done
+    assert len(done) == 1
 
 
 def test_progress_reaches_its_end_where_a_damaged_copy_is_replaced(root_of: Root) -> None:

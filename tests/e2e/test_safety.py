@@ -153,11 +153,28 @@ class _OfANewerTorch:
         return TensorProperties.__new__, (TensorProperties,), (1, 2, 3, 4, 5, 6, 7)
 
 
-def test_metadata_of_a_newer_torch_are_not_called_damaged_alone(tmp_path: Path) -> None:
+class _WithAnotherState:
+    """As a class that was given a state of its own in a newer torch."""
+
+    def __getstate__(self) -> Any:
+        return 1, 2
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def test_metadata_of_a_newer_torch_are_not_called_damaged_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If this fails, a checkpoint that is all right is thrown away: only the torch that is to read it is too old."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_OfANewerTorch()))
     with pytest.raises(cloudckpt.UnsupportedFormatError, match="or of a newer torch than this one"):
         cloudckpt.load({"w": torch.zeros(2)}, tmp_path, allow_pickle=True, no_dist=True)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_WithAnotherState()))
+    with monkeypatch.context() as older:
+        older.delattr(_WithAnotherState, "__setstate__")
+        with pytest.raises(cloudckpt.UnsupportedFormatError, match="state is not a dictionary"):
+            cloudckpt.load({"w": torch.zeros(2)}, tmp_path, allow_pickle=True, no_dist=True)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_OfANewerTorch())[:-1])
     with pytest.raises(cloudckpt.CorruptCheckpointError, match="is damaged"):
         cloudckpt.load({"w": torch.zeros(2)}, tmp_path, allow_pickle=True, no_dist=True)

@@ -60,11 +60,11 @@ class CopiedBody:
                     holding=self._contents.names,
                 )
             except ObjectNotFoundError as error:
-                raise missing(self._source, self._stored, self._contents) from error
+                raise _missing(self._source, self._stored, self._contents) from error
             yield [view]
 
 
-def missing(context: Context, stored: StoredObject, contents: Contents) -> CorruptCheckpointError:
+def _missing(context: Context, stored: StoredObject, contents: Contents) -> CorruptCheckpointError:
     """The error for a data object that is not there."""
     return CorruptCheckpointError(
         f"{context.store.url(stored.key)} is missing, and with it {contents.names(0, stored.size)}", uri=context.uri

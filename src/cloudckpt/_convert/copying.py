@@ -112,6 +112,13 @@ def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tupl
     pairs = [(_at_rank(source, rank), _at_rank(target, rank)) for rank in sorted(ranks, reverse=True)]
     if not _is_of_copy(target, pairs):
         TargetJob(target, save_id="").check(overwrite=overwrite)
+        for source_rank, target_rank in pairs if not overwrite else ():
+            # An unfinished copy, or another job's ranks: before any rank is written beside what is refused.
+            if read_log(target_rank.store, target_rank.retrier).counting is not None and not (
+                target.options.resume
+                and _copy_at(target_rank, resolve(source_rank.store, source_rank.retrier).manifest)
+            ):
+                TargetJob(target_rank, save_id="").check(overwrite=False)
     return pairs
 
 
@@ -121,6 +128,10 @@ def _is_of_copy(target: Context, pairs: Sequence[tuple[Context, Context]]) -> bo
     Else the ranks before the one that is refused would be written beside what is there.
     """
     if not target.options.resume:
+        return False
+    there = ranks_of(target.retrier.call(lambda: list(target.store.list_directories())))
+    others = [_at_rank(target, rank) for rank in {*there} - {source_rank.rank for source_rank, _ in pairs}]
+    if any(read_log(other.store, other.retrier).counting is not None for other in others):
         return False
     for source_rank, target_rank in reversed(pairs):
         is_there = target_rank.rank == 0 or read_log(target_rank.store, target_rank.retrier).counting is not None
@@ -193,7 +204,7 @@ def _is_whole(target: Context, there: Manifest, progress: Progress, *, overwrite
         return True
     if has_changed(target, there):
         raise CheckpointChangedError(
-            f"{target.uri} was overwritten or removed while it was being compared. Nothing was written; copy again",
+            f"{target.uri} was overwritten or removed while it was being compared. Copy again",
             uri=target.uri,
         )
     told = f"{problems[0]}; and {len(problems) - 1} more" if len(problems) > 1 else problems[0]

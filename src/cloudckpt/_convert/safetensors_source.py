@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from cloudckpt._commit.resolve import MANIFEST_PREFIX, TORCH_METADATA_KEY
+from cloudckpt._commit.resolve import TORCH_METADATA_KEY, manifest_number
 from cloudckpt._convert.bodies import TensorBytes
 from cloudckpt._convert.names import shown
 from cloudckpt._convert.safetensors_header import FileTensor, parsed_header
@@ -214,6 +214,6 @@ def _instead(keys: Sequence[str]) -> str:
     """What `keys` without safetensors files are, and what to do with it."""
     if TORCH_METADATA_KEY in keys:
         return ", but a checkpoint of torch's own writer: cloudckpt.import_checkpoint(…, format='dcp') takes it"
-    if any(key.startswith(MANIFEST_PREFIX) for key in keys):
+    if any(manifest_number(key) is not None for key in keys):
         return ", but a checkpoint of cloudckpt's: cloudckpt.copy copies it"
     return ". Check the URI; for a file of torch.save, pass format='torch'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from cloudckpt import _forks
 from cloudckpt._manager.made import Made
 
 
@@ -16,6 +17,11 @@ class Damage:
         self._steps: frozenset[int] = frozenset()
         self._mended: Made | None = None
         """The last save of a step that was found damaged."""
+        _forks.watch(self)
+
+    def after_fork(self) -> None:
+        """A thread that is not in the child may have held its lock."""
+        self._lock = threading.Lock()
 
     @property
     def steps(self) -> frozenset[int]:

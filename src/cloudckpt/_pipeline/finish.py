@@ -109,7 +109,9 @@ class Finisher:
     def _value(self, item: ReadItem, content: bytes | bytearray) -> io.BytesIO:
         if self._allow_pickle:
             return io.BytesIO(content)
-        return harmless_copy(content, item.storage_index.fqn, uri=self._context.uri)
+        return harmless_copy(
+            content, item.storage_index.fqn, uri=self._context.uri, is_verified=self._context.options.verify
+        )
 
 
 def _others(requests: Iterable[Request], num_whole: int) -> Iterator[int]:

@@ -14,7 +14,7 @@ from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
 _HARMLESS = (io.BytesIO,)
 
 
-def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
+def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified: bool) -> Any:
     """The object that ``torch.save`` wrote, under ``weights_only=True``.
 
     Raises `UnsafePickleError` where that is refused, `UnsupportedValueError` where no such object can be made.
@@ -30,12 +30,13 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str) -> Any:
             "torch.serialization.add_safe_globals",
             uri=uri,
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        # Its bytes are those that were saved: they were compared before.
+    except Exception as error:  # the code of a class can raise anything
+        # Its bytes are those that were saved: they were compared before, unless the caller gave that up.
+        doubt = "" if is_verified else ", or it is damaged, which Options(verify=False) does not tell"
         raise UnsupportedValueError(
             f"{fqn!r} of {uri} cannot be made here of what was saved ({type(error).__name__}: {error}): its class has "
-            "changed since, or it holds tensors of a device that this machine lacks. Leave it out, or load it where it "
-            "was saved",
+            f"changed since, or it holds tensors of a device that this machine lacks{doubt}. Leave it out, or load it "
+            "where it was saved",
             uri=uri,
         ) from error
 
@@ -50,9 +51,9 @@ def unsafe_names(stored: bytes | bytearray | str) -> str:
     return ", ".join(names) or "what torch's weights_only unpickler does not admit"
 
 
-def harmless_copy(stored: bytes | bytearray, fqn: str, *, uri: str) -> io.BytesIO:
+def harmless_copy(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified: bool) -> io.BytesIO:
     """The same object in bytes that were made here, for a planner that unpickles whatever it is given."""
-    value = loaded_safely(stored, fqn, uri=uri)
+    value = loaded_safely(stored, fqn, uri=uri, is_verified=is_verified)
     copy = io.BytesIO()
     torch.save(value, copy)
     copy.seek(0)

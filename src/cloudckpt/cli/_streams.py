@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
 _PLAINLY = {"✓": "+", "✗": "x", "–": "-", "…": "..."}  # noqa: RUF001  # the signs of tables
 
 
@@ -38,9 +38,12 @@ def _buffer_results() -> None:
 
     Where a pipe or a full disk takes only a part, a result would end in the middle, and the command with 0.
     """
-    unbuffered = getattr(sys.stdout, "buffer", None)
-    if isinstance(sys.stdout, io.TextIOWrapper) and isinstance(unbuffered, io.RawIOBase):
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(unbuffered), encoding=sys.stdout.encoding, line_buffering=True)
+    if not isinstance(sys.stdout, io.TextIOWrapper) or sys.stdout is not sys.__stdout__:
+        return
+    if isinstance(sys.stdout.buffer, io.RawIOBase):
+        # Of a file object of its own: with this stream's end, Python's would be closed, too.
+        results = io.BufferedWriter(io.FileIO(_STDOUT, "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(results, encoding=sys.stdout.encoding, line_buffering=True)
 
 
 def _keep_remarks_from_failing() -> None:

@@ -235,6 +235,36 @@ def test_a_large_copy_that_can_not_be_aborted_says_why_it_failed(
     assert "gc will" in caplog.text
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_abort_of_a_large_copy_is_tried_again_and_is_never_left_out(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, *, is_stopped: bool
+) -> None:
+    """Where a store slows down, or another object's failure has stopped all requests, parts are left to be paid for."""
+    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 10)
+    usual, aborts = scripted.any_s3(size_bytes=20), list[bool]()
+
+    def answer(connection: Any, request: Any) -> None:
+        if request.method == "DELETE":
+            aborts.append(True)
+            is_slow = len(aborts) == 1 and not is_stopped
+            (scripted.error(503, "SlowDown") if is_slow else scripted.reply(204))(connection, request)
+        elif "partNumber" in request.query:
+            scripted.error(403, "AccessDenied")(connection, request)
+        else:
+            usual(connection, request)
+
+    def tried(request: Callable[[], Any], /) -> Any:
+        if is_stopped and any(one.method == "PUT" for one in server.requests):
+            raise errors.CloudckptError("the copy of another object failed")
+        return tried_at_once(request)
+
+    server = scripted.serve(answer)
+    store = server.store()
+    with pytest.raises((errors.AccessDeniedError, errors.CloudckptError)):
+        store.copy_from(store.url("k"), "k2", tried=tried)
+    assert len(aborts) == (1 if is_stopped else 2)
+
+
 @pytest.mark.parametrize("name", ["PutObject", "UploadPart"])
 def test_bodies_go_out_unsigned_whole_and_with_their_checksum(scripted: Any, name: str) -> None:
     """Hashing or chunking the body costs three times the CPU; without the CRC32C the store checks nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from awscrt.checksums import combine_crc32c
 
 from cloudckpt._workers import each_done
-from cloudckpt.errors import ObjectNotFoundError, StoreError
+from cloudckpt.errors import CloudckptError, ObjectNotFoundError, StoreError
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores.base import once
 
@@ -111,7 +111,7 @@ def _copy_parts(
         is_ours = _complete(session, operation, target, upload_id=upload_id, parts=parts, tried=tried)
     except BaseException:
         try:
-            abort_upload(session, operation, target, upload_id)  # once: `tried` may begin nothing any more
+            _abort(session, operation, target, upload_id=upload_id, tried=tried)
         except StoreError as error:  # the first failure is what it is about
             _log.warning("could not abort the upload to %s, gc will: %s", session.url(target), error)
         raise
@@ -137,6 +137,15 @@ def _complete(
             raise
         return False
     return True
+
+
+def _abort(session: S3Session, operation: str, target: str, *, upload_id: str, tried: Tried) -> None:
+    try:
+        tried(lambda: abort_upload(session, operation, target, upload_id))
+    except StoreError:
+        raise
+    except CloudckptError:  # it begins nothing any more
+        abort_upload(session, operation, target, upload_id)
 
 
 def _nothing() -> None:

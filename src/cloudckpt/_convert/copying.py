@@ -106,39 +106,40 @@ def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tupl
             "with. Import it: cloudckpt import --format dcp, or cloudckpt.import_checkpoint",
             uri=source.uri,
         )
-    ranks = ranks_of(source.retrier.call(lambda: list(source.store.list_directories())))
+    ranks = {*ranks_of(source.retrier.call(lambda: list(source.store.list_directories())))}
     if not ranks:
         resolve(source.store, source.retrier)  # which says what lies there instead
     pairs = [(_at_rank(source, rank), _at_rank(target, rank)) for rank in sorted(ranks, reverse=True)]
-    if not _is_of_copy(target, pairs):
+    copied, strange = _lying_at(target, pairs)
+    # An earlier copy had come to its end where rank 0's is there, and nothing else.
+    if 0 not in copied or strange or _holds_one(target):
         TargetJob(target, save_id="").check(overwrite=overwrite)
-        for source_rank, target_rank in pairs if not overwrite else ():
-            # An unfinished copy, or another job's ranks: before any rank is written beside what is refused.
-            if read_log(target_rank.store, target_rank.retrier).counting is not None and not (
-                target.options.resume
-                and _copy_at(target_rank, resolve(source_rank.store, source_rank.retrier).manifest)
-            ):
-                TargetJob(target_rank, save_id="").check(overwrite=False)
+        for rank in () if overwrite else ranks & strange:  # before any other is written beside what is refused
+            TargetJob(_at_rank(target, rank), save_id="").check(overwrite=False)
     return pairs
 
 
-def _is_of_copy(target: Context, pairs: Sequence[tuple[Context, Context]]) -> bool:
-    """Whether an earlier copy had come to its end, which is rank 0's, and nothing else of a rank lies there.
+def _lying_at(target: Context, pairs: Sequence[tuple[Context, Context]]) -> tuple[set[int], set[int]]:
+    """The ranks that are committed at the target: those that an earlier copy may have left, and those of others."""
+    sources = {one.rank: one for one, _ in pairs}
+    copied, strange = set[int](), set[int]()
+    for rank in {*sources, *ranks_of(target.retrier.call(lambda: list(target.store.list_directories())))}:
+        there, source = _at_rank(target, rank), sources.get(rank)
+        if read_log(there.store, there.retrier).counting is None:
+            continue
+        is_copied = (
+            target.options.resume
+            and source is not None
+            and _copy_at(there, resolve(source.store, source.retrier).manifest) is not None
+        )
+        (copied if is_copied else strange).add(rank)
+    return copied, strange
 
-    Else the ranks before the one that is refused would be written beside what is there.
-    """
-    if not target.options.resume:
-        return False
-    there = ranks_of(target.retrier.call(lambda: list(target.store.list_directories())))
-    others = [_at_rank(target, rank) for rank in {*there} - {source_rank.rank for source_rank, _ in pairs}]
-    if any(read_log(other.store, other.retrier).counting is not None for other in others):
-        return False
-    for source_rank, target_rank in reversed(pairs):
-        is_there = target_rank.rank == 0 or read_log(target_rank.store, target_rank.retrier).counting is not None
-        if is_there and _copy_at(target_rank, resolve(source_rank.store, source_rank.retrier).manifest) is None:
-            return False
-    return read_log(target.store, target.retrier).counting is None and not target.retrier.call(
-        lambda: holds_torch_checkpoint(target.store)
+
+def _holds_one(context: Context) -> bool:
+    """Whether a checkpoint lies there itself, and not in folders of ranks."""
+    return read_log(context.store, context.retrier).counting is not None or context.retrier.call(
+        lambda: holds_torch_checkpoint(context.store)
     )
 
 

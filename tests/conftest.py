@@ -50,6 +50,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of cases are about damage, and each would wait before the damage is believed."""
+    monkeypatch.setattr("cloudckpt._transfer.retry._FIRST_LOOK_DELAY_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     """A command that a test calls sets handlers, for a process of its own: the second Ctrl-C would end this one."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

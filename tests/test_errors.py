@@ -10,12 +10,15 @@ import traceback
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import errors
 from cloudckpt._api.failures import causes_of, failure_of
 from cloudckpt._commit.publish import OvertakenError
 from cloudckpt.errors import (
+    MAX_MESSAGE_CHARS,
     AccessDeniedError,
     CheckpointError,
     CheckpointExistsError,
@@ -209,3 +212,30 @@ def test_ranks_that_failed_alike_fail_as_what_they_have_in_common(
         failure = failure_of(CheckpointException("write", failures), what="saving s3://bucket/run")
         assert isinstance(failure, common)
         assert next(kind for kind in type(failure).__mro__ if kind in CLASSES) is common
+
+
+@given(
+    st.lists(
+        st.text(max_size=50)
+        | st.tuples(st.text(min_size=1, max_size=5), st.integers(1, 20_000)).map(lambda p: p[0] * p[1]),
+        max_size=3,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_messages_are_bounded_and_move_no_cursor(foreign: list[str]) -> None:
+    """If this fails, a name in a manifest floods a log, or writes to the terminal of who reads the error."""
+    error = CheckpointError(f"Loading {' '.join(foreign)} failed: do that", uri="s3://bucket/run")
+    text = str(error)
+    assert len(text) < 11 * MAX_MESSAGE_CHARS  # an escaped character takes up to ten
+    if all(one.isprintable() for each in foreign for one in each):
+        assert len(text) < MAX_MESSAGE_CHARS + 100
+    assert all(one.isprintable() or one == "\n" for one in text)
+    assert text.startswith("Loading ")
+    assert text.endswith(" failed: do that")
+    assert str(pickle.loads(pickle.dumps(error))) == text
+
+
+def test_messages_that_are_not_foreign_stay_whole() -> None:
+    """If this fails, a long path or a list of problems is cut in a message of today."""
+    for text in ("/" + "p" * 999 + " failed", "a problem; " * 300, "two\nlines", "Schlüssel 键 🔑"):
+        assert str(CheckpointError(text, uri="s3://bucket/run")) == text

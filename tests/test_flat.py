@@ -1,96 +1,231 @@
-"""State dicts are made flat as torch makes them."""
+"""State dicts are made flat as torch makes them, and nested again as they were."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import enum
+import pickle
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from cloudckpt._flat import flattened
+from cloudckpt._flat import Nesting, as_json, check_names, flattened, from_json, nested, put
+from cloudckpt.errors import UnsupportedValueError
 
+URI = "memory://flat"
 PLAIN = torch.zeros(2)
-keys: st.SearchStrategy[Any] = st.sampled_from(["a", "b", "a.b", "", "0"])
-leaves = st.sampled_from([PLAIN, torch.nn.Parameter(PLAIN), 1, 2.5, True, None, "text", b"raw", (1, 2), (0.9, "x")])
-nested = st.recursive(
+
+
+class Listed(list[Any]):
+    """A list of somebody's own."""
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Named(str, enum.Enum):
+    RED = "red"
+
+
+keys: st.SearchStrategy[Any] = st.sampled_from(["a", "b", "a.b", "", "0", 0, 1, -1, True, None, 1.5, (0, "a")])
+leaves = st.sampled_from(
+    [PLAIN, torch.nn.Parameter(PLAIN), 1, 2.5, True, None, "text", b"raw", (1, 2), (PLAIN, {"x": 1}), torch.Size([2])]
+)
+nestings = st.recursive(
     leaves,
     lambda inner: (
         st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=2).map(Listed)
         | st.dictionaries(keys, inner, max_size=3)
         | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(keys, inner, max_size=2).map(UserDict)
+        | st.dictionaries(keys, inner, max_size=2).map(lambda made: defaultdict(int, made))
         | st.tuples(inner)
-        | st.dictionaries(keys | st.integers(0, 1), inner, max_size=2)
     ),
     max_leaves=8,
 )
+states = st.dictionaries(keys, nestings, max_size=4)
 
 
-def as_torch(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner(state_dict, None, is_coordinator=True)
-    return planner.state_dict, planner.mappings
-
-
-@given(state_dict=st.dictionaries(keys, nested, max_size=4))
-@example(state_dict={"a": {"b": PLAIN}, "a.b": PLAIN})
-@example(state_dict={"optim": {"state": {"w": {"step": PLAIN, "m": PLAIN}}, "groups": [{"lr": 1.0, "p": [0, 1]}]}})
-def test_flat_is_what_torch_makes_of_it(state_dict: dict[str, Any]) -> None:
-    """If this fails, tensors are looked for under other names than they were saved under, or values put elsewhere."""
-    flat = flattened(state_dict)
-    if flat is None:
+@given(state=states)
+@example(state={"a": {"b": PLAIN}, "a.b": PLAIN})
+@example(state={"v": {0: PLAIN, "0": PLAIN}})
+@example(state={"optim": {"state": {0: {"step": PLAIN, "m": PLAIN}}, "groups": [{"lr": 1.0, "p": [0, 1]}]}})
+@example(state={"a": [[{}], [PLAIN, []], [[1]]], "b": [(PLAIN,)], "c": Counter({30: 1})})
+def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
+    """If this fails, what torch's planners saved is not found, or theirs do not find what was saved here."""
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(state, is_coordinator=True)
+    except ValueError:  # which it raises for nothing else
+        with pytest.raises(UnsupportedValueError, match="two entries"):
+            flattened(state, uri=URI)
         return
-    entries, paths = as_torch(state_dict)
-    assert list(flat.entries) == list(entries)
-    assert all(flat.entries[name] is entries[name] or flat.entries[name] == entries[name] for name in entries)
-    assert flat.paths == paths
+    flat = flattened(state, uri=URI)
+    assert list(flat.entries) == list(planner.state_dict)
+    assert all(flat.entries[name] is value for name, value in planner.state_dict.items())
+    assert dict(Nesting.of(flat, uri=URI)) == planner.mappings
 
 
-@given(state_dict=st.dictionaries(keys, nested, max_size=4))
-@example(state_dict={"a": {"b": {"lr": 1}}, "b": [1, 2], "0": [PLAIN, {"a": {"a": 1}}]})
-def test_older_names_are_names_of_containers(state_dict: dict[str, Any]) -> None:
+@given(state=states)
+@example(state={"a": {"b": {"lr": 1}}, "b": [1, 2], "0": [PLAIN, {"a": {"a": 1}}]})
+def test_older_names_are_names_of_containers(state: dict[Any, Any]) -> None:
     """If this fails, entries that torch before 2.4 saved under other names are not found in a checkpoint."""
-    flat = flattened(state_dict)
-    if flat is None:
+    try:
+        flat = flattened(state, uri=URI)
+    except UnsupportedValueError:
         return
     _version._derived_version = "2_3"
     try:
-        older = flatten_state_dict(state_dict)[0]
+        older = flatten_state_dict(state)[0]
     except ValueError:  # two of one name
         return
     finally:
         _version._derived_version = None
-    assert older.keys() <= flat.entries.keys() | flat.containers
+    assert older.keys() <= flat.entries.keys() | flat.containers.keys()
+
+
+def form(value: Any) -> Any:
+    """What a rebuilt state dict has of it: dicts and lists alone, as far as torch looks into them, and typed keys."""
+    if isinstance(value, Mapping):
+        return {repr(key): form(each) for key, each in value.items()}
+    if isinstance(value, list) and looks_into(value):
+        return [form(each) for each in value]
+    return repr(value)
+
+
+def looks_into(values: list[Any]) -> bool:
+    """Whether a tensor or a dict is in the list, or in a list in it."""
+    return any(
+        isinstance(one, (torch.Tensor, Mapping)) or (isinstance(one, list) and looks_into(one)) for one in values
+    )
+
+
+@given(state=states)
+@example(state={"callbacks": [{}, {"best": PLAIN}], "state": {}, "deep": [[{}, [{}]], PLAIN]})
+def test_what_was_made_flat_is_nested_as_it_was(state: dict[Any, Any]) -> None:
+    """If this fails, an exported state dict has other keys or another form than the one that was saved."""
+    try:
+        flat = flattened(state, uri=URI)
+    except UnsupportedValueError:
+        return
+    nesting = Nesting.of(flat, uri=URI)
+    paths = {**nesting, **{name: from_json(as_json(path)) for name, path in nesting.typed.items()}}
+    rebuilt = nested(flat.entries, paths, [from_json(as_json(path)) for path in nesting.empty])
+    assert form(rebuilt) == form(state)
+
+
+@given(state=states)
+def test_a_value_is_put_where_it_came_from(state: dict[Any, Any]) -> None:
+    """If this fails, a loaded value stands beside the entry that it is of, under the text of its key."""
+    try:
+        flat = flattened(state, uri=URI)
+    except UnsupportedValueError:
+        return
+    fresh = {name: torch.zeros(1) for name in flat.entries}
+    for name, value in fresh.items():
+        put(state, flat.paths[name], value)
+    again = flattened(state, uri=URI).entries
+    assert list(again) == list(fresh)
+    assert all(again[name] is value for name, value in fresh.items())
 
 
 @pytest.mark.parametrize(
-    "state_dict",
+    ("key", "restored"),
     [
-        {"w": torch.empty(2, device="meta")},
-        {"inner": [torch.empty(2, device="meta")]},
-        {"inner": {"model": torch.nn.Linear(1, 1)}},
-        {"inner": {1: PLAIN}},
-        {"a": {"b": PLAIN}, "a.b": PLAIN},
-        {"deep": [[PLAIN]]},
-        {"pair": (PLAIN, 1)},
+        (0, 0),
+        (-(2**63), -(2**63)),
+        (True, True),
+        (None, None),
+        (1e22, 1e22),
+        ((0, "a", None), (0, "a", None)),
+        ((), ()),
+        (np.int64(3), 3),
+        (np.float64(0.5), 0.5),
+        (np.str_("a"), "a"),
+        (Named.RED, "red"),
     ],
+    ids=repr,
 )
-def test_what_is_not_plain_is_left_to_torch(state_dict: dict[str, Any]) -> None:
-    """If this fails, tensors without memory, shards and objects are flattened as something that they are not."""
-    assert flattened(state_dict) is None
+def test_keys_are_restored(key: Any, restored: Any) -> None:
+    """If this fails, a key that can be saved comes back as another one."""
+    flat = flattened({"v": {key: PLAIN}}, uri=URI)
+    nesting = pickle.loads(pickle.dumps(Nesting.of(flat, uri=URI)))  # as it goes from rank to rank
+    ((name, path),) = nesting.items()
+    (found,) = nested({name: 1}, {name: nesting.typed.get(name, path)})["v"]
+    assert (type(found), found) == (type(restored), restored)
+    assert found == key
+    assert hash(found) == hash(key)
 
 
-def test_a_model_and_its_optimizer_are_plain() -> None:
-    """If this fails, the state of an ordinary training takes torch three walks through it at each load."""
-    model = torch.nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    state_dict = {"model": model.state_dict(), "names": ["a", "b"], "step": 5}
-    assert flattened(state_dict) is not None
-    assert flattened({"groups": optimizer.state_dict()["param_groups"]}) is not None
+@pytest.mark.parametrize(
+    "key", [Color.RED, b"a", torch.float32, 2**63, float("nan"), float("inf"), ((1, 2), 3), (Color.RED,), PLAIN]
+)
+def test_a_key_that_cannot_be_restored_is_refused_by_name(key: Any) -> None:
+    """If this fails, a state dict is saved that no export can rebuild, or that no other process can load."""
+    for state in ({"v": {key: PLAIN}}, {"v": {key: {}}}):
+        flat = flattened(state, uri=URI)
+        inner = key[0] if key == (Color.RED,) else key
+        with pytest.raises(UnsupportedValueError, match=rf"(?s)of \['v'\]\[.*is a {type(inner).__name__}, which"):
+            Nesting.of(flat, uri=URI)
+
+
+@pytest.mark.parametrize("state", [{"\ud800": {}}, {"v": {("\udfff",): PLAIN}}], ids=["of nothing", "in a tuple"])
+def test_what_is_no_text_is_refused_in_keys(state: dict[str, Any]) -> None:
+    """If this fails, all data is uploaded, and then the manifest cannot be written."""
+    with pytest.raises(UnsupportedValueError, match=r"\\ud"):
+        Nesting.of(flattened(state, uri=URI), uri=URI)
+
+
+def test_names_of_text_are_told_from_others() -> None:
+    """If this fails, a name that the manifest cannot hold is found only after the upload, or a good one is refused."""
+    check_names(["", "é", "\U0001f600"], uri=URI)
+    with pytest.raises(UnsupportedValueError, match=r"'a\\ud83d' holds a surrogate"):
+        check_names(["b", "a\ud83d", "\ude00"], uri=URI)
+
+
+def test_what_holds_itself_is_refused() -> None:
+    """If this fails, a state dict that refers to itself ends in a bare RecursionError."""
+    state: dict[str, Any] = {"w": PLAIN}
+    state["self"] = [state]
+    with pytest.raises(UnsupportedValueError, match="holds itself"):
+        flattened(state, uri=URI)
+
+
+def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
+    """If this fails, what other ranks than the first saved cannot be nested again."""
+    one, two = (
+        Nesting.of(flattened(state, uri=URI), uri=URI)
+        for state in ({"a": {0: 1}, "e": {}, "x": [{}]}, {"a": {1: 1}, "e": {}, "x": [{}, {"y": 2}]})
+    )
+    both = Nesting.merged([one, two])
+    rebuilt = nested({"a.0": 1, "a.1": 1, "x.1.y": 2}, {**both, **both.typed}, both.empty)
+    assert rebuilt == {"a": {0: 1, 1: 1}, "e": {}, "x": [{}, {"y": 2}]}
+    assert len(both.empty) == 2
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("x", 0), "b": ("x", "k")},
+        {"a": ("x", "k"), "b": ("x", 0)},
+        {"a": ("x",), "b": ("x", "k")},
+        {"a": ("x", "k"), "b": ("x",)},
+        {"a": ("x", (1,)), "b": ("x", (True,))},
+        {"a": (0,), "b": ("b",)},
+    ],
+    ids=["list and dict", "dict and list", "value and dict", "dict and value", "equal keys", "no dict"],
+)
+def test_paths_that_contradict_each_other_are_an_error(paths: dict[str, tuple[Any, ...]]) -> None:
+    """If this fails, of two entries that stand at one place one is lost without a word."""
+    with pytest.raises(ValueError, match=r"\['x'\]|the state dict is"):
+        nested({"a": PLAIN, "b": PLAIN}, paths)

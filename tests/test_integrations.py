@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,11 @@ def test_steps_of_torchs_own_writer_are_in_the_way_too(tmp_path: Path) -> None:
 
 def test_what_could_run_code_is_not_unpickled() -> None:
     """State that a framework keeps would be refused without a word of which checkpoint, why, and what to do."""
-    data = packed({"path": Path("x"), "step": 3})
+    with pytest.warns(UserWarning, match=r"state\.ratio.* is of class fractions\.Fraction"):
+        data = packed({"ratio": Fraction(1, 3), "step": 3})
     with pytest.raises(cloudckpt.UnsafePickleError, match=r"add_safe_globals, or give weights_only=False") as caught:
         unpacked(data, uri="s3://bucket/run/last.ckpt")
     assert caught.value.uri == "s3://bucket/run/last.ckpt"
-    assert "pathlib." in str(caught.value)
-    assert unpacked(data, allow_pickle=True) == {"path": Path("x"), "step": 3}
+    assert "fractions.Fraction" in str(caught.value)
+    assert unpacked(data, allow_pickle=True) == {"ratio": Fraction(1, 3), "step": 3}
     assert unpacked(packed({"step": 3})) == {"step": 3}

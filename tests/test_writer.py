@@ -97,6 +97,25 @@ def _without_last_item(result: WriteResult) -> WriteResult:
     return dataclasses.replace(result, storage_data=msgspec.structs.replace(result.storage_data, **shorter))
 
 
+def test_the_ids_are_those_of_torch(memory: Memory) -> None:
+    """If this fails, code that matches saves and loads by ``save_id`` and ``load_id`` works with torch's classes alone.
+
+    As ``test_storage_meta`` of torch's own ``test_compatibility``.
+    """
+    writer, reader = ObjectStoreWriter(memory.uri()), ObjectStoreReader(memory.uri())
+    metadata = dcp.save(state_of(1.0), storage_writer=writer, no_dist=True)
+    found = reader.read_metadata().storage_meta
+    assert found is not None
+    assert metadata.storage_meta is not None
+    assert str(found.checkpoint_id) == memory.uri()
+    assert found.save_id == metadata.storage_meta.save_id == writer.save_id
+    assert found.load_id == reader.load_id
+    ids = {writer.save_id, reader.load_id}
+    writer.reset()
+    reader.reset()
+    assert not ids & {writer.save_id, reader.load_id}
+
+
 def test_less_than_was_planned_is_not_committed_and_removed(memory: Memory) -> None:
     """If this fails, a save that lost a part succeeds (G3), or leaves its objects behind."""
     with pytest.raises(IncompleteSaveError, match="Nothing was committed"):

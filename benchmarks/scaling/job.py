@@ -124,6 +124,7 @@ class Job:
         written = [entries[i] for i in order]
         receipts = ItemReceipts(
             stored_in=stored_in,
+            tile_bytes=TILE_BYTES,
             fqns=[item.index.fqn for item in items],
             offsets=[None if item.index.offset is None else tuple(item.index.offset) for item in items],
             begins=array("q", layout.begins),

@@ -90,7 +90,14 @@ def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int], *, with_planning:
         results = _gathered(made, clock, sizes_bytes)
     with clock.phase(BUILD):
         manifest = manifest_of(
-            metadata, results, uri=URI, attempt=ATTEMPT, save_id="simulated", tile_bytes=TILE_BYTES, user_metadata={}
+            metadata,
+            results,
+            uri=URI,
+            attempt=ATTEMPT,
+            save_id="simulated",
+            committed_at_ns=1,
+            tile_bytes=TILE_BYTES,
+            user_metadata={},
         )
     with clock.phase(ENCODE):
         document = encode(manifest)

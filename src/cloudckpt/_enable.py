@@ -1,8 +1,9 @@
-"""The one patch of torch: `enable` and `disable`."""
+"""The only patches of torch: `enable` and `disable`."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import torch.distributed.checkpoint._storage_utils as storage_utils
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
 
-from cloudckpt._commit.resolve import manifest_numbers
+from cloudckpt._commit.resolve import list_entries
+from cloudckpt._dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt._dcp.save_planner import BalancedSavePlanner
+from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location
-from cloudckpt.errors import StoreError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.stores.open import open_store
@@ -22,12 +25,14 @@ from cloudckpt.writer import ObjectStoreWriter
 _restore: list[Callable[[], None]] = []
 
 
-def enable(*, options: Options | None = None, overwrite: bool = False) -> None:
+def enable(*, options: Options | None = None, overwrite: bool = False, allow_pickle: bool = False) -> None:
     """From here on torch's own calls understand the URIs: ``dcp.save(state_dict, checkpoint_id="s3://…")``.
 
     Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, but for those at
     which a checkpoint of cloudckpt lies. A ``storage_writer`` or ``storage_reader`` that is passed is used as ever.
-    `options` and `overwrite` hold for all of these calls; calling again replaces them. `disable` undoes it all.
+    A call without a ``planner`` gets the one that `save` and `load` use, so that it keeps the keys of nested dicts.
+    `options`, `overwrite` and `allow_pickle`, as for `cloudckpt.load`, hold for all of these calls; calling again
+    replaces them. `disable` undoes it all.
     """
     disable()
     chosen = options or Options()
@@ -37,12 +42,15 @@ def enable(*, options: Options | None = None, overwrite: bool = False) -> None:
     def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
         if storage is None and _is_ours(checkpoint_id, options=chosen):
             if reader:
-                return ObjectStoreReader(checkpoint_id, options=chosen)
+                return ObjectStoreReader(checkpoint_id, options=chosen, allow_pickle=allow_pickle)
             return ObjectStoreWriter(checkpoint_id, options=chosen, overwrite=overwrite)
         return original(storage, checkpoint_id, reader)
 
     for module in (storage_utils, state_dict_saver, state_dict_loader):
         _replace(module, "_storage_setup", set_up)
+
+    _plan_by_default(state_dict_saver, "_save_state_dict")
+    _plan_by_default(state_dict_loader, "_load_state_dict")
 
     # An async save in another process sets up its storage there, where this patch is not.
     execute = _ProcessBasedAsyncCheckpointExecutor.execute_save
@@ -52,6 +60,7 @@ def enable(*, options: Options | None = None, overwrite: bool = False) -> None:
         location = kwargs.get("checkpoint_id")
         if kwargs.get("storage_writer") is None and _is_ours(location, options=chosen):
             kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen, overwrite=overwrite)  # type: ignore[arg-type]  # _is_ours saw to it
+            kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner()
         return execute(*args, **kwargs)
 
     _replace(_ProcessBasedAsyncCheckpointExecutor, "execute_save", execute_save)
@@ -69,6 +78,25 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     setattr(owner, name, replacement)
 
 
+def _plan_by_default(module: Any, name: str) -> None:
+    """Let torch's function plan with the planners of this package where the storage is, too, and it is given none."""
+    original = getattr(module, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        storage = given.arguments.get("storage_writer", given.arguments.get("storage_reader"))
+        if given.arguments.get("planner") is None:
+            if isinstance(storage, ObjectStoreWriter):
+                given.arguments["planner"] = BalancedSavePlanner()
+            elif isinstance(storage, ObjectStoreReader):
+                given.arguments["planner"] = ExplainingLoadPlanner(storage.checkpoint_id)
+        return original(*given.args, **given.kwargs)
+
+    _replace(module, name, call)
+
+
 def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
     if not isinstance(checkpoint_id, (str, os.PathLike)):
         return False
@@ -79,7 +107,5 @@ def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
 
 
 def _holds_manifest(path: str | os.PathLike[str], options: Options) -> bool:
-    try:
-        return bool(manifest_numbers(open_store(parse_location(path).uri, options)))
-    except StoreError:
-        return False
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    return bool(list_entries(open_store(parse_location(path).uri, options), retrier))

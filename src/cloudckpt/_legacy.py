@@ -50,19 +50,23 @@ def read_torch_metadata(
             uri=uri,
         )
     reader = TorchCheckpointReader(store, retrier, registry)
-    try:
-        return reader, reader.read_metadata()
-    except CloudckptError:
-        raise
-    except Exception as error:  # a pickle can raise anything, also where it is whole
-        if _is_cut(store, retrier):
-            raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
-        # Not told as damage, for which a checkpoint is passed over, or replaced: it may be all right.
-        raise UnsupportedFormatError(
-            f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error}): it is damaged, or of a newer "
-            f"torch than this one ({torch.__version__}), or of a newer Python",
-            uri=uri,
-        ) from error
+
+    def look() -> Metadata:
+        try:
+            return reader.read_metadata()
+        except CloudckptError:
+            raise
+        except Exception as error:  # a pickle can raise anything, also where it is whole
+            if _is_cut(store, retrier):
+                raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
+            # Not told as damage, for which a checkpoint is passed over, or replaced: it may be all right.
+            raise UnsupportedFormatError(
+                f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error}): it is damaged, or of a "
+                f"newer torch than this one ({torch.__version__}), or of a newer Python",
+                uri=uri,
+            ) from error
+
+    return reader, retrier.confirmed(look, (CorruptCheckpointError, UnsupportedFormatError))
 
 
 def _is_cut(store: Store, retrier: Retrier) -> bool:

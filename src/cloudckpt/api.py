@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from cloudckpt._api.beginning import in_company_of, location_of
+from cloudckpt._api.beginning import in_company_of, location_of, require_state_dict
 from cloudckpt._api.failures import raise_own_interrupt, rank_in
 from cloudckpt._api.loading import load
 from cloudckpt._api.saved import SavedMetadata
@@ -56,11 +56,17 @@ def save(
     Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that is there already is left alone
     and makes it fail, unless `overwrite`, which replaces it at the instant of the commit.
 
+    With ``use_collectives=False`` each rank commits a checkpoint of its own under ``<uri>/rank-<r>/``, and loads that
+    one back. Sharded entries are then refused with `IncompleteSaveError`: no rank has all of them. Tensors that are not
+    dense are always refused with `UnsupportedValueError`.
+
     `checkpoint_id` is torch's name for `uri`. Raises torch's ``CheckpointException``, on every rank, with the causes
     by rank; it is also an instance of the causes' class where they have one in common, such as
-    `CheckpointExistsError`. Raises `InvalidURIError` before anything else. Where a rank dies or hangs, or does not come
-    within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but alive is waited for.
+    `CheckpointExistsError`. Raises `InvalidURIError`, or ``TypeError`` for what is no dict, before anything else. Where
+    a rank dies or hangs, or does not come within `Options.timeout_s`, the others get `RankLostError`; a rank that is
+    slow but alive is waited for.
     """
+    require_state_dict(state_dict, doing="saving")
     try:
         if storage_writer is not None:
             await_turn()  # the save in flight may be one of the same writer
@@ -114,6 +120,7 @@ def async_save(
     `RankLostError` where it is the first one and not all ranks come; ``CheckpointException`` where `state_dict` could
     not be copied on this rank.
     """
+    require_state_dict(state_dict, doing="saving")
     # Before anything else: the save in flight may be one of the same writer.
     chosen = storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else options or Options()
     is_alone = _is_alone(storage_writer, no_dist=no_dist, use_collectives=use_collectives)

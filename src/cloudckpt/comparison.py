@@ -76,7 +76,7 @@ def compare(
     are cut into shards makes no difference. Every byte is checked as in a load. Takes memory for a block of 64 MiB of
     either checkpoint (and for one whole chunk, where chunks were transformed; a value whole), besides what two loads
     take (`Options.read_bytes`). `only` picks names. Values that are no tensors are the same if their bytes are, or if
-    they load under ``weights_only=True`` and are equal. `on_progress` is told of bytes that are done, and of all.
+    they load without running code and are equal. `on_progress` is told of bytes that are done, and of all.
 
     `options_after` are for `after`, where it lies on another store. Raises what a load raises, and
     `InvalidOptionError` for a tolerance that is none.

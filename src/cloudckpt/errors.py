@@ -44,6 +44,7 @@ All of them survive pickling, because ``torch.distributed`` carries them from ra
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -87,6 +88,33 @@ __all__ = [
 ]
 
 
+_LONG_WORD = re.compile(r"\S{1001,}")
+MAX_MESSAGE_CHARS = 4000
+
+
+def bounded(text: str) -> str:
+    """Return `text` in bounds and without control characters.
+
+    Messages name tensors, keys and extensions, which come out of manifests: anybody may have put anything there, of any
+    length. Long words and long texts lose their middle, so that what failed and what to do next stay.
+    """
+    return printable(_cut(_LONG_WORD.sub(lambda word: _cut(word[0], 300), text), MAX_MESSAGE_CHARS))
+
+
+def printable(text: str) -> str:
+    """Return `text` without what a terminal would obey."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
+def _cut(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]} … [{len(text) - 2 * half:,} characters] … {text[-half:]}"
+
+
 def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]) -> CloudckptError:
     error = cls.__new__(cls, message)
     error.args = (message,)
@@ -98,7 +126,7 @@ class CloudckptError(Exception):
     """Base of every error here. The message says what failed, on what, and what to do next."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
+        super().__init__(bounded(message))
 
     @property
     def failures(self) -> Mapping[int, tuple[BaseException, traceback.StackSummary]]:
@@ -263,7 +291,7 @@ class CorruptCheckpointError(CheckpointError):
 
     def __init__(self, message: str, *, uri: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message, uri=uri)
-        self.problems = tuple(problems) or (message,)
+        self.problems = tuple(map(bounded, problems)) or (str(self),)
 
 
 class InvalidManifestError(CorruptCheckpointError):
@@ -283,7 +311,9 @@ class UnsupportedValueError(CheckpointError):
 
 
 class StateDictMismatchError(CheckpointError):
-    """The state dict to load into has entries that the checkpoint lacks, or has in another shape."""
+    """The state dict does not fit: it has entries that the checkpoint lacks, or has in another shape, or as a tensor
+    where a value is wanted, or the reverse; or ranks that save have different things under one name.
+    """
 
 
 class NoConditionalCommitError(CheckpointError):

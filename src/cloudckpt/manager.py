@@ -25,13 +25,23 @@ from cloudckpt._manager.damage import Damage
 from cloudckpt._manager.made import Made
 from cloudckpt._manager.metrics import METRICS_KEY, STEP_KEY, checked, metadata_of
 from cloudckpt._manager.reading import reading
-from cloudckpt._manager.restoring import Restored, Restorer, step_at
+from cloudckpt._manager.restoring import Restored, Restorer
 from cloudckpt._manager.retention import Retention, RetentionReport
-from cloudckpt._manager.rule import Mode, Policy, StepInfo, best_first, check_mode, is_positive
+from cloudckpt._manager.rule import (
+    ON_DAMAGED,
+    Mode,
+    OnDamaged,
+    Policy,
+    StepInfo,
+    best_first,
+    check_mode,
+    is_positive,
+    newest_of_each,
+)
 from cloudckpt._manager.steps import Steps, name_of, step_in
 from cloudckpt._uri import parse_location
 from cloudckpt.api import async_save, save
-from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import Options
 
 _log = logging.getLogger("cloudckpt")
@@ -47,6 +57,11 @@ class CheckpointManager:
     besides, the best by a metric, as in ``("loss", "min", 3)``. What is kept by none of them is removed after a newer
     checkpoint is committed, by the coordinator, in a thread of its own. Without `keep_last`, nothing is.
 
+    `on_damaged` says what becomes of a step that `restore` finds damaged. With ``"skip"`` it is passed over with a
+    warning; this manager never overwrites or removes it, and saves its step beside it, as ``step-<n>-again-<k>``. With
+    ``"replace"`` it is passed over, and overwritten when its step is saved again. With ``"raise"`` nothing is passed
+    over: `restore` raises `CorruptCheckpointError`.
+
     `verify_first` and `allow_pickle` are those of `cloudckpt.load_latest`, `process_group`, `no_dist` and
     `use_collectives` those of `cloudckpt.save`. A manager is for one thread. As a context, it ends with `close`.
     Raises `InvalidOptionError` and `InvalidURIError`.
@@ -60,6 +75,7 @@ class CheckpointManager:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: tuple[str, Mode, int] | None = None,
+        on_damaged: OnDamaged = "skip",
         async_: bool = True,
         verify_first: bool = False,
         allow_pickle: bool = False,
@@ -73,6 +89,9 @@ class CheckpointManager:
             raise InvalidOptionError(
                 f"CheckpointManager: save_every must be a positive whole number or None, not {save_every!r}"
             )
+        if on_damaged not in ON_DAMAGED:
+            words = ", ".join(map(repr, ON_DAMAGED))
+            raise InvalidOptionError(f"CheckpointManager: on_damaged must be one of {words}, not {on_damaged!r}")
         self._options = options or Options()
         taken = [name for name in _RESERVED if name in self._options.metadata]
         if taken:
@@ -86,6 +105,7 @@ class CheckpointManager:
         self._steps = Steps(
             parse_location(root), self._options, alone_ranks=None if use_collectives else self._num_ranks
         )
+        self._damage = Damage(self._steps, on_damaged)
         self._restorer = Restorer(
             steps=self._steps,
             options=self._options,
@@ -93,9 +113,10 @@ class CheckpointManager:
             no_dist=no_dist,
             allow_pickle=allow_pickle,
             verify_first=verify_first,
+            on_damaged=on_damaged,
+            note=self._damage.note,
         )
-        self._damage = Damage()
-        self._retention = Retention(self._steps, self._options, policy, damaged=lambda: self._damage.steps)
+        self._retention = Retention(self._steps, self._options, policy, damaged=lambda: self._damage.uris)
         self._last: Made | None = None
         self._held: Made | None = None
         """What holds the job's state, as far as it is known here: the last save, or what was restored since."""
@@ -119,8 +140,8 @@ class CheckpointManager:
         return self._retention.report
 
     def uri_of(self, step: int) -> str:
-        """Where a step is saved; whether there is one is another question."""
-        return self._steps.uri_of(_checked(step))
+        """Where this manager saves a step; whether there is one is another question, and `steps` tells where it is."""
+        return self._damage.uri_for(_checked(step))
 
     def is_due(self, step: int) -> bool:
         """Whether `save` would save this step by itself."""
@@ -143,9 +164,9 @@ class CheckpointManager:
         unless it failed, its answer returned. Nor is one that it has restored since: None. New `metrics` are not added.
 
         A step that is there already is refused with `CheckpointExistsError`, also if it is of an earlier life of this
-        job, unless `overwrite`; but one that `restore` found damaged is overwritten. `metrics` are kept in the manifest
-        (the coordinator's count), and so are there if and only if the checkpoint is. What goes wrong in a background
-        save is raised by the next save, or by `close`.
+        job, unless `overwrite`; `on_damaged` says where one is saved that `restore` found damaged. `metrics` lie in
+        the manifest (the coordinator's count), and so are there if and only if the checkpoint is. What goes wrong in a
+        background save is raised by the next save, or by `close`.
         """
         step, numbers = _checked(step), checked(metrics)
         if not force and not self.is_due(step):
@@ -160,20 +181,23 @@ class CheckpointManager:
             "process_group": self._process_group,
             "no_dist": self._no_dist,
             "use_collectives": self._use_collectives,
-            "overwrite": overwrite or self._damage.is_to_mend(step),
+            "overwrite": overwrite or self._damage.is_to_replace(step),
             "options": self._options_for(step, numbers),
         }
         is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
         call = async_save if self._is_async else save
-        answer: AsyncSave | SavedMetadata = call(state_dict, self.uri_of(step), **settings)
+        uri = self.uri_of(step)
+        if uri != self._steps.uri_of(step):
+            _log.warning("saving step %d as %s, since it was found damaged and is not replaced", step, uri)
+        answer: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
         if is_coordinator:
             self._retention.announce(answer)
         if isinstance(answer, AsyncSave):
-            answer.committed.add_done_callback(functools.partial(self._ended, step, answer))
+            answer.committed.add_done_callback(functools.partial(self._ended, uri, answer))
         else:
-            self._committed(step, answer)
+            self._committed(uri, answer)
         self._last = self._held = Made(step=step, numbers=numbers, answer=answer)
-        self._damage.saving(self._last)
+        self._damage.saving(self._last, uri)
         return answer
 
     def restore(
@@ -193,16 +217,11 @@ class CheckpointManager:
         restored: Restored | None
         with reading(self.root):
             if wanted is not None:
-                try:
-                    restored = self._restorer.one(state_dict, wanted, planner)
-                except CorruptCheckpointError:  # on all ranks alike
-                    self._damage.note([wanted])
-                    raise
+                restored = self._restorer.one(state_dict, wanted, planner)
             else:
                 restored = self._restorer.newest(state_dict, planner)
         if restored is not None:
             self._held = Made(step=restored.step)
-            self._damage.note(step_at(one.uri) for one in restored.skipped if not one.is_gone)
         return restored
 
     def steps(self) -> list[StepInfo]:
@@ -210,7 +229,7 @@ class CheckpointManager:
 
         Reads each manifest, once in a manager's life. Of one that is damaged no metrics are known. Raises `StoreError`.
         """
-        return sorted(self._steps.found(with_metrics=True), key=lambda info: info.step)
+        return sorted(newest_of_each(self._steps.found(with_metrics=True)), key=lambda info: info.step)
 
     def latest(self) -> StepInfo | None:
         """The step that was committed last; None where there is none. Its metrics are not looked up. As `steps`."""
@@ -222,7 +241,7 @@ class CheckpointManager:
         None where no step has a finite one. As `steps`.
         """
         check_mode(mode)
-        return next(iter(best_first(self._steps.found(with_metrics=True), metric, mode)), None)
+        return next(iter(best_first(newest_of_each(self._steps.found(with_metrics=True)), metric, mode)), None)
 
     def wait(self, timeout: float | None = None) -> None:
         """Until the save in flight is committed, and what it supersedes is removed.
@@ -238,7 +257,7 @@ class CheckpointManager:
             if in_flight.latest() is handle:  # it has failed, and nobody knows
                 handle.result(0)
             if self._last is not None and handle.committed.failure() is None:
-                self._retention.begin(self._last.step, handle)  # who is told by a callback may not have been yet
+                self._retention.begin(handle.uri, handle)  # who is told by a callback may not have been yet
         if not self._retention.wait(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic())):
             raise TimeoutError(f"old checkpoints under {self.root} were not removed within {timeout} s; that goes on")
 
@@ -270,13 +289,13 @@ class CheckpointManager:
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **metadata_of(step, numbers)})
 
-    def _ended(self, step: int, handle: AsyncSave, outcome: Any) -> None:
+    def _ended(self, uri: str, handle: AsyncSave, outcome: Any) -> None:
         if outcome.failure() is None:
-            self._committed(step, handle)
+            self._committed(uri, handle)
 
-    def _committed(self, step: int, saved: AsyncSave | SavedMetadata) -> None:
-        self._damage.committed(step)
-        self._retention.begin(step, saved)
+    def _committed(self, uri: str, saved: AsyncSave | SavedMetadata) -> None:
+        self._damage.committed(uri)
+        self._retention.begin(uri, saved)
 
     def _num_ranks(self) -> int:
         is_alone = self._no_dist or not dist.is_available() or not dist.is_initialized()

@@ -15,15 +15,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from cloudckpt._api.beginning import require_state_dict
 from cloudckpt._api.failures import causes_of, failure_of, raise_own_interrupt, rank_in
-from cloudckpt._commit.resolve import read_log
+from cloudckpt._commit.resolve import MOST_LOOKS, read_log
 from cloudckpt._pipeline.lifecycle import tell
 from cloudckpt._ranks.company import in_company
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import redacted
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.options import Options
 from cloudckpt.reader import ObjectStoreReader
 from cloudckpt.report import Event, LoadReport, SkippedCheckpoint
@@ -33,8 +34,6 @@ from cloudckpt.verification import verify
 _T = TypeVar("_T")
 
 _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
-_MOST_LOOKS = 8
-"""At a root where checkpoints vanish while they are being loaded."""
 
 
 class _Damage(NamedTuple):
@@ -103,12 +102,14 @@ def load_newest(
     allow_pickle: bool,
     verify_first: bool,
     options: Options | None,
+    on_skip: Callable[[SkippedCheckpoint], None] = lambda _: None,
 ) -> tuple[str, LoadReport] | None:
     """As `load_latest`, of what `find` gives on the coordinator, the newest first: which one, and the report.
 
     None where that is nothing. Where one is gone that `find` gave, somebody removes old ones, and there may be newer
-    ones by now: it is asked anew.
+    ones by now: it is asked anew. `on_skip` is told of each one that is passed over, on all ranks, and may raise.
     """
+    require_state_dict(state_dict, doing="loading")
     timeout_s = (options or storage_reader or Options()).timeout_s
     ranks = Ranks(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
     verify_first = verify_first or bool(getattr(planner, "allow_partial_load", False))
@@ -141,16 +142,19 @@ def load_newest(
             else:
                 assert report is not None  # noqa: S101  # our reader makes one
                 return uri, _with_skipped(report, skipped, storage_reader)
+        if damage.is_gone and num_looks < MOST_LOOKS:
+            num_looks += 1
+            tried = {one.uri for one in skipped}
+            waiting = [other for other in ranks.agreed("find", lambda: _found_again(find)) if other not in tried]
+            if uri in waiting:  # it was overwritten, and is not gone
+                continue
         skipped.append(SkippedCheckpoint(uri=uri, why=damage.why, is_gone=damage.is_gone))
+        on_skip(skipped[-1])
         tell(
             Event(name="load.skipped", uri=uri, rank=ranks.rank, error=damage.kind, message=damage.why),
             options or Options(),
             words=f"passed over {uri}, and going on to another checkpoint: {damage.why}",
         )
-        if damage.is_gone and num_looks < _MOST_LOOKS:
-            num_looks += 1
-            tried = {one.uri for one in skipped}
-            waiting = [other for other in ranks.agreed("find", lambda: _found_again(find)) if other not in tried]
     problems = [f"{one.uri}: {one.why}" for one in skipped]
     raise ranks.failure(
         CorruptCheckpointError(
@@ -215,13 +219,10 @@ def _found_again(find: Callable[[], list[str]]) -> list[str]:
 
 
 def holds_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
-    """Whether it is a checkpoint itself: for a hint, so no failure counts."""
+    """Whether it is a checkpoint itself. Raises `StoreError`: who may not look must not be told that it is none."""
     options = options or Options()
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    try:
-        return read_log(open_store(root, options), retrier).counting is not None
-    except CloudckptError:
-        return False
+    return read_log(open_store(root, options), retrier, is_lenient=True).counting is not None
 
 
 def _damage_of(uri: str, options: Options | None) -> _Damage | None:

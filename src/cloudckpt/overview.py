@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt._commit.fence import MAX_FENCE_BYTES
+from cloudckpt._commit.commit_time import CommitTimes, commit_order, datetime_of
 from cloudckpt._commit.garbage import Found, Inventory, attempt_time
 from cloudckpt._commit.resolve import (
+    MOST_LOOKS,
     TORCH_METADATA_KEY,
     Entry,
+    holds_rank_checkpoints,
     list_entries,
     manifest_key,
     ranks_of,
     read_log,
+    settle,
 )
 from cloudckpt._commit.status import CheckpointState, CheckpointStatus, denied_status
 from cloudckpt._commit.summaries import Summaries
@@ -24,7 +27,7 @@ from cloudckpt._commit.uploads import noting, uploads_by_name
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
-from cloudckpt.catalog import by_name, can_be_opened
+from cloudckpt.catalog import can_be_opened
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -38,7 +41,6 @@ from cloudckpt.stores.open import open_store
 __all__ = ["CheckpointState", "CheckpointStatus", "survey"]
 
 _ONE_HOUR = timedelta(hours=1)
-_MOST_LOOKS = 8
 _UNCOMMITTED = ("in progress", "garbage")
 _DAMAGED: CheckpointState = "damaged"
 _NEWER: CheckpointState = "newer"
@@ -60,10 +62,10 @@ def survey(
 
     Makes one listing of the root's directories and one of unfinished uploads, and for each directory one of its
     manifests, one of its data, and one read of the manifest that counts, `Options.connections` at once: listings take
-    a request for each thousand keys. What is replaced meanwhile is looked at again, and so is a root where nothing is
-    committed. Unfinished uploads that may not be listed are left out; a directory that may not be looked at is in the
-    list as such, unless that is so of all. Raises `StoreError` subclasses, and `CheckpointChangedError` where all
-    changes so fast that what is committed cannot be told.
+    a request for each thousand keys. What is replaced meanwhile is looked at again, and so is each directory where
+    nothing is committed. Unfinished uploads that may not be listed are left out; a directory that may not be looked at
+    is in the list as such, unless that is so of all. Raises `StoreError` subclasses, and `CheckpointChangedError`
+    where all changes so fast that what is committed cannot be told.
     """
     options = options or Options()
     location = parse_location(root)
@@ -71,48 +73,52 @@ def survey(
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
     alive_since = datetime.now(timezone.utc) - alive_within
     look = _Look(location, options, Summaries(retrier, check=check), alive_since, retrier)
-    before = None
-    # One look takes its time, in which a job can commit a checkpoint that was not listed yet and remove the one that
-    # was. So that nothing is committed is believed only if another look finds the same.
-    for _ in range(_MOST_LOOKS):
-        names = [name for name in retrier.call(lambda: list(store.list_directories())) if can_be_opened(location, name)]
-        found = _looked_at(look, names, store, retrier, options)
-        if not names or names == before or any(one.state not in _UNCOMMITTED for one in found):
-            return sorted(found, key=lambda one: (one.moment, by_name(one.name), one.attempt))
-        before = names
-    raise _changing(location)
+    found: dict[str, list[CheckpointStatus]] = {}
+    settle(
+        lambda: (None, _look_again(look, found, store, retrier, options)),
+        changing=lambda: _changing(location),
+    )
+    everything = [one for at in found.values() for one in at]
+    if look.denied and len(look.denied) == len(found):
+        raise look.denied[0]
+    return sorted(everything, key=lambda one: (*commit_order(one.moment, one.name), one.attempt))
 
 
-def _looked_at(
-    look: _Look, names: Sequence[str], store: Store, retrier: Retrier, options: Options
-) -> list[CheckpointStatus]:
+def _look_again(
+    look: _Look, found: dict[str, list[CheckpointStatus]], store: Store, retrier: Retrier, options: Options
+) -> Hashable:
+    """Look at what nothing was found to be committed at before; return the names of all that this is still so of."""
+    names = [name for name in retrier.call(lambda: list(store.list_directories())) if can_be_opened(look.root, name)]
     uploads = uploads_by_name(store, retrier, is_local=look.root.scheme == "file")
-    found: list[CheckpointStatus] = []
-    denied: list[AccessDeniedError] = []
 
     def look_at(name: str) -> None:
         try:
-            found.extend(look.at(name, uploads.get(name, ())))  # a list takes it whole, from any thread
+            found[name] = look.at(name, uploads.get(name, ()))
         except AccessDeniedError as error:
-            denied.append(error)
-            found.append(denied_status(look.root.child(name) if name else look.root, error))
+            look.denied.append(error)
+            found[name] = [denied_status(look.root.child(name) if name else look.root, error)]
 
-    is_something_here = "data" in names or retrier.call(lambda: list_entries(store))
+    is_something_here = "data" in names or read_log(store, retrier, is_confirmed=False, is_lenient=True).entries
     places = [*names, *([""] if is_something_here else [])]
+    for name in [name for name in found if _is_missing(found[name])]:
+        del found[name]
     for _ in each_done(
-        places,
+        [name for name in places if name not in found],
         look_at,
         num_threads=options.connections or FIRST_CONNECTIONS,
         name="cloudckpt-survey",
         on_failure=retrier.stop,
     ):
         pass
-    if not found and "" not in places:  # torch's writer may have been here, which leaves folders, too, or none
-        places.append("")
+    if not any(found.values()) and "" not in places:  # torch's writer may have been here, which leaves folders, or none
         look_at("")
-    if denied and len(denied) == len(places):
-        raise denied[0]
-    return found
+    missing = tuple(sorted(name for name, at in found.items() if _is_missing(at)))
+    return missing or (None if found else ("nothing",))
+
+
+def _is_missing(found: Sequence[CheckpointStatus]) -> bool:
+    """Whether nothing is committed at a place, as far as one look tells."""
+    return all(one.state in _UNCOMMITTED for one in found)
 
 
 class _Look:
@@ -123,13 +129,15 @@ class _Look:
     ) -> None:
         self.root, self._options, self._summaries = root, options, summaries
         self._alive_since, self._retrier = alive_since, retrier
+        self._times = CommitTimes()
+        self.denied: list[AccessDeniedError] = []
 
     def at(self, name: str, uploads: Iterable[UploadInfo]) -> list[CheckpointStatus]:
         """`name` is a directory's, or empty for the root itself. What is replaced meanwhile is looked at once more."""
         location = self.root.child(name) if name else self.root
         store = open_store(location, self._options)
         vanished: set[tuple[int, int | None]] = set()
-        for _ in range(_MOST_LOOKS):
+        for _ in range(MOST_LOOKS):
             with contextlib.suppress(CheckpointChangedError):
                 return self._at(location, store, uploads, vanished)
         raise _changing(location)
@@ -157,9 +165,9 @@ class _Look:
         log = summary = None
         problem, state = "", _DAMAGED
         try:
-            log = read_log(store, self._retrier)
+            log = read_log(store, self._retrier, is_confirmed=False)
             if log.counting is not None:
-                summary = self._summaries.read(store, log)
+                summary = self._summaries.read(store, log) if log.counting_entry is not None else None
                 if summary is None and (log.top, log.counting) not in vanished:
                     vanished.add((log.top, log.counting))
                     raise _changing(location)
@@ -171,26 +179,27 @@ class _Look:
             problem, state = str(error), _NEWER
         except CheckpointError as error:
             problem = str(error)
-        if summary is not None and log is not None and log.counting is not None:
+        entry = log.counting_entry if log is not None else None
+        if summary is not None and entry is not None:
             named = {stored.key for stored in summary.objects}
-            (moment,) = (entry.modified_at for entry in log.entries if entry.number == log.counting)
+            committed_at_ns = summary.committed_at_ns
             counting = CheckpointStatus(
                 uri=location.uri,
                 name=location.name,
                 state="committed",
-                moment=moment,
+                moment=entry.modified_at if committed_at_ns is None else datetime_of(committed_at_ns),
                 num_bytes=summary.num_bytes,
                 num_objects=len(summary.objects),
                 attempt=summary.attempt,
                 world_size=summary.world_size,
                 num_tensors=len(summary.tensors),
-                num_overwrites=log.counting,
+                num_overwrites=entry.number,
                 metadata=summary.metadata,
             )
             return counting, [item for item in found if item.key not in named]
         if not problem:
             return None, list(found)
-        entries = log.entries if log is not None else self._retrier.call(lambda: list_entries(store))
+        entries = log.entries if log is not None else list_entries(store, self._retrier)
         return _unusable(location, entries, found, problem, state), []
 
     def _attempts(
@@ -226,15 +235,14 @@ class _Look:
         for info in infos:
             inventory.add_object(info)
         ranks = ranks_of(prefix.removesuffix("/") for prefix in inventory.locations)
-        manifests = [info for info in infos if info.key.endswith(".json") and info.size_bytes > MAX_FENCE_BYTES]
-        if ranks and manifests:
+        if ranks and holds_rank_checkpoints(store, self._retrier):
             objects = [item for prefix in inventory.locations for item in inventory.at(prefix) if item.kind == "data"]
             return [
                 CheckpointStatus(
                     uri=location.uri,
                     name=location.name,
                     state="committed",
-                    moment=max(info.modified_at for info in manifests),
+                    moment=self._committed_at_ranks(store, infos),
                     num_bytes=sum(item.size_bytes for item in objects),
                     num_objects=len(objects),
                     world_size=len(ranks),
@@ -253,6 +261,15 @@ class _Look:
                 )
             ]
         return []
+
+    def _committed_at_ranks(self, store: Store, infos: Sequence[ObjectInfo]) -> datetime:
+        """The time of rank 0's manifest, by which a manager orders such checkpoints, too."""
+        entry = read_log(store, self._retrier, prefix="rank-0/", is_confirmed=False, is_lenient=True).counting_entry
+        if entry is None:
+            return max(info.modified_at for info in infos)
+        return (
+            self._times.read(store, f"rank-0/{manifest_key(entry.number)}", entry, self._retrier) or entry.modified_at
+        )
 
 
 def _files_of_torchs(store: Store) -> list[ObjectInfo]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from cloudckpt._commit.resolve import holds_torch_checkpoint, resolve
+from cloudckpt._commit.resolve import resolve
 from cloudckpt._legacy import TorchCheckpointReader, read_torch_metadata
 from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
@@ -26,7 +26,7 @@ from cloudckpt._pipeline.load import LoadJob, wanted_by
 from cloudckpt._pipeline.reporting import report_of
 from cloudckpt._ranks.met_group import MetGroup
 from cloudckpt._share.deal import Ticket, dealt
-from cloudckpt._share.found import Found, found_at, handed_on
+from cloudckpt._share.found import Found, find_at, handed_on
 from cloudckpt._share.session import Session
 from cloudckpt._stage.transforms import ReadTransforms, registry_with
 from cloudckpt._trace.recorder import new_recorder
@@ -39,13 +39,16 @@ from cloudckpt.report import LoadReport
 class ObjectStoreReader(StorageReader):
     """Reads checkpoints from `uri`, every byte checked, and only the bytes that are needed.
 
-    For ``dcp.load(state_dict, storage_reader=ObjectStoreReader("s3://bucket/run/step-100"))``. Python objects load
-    under ``weights_only=True``, whatever the planner does; `allow_pickle` lifts that, and with it also reads the
-    checkpoints of torch's own writers. It can be pickled, and opens its store in the process that uses it.
+    For ``dcp.load(state_dict, storage_reader=ObjectStoreReader("s3://bucket/run/step-100"))``. Only plain
+    Python and numpy values load, and classes that ``torch.serialization.add_safe_globals`` has allowed, whatever the
+    planner does; `allow_pickle` lifts that, and with it also reads the checkpoints of torch's own writers. It can be
+    pickled, and opens its store in the process that uses it.
     """
 
-    failure: CloudckptError | None
-    """Why no metadata could be read, if so: torch hands on only its text."""
+    load_id: str
+    """The id of the load, as torch's readers have it: a new one after each `reset`."""
+    failure: Exception | None
+    """Why no metadata could be read, if so."""
     report: LoadReport | None
     """Of this reader's last load on this rank."""
     _context: Context | None
@@ -84,7 +87,7 @@ class ObjectStoreReader(StorageReader):
         """Get ready for another load, from `checkpoint_id` if one is given."""
         if checkpoint_id is not None:
             self._location = parse_location(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._started_s = time.monotonic()
         self._metadata: Metadata | None = None
         self._context = self._manifest = self._torch_reader = None
@@ -92,9 +95,10 @@ class ObjectStoreReader(StorageReader):
         self._found: Found | None = None
         self._found_here: tuple[Context, Manifest] | None = None
         self.report = self.failure = None
+        self._is_of_ranks = False
         self._manifest_s = 0.0
         self.lifecycle = Lifecycle("load", self._options)
-        self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self._load_id)
+        self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self.load_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -115,11 +119,11 @@ class ObjectStoreReader(StorageReader):
     def find_together(self, group: MetGroup) -> None:
         """For `cloudckpt.load`: have the coordinator of `group` find the manifest, once, for all of its ranks.
 
-        It counts for the next `read_metadata`. A rank that reads from elsewhere looks for itself, and so do all where
-        the coordinator finds no manifest. Raises `RankLostError` where not all ranks come.
+        It counts for the next `read_metadata`: also that there is none, and why not. A rank that reads from elsewhere
+        looks for itself. Raises `RankLostError` where not all ranks come.
         """
         self._started_s = time.monotonic()
-        found = handed_on(group, self._find() if group.rank() == 0 else None)
+        found = handed_on(group, self._find(is_handed_on=True) if group.rank() == 0 else None)
         self._found = found if found.uri == self._location.uri else None
         self._session = Session(group) if self._found is not None else None
 
@@ -133,39 +137,35 @@ class ObjectStoreReader(StorageReader):
         """Torch's view of the checkpoint.
 
         With ``rank=``, of what that rank saved for itself, without collectives. Raises `CheckpointNotFoundError`,
-        `CorruptCheckpointError`, `UnsupportedFormatError` or `UnsafePickleError`.
+        `CorruptCheckpointError`, `UnsupportedFormatError` or `UnsafePickleError`. torch calls it again, with ``rank=``,
+        after any error. That call returns nothing, and `set_up_storage_reader` raises the error as what it is, but
+        where ranks did save on their own.
         """
-        rank = kwargs.get("rank")
-        try:
-            if rank is None:
-                self.failure = None
-                if self._found is None:
-                    self._started_s = time.monotonic()
-                begun_by, uri = self._reporting_rank, self._location.uri
-                self.lifecycle.begin(uri, operation=self._load_id, rank=begun_by, is_set_up=True)
-                if self._reporting_rank is not None:
-                    self._recorder.open(self._reporting_rank)
-                return self._read_metadata(rank=None)
-            if self.failure is not None and not isinstance(self.failure, CheckpointNotFoundError):
-                raise self.failure  # asking again would only take as long again
-            return self._read_metadata(rank=rank)
-        except CloudckptError as error:
-            self.failure = self.failure or error
-            if self._reporting_rank is None:
-                raise
-        if isinstance(self.failure, CheckpointNotFoundError):
+        rank: int | None = kwargs.get("rank")
+        if rank is None:
+            self._begin()
             try:
-                return self._read_metadata(rank=self._reporting_rank)
+                return self._read_metadata()
+            except Exception as error:
+                self.failure = portable(error)
+                if self._reporting_rank is None:
+                    raise
+            rank = self._reporting_rank
+        elif self.failure is None:
+            return self._read_metadata_of_rank(rank)
+        if self._is_of_ranks:
+            try:
+                return self._read_metadata_of_rank(rank)
             except CheckpointNotFoundError:
                 pass  # what was said of the whole stands
-            except CloudckptError as error:
-                self.failure = error
+            except Exception as error:  # noqa: BLE001  # set_up_storage_reader raises it
+                self.failure = portable(error)
         return Metadata(state_dict_metadata={})  # never used: set_up_storage_reader raises
 
     @told
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
         """Begin a load."""
-        if self._reporting_rank is not None and self.failure is not None:
+        if self.failure is not None:
             raise self.failure
         self._metadata = metadata
         self._recorder.open(int(kwargs.get("rank") or 0))
@@ -255,33 +255,43 @@ class ObjectStoreReader(StorageReader):
         )
         self.lifecycle.end(self.report)
 
-    def _find(self) -> Found:
+    def _begin(self) -> None:
+        self.failure, self._is_of_ranks = None, False
+        if self._found is None:
+            self._started_s = time.monotonic()
+        self.lifecycle.begin(self._location.uri, operation=self.load_id, rank=self._reporting_rank, is_set_up=True)
+        if self._reporting_rank is not None:
+            self._recorder.open(self._reporting_rank)
+
+    def _find(self, *, is_handed_on: bool) -> Found:
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)
-        found, manifest = found_at(context.uri, lambda: context.store, context.retrier)
-        if manifest is not None:
-            self._found_here = context, manifest
+        found, manifest = find_at(context.uri, lambda: context.store, context.retrier, is_handed_on=is_handed_on)
+        self._found_here = None if manifest is None else (context, manifest)
         return found
 
-    def _read_metadata(self, *, rank: int | None) -> Metadata:
+    def _read_metadata(self) -> Metadata:
         self._context = self._manifest = self._torch_reader = None
-        location = self._location if rank is None else self._location.child(f"rank-{rank}")
-        context = Context(location, self._options, rank=rank or 0, recorder=self._recorder)
-        found, found_here = (self._found, self._found_here) if rank is None else (None, None)
-        self._found = self._found_here = None
-        if found is not None and found.error is not None:
-            raise found.error
-        try:
-            if found_here is not None:
-                context, manifest = found_here
-            elif found is not None and found.document is not None:
-                manifest = decode(found.document, uri=context.uri)
-            else:
-                manifest = resolve(context.store, context.retrier).manifest
-        except CheckpointNotFoundError:
-            if not context.retrier.call(lambda: holds_torch_checkpoint(context.store)):
-                raise
+        found = self._found or self._find(is_handed_on=False)
+        found_here, self._found, self._found_here = self._found_here, None, None
+        self._is_of_ranks = found.is_of_ranks
+        if found_here is not None:
+            return self._metadata_of(*found_here)
+        context = Context(self._location, self._options, rank=0, recorder=self._recorder)
+        if found.is_torchs:
             return self._read_torch_metadata(context)
-        metadata = metadata_of(manifest, checkpoint_id=self.checkpoint_id, load_id=self._load_id, is_lazy=self._is_lazy)
+        if found.error is not None:
+            raise found.error
+        assert found.document is not None  # noqa: S101  # a coordinator that found neither had an error
+        return self._metadata_of(context, decode(found.document, uri=context.uri))
+
+    def _read_metadata_of_rank(self, rank: int) -> Metadata:
+        """Of what that rank saved for itself."""
+        self._context = self._manifest = self._torch_reader = None
+        context = Context(self._location.child(f"rank-{rank}"), self._options, rank=rank, recorder=self._recorder)
+        return self._metadata_of(context, resolve(context.store, context.retrier).manifest)
+
+    def _metadata_of(self, context: Context, manifest: Manifest) -> Metadata:
+        metadata = metadata_of(manifest, checkpoint_id=self.checkpoint_id, load_id=self.load_id, is_lazy=self._is_lazy)
         self._manifest_s = time.monotonic() - self._started_s
         self._recorder.span("manifest", int(self._started_s * 1e9))
         self._context, self._manifest, self.failure = context, manifest, None

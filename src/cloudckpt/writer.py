@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cloudckpt._flat import check_names
 from cloudckpt._manifest.stored_ranges import StoredRanges
 from cloudckpt._manifest.torch_metadata import DCP_VERSION
 from cloudckpt._pipeline.context import Context
@@ -67,7 +68,8 @@ class ObjectStoreWriter(StorageWriter):
         if _extensions and self._options.extensions:
             raise InvalidOptionError("Options: extensions are given twice, here and as torch's _extensions")
         self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
+        """The id of the save, as torch's writers have it: a new one after each `reset`."""
         self.lifecycle = Lifecycle("save", self._options)
         """Of the save that is under way."""
         self._job: SaveJob | RemoteJob | None = None
@@ -117,7 +119,7 @@ class ObjectStoreWriter(StorageWriter):
         """Get ready for another save, to `checkpoint_id` if one is given."""
         if checkpoint_id is not None:
             self._location = parse_location(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._job = None
         self.lifecycle = Lifecycle("save", self._options)
 
@@ -132,11 +134,11 @@ class ObjectStoreWriter(StorageWriter):
         return self._storage_meta()
 
     def _storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def begin(self, rank: int) -> None:
         """Let a save be known to have begun before `set_up_storage_writer`."""
-        self.lifecycle.begin(self._location.uri, operation=self._save_id, rank=rank, is_set_up=False)
+        self.lifecycle.begin(self._location.uri, operation=self.save_id, rank=rank, is_set_up=False)
 
     @told
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001  # torch's signature; it looks for the name "kwargs"
@@ -145,8 +147,8 @@ class ObjectStoreWriter(StorageWriter):
         # Without collectives there is no coordinator: each rank commits a checkpoint of its own.
         is_alone = not kwargs.get("use_collectives", True)
         location = self._location.child(f"rank-{rank}") if is_alone else self._location
-        self.lifecycle.begin(location.uri, operation=self._save_id, rank=rank, is_set_up=True)
-        recorder = new_recorder(self._options.trace, verb="save", uri=location.uri, operation=self._save_id)
+        self.lifecycle.begin(location.uri, operation=self.save_id, rank=rank, is_set_up=True)
+        recorder = new_recorder(self._options.trace, verb="save", uri=location.uri, operation=self.save_id)
         recorder.open(rank)
         context = Context(location, self._options, rank=rank, recorder=recorder)
         self._steering.enter("planning")
@@ -162,17 +164,18 @@ class ObjectStoreWriter(StorageWriter):
 
     def _new_job(self, context: Context) -> SaveJob | RemoteJob:
         if self._process is None:
-            return SaveJob(context, save_id=self._save_id, transforms=self._transforms)
+            return SaveJob(context, save_id=self.save_id, transforms=self._transforms)
         return RemoteJob(
             context,
-            save_id=self._save_id,
+            save_id=self.save_id,
             transforms=self._transforms,
             process=self._process,
             snapshot=self._shared_snapshot,
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Attach this save's ticket."""
+        """Attach this save's ticket. Raises `UnsupportedValueError` for a name that no manifest can hold."""
+        check_names((item.index.fqn for item in plan.items), uri=self.checkpoint_id)
         return dataclasses.replace(plan, storage_data=self._begun().ticket)
 
     @told

@@ -65,7 +65,8 @@ def test_what_cannot_be_copied_does_not_keep_the_others_back(place: Place, run: 
     good, bad = (True, False), (False, True)
     assert told == {"step-1": bad, "step-2": good, "step-3": bad, "step-4": good}
     assert [one.name for one in cloudckpt.list_checkpoints(place.uri("there"))] == ["step-2", "step-4"]
-    assert [line.partition("step-")[2][:1] for line in ended.err.splitlines() if "Error" in line] == ["1", "3"]
+    # A manifest that cannot be read has the time of the store, which may be cut to seconds: no order is promised.
+    assert {line.partition("step-")[2][:1] for line in ended.err.splitlines() if "Error" in line} == {"1", "3"}
 
 
 def test_a_copy_that_broke_off_goes_on(local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

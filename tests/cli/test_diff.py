@@ -242,6 +242,7 @@ def test_damage_is_damage_and_no_difference(place: Place, run: Run) -> None:
     assert "damaged" in ended.err
 
 
+@pytest.mark.filterwarnings("ignore:.* unpickling it could run any code, so a load refuses it")
 def test_values_that_would_run_code_are_compared_by_their_bytes(tmp_path: Path, run: Run) -> None:
     """If this fails, comparing two checkpoints from a bucket runs code from that bucket."""
     save(str(tmp_path / "a"), {"v": Loud(1)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 from awscrt.checksums import crc32c
@@ -12,11 +13,12 @@ from tests.wrapped import FaultyStore, permanent
 from cloudckpt._commit.attempt import data_key, new_attempt_id
 from cloudckpt._commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt._commit.resolve import (
+    MOST_LOOKS,
     Resolved,
     holds_torch_checkpoint,
+    list_entries,
     manifest_key,
     manifest_number,
-    manifest_numbers,
     resolve,
 )
 from cloudckpt._manifest.codec import encode
@@ -32,6 +34,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import Faults, FlippedBits, Rule
 
@@ -57,6 +60,10 @@ def commit(store: FaultyStore, attempt: str = "ours", *, number: int = 0, condit
 
 def retrier(retries: int = 2) -> Retrier:
     return Retrier(retries=retries, timeout_s=100)
+
+
+def numbers_in(store: FaultyStore) -> list[int]:
+    return [entry.number for entry in list_entries(store.inner, retrier())]
 
 
 def what_counts(store: FaultyStore) -> tuple[int, str]:
@@ -188,6 +195,40 @@ def test_a_look_that_fails_leaves_the_outcome_unknown(store: FaultyStore) -> Non
         commit(store)
 
 
+def test_a_commit_that_the_store_did_not_keep_is_no_success(store: FaultyStore) -> None:
+    """If this fails, a store or a proxy that acknowledges the manifest and drops it makes a save say "committed"."""
+    store.once_before("list", "manifest", lambda: store.inner.delete(["manifest.json"]))
+    with pytest.raises(CommitUnknownError, match="neither lists it nor returns it"):
+        commit(store)
+
+
+@pytest.mark.parametrize("times", [1, 99])
+def test_a_listing_that_lags_behind_a_commit_is_no_failure(times: int) -> None:
+    """If this fails, a save that can be read fails, for a listing that does not show it yet."""
+
+    class Lagging(FaultyStore):
+        def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+            nonlocal times
+            times -= 1
+            return iter(()) if times >= 0 else super().list(prefix)
+
+    store = Lagging(MemoryStore(f"lagging-{times}"))
+    commit(store)
+    assert what_counts(store) == (0, "ours")
+
+
+def test_a_commit_that_was_replaced_before_the_look_is_told(store: FaultyStore) -> None:
+    """If this fails, a save that another one has overwritten meanwhile is told as one whose outcome nobody knows."""
+
+    def overwrite() -> None:
+        put_commit(store, 1, "theirs")
+        store.inner.delete(["manifest.json"])
+
+    store.once_before("list", "manifest", overwrite)
+    with pytest.raises(OvertakenError):
+        commit(store)
+
+
 def test_a_higher_number_counts(store: FaultyStore) -> None:
     """If this fails, a slow save succeeds under a number that an overwrite has freed, and nobody will ever see it."""
     put_commit(store, 1, "theirs")
@@ -261,7 +302,7 @@ def test_a_clean_up_that_comes_too_late_does_nothing(store: FaultyStore, numbers
     for number in numbers:
         put_commit(store, number, f"later{number}")
     assert remove_superseded(store, manifest_for("b"), number=1, retrier=retrier(), on_removing=lambda key: None) == 0
-    assert manifest_numbers(store.inner) == numbers
+    assert numbers_in(store) == numbers
 
 
 def test_the_highest_number_counts(store: FaultyStore) -> None:
@@ -271,7 +312,7 @@ def test_the_highest_number_counts(store: FaultyStore) -> None:
     for foreign in ["manifest.01.json", "manifest.-1.json", "manifest.json.tmp", "manifest.11.json.bak", "manifestx"]:
         put(store, foreign, b"{}")
     put(store, "manifest.99.json/x", b"{}")
-    assert manifest_numbers(store) == [0, 2, 9, 10]
+    assert numbers_in(store) == [0, 2, 9, 10]
     assert what_counts(store) == (10, "c")
 
 
@@ -313,7 +354,7 @@ def test_a_manifest_that_vanishes_is_looked_for_once_more(store: FaultyStore) ->
     assert resolve(store, retrier()) == Resolved(number=1, manifest=manifest_for("b"))
 
 
-def test_a_manifest_that_vanishes_twice_is_an_error(store: FaultyStore) -> None:
+def test_a_manifest_that_vanishes_each_time_is_an_error(store: FaultyStore) -> None:
     """If this fails, a load beside endless overwrites never ends."""
     put_commit(store, 0, "a")
 
@@ -321,8 +362,8 @@ def test_a_manifest_that_vanishes_twice_is_an_error(store: FaultyStore) -> None:
         put_commit(store, number + 1, "b")
         store.inner.delete([manifest_key(number)])
 
-    store.once_before("read", "manifest.json", lambda: overwrite(0))
-    store.once_before("read", "manifest.1.json", lambda: overwrite(1))
+    for number in range(MOST_LOOKS):
+        store.once_before("read", manifest_key(number), lambda number=number: overwrite(number))  # type: ignore[misc]  # mypy cannot see the default
     with pytest.raises(CheckpointChangedError, match="again and again"):
         resolve(store, retrier())
 

@@ -35,7 +35,7 @@ def test_a_copy_is_the_same_checkpoint(
 ) -> None:
     """If this fails, what is copied to another store is not what was saved, or cannot be loaded there."""
     source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
-    state = small()
+    state = {**small(), "keyed": {0: {"n": 1}}}
     save(state, source, tile_bytes=4 * KIB, part_bytes=64 * KIB, object_bytes=16 * KIB, metadata={"run": "a"})
     before = contents(source)
     told: list[tuple[int, int]] = []
@@ -53,7 +53,7 @@ def test_a_copy_is_the_same_checkpoint(
     else:
         assert report.num_service_bytes == report.num_read_back_bytes == 0
     old, new = _manifest(before), _manifest(contents(target))
-    for name in ("tensors", "values", "nesting", "tile_bytes", "world_size", "metadata", "save_id"):
+    for name in ("tensors", "values", "nesting", "typed_nesting", "tile_bytes", "world_size", "metadata", "save_id"):
         assert new.get(name) == old.get(name), name
     assert new["attempt"] != old["attempt"]
     assert [(each["size"], each["crc32c"]) for each in new["objects"]] == [
@@ -294,9 +294,11 @@ def test_a_source_that_changes_meanwhile_is_copied_anew(root_of: Root, times: in
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     save({"w": torch.full((3000,), 0)}, source)
     left = list(range(1, times + 1))
+    seen: set[str] = set()
 
-    def overwrite(_call: Call) -> None:
-        if left:
+    def overwrite(call: Call) -> None:
+        if left and call.key not in seen:  # what has vanished is looked for more than once
+            seen.add(call.key)
             save({"w": torch.full((3000,), left.pop(0))}, source, overwrite=True)
 
     options = Options(wrap_store=Faults(Rule(fault=Tell(before=overwrite), operations={"read_into"}, times=None)))
@@ -358,7 +360,7 @@ def test_a_copy_says_no_newer_version_than_it_has(root_of: Root) -> None:
         report = cloudckpt.copy(source, target, target_options=Options(resume=True))
         assert report.was_there == was_there
     copied = _manifest(contents(target))
-    assert (copied["version"], "later" in copied) == ([1, 0], False)
+    assert (copied["version"], "later" in copied) == ([1, 1], False)
     assert bits(loaded(state, target)) == bits(state)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -398,9 +399,14 @@ def test_a_folder_of_something_else_says_what_it_is(tmp_path: Path) -> None:
     cloudckpt.save({"w": torch.ones(2)}, tmp_path / "ours")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
     (tmp_path / "empty").mkdir()
-    for name, hint in (("ours", r"cloudckpt\.copy"), ("torchs", "format='dcp'"), ("empty", "format='torch'")):
+    for name, hint in (
+        ("ours", r"cloudckpt\.copy"),
+        ("torchs", "format='dcp'"),
+        ("empty", "format='torch'"),
+        (".", "format='torch'"),
+    ):
         with pytest.raises(cloudckpt.CheckpointNotFoundError, match=hint):
-            cloudckpt.import_checkpoint(tmp_path / name, tmp_path / "step-1")
+            cloudckpt.import_checkpoint(tmp_path / name, "memory://nowhere/step-1")
 
 
 def test_sources_that_do_not_say_what_counts_are_refused(tmp_path: Path) -> None:
@@ -431,14 +437,18 @@ def test_sources_that_do_not_say_what_counts_are_refused(tmp_path: Path) -> None
         cloudckpt.import_checkpoint(tmp_path / "shards", tmp_path / "step-2")
 
 
-def test_a_file_that_is_replaced_meanwhile_is_noticed(root_of: Root, tmp_path: Path) -> None:
-    """If this fails, an import holds tensors of two models."""
-    source = f"{root_of('memory')}/w.safetensors"
+@pytest.mark.parametrize("kind", ["path", "s3", "gs", "memory"])
+def test_a_file_that_is_replaced_meanwhile_is_noticed(root_of: Root, tmp_path: Path, kind: str) -> None:
+    """If this fails, an import holds tensors of two models. The new file has the size and the time of the old one."""
+    source = f"{root_of(kind)}/w.safetensors"
     _put(source, _saved({"w": torch.ones(1000)}, tmp_path))
     other = _saved({"w": torch.zeros(1000)}, tmp_path)
+    written = Path(source).stat() if kind == "path" else None
 
     def replace(_call: Call) -> None:
         _put(source, other)
+        if written is not None:
+            os.utime(source, ns=(written.st_atime_ns, written.st_mtime_ns))
 
     faults = Faults(Rule(fault=Tell(before=replace), operations={"read_into"}, skip=2, times=None))
     with pytest.raises(cloudckpt.CheckpointChangedError):

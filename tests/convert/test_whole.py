@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import io
+import os
 import pickletools
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,35 @@ def test_a_file_of_torch_save_that_is_replaced_meanwhile_is_noticed(
             f"{root}/old/state.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=faults)
         )
     assert not contents(f"{root}/step-1")
+
+
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_a_file_that_is_replaced_while_it_is_saved_is_noticed(tmp_path: Path, format_: Any) -> None:
+    """If this fails, an import commits tensors of two models: a local file is mapped into memory, and read late."""
+    (tmp_path / "old").mkdir()
+    if format_ == "torch":
+        source = name = tmp_path / "old" / "state.pt"
+        torch.save({"w": torch.ones(5000)}, source)
+    else:
+        source = tmp_path / "old"
+        dcp.save({"w": torch.ones(5000)}, checkpoint_id=source, no_dist=True)
+        name = source / "__0_0.distcp"
+
+    def overwrite(_: Any) -> None:
+        with name.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"otherend")
+
+    faults = Faults(Rule(fault=Tell(before=overwrite), operations={"put"}, times=1))
+    with pytest.raises(cloudckpt.CheckpointChangedError, match="was replaced"):
+        cloudckpt.import_checkpoint(
+            source,
+            tmp_path / "step-1",
+            format=format_,
+            allow_pickle=True,
+            target_options=Options(wrap_store=faults),
+        )
+    assert not contents(str(tmp_path / "step-1"))
 
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64]

@@ -58,6 +58,16 @@ def test_the_plan_is_the_one_that_torch_makes(tmp_path: Path) -> None:
     assert items(ExplainingLoadPlanner("here")) == items(DefaultLoadPlanner())
 
 
+@pytest.mark.parametrize("shape", [(4,), (2,), (3, 1)], ids=str)
+def test_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """If this fails, a load fills a tensor with a part of the stored one, and says nothing."""
+    cloudckpt.save({"w": torch.arange(3.0), "step": 1}, tmp_path / "c")
+    target = torch.full(shape, -1.0)
+    with pytest.raises(cloudckpt.StateDictMismatchError, match=r"'w' was saved with shape \(3,\), not"):
+        cloudckpt.load({"w": target, "step": 0}, tmp_path / "c")
+    assert torch.equal(target, torch.full(shape, -1.0))
+
+
 def test_torch_sees_no_entries_where_none_is_stateful() -> None:
     """If this fails, torch takes longer to look at each of 20,000 tensors than it takes to load them."""
     given = state()
@@ -68,14 +78,13 @@ def test_torch_sees_no_entries_where_none_is_stateful() -> None:
         assert planner.state_dict["weight"] is given["weight"]
 
 
-def test_what_may_be_stateful_is_left_to_torch(tmp_path: Path) -> None:
+def test_stateful_objects_are_asked_and_told(tmp_path: Path) -> None:
     """If this fails, objects with a state of their own are loaded as plain values, or are never told."""
     marked = torch.ones(2)
-    marked.state_dict = dict  # type: ignore[attr-defined]
-    for value in (Kept(), marked, torch.nn.Linear(2, 2)):
-        given = {"kept": value}
-        with planned(given, None, "here") as (wanted, _):
-            assert wanted is given
+    marked.state_dict = dict  # type: ignore[attr-defined]  # which alone makes no Stateful
+    with planned({"kept": Kept(), "marked": marked}, None, "here") as (_, planner):
+        planner.set_up_planner({}, Metadata({}), is_coordinator=True)
+        assert list(planner.state_dict) == ["kept.tensor", "marked"]
     kept = Kept()
     kept.tensor = torch.ones(3)
     cloudckpt.save({"kept": kept, "step": 1}, tmp_path / "c")
@@ -89,10 +98,15 @@ def test_what_may_be_stateful_is_left_to_torch(tmp_path: Path) -> None:
 
 def test_a_planner_of_the_users_is_used_as_it_is() -> None:
     """If this fails, what a user's planner does about partial loads or names is lost."""
-    own, given = DefaultLoadPlanner(allow_partial_load=True), state()
-    with planned(given, own, "here") as (wanted, planner):
-        assert wanted is given
-        assert planner is own
+
+    class Own(DefaultLoadPlanner):
+        pass
+
+    given = state()
+    for own in (Own(), DefaultLoadPlanner(flatten_state_dict=False)):
+        with planned(given, own, "here") as (wanted, planner):
+            assert wanted is given
+            assert planner is own
 
 
 def test_values_are_put_back_after_success_alone(tmp_path: Path) -> None:

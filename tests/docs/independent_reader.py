@@ -124,16 +124,24 @@ class Checkpoint:
         return self.object_bytes(entry["object_index"])[entry["begin"] : entry["end"]]
 
     def nested(self) -> Any:
-        """The state dict's form, with FQNs for its entries. Lists come as dictionaries of their indices."""
-        everything = [*self.tensors, *self.manifest["values"]]
-        root: dict[str | int, Any] = {}
-        for fqn in everything:
-            *parents, last = self.manifest.get("nesting", {}).get(fqn, [fqn])
+        """The state dict's form, with FQNs for its entries. Lists come as dictionaries of their indices, and keys that
+        are no strings in tuples of one.
+        """
+        nesting, typed = self.manifest.get("nesting", {}), self.manifest.get("typed_nesting", {})
+        root: dict[Any, Any] = {}
+        places = [(typed.get(fqn, nesting.get(fqn, [fqn])), fqn) for fqn in [*self.tensors, *self.manifest["values"]]]
+        for path, content in [*places, *((path, {}) for path in self.manifest.get("empty_mappings", []))]:
+            *parents, last = [hashable(step) for step in path]
             node = root
             for step in parents:
                 node = node.setdefault(step, {})
-            node[last] = fqn
+            node.setdefault(last, content)
         return root
+
+
+def hashable(step: Any) -> Any:
+    """A step of a path, or a key in it."""
+    return tuple(hashable(one) for one in step) if isinstance(step, list) else step
 
 
 def positions(shape: list[int], offsets: list[int], lengths: list[int]) -> Iterator[int]:
@@ -192,8 +200,8 @@ def problems_of(manifest: dict[str, Any]) -> Iterator[str]:
     if step % 64 or not 4096 <= step <= 2**30:
         yield f"tile_bytes is {step}"
         return
-    if manifest["world_size"] < 1:
-        yield "world_size"
+    if manifest["world_size"] < 1 or not is_time(manifest.get("committed_at_ns", 0)):
+        yield "world_size or committed_at_ns"
     if len({stored["key"] for stored in objects}) != len(objects):
         yield "a key occurs twice"
     yield from itertools.chain.from_iterable(object_problems(stored, step) for stored in objects)
@@ -204,9 +212,28 @@ def problems_of(manifest: dict[str, Any]) -> Iterator[str]:
             yield f"{fqn}: its range"
     if tensors.keys() & values.keys():
         yield "a tensor and a value have one name"
-    for fqn, path in manifest.get("nesting", {}).items():
-        if not path or (fqn not in tensors and fqn not in values):
-            yield f"nesting of {fqn}"
+    yield from nesting_problems(manifest, {*tensors, *values})
+
+
+def nesting_problems(manifest: dict[str, Any], fqns: set[str]) -> Iterator[str]:
+    nesting, typed = manifest.get("nesting", {}), manifest.get("typed_nesting", {})
+    if not fqns >= {*nesting, *typed}:
+        yield "nesting of what is not stored"
+    for path in [*nesting.values(), *typed.values(), *manifest.get("empty_mappings", [])]:
+        if not path or not all(is_step(step) for step in path):
+            yield f"path {path}"
+
+
+def is_step(step: Any) -> bool:
+    """A string, an index, or an array of one key: a scalar, or an array of scalars."""
+    if not isinstance(step, list):
+        return isinstance(step, str) or (type(step) is int and step >= 0)
+    scalars = [one for key in step for one in (key if isinstance(key, list) else [key])]
+    return len(step) == 1 and not any(isinstance(one, (list, dict)) for one in scalars)
+
+
+def is_time(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX
 
 
 def object_problems(stored: dict[str, Any], step: int) -> Iterator[str]:

@@ -89,7 +89,7 @@ def test_a_server_sees_the_requests_that_are_counted(s3_bucket: S3Server, num_mi
             assert report is not None
             made = wire.requests[before:]
             assert report.num_requests == len(made)
-            assert seen(made) == expected + costs.Requests(num_reads=2 * overwrite), made
+            assert seen(made) == expected + costs.Requests(num_reads=3 * overwrite), made
 
 
 @pytest.fixture

@@ -219,11 +219,26 @@ def test_nesting_gives_back_the_state_dicts_form(tmp_path: Path) -> None:
     assert checkpoint.nested() == {"a": {"b": {0: "a.b.0", 1: "a.b.1"}, "c.d": "a.c.d"}, "e": "e"}
 
 
+def test_keys_that_are_no_text_and_empty_mappings_are_given_back(tmp_path: Path) -> None:
+    """If this fails, another reader rebuilds a state dict with other keys than were saved, or without some of them."""
+    state = {"o": {0: {"m": torch.ones(1)}, -1: {}, (1, "a"): 5}, "list": [{}, {"x": 1}], "plain": {"y": 2}}
+    checkpoint = save(state, tmp_path / "c")
+    manifest = checkpoint.manifest
+    assert manifest["nesting"]["o.0.m"] == ["o", "0", "m"]  # which readers of version 1.0 know alone
+    assert manifest["typed_nesting"] == {"o.0.m": ["o", [0], "m"], "o.(1, 'a')": ["o", [[1, "a"]]]}
+    assert manifest["empty_mappings"] == [["o", [-1]], ["list", 0]]
+    assert checkpoint.nested() == {
+        "o": {(0,): {"m": "o.0.m"}, (-1,): {}, ((1, "a"),): "o.(1, 'a')"},
+        "list": {0: {}, 1: {"x": "list.1.x"}},
+        "plain": {"y": "plain.y"},
+    }
+
+
 def test_an_unflattened_state_dict_has_no_nesting(tmp_path: Path) -> None:
     """If this fails, the optional member is there where the document says it is not."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     checkpoint = save({"x": torch.ones(2)}, tmp_path / "c", planner=planner)
-    assert "nesting" not in checkpoint.manifest
+    assert not {"nesting", "typed_nesting", "empty_mappings"} & checkpoint.manifest.keys()
     assert checkpoint.nested() == {"x": "x"}
 
 
@@ -231,6 +246,7 @@ def test_optional_members_stand_where_they_say_something(tmp_path: Path) -> None
     """If this fails, the defaults of the document are not those of the writer."""
     parameter = torch.nn.Parameter(torch.ones(2))
     checkpoint = save({"x": torch.ones(2), "p": parameter}, tmp_path / "c")
+    assert not {"typed_nesting", "empty_mappings"} & checkpoint.manifest.keys()
     assert "requires_grad" not in checkpoint.tensors["x"]
     assert checkpoint.tensors["p"]["requires_grad"] is True
     assert "transforms" not in checkpoint.tensors["x"]
@@ -311,6 +327,9 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "2 no attempt": lambda manifest: manifest.pop("attempt"),
     "3 tile of no multiple of 64": lambda manifest: manifest.update(tile_bytes=4097),
     "3 small tile": lambda manifest: manifest.update(tile_bytes=64),
+    "3 negative time": lambda manifest: manifest.update(committed_at_ns=-1),
+    "3 time after 2262": lambda manifest: manifest.update(committed_at_ns=2**63),
+    "3 time of another type": lambda manifest: manifest.update(committed_at_ns="now"),
     "3 world size": lambda manifest: manifest.update(world_size=0),
     "4 key outside": change_object(key="../other/data/x/0-0.safetensors"),
     "4 key that climbs": change_object(key="data/../../x.safetensors"),
@@ -339,6 +358,14 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
     "11 tensor and value": lambda manifest: manifest["values"].update(weight=manifest["values"]["lr"]),
     "11 nesting of nothing": lambda manifest: manifest["nesting"].update(nothing=["nothing"]),
     "11 empty path": lambda manifest: manifest["nesting"].update(weight=[]),
+    "11 typed nesting of nothing": lambda manifest: manifest.update(typed_nesting={"nothing": [[0]]}),
+    "11 empty typed path": lambda manifest: manifest.update(typed_nesting={"weight": []}),
+    "11 two keys at once": lambda manifest: manifest.update(typed_nesting={"weight": [[0, 1]]}),
+    "11 no key": lambda manifest: manifest.update(typed_nesting={"weight": [[]]}),
+    "11 key of no kind": lambda manifest: manifest.update(typed_nesting={"weight": [[{}]]}),
+    "11 keys within keys": lambda manifest: manifest.update(empty_mappings=[[[[[1]]]]]),
+    "11 empty path of a mapping": lambda manifest: manifest.update(empty_mappings=[[]]),
+    "11 negative index": lambda manifest: manifest.update(empty_mappings=[["a", -1]]),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import BucketPlace, Place, S3Place
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import cloudckpt
 from cloudckpt.testing.servers import S3Server, reserved_port
@@ -216,7 +219,12 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_name(place: Place, state: 
     assert place.contents() == before
 
 
-def load_with_one_rank_asking_too_much(uri: str) -> None:
+def ask_too_much_on_one_rank(uri: str) -> None:
+    state = values()
+    if dist.get_rank() == 1:
+        state["own"] = [{"hook": threading.Lock()}]
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=r"\[rank 1\] .*'own\.0\.hook' \(of class _thread\.lock"):
+        cloudckpt.save(state, f"{uri}-2")
     state = values(0.0)
     if dist.get_rank() == 1:
         state["model"]["more"] = torch.zeros(1)
@@ -228,9 +236,9 @@ def load_with_one_rank_asking_too_much(uri: str) -> None:
 
 @pytest.mark.multirank
 def test_one_ranks_bad_request_stops_all(place: Place) -> None:
-    """If this fails, the other ranks load, and wait for ever for the one that did not."""
+    """If this fails, the other ranks save or load, wait for ever for the one that did not, or do not learn why."""
     save(place.uri())
-    run_ranks(load_with_one_rank_asking_too_much, place.uri(), world_size=2)
+    run_ranks(ask_too_much_on_one_rank, place.uri(), world_size=2)
 
 
 def fail_on_ranks(uri: str, storage_options: dict[str, Any], scheme: str) -> None:
@@ -249,6 +257,42 @@ def test_ranks_fail_together(bucket: BucketPlace, silent_endpoint: str) -> None:
     """If this fails, one rank hears of a bad store and the others hang in a collective."""
     run_ranks(fail_on_ranks, bucket.uri(), bucket.options_at(silent_endpoint), bucket.scheme, world_size=2)
     assert bucket.keys() == []
+
+
+def save_what_ranks_disagree_on(root: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    for number, (kinds, error, said) in enumerate(
+        [
+            ((torch.ones(4), "text"), cloudckpt.StateDictMismatchError, r"'x' is .*\[4\] on rank 0, a value on rank 1"),
+            (("text", torch.ones(4)), cloudckpt.StateDictMismatchError, r"'x' is a value on rank 0, .*\[4\] on rank 1"),
+            ((torch.ones(4), torch.ones(5)), cloudckpt.StateDictMismatchError, r"'x' is .*\[4\] .* \[5\] on rank 1"),
+            (
+                (torch.ones(4), lambda: DTensor.from_local(torch.ones(2), mesh, [Shard(0)])),
+                cloudckpt.StateDictMismatchError,
+                r"'x' is a tensor of .* on rank 0, a DTensor .* on rank 1",
+            ),
+            ((1, 2), None, ""),
+        ]
+    ):
+        mine = kinds[rank]
+        state = {"x": mine() if callable(mine) else mine, "same": torch.ones(3)}
+        if error is None:
+            cloudckpt.save(state, f"{root}/{number}")
+            continue
+        with pytest.raises(error, match=said):
+            cloudckpt.save(state, f"{root}/{number}")
+    # Tiles of two lengths in as many tiles each: of this the number of checksums says nothing.
+    options = cloudckpt.Options(tile_bytes=4096 if rank else 4160)
+    with pytest.raises(cloudckpt.InvalidOptionError, match=r"tile_bytes=4096\) on rank 1 differs from 4160"):
+        cloudckpt.save({f"of {rank}": torch.ones(1250)}, f"{root}/tiles", options=options)
+
+
+@pytest.mark.multirank
+def test_ranks_that_disagree_save_nothing(place: Place) -> None:
+    """If this fails, what one rank has is lost, or a checkpoint is committed whose every load finds damage."""
+    run_ranks(save_what_ranks_disagree_on, place.root, world_size=2)
+    assert [found.name for found in cloudckpt.list_checkpoints(place.root)] == ["4"]
 
 
 def test_neither_or_both_locations_are_refused(place: Place) -> None:

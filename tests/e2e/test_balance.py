@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
@@ -39,17 +40,12 @@ def test_replicated_tensors_are_spread_by_bytes(place: Place, num_ranks: int) ->
     assert_same(loaded, replicated_state())
 
 
-def whole_state() -> dict[str, Tensor]:
-    """One tensor that is larger than any rank's part, and others."""
-    generator = torch.Generator().manual_seed(6)
-    rows = {"first": 100, "embedding": 48 * 1024, "head": 9 * 1024, "last": 100}
-    return {name: torch.randn(count, 256, generator=generator) for name, count in rows.items()}
-
-
 def hybrid_state() -> dict[str, DTensor]:
     """As HSDP has it: shards of rows, each on two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return {name: distribute_tensor(tensor, mesh, (Replicate(), Shard(0))) for name, tensor in whole_state().items()}
+    return {
+        name: distribute_tensor(tensor, mesh, (Replicate(), Shard(0))) for name, tensor in replicated_state().items()
+    }
 
 
 def save_hybrid(uri: str) -> int:
@@ -73,6 +69,24 @@ def test_replicas_of_shards_are_spread_by_bytes(local: LocalPlace) -> None:
     sent_bytes = run_ranks(save_hybrid, uri, world_size=4)
     assert max(sent_bytes) <= 1.1 * sum(sent_bytes) / 4, sent_bytes
     run_ranks(load_hybrid, uri, world_size=4)
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in whole_state().items()}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in replicated_state().items()}
     cloudckpt.load({"model": loaded}, uri)
-    assert_same(loaded, whole_state())
+    assert_same(loaded, replicated_state())
+
+
+def save_diverged(uri: str) -> None:
+    """On each rank: a replicated tensor, large enough to be worth a cut, of which each rank has other values."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((4 << 20,), float(dist.get_rank()))
+    drifted = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    cloudckpt.save({"drifted": drifted, "plain": local.clone()}, uri)
+
+
+def test_a_tensor_comes_from_one_rank(local: LocalPlace) -> None:
+    """If this fails, replicas that have drifted apart (local SGD) are saved as a tensor that no rank ever had."""
+    uri = local.uri()
+    run_ranks(save_diverged, uri, world_size=2)
+    state = {"drifted": torch.full((4 << 20,), -1.0), "plain": torch.full((4 << 20,), -1.0)}
+    cloudckpt.load(state, uri)
+    for tensor in state.values():
+        assert tensor.unique().tolist() in ([0.0], [1.0])

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt.stores.base import Store
+from cloudckpt.testing.faults import Absent, Fault, Faults, Rule, Short
 
 WAIT_S = 100.0
 _T = TypeVar("_T")
@@ -109,16 +110,24 @@ def _alone(root: str) -> None:
     assert restored(CheckpointManager(root)) == 50
 
 
-def _passes_over_damage(root: str) -> list[str]:
-    manager = CheckpointManager(root, keep_last=2)
+def _passes_over_damage(root: str, on_damaged: str) -> list[str]:
+    manager = CheckpointManager(root, keep_last=2, on_damaged=on_damaged)  # type: ignore[arg-type]
     state = state_of(-1.0)
+    if on_damaged == "raise":
+        with pytest.raises(cloudckpt.CorruptCheckpointError, match="step-3"):
+            manager.restore(state)
+        assert restored(manager, 2) == 2
+        with pytest.raises(cloudckpt.CheckpointExistsError):
+            save_all(manager, 3)
+        return []
     found = manager.restore(state)
     assert found is not None
     assert (found.step, value_in(state)) == (2, 2.0)
-    save_all(manager, 3, 4)  # where the damaged one is
+    save_all(manager, 3, 4)  # where the damaged one is, or beside it
     manager.close(WAIT_S)
     dist.barrier()
     assert numbers(manager) == [3, 4]
+    assert restored(manager, 3) == 3
     return [one.uri for one in found.skipped]
 
 
@@ -128,13 +137,35 @@ def _saves(root: str, *steps: int) -> None:
 
 
 @pytest.mark.multirank
-def test_ranks_agree_on_what_is_damaged(place: Place) -> None:
-    """If this fails, one rank that finds damage goes back a step, and the others do not."""
+@pytest.mark.parametrize("on_damaged", ["raise", "skip", "replace"])
+def test_ranks_agree_on_what_is_damaged(place: Place, on_damaged: str) -> None:
+    """If this fails, one rank that finds damage goes back a step and the others do not, or saves to another place."""
     run_ranks(_saves, place.root, 1, 2, 3, world_size=2)
     key = max(key for key in place.data_keys() if key.startswith("step-3/"))  # of the last rank
     place.write(key, place.read(key)[:-1])
-    found = run_ranks(_passes_over_damage, place.root, world_size=2)
-    assert found == [[f"{place.root}/step-3"]] * 2
+    found = run_ranks(_passes_over_damage, place.root, on_damaged, world_size=2)
+    assert found == [[f"{place.root}/step-3"] if on_damaged != "raise" else []] * 2
+    left = {info.name for info in cloudckpt.list_checkpoints(place.root)}
+    assert (
+        left
+        == {
+            "raise": {"step-1", "step-2", "step-3"},
+            "skip": {"step-3", "step-3-again-1", "step-4"},
+            "replace": {"step-3", "step-4"},
+        }[on_damaged]
+    )
+
+
+@pytest.mark.parametrize("fault", [Absent(), Short()])
+def test_a_bogus_answer_sends_no_job_back(place: Place, fault: Fault) -> None:
+    """If this fails, one 404 or 416 of a load balancer costs the steps since the last but one, on a real store."""
+    save_all(CheckpointManager(place.root), 100, 200)
+    faults = Faults(Rule(fault=fault, operations={"read_into"}, key="data/"))
+    manager = CheckpointManager(place.root, async_=False, options=Options(wrap_store=faults))
+    assert restored(manager) == 200
+    assert len(faults.injected) == 1
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save_all(manager, 200)
 
 
 def _is_told_to_stop(root: str) -> tuple[str, str, int]:

@@ -10,6 +10,8 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
 
@@ -77,3 +79,21 @@ def test_parts_are_no_checkpoint(place: Place) -> None:
     assert [found.name for found in cloudckpt.list_checkpoints(place.root)] == []
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         cloudckpt.ObjectStoreReader(place.uri()).read_metadata()
+
+
+def save_sharded_alone(uri: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    for use in ({"use_collectives": False}, {"no_dist": True}):
+        sharded = {"w": distribute_tensor(torch.ones(5), mesh, [Shard(0)]), "n": rank}
+        target = f"{uri}/{next(iter(use))}" + (f"/{rank}" if "no_dist" in use else "")
+        with pytest.raises(cloudckpt.IncompleteSaveError, match=r"'w'.*\n?.*saved by all of their ranks together"):
+            cloudckpt.save(sharded, target, **use)
+        replicated = {"w": distribute_tensor(torch.ones(5), mesh, [Replicate()]), "n": rank}
+        cloudckpt.save(replicated, target, **use)
+
+
+@pytest.mark.multirank
+def test_shards_are_refused_and_replicas_are_kept(place: Place) -> None:
+    """If this fails, a rank commits a tensor with holes, or the document says otherwise than the code."""
+    run_ranks(save_sharded_alone, place.root, world_size=2)

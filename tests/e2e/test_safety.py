@@ -22,11 +22,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 
 import cloudckpt
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:.* unpickling it could run any code, so a load refuses it"),
+]
 
 
 class Custom:
-    """An object that weights_only=True does not know."""
+    """An object of a class that no load knows."""
 
     def __init__(self, value: int) -> None:
         self.value = value

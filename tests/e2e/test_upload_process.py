@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import Event, Options
+from cloudckpt._commit import commit_time
 from cloudckpt._process.host import upload_process
 
 pytestmark = pytest.mark.multirank
@@ -61,6 +64,20 @@ def save_by_both(root: str) -> None:
 def test_saves_by_thread_and_by_process_are_alike(place: Place) -> None:
     """If this fails, what is saved, told or reported depends on who uploads."""
     run_ranks(save_by_both, place.root, world_size=2)
+
+
+def test_the_process_commits_later_than_all_that_this_one_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a save by process is older than the step that the job restored, where a clock went back."""
+    ahead_ns = time.time_ns() + 3600 * 10**9
+    monkeypatch.setattr(commit_time, "_newest_ns", ahead_ns)
+    cloudckpt.async_save({"w": torch.ones(3)}, tmp_path / "a", options=Options(async_mode="process")).result(WAIT_S)
+    cloudckpt.close()
+    known_ns = commit_time.newest_commit_time_ns()
+    newest = cloudckpt.latest(tmp_path)
+    assert newest is not None
+    assert newest.committed_at == commit_time.datetime_of(known_ns) > commit_time.datetime_of(ahead_ns)
 
 
 def lose_the_process_of_one(root: str, victim: int, moment: str) -> None:

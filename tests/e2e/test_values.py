@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import collections
+import datetime as dt
 import io
 import math
+import random
+import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
+from tests.stage.test_values import described
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     ReadItem,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
 from cloudckpt.options import MIB
+
+MIGRATING = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -275,6 +287,109 @@ def test_python_values_come_back(place: Place) -> None:
     assert_same(loaded, values)
 
 
+def of_a_program() -> dict[str, Any]:
+    """What schedulers, samplers, random generators and data loaders hold."""
+    return {
+        "weight": torch.ones(3),
+        "random": (random.getstate(), np.random.RandomState(0).get_state(), torch.get_rng_state()),
+        "numpy": {
+            "generator": np.random.PCG64(1).state,
+            "twister": np.random.MT19937(1).state,
+            "best": np.float32(0.5),
+        },
+        "array": np.arange(6, dtype="u2").reshape(2, 3),
+        "order": [np.int64(4), 5],
+        "names": np.array(["a", "bcd"]),
+        "token": b"",
+        "tokens": [b"", b"x", bytearray()],
+        "huge": 2**5000,
+        "seen": frozenset({1, "a"}),
+        "nothing": (frozenset(), set(), (), "", range(0)),
+        "queue": collections.deque([1, (2,)], maxlen=5),
+        "counts": (collections.defaultdict(int, {"a": 1}), collections.Counter("aab"), collections.OrderedDict(b=1)),
+        "begun": dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc),
+        "path": Path("runs/1"),
+    }
+
+
+def save_by(way: str, state: dict[str, Any], uri: str, options: cloudckpt.Options | None = None) -> None:
+    if way == "torch":
+        dcp.save(state, storage_writer=cloudckpt.ObjectStoreWriter(uri, options=options))
+    elif way == "async_save":
+        cloudckpt.async_save(state, uri, options=options).result(60)
+    else:
+        cloudckpt.save(state, uri, options=options)
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "torch"])
+def test_values_of_programs_come_back_without_consent(tmp_path: Path, way: str) -> None:
+    """If this fails, what a program has beside its tensors saves without a word, and does not load."""
+    state, uri = of_a_program(), f"memory://values-{way}/{tmp_path.name}"
+    loaded = blank(state) | {"weight": torch.zeros(3)}
+    if way == "torch":
+        cloudckpt.enable()
+        try:
+            dcp.save(state, checkpoint_id=uri)
+            dcp.load(loaded, checkpoint_id=uri)
+        finally:
+            cloudckpt.disable()
+    else:
+        save_by(way, state, uri)
+        cloudckpt.load(loaded, uri)
+    assert described(loaded) == described(state)
+
+
+@pytest.mark.filterwarnings("ignore:.* unpickling it could run any code, so a load refuses it")
+def test_torchs_own_calls_can_be_given_consent(tmp_path: Path) -> None:
+    """If this fails, what `dcp.load` refuses under `enable` cannot be had by what the error advises."""
+    uri, state = f"memory://consent/{tmp_path.name}", {"kind": np.ma.array([1])}
+    loaded: dict[str, Any] = {"kind": None}
+    cloudckpt.enable()
+    try:
+        dcp.save(state, checkpoint_id=uri)
+        with pytest.raises(CheckpointException, match=r"allow_pickle=True \(cloudckpt\.load, cloudckpt\.enable and"):
+            dcp.load(loaded, checkpoint_id=uri)
+        cloudckpt.enable(allow_pickle=True)
+        dcp.load(loaded, checkpoint_id=uri)
+    finally:
+        cloudckpt.disable()
+    assert isinstance(loaded["kind"], np.ma.MaskedArray)
+
+
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "torch"])
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({"trainer": {"hook": threading.Lock()}}, r"'trainer\.hook' \(of class _thread\.lock\)"),
+        ({"trainer": {"hook": lambda: 1}}, r"'trainer\.hook' \(the function .*<lambda>\)"),
+        (
+            {"callbacks": [1, Holder({"a": (threading.Lock(),)})]},
+            r"'callbacks\.1\.held\.a\.0' \(of class _thread\.lock\)",
+        ),
+        ({"batches": (n for n in "ab")}, r"'batches' \(of class generator\)"),
+    ],
+    ids=["lock", "lambda", "deep", "generator"],
+)
+def test_what_cannot_be_serialised_is_named(tmp_path: Path, way: str, state: dict[str, Any], named: str) -> None:
+    """If this fails, users search thousands of entries for the one that keeps a save from working."""
+    events: list[cloudckpt.Event] = []
+    options = cloudckpt.Options(object_bytes=5 * MIB, on_event=events.append)
+    uri = f"{tmp_path}/checkpoint"
+    state = {"first": torch.ones(2 * MIB), "second": torch.ones(2 * MIB), **state}
+    with pytest.raises(CheckpointException, match=named) as caught:
+        save_by(way, state, uri, options)
+    ((cause, _),) = caught.value.failures.values()
+    assert isinstance(cause, cloudckpt.UnsupportedValueError)
+    assert "\n" not in str(cause)
+    assert "Leave it out of the state dict" in str(cause)
+    assert not [event.name for event in events if event.name in ("save.part_uploaded", "save.object_uploaded")]
+
+
 def test_an_empty_state_dict_is_a_checkpoint(place: Place) -> None:
     """If this fails, a rank or job with nothing to save breaks the others, or leaves no checkpoint."""
     cloudckpt.save({}, place.uri())
@@ -311,3 +426,50 @@ def test_one_saved_chunk_may_be_wanted_as_several(place: Place) -> None:
     target = torch.zeros(8, 3)
     cloudckpt.load({"x": target}, place.uri(), planner=ChunksOfOneTensor())
     assert_same(target, saved)
+
+
+def _nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+NOT_DENSE = {
+    "COO": (lambda: torch.eye(4).to_sparse(), "a sparse tensor", r"to_dense\(\)"),
+    "CSR": (lambda: torch.eye(4).to_sparse_csr(), "a sparse tensor", r"to_dense\(\)"),
+    "CSC": (lambda: torch.eye(4).to_sparse_csc(), "a sparse tensor", r"to_dense\(\)"),
+    "BSR": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), "a sparse tensor", r"to_dense\(\)"),
+    "BSC": (lambda: torch.eye(4).to_sparse_bsc((2, 2)), "a sparse tensor", r"to_dense\(\)"),
+    "strided": (lambda: _nested(torch.strided), "a nested tensor", r"unbind\(\)"),
+    "jagged": (lambda: _nested(torch.jagged), "a nested tensor", r"unbind\(\)"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8),
+        "a quantized tensor",
+        r"int_repr\(\)",
+    ),
+    "MKL-DNN": (lambda: torch.ones(4, 4).to_mkldnn(), "an MKL-DNN tensor", r"to_dense\(\)"),
+    "meta": (lambda: torch.empty(4, device="meta"), "a tensor on the meta device", "materialise"),
+    "lazy": (torch.nn.UninitializedParameter, "an uninitialised parameter", "run the module once"),
+    "wraps": (lambda: TwoTensor(torch.ones(4), torch.ones(4)), "a tensor subclass that wraps", "save those"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch calls half of them experimental
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_tensors_that_are_not_dense_are_refused_as_documented(local: LocalPlace, kind: str) -> None:
+    """If this fails, such a tensor is saved as something else, or the error names neither it nor the way out."""
+    made, row, advice = NOT_DENSE[kind]
+    documented = next(line for line in MIGRATING.read_text().splitlines() if line.startswith(f"| {row}"))
+    assert kind in documented
+    for state in ({"model": {"bad": made(), "good": torch.ones(2)}}, {"model": {"bad": [made()], "good": 1}}):
+        with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"cannot save 'model\.bad.*{advice}"):
+            cloudckpt.save(state, local.uri())
+        with pytest.raises(cloudckpt.UnsupportedValueError, match=r"'model\.bad"):
+            cloudckpt.async_save(state, local.uri()).result(60.0)
+    assert local.keys() == []
+
+
+def test_within_a_value_a_sparse_tensor_is_kept(local: LocalPlace) -> None:
+    """If this fails, the document promises what is refused."""
+    cloudckpt.save({"pair": (torch.eye(3).to_sparse(), 1)}, local.uri())
+    state: dict[str, Any] = {"pair": None}
+    cloudckpt.load(state, local.uri())
+    assert torch.equal(state["pair"][0].to_dense(), torch.eye(3))

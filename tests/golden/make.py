@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import cloudckpt
 
 HERE = Path(__file__).resolve().parent
-VERSION = "1.0"
+VERSION = "1.1"
 DTYPES = (
     "bfloat16", "bool", "complex64", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int16", "int64",
     "int8", "uint16", "uint8",
@@ -81,10 +81,11 @@ def state_dict() -> dict[str, Any]:
     return {
         "model": {name.removeprefix("model."): tensor for name, tensor in whole.items() if name.startswith("model.")},
         "optimizer": {
-            "state": [{"step": whole["optimizer.state.0.step"]}],
+            "state": {0: {"step": whole["optimizer.state.0.step"]}},
             **{name.removeprefix("optimizer."): VALUES[name] for name in VALUES if name.startswith("optimizer.")},
         },
         "epoch": VALUES["epoch"],
+        "callbacks": {},
     }
 
 

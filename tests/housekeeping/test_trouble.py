@@ -46,6 +46,16 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(memory: Memory, uri: 
     assert_holds(loaded(uri), 1.0)
 
 
+def test_a_manifest_that_cannot_be_removed_keeps_its_data(memory: Memory, uri: str) -> None:
+    """If this fails, gc leaves a manifest without its data, which counts again when the newer one is removed."""
+    memory.at().fail("delete", key_part="manifest.json", error=denied, times=99)
+    cloudckpt.save(state_of(2.0), uri, overwrite=True, no_dist=True)  # it cannot remove what it replaces
+    before = memory.data_keys()
+    with pytest.raises(cloudckpt.GarbageLeftError, match=r"manifest\.json"):
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert memory.data_keys() == before
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_a_fence_whose_answer_is_lost_is_found(memory: Memory, uri: str, *, after: bool) -> None:
     """If this fails, one lost packet ends gc, or makes it lay a second fence."""
@@ -123,6 +133,17 @@ def test_a_save_that_gc_took_for_dead_fails_and_says_why(memory: Memory, uri: st
         writer.finish(metadata, [results])
     assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["checkpoint"]
     assert_holds(loaded(uri), 1.0)
+
+
+def test_a_save_whose_object_was_cut_is_not_committed(memory: Memory, uri: str) -> None:
+    """If this fails, a save commits an object that is shorter than what it wrote."""
+    writer = cloudckpt.ObjectStoreWriter(memory.uri("other"))
+    metadata, results = written(writer, state_of(2.0))
+    (key,) = memory.data_keys("other")
+    put(memory.at("other").inner, key)
+    with pytest.raises(cloudckpt.IncompleteSaveError, match=r"has [0-9]+ bytes, not [0-9]+"):
+        writer.finish(metadata, [results])
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["checkpoint"]
 
 
 def test_a_save_whose_data_goes_at_the_last_moment_cannot_be_committed(memory: Memory, uri: str) -> None:

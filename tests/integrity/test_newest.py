@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
-from cloudckpt import CorruptCheckpointError, Options
+from cloudckpt import CorruptCheckpointError, Options, newest
 from cloudckpt.errors import AccessDeniedError, CredentialsError, StoreTimeoutError, TransientStoreError
 from cloudckpt.stores._body import crc32c_of
 
@@ -98,6 +99,24 @@ def test_damage_is_passed_over_aloud(
     for one in report.skipped:
         assert re.search("damaged|cut|shorter|missing|truncated|not JSON", one.why), one.why
         assert any(one.uri in record.message and one.why in record.message for record in caplog.records)
+
+
+def test_one_that_seemed_gone_and_is_listed_again_is_loaded(run: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a checkpoint that was not found once, while it was overwritten, costs a job its newest step."""
+    load, num_loads = newest.load, 0
+
+    def not_found_at_first(*args: Any, **settings: Any) -> Any:
+        nonlocal num_loads
+        num_loads += 1
+        if num_loads == 1:
+            error = cloudckpt.CheckpointNotFoundError("not there", uri=run.uri("step-3"))
+            raise CheckpointException("read", {0: (error, traceback.StackSummary())})
+        return load(*args, **settings)
+
+    monkeypatch.setattr(newest, "load", not_found_at_first)
+    state = state_of(-1.0)
+    assert cloudckpt.load_latest(state, run.root).skipped == ()
+    assert_holds(state, 3.0)
 
 
 def test_one_that_vanishes_is_passed_over(run: Memory) -> None:
@@ -180,7 +199,8 @@ def test_a_newer_format_is_raised(run: Memory) -> None:
 
 def test_an_unsafe_value_is_raised(run: Memory) -> None:
     """If this fails, a job that forgot its consent silently loses its newest steps."""
-    cloudckpt.save({"value": Unknown()}, run.uri("step-4"))
+    with pytest.warns(UserWarning, match=r"'value' is of class .*Unknown: .* a load refuses it"):
+        cloudckpt.save({"value": Unknown()}, run.uri("step-4"))
     with pytest.raises(cloudckpt.UnsafePickleError):
         cloudckpt.load_latest({"value": None}, run.root)
     state: dict[str, Any] = {"value": None}
@@ -188,7 +208,7 @@ def test_an_unsafe_value_is_raised(run: Memory) -> None:
 
 
 class Unknown:
-    """What weights_only=True does not admit."""
+    """A class that no load knows."""
 
 
 def test_nothing_at_all_is_an_error(memory: Memory) -> None:

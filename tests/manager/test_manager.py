@@ -11,7 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from tests.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
+from cloudckpt._commit import commit_time
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores._body import crc32c_of
+from cloudckpt.testing.faults import Absent, Fault, Faults, Rule, Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -223,6 +225,8 @@ def test_steps_of_numpy_and_torch_are_steps(memory: Memory) -> None:
         ({"save_every": True}, "save_every must be"),
         ({"save_every": torch.tensor(2)}, "save_every must be"),
         ({"keep_last": 0}, "keep_last must be"),
+        ({"on_damaged": "mend"}, "on_damaged must be one of 'raise', 'skip', 'replace', not 'mend'"),
+        ({"on_damaged": None}, "on_damaged must be one of"),
         ({"options": Options(metadata={"step": 1})}, "leave out 'step'"),
         ({"options": Options(metadata={"metrics": {}})}, "leave out 'metrics'"),
     ],
@@ -580,12 +584,14 @@ def test_a_step_that_is_asked_for_and_missing_is_an_error(memory: Memory) -> Non
     assert_holds(state, 4.0)
 
 
-def test_damage_is_passed_over_and_its_step_can_be_saved_again(memory: Memory) -> None:
-    """If this fails, a job that goes back behind a damaged checkpoint fails when it comes to that step again."""
+def test_damage_is_passed_over_and_its_step_can_be_replaced(memory: Memory) -> None:
+    """If this fails, a job that goes back behind a damaged checkpoint fails when it comes to that step again, though it
+    was told to replace it.
+    """
     save_all(CheckpointManager(memory.root), 1, 2, 3)
     break_data(memory, "step-3")
     state = state_of(-1.0)
-    manager = CheckpointManager(memory.root)
+    manager = CheckpointManager(memory.root, on_damaged="replace")
     restored = manager.restore(state)
     assert restored is not None
     assert_holds(state, 2.0)
@@ -597,13 +603,173 @@ def test_damage_is_passed_over_and_its_step_can_be_saved_again(memory: Memory) -
     cloudckpt.verify(memory.uri("step-3"))
 
 
+def contents(memory: Memory, name: str) -> dict[str, bytes]:
+    store = memory.at(name).inner
+    return {key: store.read(key, max_bytes=2**30) for key in memory.all_keys(name)}
+
+
+def test_a_damaged_step_is_saved_beside_and_never_touched(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a manager replaces or removes a step that trouble on the way has made look damaged, or a job does
+    not go on from the right step afterwards.
+    """
+    save_all(CheckpointManager(memory.root), 100, 200, metrics={"loss": 0.1})
+    break_data(memory, "step-200")
+    before = contents(memory, "step-200")
+    manager = CheckpointManager(memory.root, save_every=100, keep_last=1)
+    restored = manager.restore(state_of(-1.0))
+    assert restored is not None
+    assert restored.step == 100
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        save_all(manager, 200, metrics={"loss": 0.2})
+    assert "saving step 200 as memory" in caplog.text
+    again = memory.uri("step-200-again-1")
+    assert manager.uri_of(200) == again
+    assert manager.save(200, state_of(200.0), force=True) is not None, "it is there already"
+    for settings in ({"overwrite": False}, {"overwrite": True}):
+        with contextlib.suppress(cloudckpt.CheckpointExistsError):
+            save_all(manager, 200, metrics={"loss": 0.2}, **settings)
+    latest, best = manager.latest(), manager.best("loss")
+    assert latest is not None
+    assert best is not None
+    assert (latest.step, latest.uri, best.uri) == (200, again, again)
+    assert [(info.step, info.uri) for info in manager.steps()] == [(200, again)], "100 is superseded"
+    assert contents(memory, "step-200") == before
+    save_all(manager, 300)
+    assert contents(memory, "step-200") == before
+    assert numbers(manager) == [200, 300]  # the damaged one, which stays
+
+    state = state_of(-1.0)
+    later = CheckpointManager(memory.root, keep_last=1)
+    restored = later.restore(state)
+    assert restored is not None
+    assert (restored.step, restored.skipped) == (300, ())
+
+
+def test_a_later_life_goes_on_from_what_was_saved_beside(memory: Memory) -> None:
+    """If this fails, a job that is started again after a damage loses what it has saved since, or its step drifts."""
+    save_all(CheckpointManager(memory.root), 100, 200)
+    break_data(memory, "step-200")
+    first = CheckpointManager(memory.root)
+    first.restore(state_of(-1.0))
+    save_all(first, 200)
+    for step in (None, 200):
+        state = state_of(-1.0)
+        manager = CheckpointManager(memory.root)
+        restored = manager.restore(state, step)
+        assert restored is not None
+        assert (restored.step, restored.uri) == (200, memory.uri("step-200-again-1"))
+        assert_holds(state, 200.0)
+        assert manager.save(200, state, force=True) is None
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        CheckpointManager(memory.root, async_=False).save(200, state_of(1.0))
+
+    # That one is damaged, too: the next one lies beside both.
+    break_data(memory, "step-200-again-1")
+    manager = CheckpointManager(memory.root)
+    restored = manager.restore(state_of(-1.0))
+    assert restored is not None
+    assert restored.step == 100
+    assert names(restored.skipped) == ["step-200-again-1", "step-200"]
+    save_all(manager, 200, 201)
+    assert names(manager.steps()) == ["step-100", "step-200-again-2", "step-201"]
+    restored = CheckpointManager(memory.root).restore(state_of(-1.0), 200)
+    assert restored is not None
+    assert names([restored]) == ["step-200-again-2"]
+
+
+def test_what_was_saved_beside_goes_with_its_step(memory: Memory) -> None:
+    """If this fails, a step that was saved twice counts as two of those that are kept, or is never removed."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    break_data(memory, "step-2")
+    first = CheckpointManager(memory.root)
+    first.restore(state_of(-1.0))
+    save_all(first, 2)
+    manager = CheckpointManager(memory.root, keep_last=2)
+    save_all(manager, 3)
+    assert sorted(names(info for info in cloudckpt.list_checkpoints(memory.root))) == [
+        "step-2",
+        "step-2-again-1",
+        "step-3",
+    ]
+    save_all(manager, 4)
+    assert sorted(names(info for info in cloudckpt.list_checkpoints(memory.root))) == ["step-3", "step-4"]
+
+
+def test_damage_is_raised_where_that_is_asked_for(memory: Memory) -> None:
+    """If this fails, a job that is to stop at damage goes back to an older step, or removes what it has not seen."""
+    save_all(CheckpointManager(memory.root), 1, 2, 3)
+    break_data(memory, "step-3")
+    state = state_of(-1.0)
+    manager = CheckpointManager(memory.root, on_damaged="raise", keep_last=1, async_=False)
+    with pytest.raises(
+        cloudckpt.CorruptCheckpointError, match=r"on_damaged='raise' .*step-3.* restore\(state_dict, step"
+    ):
+        manager.restore(state)
+    restored = manager.restore(state, 2)
+    assert restored is not None
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        manager.save(3, state_of(3.0))
+    save_all(manager, 4)
+    assert numbers(manager) == [3, 4]
+    restored = manager.restore(state)
+    assert restored is not None
+    assert restored.step == 4
+
+
+def test_one_that_is_gone_is_not_damaged(memory: Memory) -> None:
+    """If this fails, a job with on_damaged='raise' stops because another one has removed an old step."""
+    save_all(CheckpointManager(memory.root), 1)
+
+    def moves_on() -> None:
+        cloudckpt.save(state_of(2.0), memory.uri("step-2"))
+        cloudckpt.delete(memory.uri("step-1"))
+
+    memory.at("step-1").once_before("read_into", "data/", moves_on)
+    restored = CheckpointManager(memory.root, on_damaged="raise").restore(state_of(-1.0))
+    assert restored is not None
+    assert restored.step == 2
+
+
+BOGUS = [("read_into", Absent()), ("read_into", Short()), ("head", Absent())]
+
+
+@pytest.mark.parametrize(("operation", "fault"), BOGUS)
+@pytest.mark.parametrize("verify_first", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_bogus_answers_send_no_job_back(
+    memory: Memory, operation: str, fault: Fault, *, verify_first: bool, times: int
+) -> None:
+    """If this fails, a load balancer that answers for the store once costs the training since the step before."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    faults = Faults(Rule(fault=fault, operations={operation}, key="data/", times=times, each_key=True))
+    manager = CheckpointManager(memory.root, verify_first=verify_first, options=Options(wrap_store=faults))
+    state = state_of(-1.0)
+    restored = manager.restore(state)
+    assert restored is not None
+    assert (restored.step, restored.skipped) == (2, ())
+    assert_holds(state, 2.0)
+    assert bool(faults.injected) == (verify_first or operation == "read_into")
+
+
+@pytest.mark.parametrize("fault", [Absent(), Short()])
+def test_a_store_that_contradicts_itself_is_an_error(memory: Memory, fault: Fault) -> None:
+    """If this fails, a load balancer that answers for the store for a while costs a job what it has trained."""
+    save_all(CheckpointManager(memory.root), 1, 2)
+    faults = Faults(Rule(fault=fault, operations={"read_into"}, key="data/", times=None))
+    manager = CheckpointManager(memory.root, async_=False, options=Options(wrap_store=faults, retries=1))
+    with pytest.raises(cloudckpt.TransientStoreError, match="contradicts itself"):
+        manager.restore(state_of(-1.0))
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        manager.save(2, state_of(3.0))
+
+
 def test_damage_in_a_step_that_was_asked_for_is_known_too(memory: Memory) -> None:
     """If this fails, a job that goes back behind the damaged step that it asked for removes the whole one before it, or
     fails when it comes to that step again.
     """
     save_all(CheckpointManager(memory.root), 1, 2, 3)
     break_data(memory, "step-3")
-    manager = CheckpointManager(memory.root, keep_last=2)
+    manager = CheckpointManager(memory.root, keep_last=2, on_damaged="replace")
     with pytest.raises(cloudckpt.CorruptCheckpointError):
         manager.restore(state_of(-1.0), step=3)
     manager.restore(state_of(-1.0), step=2)
@@ -619,7 +785,7 @@ def test_what_has_been_mended_is_not_overwritten_even_where_the_callback_is_late
     """If this fails, a step that is saved twice after a damage loses the first of them, now and then."""
     save_all(CheckpointManager(memory.root), 1, 2)
     break_data(memory, "step-2")
-    manager = CheckpointManager(memory.root)
+    manager = CheckpointManager(memory.root, on_damaged="replace")
     manager.restore(state_of(-1.0))
     monkeypatch.setattr(CheckpointManager, "_ended", lambda *_: None)
     save_all(manager, 2)
@@ -637,7 +803,7 @@ def test_a_save_that_did_not_mend_is_made_again(memory: Memory) -> None:
     """If this fails, a step that was damaged cannot be saved any more after one failure."""
     save_all(CheckpointManager(memory.root), 1, 2)
     break_data(memory, "step-2")
-    manager = CheckpointManager(memory.root)
+    manager = CheckpointManager(memory.root, on_damaged="replace")
     manager.restore(state_of(-1.0))
     memory.at("step-2").fail("put", key_part="data/", error=lambda: permanent("put"))
     with pytest.raises(cloudckpt.StoreError):
@@ -774,6 +940,7 @@ def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.Log
         assert manager.retention is not None
         (failed,) = manager.retention.failed
         assert failed.uri == memory.uri("step-2")
+        assert manager.retention.kept == (memory.uri("step-3"),)
         assert f"retention.failed {memory.uri('step-2')}" in events
         assert f"retention.removed {memory.uri('step-1')}" in events
         assert any("superseded, but not removed" in record.message for record in caplog.records)
@@ -941,20 +1108,22 @@ def test_after_going_back_the_new_life_is_kept(memory: Memory) -> None:
 
 
 def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a store whose clock goes back, or a job that does within its resolution, loses each new step."""
-    now = datetime(2030, 1, 1, tzinfo=timezone.utc)
-    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: now)
-    manager = CheckpointManager(memory.root, keep_last=1)
-    save_all(manager, 100, 5)
-    assert numbers(manager) == [5, 100]
+    """If this fails, a job on a machine whose clock is behind another's loses its new step as soon as it is there."""
+    now_ns = 1_900_000_000 * 10**9
+
+    def begin_process(*, minutes_ahead: int) -> CheckpointManager:
+        monkeypatch.setattr(commit_time, "_newest_ns", 0)
+        monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns + minutes_ahead * 60 * 10**9)
+        return CheckpointManager(memory.root, keep_last=1)
+
+    save_all(begin_process(minutes_ahead=10), 100)
+    manager = begin_process(minutes_ahead=0)
+    save_all(manager, 5)
+    assert numbers(manager) == [5, 100], "besides the one that another machine says is newer"
     save_all(manager, 4)
-    assert numbers(manager) == [4, 100], "one besides the last, and not one more for each save"
-    now -= timedelta(minutes=10)
-    save_all(manager, 200)
-    assert numbers(manager) == [100, 200]
-    now += timedelta(minutes=20)
-    save_all(manager, 300)
-    assert numbers(manager) == [300]
+    assert numbers(manager) == [4], "it has seen the other by now, and is later"
+    save_all(begin_process(minutes_ahead=-20), 300)
+    assert numbers(manager) == [4, 300]
 
 
 def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -975,11 +1144,17 @@ def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pyt
 def test_what_is_half_removed_goes_a_day_later(
     memory: Memory, monkeypatch: pytest.MonkeyPatch, *, is_own: bool
 ) -> None:
-    """If this fails, what a removal left that the store ended is there for ever, and nobody reads it any more."""
+    """If this fails, what a removal left that the store ended is there for ever, and nobody reads it any more; or the
+    report counts it among the steps that can be loaded.
+    """
     manager = CheckpointManager(memory.root, keep_last=1)
     save_all(manager if is_own else CheckpointManager(memory.root), 1)
     memory.at("step-1").fail("delete", key_part="data/", error=lambda: denied("delete"), times=1)
-    save_all(manager, 2, 3)
+    save_all(manager, 2)
+    assert manager.retention is not None
+    assert [one.uri for one in manager.retention.failed] == [memory.uri("step-1")]
+    assert manager.retention.kept == (memory.uri("step-2"),)
+    save_all(manager, 3)
     assert memory.all_keys("step-1")
     monkeypatch.setattr("cloudckpt._manager.retention._ALIVE", timedelta(0))
     save_all(manager, 4, 5)

@@ -16,10 +16,10 @@ from cloudckpt.errors import InvalidOptionError
 EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def step_info(step: int, *, minute: int, **metrics: float) -> StepInfo:
+def step_info(step: int, *, minute: int, again: str = "", **metrics: float) -> StepInfo:
     return StepInfo(
         step=step,
-        uri=f"memory://x/step-{step}",
+        uri=f"memory://x/step-{step}{again}",
         committed_at=EPOCH + timedelta(minutes=minute),
         metrics=metrics,
     )
@@ -29,8 +29,8 @@ def policy(**settings: Any) -> Policy:
     return Policy(**{"keep_last": None, "keep_every": None, "keep_best": None, **settings})
 
 
-Situation: TypeAlias = tuple[list[StepInfo], Policy, set[int], int | None]
-"""What there is, what is kept, what is damaged, and what the asker has committed last."""
+Situation: TypeAlias = tuple[list[StepInfo], Policy, set[str], int | None]
+"""What there is, what is kept, the URIs of what is damaged, and the step that the asker has committed last."""
 
 
 @st.composite
@@ -45,7 +45,10 @@ def situations(draw: st.DrawFn) -> Situation:
     for number in numbers:
         loss = draw(losses)
         metrics = {} if loss is None else {"loss": loss}
-        infos.append(step_info(number, minute=draw(st.integers(0, 8)), **metrics))
+        minute = draw(st.integers(0, 8))
+        infos.append(step_info(number, minute=minute, **metrics))
+        if draw(st.integers(0, 4)) == 0:  # it was found damaged, and saved again
+            infos.append(step_info(number, minute=minute + draw(st.integers(1, 3)), again="-again-1", **metrics))
     keep_last = draw(st.one_of(st.none(), st.integers(1, 5)))
     best = st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4))
     kept = policy(
@@ -53,16 +56,23 @@ def situations(draw: st.DrawFn) -> Situation:
         keep_every=None if keep_last is None else draw(st.one_of(st.none(), st.integers(1, 9))),
         keep_best=None if keep_last is None else draw(st.one_of(st.none(), best)),
     )
-    damaged = set(draw(st.lists(st.sampled_from(numbers), max_size=3))) if numbers else set()
+    damaged = {info.uri for info in draw(st.lists(st.sampled_from(infos), max_size=3))} if numbers else set()
     own = draw(st.one_of(st.none(), st.sampled_from(numbers))) if numbers else None
     return infos, kept, damaged, own
 
 
-def stays(info: StepInfo, infos: list[StepInfo], kept: Policy, damaged: set[int], last: int | None) -> bool:
+def stays(info: StepInfo, infos: list[StepInfo], kept: Policy, damaged: set[str], last: int | None) -> bool:
     """The documented promise, asked of one checkpoint by counting those that are ahead of it; no sorting."""
-    if kept.keep_last is None or info.step in damaged or info.step == last:
+    if kept.keep_last is None or info.uri in damaged or info.step == last:
         return True
-    whole = [other for other in infos if other.step not in damaged]
+    there = [other for other in infos if other.uri not in damaged]
+    # Of a step that was saved again, the later one stands for both.
+    whole = [
+        one
+        for one in there
+        if not any(other.step == one.step and other.committed_at > one.committed_at for other in there)
+    ]
+    (info,) = (one for one in whole if one.step == info.step)
 
     def is_newer(one: StepInfo, other: StepInfo) -> bool:
         return one.committed_at > other.committed_at or (
@@ -96,7 +106,7 @@ def test_what_goes_is_what_no_promise_keeps(situation: Situation) -> None:
     """If this fails, retention removes a checkpoint that it promised to keep, or fills the bucket."""
     infos, kept, damaged, own = situation
     gone = superseded(infos, kept, damaged=damaged, own=own)
-    assert {info.step for info in infos if not stays(info, infos, kept, damaged, own)} == {info.step for info in gone}
+    assert {info.uri for info in infos if not stays(info, infos, kept, damaged, own)} == {info.uri for info in gone}
     times = [(info.committed_at, info.step) for info in gone]
     assert times == sorted(times), "the oldest go first, so that a death half-way leaves the newer ones"
 
@@ -105,11 +115,11 @@ def test_what_goes_is_what_no_promise_keeps(situation: Situation) -> None:
 def test_something_newer_than_all_that_goes_stays(situation: Situation) -> None:
     """If this fails, a job can be left without its newest whole checkpoint."""
     infos, kept, damaged, own = situation
-    gone = {info.step for info in superseded(infos, kept, damaged=damaged, own=own)}
-    whole = [info for info in infos if info.step not in damaged]
+    gone = {info.uri for info in superseded(infos, kept, damaged=damaged, own=own)}
+    whole = [info for info in infos if info.uri not in damaged]
     if whole:
         newest = max(whole, key=lambda info: (info.committed_at, info.step))
-        assert newest.step not in gone
+        assert newest.uri not in gone
 
 
 def test_the_order_is_that_of_the_commits() -> None:

@@ -88,7 +88,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 object_index=index, begin=begin, end=end, transforms=draw(st.lists(names, max_size=2))
             )
     fqns = [*tensors, *values]
-    path = st.lists(names | st.integers(0, max(len(tensors) + len(values) - 1, 0)), min_size=1, max_size=3)
+    step = names | st.integers(0, max(len(tensors) + len(values) - 1, 0))
+    path = st.lists(step, min_size=1, max_size=3)
+    scalar = names | st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(-1e9, 1e9)
+    key = (scalar | st.lists(scalar, max_size=2)).map(lambda key: [key])
+    typed_path = st.lists(step | key, min_size=1, max_size=3)
     return Manifest(
         format="cloudckpt",
         version=(1, draw(st.integers(0, 3))),
@@ -108,6 +112,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
         tensors=tensors,
         values=values,
         nesting=draw(st.none() | st.fixed_dictionaries(dict.fromkeys(fqns, path))),
+        typed_nesting=draw(st.none() | st.fixed_dictionaries({}, optional=dict.fromkeys(fqns, typed_path))),
+        empty_mappings=draw(st.lists(typed_path, max_size=2)),
         save_id=draw(st.none() | names),
         metadata=draw(st.dictionaries(names, json_values, max_size=2)),
     )

@@ -44,6 +44,12 @@ def test_lists_within_lists_are_counted() -> None:
         decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
     manifest["nesting"] = {f"v{i}": ["all", i] for i in range(num_entries)}
     decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
+    manifest["typed_nesting"] = {f"v{i}": [["all"], i] for i in range(num_entries)}
+    manifest["empty_mappings"] = [[[i], [None], num_entries] for i in range(300)]
+    decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
+    manifest["empty_mappings"] += [[[i], num_entries] for i in range(100)]
+    with pytest.raises(InvalidManifestError, match="places in all"):
+        decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
 
 
 @pytest.mark.timeout(20)
@@ -57,10 +63,11 @@ def test_a_long_list_counts_once() -> None:
     decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
 
 
+@pytest.mark.parametrize("member", ["nesting", "typed_nesting", "empty_mappings"])
 @pytest.mark.parametrize("index", [-1, 2**63, 10**30])
-def test_indices_that_are_none_are_refused(index: int) -> None:
+def test_indices_that_are_none_are_refused(member: str, index: int) -> None:
     """If this fails, a list is filled from its end, or for ever."""
     manifest = as_json()
-    manifest["nesting"]["w"] = ["w", index]
+    manifest[member] = [["w", index]] if member == "empty_mappings" else {"w": ["w", index]}
     with pytest.raises(InvalidManifestError, match="has an index outside"):
         decode(signed(json.dumps(manifest).encode()), uri=URI)

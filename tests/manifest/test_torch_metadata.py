@@ -95,6 +95,7 @@ def made(metadata: Metadata, receipts: Receipts, **changes: Any) -> Manifest:
         "uri": URI,
         "attempt": "attempt",
         "save_id": "save",
+        "committed_at_ns": 1_795_403_713_245_015_000,
         "tile_bytes": 4096,
         "user_metadata": {},
         **changes,
@@ -102,14 +103,14 @@ def made(metadata: Metadata, receipts: Receipts, **changes: Any) -> Manifest:
     results = [
         [
             WriteResult(index=MetadataIndex(columns.stored_in.key), size_in_bytes=0, storage_data=columns)
-            for columns in columns_of(of_rank)
+            for columns in columns_of(of_rank, settings["tile_bytes"])
         ]
         for of_rank in receipts
     ]
     return manifest_of(metadata, results, **settings)
 
 
-def columns_of(of_rank: dict[MetadataIndex, ItemReceipt]) -> list[ItemReceipts]:
+def columns_of(of_rank: dict[MetadataIndex, ItemReceipt], tile_bytes: int = 4096) -> list[ItemReceipts]:
     """Of each object, what that rank would send."""
     objects = {receipt.stored_in.key: receipt.stored_in for receipt in of_rank.values()}
     made = []
@@ -118,6 +119,7 @@ def columns_of(of_rank: dict[MetadataIndex, ItemReceipt]) -> list[ItemReceipts]:
         made.append(
             ItemReceipts(
                 stored_in=stored_in,
+                tile_bytes=tile_bytes,
                 fqns=[index.fqn for index, _ in rows],
                 offsets=[None if index.offset is None else tuple(index.offset) for index, _ in rows],
                 begins=array("q", [receipt.begin for _, receipt in rows]),

@@ -91,10 +91,11 @@ def test_a_parameter_that_requires_grad_is_filled_like_any_tensor() -> None:
         torch.zeros(8)[::2],
         torch.zeros(3, dtype=torch.complex64).conj(),
         torch.zeros(3, dtype=torch.complex64).conj().imag,
+        torch._neg_view(torch.zeros(3)),  # alone in being contiguous
         torch.zeros(3, device="meta"),
         torch.eye(3).to_sparse(),
     ],
-    ids=["transposed", "strided", "conjugated", "negated", "meta", "sparse"],
+    ids=["transposed", "strided", "conjugated", "negated", "negated in place", "meta", "sparse"],
 )
 def test_tensors_whose_memory_is_not_their_bytes_are_left(tensor: torch.Tensor) -> None:
     """If this fails, bytes are written over memory that holds them in another order or form, or over none."""

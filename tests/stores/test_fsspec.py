@@ -6,17 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ftplib
 import functools
 import gc
+import http.client
 import io
+import json
 import os
 import pickle
+import ssl
 import threading
+import types
 import uuid
 from datetime import datetime, timedelta, timezone
 
 import fsspec
 import pytest
+import urllib3.exceptions
+from botocore.exceptions import ClientError
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -137,6 +144,11 @@ def bucket():
     name = uuid.uuid4().hex
     yield FsspecStore(BucketFileSystem(name), f"testbucket://{name}/run")
     BucketFileSystem.buckets.pop(name, None)
+
+
+def renewed(store):
+    """The same store with instances of its own: fsspec keeps an instance's methods as they were when it was made."""
+    return pickle.loads(pickle.dumps(store))
 
 
 class TestFailuresInTheMiddle:
@@ -397,12 +409,93 @@ class TestErrors:
             (NotImplementedError("x"), UnsupportedOperationError),
             (OSError(28, "No space left on device"), StoreError),
             (OSError(113, "No route to host"), TransientStoreError),
+            (OSError("the answer ended early"), TransientStoreError),
+            (http.client.IncompleteRead(b""), TransientStoreError),
+            (json.JSONDecodeError("no JSON", "<html>", 0), TransientStoreError),
+            (ssl.SSLError(1, "bad record mac"), TransientStoreError),
+            (urllib3.exceptions.ProtocolError("x"), TransientStoreError),
             (ValueError("x"), StoreError),
         ],
     )
     def test_classes_and_numbers_are_translated(self, error, kind):
         """What is worth another try is told from what is not."""
         assert type(translate(error, key="k", operation="read", options={})) is kind
+
+    @pytest.mark.parametrize(
+        ("cause", "kind"),
+        [
+            (KeyError("x"), ObjectNotFoundError),
+            (StopIteration(), ObjectNotFoundError),
+            (FileNotFoundError(2, "x"), ObjectNotFoundError),
+            (ftplib.error_perm("550 no such file"), ObjectNotFoundError),  # noqa: S321  # an error alone
+            (ClientError({"ResponseMetadata": {"HTTPStatusCode": 404}}, "HeadObject"), ObjectNotFoundError),
+            (ClientError({"ResponseMetadata": {"HTTPStatusCode": 500}}, "HeadObject"), TransientStoreError),
+            (ftplib.error_temp("421 closing"), TransientStoreError),  # noqa: S321
+            (ConnectionResetError("x"), TransientStoreError),
+            (asyncio.TimeoutError(), StoreTimeoutError),
+            (PermissionError("x"), AccessDeniedError),
+            (ValueError("no size"), StoreError),
+        ],
+        ids=repr,
+    )
+    def test_a_missing_file_that_another_error_made_is_that_error(self, cause, kind):
+        """fsspec's HTTP and other file systems say FileNotFoundError whatever failed: a checkpoint would be missing
+        because a connection broke.
+        """
+        error = FileNotFoundError("k")
+        error.__cause__ = cause
+        assert type(translate(error, key="k", operation="read", options={})) is kind
+
+    @pytest.mark.parametrize("call", [keys, lambda store: list(store.list_directories())], ids=["list", "directories"])
+    @pytest.mark.parametrize("fails", ["run", "run/d", "run/d/e"])
+    def test_a_directory_that_cannot_be_listed_is_not_empty(self, bucket, monkeypatch, call, fails):
+        """fsspec's own find and walk leave it out without a word: what lies in it would count as missing."""
+        put(bucket, "d/e/a", b"x")
+        whole = call(bucket)
+        listing = BucketFileSystem._ls
+
+        async def broken(self, path, detail=True, **kwargs):
+            if str(path).endswith(f"/{fails}"):
+                raise FileNotFoundError(path) from ConnectionResetError("reset")
+            return await listing(self, path, detail=detail, **kwargs)
+
+        assert whole
+        monkeypatch.setattr(BucketFileSystem, "_ls", broken)
+        with pytest.raises(TransientStoreError):
+            call(renewed(bucket))
+
+    @pytest.mark.parametrize("size_bytes", [0, 3, 9])
+    def test_a_read_that_ends_early_is_not_a_short_object(self, bucket, monkeypatch, size_bytes):
+        """A connection that breaks would be a damaged checkpoint, or half a manifest a whole one."""
+        put(bucket, "a", b"0123456789")
+        read = BucketFileSystem._cat_file
+
+        async def cut(self, path, start=None, end=None, **kwargs):
+            return (await read(self, path, start, end, **kwargs))[:size_bytes]
+
+        monkeypatch.setattr(BucketFileSystem, "_cat_file", cut)
+        with pytest.raises(TransientStoreError, match="ended at byte"):
+            renewed(bucket).read("a", max_bytes=100)
+        with pytest.raises(TransientStoreError, match="ended at byte"):
+            renewed(bucket).read_into("a", 0, [memoryview(bytearray(10))])
+
+    def test_a_failed_look_removes_nothing(self):
+        """What a failed write has left is removed: an older object too, if the look for it could fail unseen."""
+        removed = []
+
+        def broken(_path):
+            raise ConnectionResetError("reset")
+
+        filesystem = types.SimpleNamespace(
+            info=broken,
+            exists=lambda _path: False,  # as fsspec's own says then
+            open=lambda *_, **__: _Full(io.BytesIO(), []),
+            transaction=types.SimpleNamespace(files=[]),
+            rm_file=removed.append,
+        )
+        with pytest.raises(OSError, match="reset"):
+            _fsspec_writing.stream(filesystem, "a", [memoryview(b"new")])
+        assert removed == []
 
     def test_classes_are_found_by_name_and_inheritance(self):
         """The table names classes of packages that need not be installed."""

@@ -110,6 +110,14 @@ class ListsVersions(Mutant):
         return iter([line for line in self.__dict__.get("_lines", []) if line.key.startswith(prefix)])
 
 
+@caught_by("test_a_version_changes_with_each_write")
+class VersionsByKey(Mutant):
+    """The version is the key's, not the write's."""
+
+    def head(self, key):
+        return replace(super().head(key), version=key)
+
+
 @caught_by("test_a_body_of_many_views_is_put_in_their_order")
 class SortsViews(Mutant):
     """Sends large views first."""

@@ -16,6 +16,7 @@ from cloudckpt.errors import (
     InterruptedReadError,
     ObjectExistsError,
     ObjectNotFoundError,
+    ShortObjectError,
     StoreError,
     StoreTimeoutError,
     ThrottledError,
@@ -26,6 +27,7 @@ from cloudckpt.stores.base import Part, Store
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing._fault_kinds import EVERYTHING
 from cloudckpt.testing.faults import (
+    Absent,
     BrokenConnection,
     Call,
     Denied,
@@ -35,6 +37,7 @@ from cloudckpt.testing.faults import (
     LaggingList,
     Rule,
     ServerError,
+    Short,
     SlowDown,
     StalledBody,
     Tell,
@@ -118,6 +121,26 @@ def test_every_method_of_a_store_is_passed_on_and_can_fail(inner: MemoryStore) -
     assert store.uri == inner.uri
     assert store.url("a") == inner.url("a")
     assert (store.capabilities, store.limits) == (inner.capabilities, inner.limits)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "operations"),
+    [(Absent(), ObjectNotFoundError, {"read_into", "read", "head"}), (Short(), ShortObjectError, {"read_into"})],
+)
+def test_an_object_that_exists_can_be_denied(
+    inner: MemoryStore, fault: Fault, error: type[StoreError], operations: set[str]
+) -> None:
+    """If this fails, a test of what a bogus 404 or 416 does tests nothing."""
+    put(inner, "there")
+    for name, call in CALLS.items():
+        store = Faults(Rule(fault=fault))(inner)
+        if name not in operations:
+            with pytest.raises(ValueError, match="cannot happen to"):
+                Faults(Rule(fault=fault, operations={name}))
+            continue
+        with pytest.raises(error, match="rule 0"):
+            call(store)
+        call(store)
 
 
 @pytest.mark.parametrize(

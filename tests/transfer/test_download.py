@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.oracles import slow_crc32c
 from tests.transfer.conftest import FakeClock
-from tests.wrapped import WrappedStore
+from tests.wrapped import Call, WrappedStore
 
-from cloudckpt._transfer.download import fetch, fetch_verified
+from cloudckpt._transfer.download import fetch, fetch_verified, measure
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
+    AccessDeniedError,
+    CloudckptError,
     CorruptCheckpointError,
     InterruptedReadError,
     ObjectNotFoundError,
@@ -175,7 +179,7 @@ def test_bytes_damaged_in_the_store_are_an_error_that_names_them(clock: FakeCloc
     assert "'model.w'" in message
     assert f"{slow_crc32c(DATA[48:64]):08x}" in message
     assert f"{slow_crc32c(bytes(damaged[16:32])):08x}" in message
-    assert len(store.reads) == 2
+    assert len(store.reads) == 3
     assert caught.value.uri == "memory://cutting"
 
 
@@ -203,3 +207,191 @@ def test_other_failures_keep_their_type(clock: FakeClock) -> None:
     store = CuttingStore([0] * 10)
     with pytest.raises(TransientStoreError):
         fetch_checked(store, 0, target([16])[1], [0])
+
+
+# --- what is believed
+
+Lie: TypeAlias = Literal["absent", "short", "wrong", "failed", "denied"]
+ERRORS = {
+    "absent": ObjectNotFoundError,
+    "short": ShortObjectError,
+    "failed": TransientStoreError,
+    "denied": AccessDeniedError,
+}
+_T = TypeVar("_T")
+
+
+class LyingStore(WrappedStore):
+    """Answers the first reads and HEADs of the object with `reads` and `heads`, each a lie or None, then as it is."""
+
+    def __init__(self, reads: Sequence[Lie | None], heads: Sequence[Lie | None], *, body: bytes | None = DATA) -> None:
+        super().__init__(MemoryStore("lying"))
+        self.inner.delete([KEY])
+        if body is not None:
+            self.inner.put(KEY, [memoryview(body)], crc32c=slow_crc32c(body))
+        self.lies = {"read_into": list(reads), "head": list(heads)}
+        self.told: Counter[str] = Counter()
+        """How often each call gave which answer."""
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        lies = self.lies.get(call.operation, [])
+        lie = lies.pop(0) if lies else None
+        if lie in ERRORS:
+            self.told[f"{call.operation} {lie}"] += 1
+            raise ERRORS[lie](f"a lie: {lie}", key=call.key, operation=call.operation)
+        try:
+            result = action()
+        except (ObjectNotFoundError, ShortObjectError) as error:
+            self.told[f"{call.operation} {'absent' if isinstance(error, ObjectNotFoundError) else 'short'}"] += 1
+            raise
+        self.told[f"{call.operation} {lie}"] += 1
+        return result
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        is_wrong = self.lies["read_into"][:1] == ["wrong"]
+        super().read_into(key, offset_bytes, views)
+        if is_wrong:
+            views[0][0] ^= 1
+
+
+ALWAYS = 99
+RETRIES = 3
+
+
+def outcome_of(store: LyingStore, *, retries: int = RETRIES) -> str:
+    """What a load of the object's bytes ends with."""
+    memory, views = target([64])
+    try:
+        fetch_verified(
+            store,
+            retrier(retries),
+            key=KEY,
+            begin=32,
+            views=views,
+            tile_bytes=TILE_BYTES,
+            expected_crc32cs=crc32cs(DATA[32:96]),
+            holding=lambda *_: "it",
+        )
+    except CloudckptError as error:
+        return type(error).__name__
+    assert memory == DATA[32:96], "it said that all is well"
+    return "whole"
+
+
+TROUBLE: list[tuple[Lie, int, Lie | None, int, str]] = [
+    # what reads say, how often; what HEADs say, how often; the end. Three looks that agree are believed.
+    *((lie, times, None, 0, "whole") for lie in ("absent", "short") for times in (1, 2, 3)),
+    *((lie, times, lie, times, "whole") for lie in ("absent", "short") for times in (1, 2)),
+    *((lie, ALWAYS, None, 0, "TransientStoreError") for lie in ("absent", "short")),
+    *((lie, ALWAYS, lie, 2, "TransientStoreError") for lie in ("absent", "short")),
+    ("absent", 3, "absent", 3, "ObjectNotFoundError"),
+    ("short", ALWAYS, "absent", ALWAYS, "TransientStoreError"),
+    ("absent", ALWAYS, "failed", ALWAYS, "TransientStoreError"),
+    ("absent", 1, "failed", 1, "whole"),
+    ("absent", 1, "denied", 1, "AccessDeniedError"),
+    ("wrong", 1, None, 0, "whole"),
+    ("wrong", 2, None, 0, "whole"),
+    ("wrong", 3, None, 0, "CorruptCheckpointError"),
+    ("wrong", 3, "absent", ALWAYS, "TransientStoreError"),
+    ("wrong", 3, "failed", ALWAYS, "TransientStoreError"),
+]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_trouble_on_the_way_is_no_damage(clock: FakeClock, trouble: tuple[Lie, int, Lie | None, int, str]) -> None:
+    """If this fails, an answer of a load balancer sends a job back to an older step, or real damage is never told."""
+    lie, times, by_head, head_times, end = trouble
+    assert outcome_of(LyingStore([lie] * times, [by_head] * head_times)) == end
+
+
+@pytest.mark.parametrize("retries", [0, RETRIES])
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        (None, "ObjectNotFoundError"),
+        (b"", "CorruptCheckpointError"),
+        (DATA[:90], "CorruptCheckpointError"),
+        (bytes(200), "CorruptCheckpointError"),
+        (DATA, "whole"),
+    ],
+)
+def test_real_damage_is_told_whatever_the_options(clock: FakeClock, body: bytes | None, end: str, retries: int) -> None:
+    """If this fails, damage reads as trouble that may pass, and no job ever goes back behind it."""
+    store = LyingStore([], [], body=body)
+    assert outcome_of(store, retries=retries) == end
+    assert len(clock.waits_s) <= 2
+
+
+lies = st.lists(st.sampled_from([None, "absent", "short", "wrong", "failed"]), max_size=9)
+
+
+@settings(max_examples=300)
+@given(
+    reads=lies,
+    heads=st.lists(st.sampled_from([None, "absent", "failed"]), max_size=9),
+    body=st.sampled_from([DATA, None, DATA[:90]]),
+)
+def test_nothing_is_believed_that_was_not_said_three_times(
+    reads: list[Any], heads: list[Any], body: bytes | None
+) -> None:
+    """If this fails, some order of bogus answers makes a whole object damaged, or a damaged one whole."""
+    store = LyingStore(reads, heads, body=body)
+    instant = retrier()
+    instant._stopped.wait = lambda timeout=None: False  # type: ignore[method-assign]  # nothing here takes time
+    memory, views = target([64])
+    try:
+        fetch_verified(
+            store,
+            instant,
+            key=KEY,
+            begin=32,
+            views=views,
+            tile_bytes=TILE_BYTES,
+            expected_crc32cs=crc32cs(DATA[32:96]),
+            holding=lambda *_: "it",
+        )
+    except ObjectNotFoundError:
+        assert store.told["read_into absent"] >= 3
+        assert store.told["head absent"] >= 3
+    except CorruptCheckpointError as error:
+        if isinstance(error.__cause__, ShortObjectError):
+            assert store.told["read_into short"] >= 3
+            assert body == DATA[:90], "no HEAD lies about the size here"
+        else:
+            assert store.told["read_into wrong"] >= 3
+    except TransientStoreError:
+        assert any(reads + heads), "a store that does not lie contradicts itself"
+    else:
+        assert memory == DATA[32:96]
+        assert body == DATA
+
+
+@pytest.mark.parametrize(
+    ("body", "reads", "heads", "end"),
+    [
+        (DATA, [], [], 200),
+        (DATA, [], ["absent"] * 2, 200),  # a read says that it is there
+        (DATA, ["absent"] * 2, ["absent"] * 2, 200),
+        (DATA, [], ["absent"] * ALWAYS, "TransientStoreError"),
+        (DATA, ["absent"] * ALWAYS, ["absent"] * ALWAYS, "ObjectNotFoundError"),
+        (DATA, [], ["denied"], "AccessDeniedError"),
+        (None, [], [], "ObjectNotFoundError"),
+        (DATA[:90], [], [], 90),
+        (DATA[:90], ["absent"] * ALWAYS, [], "TransientStoreError"),
+        (DATA + b"more", [], [], 204),
+        (DATA + b"more", ["short"] * ALWAYS, [], "TransientStoreError"),
+        (b"", [], [], 0),
+    ],
+)
+def test_sizes_are_believed_from_three_looks(
+    clock: FakeClock, body: bytes | None, reads: list[Any], heads: list[Any], end: int | str
+) -> None:
+    """If this fails, one HEAD with a wrong answer makes `verify` call a checkpoint damaged, or a save fail."""
+    store = LyingStore(reads, heads, body=body)
+    try:
+        found: int | str = measure(store, retrier(), key=KEY, size_bytes=len(DATA))
+    except CloudckptError as error:
+        found = type(error).__name__
+    assert found == end
+    if not reads and not heads and body == DATA:
+        assert store.told == {"head None": 1}

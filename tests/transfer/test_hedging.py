@@ -117,6 +117,10 @@ class InThread:
         except BaseException as error:  # noqa: BLE001  # it is raised again where it can be looked at
             self._result = error
 
+    def has_ended(self, *, within_s: float) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
     def result(self) -> str:
         self._thread.join(_TIMEOUT_S)
         assert not self._thread.is_alive()
@@ -143,13 +147,14 @@ def test_a_request_that_stalls_is_ended_by_the_second_one(hedger: Hedger, clock:
 
 def test_the_first_request_counts_if_it_ends_first_and_the_second_has_ended_then(hedger: Hedger, clock: Clock) -> None:
     """If this fails, a request that nobody needs goes on sending from memory that the caller has let go of."""
-    ended = threading.Event()
+    is_closed, may_end = threading.Event(), threading.Event()
 
     def ask_second() -> str:
         try:
             return second.ask()
         finally:
-            ended.set()
+            is_closed.set()
+            may_end.wait(_TIMEOUT_S)
 
     with lines(2) as (first, second):
         call = InThread(lambda: make(hedger, "x", first.ask, ask_second))
@@ -158,8 +163,10 @@ def test_the_first_request_counts_if_it_ends_first_and_the_second_has_ended_then
         hedger.watch()
         assert second.waits.wait(_TIMEOUT_S)
         first.answer("first")
+        assert is_closed.wait(_TIMEOUT_S)
+        assert not call.has_ended(within_s=0.2)
+        may_end.set()
         assert call.result() == "first"
-        assert ended.is_set()
 
 
 def test_if_both_fail_the_first_failure_is_told(hedger: Hedger, clock: Clock) -> None:

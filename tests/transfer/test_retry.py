@@ -12,6 +12,7 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import (
     AccessDeniedError,
     ChecksumRefusedError,
+    CloudckptError,
     InterruptedReadError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -75,9 +76,19 @@ def test_what_will_not_pass_is_raised_at_once(clock: FakeClock, kind: type[Store
     assert (attempt.num_calls, clock.waits_s) == (1, [])
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt()])
-def test_bugs_and_interrupts_are_not_tried_again(clock: FakeClock, error: BaseException) -> None:
-    """If this fails, Ctrl-C does not stop a save, and bugs are hidden by repetition."""
+def test_what_no_store_should_raise_is_a_store_error_that_names_it(clock: FakeClock) -> None:
+    """If this fails, bugs are hidden by repetition, or pass by all that handles the failures of stores."""
+    error = ValueError("a bug")
+    attempt = Failing([error])  # type: ignore[list-item]
+    with pytest.raises(StoreError, match="ValueError: a bug") as caught:
+        Retrier(retries=3, timeout_s=60).call(attempt)
+    assert caught.value.__cause__ is error
+    assert attempt.num_calls == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt()])
+def test_interrupts_are_not_tried_again(clock: FakeClock, error: BaseException) -> None:
+    """If this fails, Ctrl-C does not stop a save."""
     attempt = Failing([error])  # type: ignore[list-item]
     with pytest.raises(type(error)):
         Retrier(retries=3, timeout_s=60).call(attempt)
@@ -180,3 +191,43 @@ def test_stop_ends_a_wait_that_has_begun() -> None:
     with pytest.raises(ThrottledError):
         retrier.call(Failing([error] * 9))
     assert retrier.num_requests == 1
+
+
+# --- what is doubted
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_what_is_doubted_is_looked_at_again(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    """If this fails, one bogus answer is believed, or a gateway that restarts is given no time."""
+    monkeypatch.setattr("cloudckpt._transfer.retry._FIRST_LOOK_DELAY_S", 0.1)
+    look = Failing([error_of(ObjectNotFoundError) for _ in range(num_failures)])
+    assert Retrier(retries=0, timeout_s=60).confirmed(look, ObjectNotFoundError) == "done"
+    assert look.num_calls == num_failures + 1
+    assert [0.05 * 2**i <= wait_s <= 0.1 * 2**i for i, wait_s in enumerate(clock.waits_s)] == [True] * num_failures
+
+
+def test_what_is_said_three_times_is_believed(clock: FakeClock) -> None:
+    """If this fails, a load of what is really gone never ends."""
+    look = Failing([error_of(ObjectNotFoundError) for _ in range(9)])
+    with pytest.raises(ObjectNotFoundError):
+        Retrier(retries=9, timeout_s=60).confirmed(look, ObjectNotFoundError)
+    assert look.num_calls == 3
+
+
+def test_other_errors_are_no_matter_of_looks(clock: FakeClock) -> None:
+    """If this fails, what was tried often enough is tried three times as often."""
+    look = Failing([error_of(TransientStoreError)])
+    with pytest.raises(TransientStoreError):
+        Retrier(retries=9, timeout_s=60).confirmed(look, ObjectNotFoundError)
+    assert look.num_calls == 1
+
+
+def test_what_was_not_looked_at_again_is_not_believed(clock: FakeClock) -> None:
+    """If this fails, a failure elsewhere makes the first bogus answer damage."""
+    retrier = Retrier(retries=9, timeout_s=60)
+    look = Failing([error_of(ObjectNotFoundError)], before=clock.set)
+    with pytest.raises(CloudckptError, match="was not looked at again") as caught:
+        retrier.confirmed(look, ObjectNotFoundError)
+    assert not isinstance(caught.value, ObjectNotFoundError)

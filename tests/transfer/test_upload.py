@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from tests.oracles import slow_crc32c
@@ -27,7 +28,8 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
-from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Store, Views
+from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import Capabilities, Limits, Store, Views
 from cloudckpt.stores.memory import MemoryStore
 
 TILE_BYTES = 8
@@ -70,7 +72,13 @@ def hedger_of(connections: int) -> Hedger:
     return Hedger(Width(Bounds(first=connections, most=connections)), budget_bytes=0)
 
 
-def session_of(store: Store, *, connections: int = 3, retries: int = 3) -> UploadSession:
+def session_of(
+    store: Store,
+    *,
+    connections: int = 3,
+    retries: int = 3,
+    on_part: Callable[[str, int], None] = lambda key, num_bytes: None,
+) -> UploadSession:
     return UploadSession(
         store,
         Retrier(retries=retries, timeout_s=100),
@@ -79,7 +87,7 @@ def session_of(store: Store, *, connections: int = 3, retries: int = 3) -> Uploa
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         resumable=False,
-        on_part=lambda key, num_bytes: None,
+        on_part=on_part,
         on_completing=lambda key: None,
         on_object=lambda key, num_bytes: None,
     )
@@ -113,6 +121,26 @@ def test_objects_arrive_as_they_are_and_receipts_say_so(store: FaultyStore) -> N
         assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
     assert list(store.inner.list_uploads()) == []
     assert all(sorted(body.opened) == sorted(body.closed) for body in bodies.values())
+
+
+def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: FaultyStore) -> None:
+    """If this fails, the manifest has the right checksums at the wrong tiles as soon as two parts change places."""
+    second_is_there = threading.Event()
+
+    class Overtaken(Bytes):
+        @contextlib.contextmanager
+        def open(self, begin: int, end: int) -> Iterator[Views]:
+            with super().open(begin, end) as views:
+                assert begin or second_is_there.wait(60)
+                yield views
+
+    data = data_of(2 * PART_BYTES)
+    session = session_of(store, on_part=lambda _key, _num_bytes: second_is_there.set())
+    with session:
+        session.submit("data/a", Overtaken(data))
+        (receipt,) = session.finish()
+    tiles = [data[begin : begin + TILE_BYTES] for begin in range(0, len(data), TILE_BYTES)]
+    assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
 
 
 def test_small_objects_need_one_request_and_large_ones_parts(store: FaultyStore) -> None:
@@ -169,13 +197,14 @@ def test_a_completion_that_shows_another_size_is_no_success(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a store that lost a part makes a checkpoint that cannot be loaded."""
-    original = MemoryStore.head
+    original = MemoryStore.complete_multipart
 
-    def short_head(self: MemoryStore, key: str) -> ObjectInfo:
-        info = original(self, key)
-        return ObjectInfo(key=info.key, size_bytes=info.size_bytes - 1, modified_at=info.modified_at)
+    def complete_without_the_end(self: MemoryStore, key: str, *args: Any) -> None:
+        original(self, key, *args)
+        body = memoryview(self.read(key, max_bytes=2**30)[:-1])
+        self.put(key, [body], crc32c=crc32c_of([body]))
 
-    monkeypatch.setattr(MemoryStore, "head", short_head)
+    monkeypatch.setattr(MemoryStore, "complete_multipart", complete_without_the_end)
     with pytest.raises(ShortObjectError, match=r"data/a has 159 bytes after 160 were uploaded"):
         upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
     assert_nothing_left(store)
@@ -218,6 +247,29 @@ def test_a_body_that_fails_fails_the_session(store: FaultyStore) -> None:
     """If this fails, an error in a worker thread is lost, and a save succeeds without its data (G3)."""
     with pytest.raises(RuntimeError, match="CUDA error"):
         upload(store, {"data/a": Bytes(data_of(40)), "data/b": Broken(data_of(9 * PART_BYTES))})
+    assert_nothing_left(store)
+
+
+def test_a_failure_after_the_last_submission_is_raised_at_the_end(store: FaultyStore) -> None:
+    """If this fails, a save succeeds without its last object (G3): no later submission would raise its failure."""
+    is_submitted = threading.Event()
+
+    class LateBroken(Bytes):
+        @contextlib.contextmanager
+        def open(self, begin: int, end: int) -> Iterator[Views]:
+            assert is_submitted.wait(60)
+            raise RuntimeError("CUDA error")
+            yield []
+
+    def save() -> None:
+        with session_of(store) as session:
+            session.submit("data/a", Bytes(data_of(7)))
+            session.submit("data/b", LateBroken(data_of(7)))
+            is_submitted.set()
+            session.finish()
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        save()
     assert_nothing_left(store)
 
 

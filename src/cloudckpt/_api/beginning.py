@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
@@ -22,6 +23,14 @@ def in_company_of(
     if alone or not isinstance(storage, (ObjectStoreWriter, ObjectStoreReader)):
         return nullcontext(process_group)
     return in_company(process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.timeout_s)
+
+
+def require_state_dict(state_dict: object, *, doing: str) -> None:
+    """Raise ``TypeError`` for what is no state dict, such as a module."""
+    kind = MutableMapping if doing == "loading" else Mapping
+    if not isinstance(state_dict, kind):
+        hint = " Pass {'model': model}, or model.state_dict()" if hasattr(state_dict, "state_dict") else ""
+        raise TypeError(f"{doing} takes a state dict, which is a dict, and not a {type(state_dict).__name__}.{hint}")
 
 
 def location_of(

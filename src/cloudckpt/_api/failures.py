@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt.errors import CloudckptError, SaveCancelledError
+from cloudckpt.errors import CloudckptError, SaveCancelledError, bounded
 
 _MAX_RANKS = 16  # named in a message
 
@@ -32,7 +32,7 @@ class _Failure(CheckpointException):
         lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(ranks)}:"]
         for rank in ranks:
             error, trace = self.failures[rank]
-            lines.append(f"[rank {rank}] {type(error).__name__}: {error}")
+            lines.append(f"[rank {rank}] {type(error).__name__}: {bounded(str(error))}")
             if not isinstance(error, CloudckptError) and trace is not None:
                 lines.append("".join(trace.format()).rstrip())  # not one of ours: where it came from matters
         return "\n".join(lines)
@@ -42,7 +42,7 @@ class _Failure(CheckpointException):
 
 
 def failure_of(
-    error: CheckpointException, *, what: str, local_cause: CloudckptError | None = None, local_rank: int = 0
+    error: CheckpointException, *, what: str, local_cause: Exception | None = None, local_rank: int = 0
 ) -> CheckpointException:
     """`error`, readable, and an instance of its cause's class.
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from cloudckpt._api.beginning import in_company_of, location_of
+from cloudckpt._api.beginning import in_company_of, location_of, require_state_dict
 from cloudckpt._api.failures import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt._collecting import rare_collections
 from cloudckpt._dcp.load_planner import planned
@@ -71,13 +71,15 @@ def load(
     """Load the checkpoint at `uri` into `state_dict`, in place (`torch.distributed.checkpoint.load`).
 
     Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks
-    load one and the same save; if it is overwritten meanwhile, the load is made once more. Python objects load under
-    ``weights_only=True`` unless `allow_pickle`, which also admits checkpoints of torch's own writers.
+    load one and the same save; if it is overwritten meanwhile, the load is made once more. Plain Python and
+    numpy values load, and objects of classes that ``torch.serialization.add_safe_globals`` has allowed. `allow_pickle`
+    admits all others, which may run any code, and checkpoints of torch's own writers.
 
     Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
     `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, `RankLostError`, … After an error, what
     the tensors hold is undefined. Returns this rank's report (None for a reader that makes none).
     """
+    require_state_dict(state_dict, doing="loading")
     reader = storage_reader
     if reader is not None and (allow_pickle or options is not None):
         raise InvalidOptionError("allow_pickle and options belong to the reader: pass them to it, not beside it")
@@ -95,8 +97,8 @@ def load(
                 with (
                     _told(reader),
                     rare_collections(),
-                    planned(state_dict, planner, where) as (wanted, chosen_planner),
                     in_company_of(reader, process_group, doing="loading", alone=no_dist) as group,
+                    planned(state_dict, planner, where) as (wanted, chosen_planner),
                 ):
                     if isinstance(reader, ObjectStoreReader) and isinstance(group, MetGroup):
                         reader.find_together(group)

@@ -210,13 +210,11 @@ def _references(store: Store, entry: Entry, retrier: Retrier) -> frozenset[str]:
 
 def _is_alone(store: Store, fence: Entry, retrier: Retrier) -> bool:
     """Whether nothing but the fence lies there, nor any save under way."""
-
-    def look() -> bool:
-        if [entry.number for entry in list_entries(store)] != [fence.number]:
-            return False
-        return next(iter(store.list("data/")), None) is None and next(iter(store.list_uploads("data/")), None) is None
-
-    return retrier.call(look)
+    if [entry.number for entry in list_entries(store, retrier)] != [fence.number]:
+        return False
+    return retrier.call(
+        lambda: next(iter(store.list("data/")), None) is None and next(iter(store.list_uploads("data/")), None) is None
+    )
 
 
 def _abort(store: Store, upload: Found, retrier: Retrier) -> list[Left]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cloudckpt._commit.resolve import manifest_key
+from cloudckpt._commit.resolve import list_entries, manifest_key
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import CheckpointExistsError, IncompleteSaveError, ObjectNotFoundError
@@ -48,6 +48,8 @@ def check_still_next(store: Store, number: int, retrier: Retrier) -> None:
     try:
         retrier.call(lambda: store.head(key))
     except ObjectNotFoundError as error:
+        if any(entry.number == number - 1 for entry in list_entries(store, retrier)):
+            return
         raise CheckpointExistsError(
             f"this save can no longer be committed: {store.url(key)}, which was there when it began, was replaced or "
             "removed meanwhile. Nothing of this save is visible. Save again",

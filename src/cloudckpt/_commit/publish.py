@@ -8,11 +8,17 @@ from collections.abc import Callable
 from cloudckpt._commit.batches import batches
 from cloudckpt._commit.fence import Fence
 from cloudckpt._commit.put import PutOutcome, put_entry
-from cloudckpt._commit.resolve import Log, manifest_key, read_entry, read_log
+from cloudckpt._commit.resolve import Log, manifest_key, max_manifest_bytes, read_entry, read_log
 from cloudckpt._manifest.codec import encode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt.errors import CheckpointError, CheckpointExistsError, CommitUnknownError, StoreError
+from cloudckpt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CommitUnknownError,
+    StoreError,
+    UnsupportedValueError,
+)
 from cloudckpt.stores.base import Store
 
 _log = logging.getLogger("cloudckpt")
@@ -30,21 +36,46 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
     """Make `manifest` the checkpoint, as the commit with `number`.
 
     Returns only if it is. Raises `CheckpointExistsError` if another save's commit counts instead, a `StoreError` if
-    the store refused, and `CommitUnknownError` if it cannot be known; only in this last case, of which
-    `OvertakenError` is one, may the manifest be there or still appear, so that its data must stay.
+    the store refused, `UnsupportedValueError` if no reader would take a manifest of its size, and `CommitUnknownError`
+    if it cannot be known; only in this last case, of which `OvertakenError` is one, may the manifest be there or still
+    appear, so that its data must stay.
     """
-    outcome = put_entry(store, number, encode(manifest), conditional=conditional, retrier=retrier)
+    document = encode(manifest)
+    if len(document) > (max_bytes := max_manifest_bytes(stored.size for stored in manifest.objects)):
+        raise UnsupportedValueError(
+            f"the manifest of {store.uri} takes {len(document)} bytes, and readers take at most {max_bytes} beside its "
+            f"{len(manifest.objects)} data objects. Nothing was committed. Save fewer or shorter names, or less "
+            "Options(metadata=…)",
+            uri=store.uri,
+        )
+    outcome = put_entry(store, number, document, conditional=conditional, retrier=retrier)
     if outcome.error is not None:
         _check_arrived(store, manifest, outcome, number=number, retrier=retrier)
-    # The number was free, but perhaps only because a later overwrite removed the entry that had it. In that case the
-    # later one is there already: it was put before the removal. What lies above may also be gc's fence, which keeps
-    # this commit.
     try:
-        log = read_log(store, retrier)
-    except (StoreError, CheckpointError) as error:
+        _check_counts(store, manifest, number=number, retrier=retrier)
+    except CommitUnknownError:
+        raise
+    except Exception as error:
         raise _unknown(store, manifest_key(number), error) from error
-    if log.top > number and log.counting != number:
-        raise _overtaken(store, log, number)
+
+
+def _check_counts(store: Store, manifest: Manifest, *, number: int, retrier: Retrier) -> None:
+    """Look that the store has kept the manifest that it acknowledged, and that no later entry counts.
+
+    The number was free, but perhaps only because a later overwrite removed the entry that had it. In that case the
+    later one is there already: it was put before the removal. What lies above may also be gc's fence, which keeps
+    this commit.
+    """
+    for _ in range(2):
+        log = read_log(store, retrier)
+        if log.counting == number:
+            return
+        if log.top > number:
+            raise _overtaken(store, log, number)
+        found = read_entry(store, number, retrier)  # a listing may lag
+        if isinstance(found, Manifest) and found.attempt == manifest.attempt:
+            return
+    raise _unknown(store, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it")
 
 
 def _check_arrived(store: Store, manifest: Manifest, outcome: PutOutcome, *, number: int, retrier: Retrier) -> None:
@@ -141,9 +172,9 @@ def _overtaken(store: Store, log: Log, number: int) -> OvertakenError:
     )
 
 
-def _unknown(store: Store, key: str, error: Exception) -> CommitUnknownError:
+def _unknown(store: Store, key: str, why: object) -> CommitUnknownError:
     return CommitUnknownError(
-        f"the commit of {store.url(key)} was sent, but whether it arrived could not be found out: {error}. "
+        f"the commit of {store.url(key)} was sent, but whether it arrived could not be found out: {why}. "
         "Its data was kept. When the store answers, look (cloudckpt.latest) before you save there again",
         uri=store.uri,
     )

@@ -70,6 +70,9 @@ def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, 
             if num_swept > _MOST_SWEEPS or not isinstance(error, ObjectNotFoundError):
                 raise
             put()
+        except Exception:  # of a `wrap_store`, say: nobody knows what it has done before
+            may_have_arrived = True
+            raise
 
     try:
         retrier.call(put)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from cloudckpt._commit.batches import batches
 from cloudckpt._commit.collect import Place
 from cloudckpt._commit.put import lay_fence
-from cloudckpt._commit.resolve import Log, check_ours, list_entries, manifest_key, manifest_number, read_log
+from cloudckpt._commit.resolve import Log, check_ours, manifest_key, manifest_number, read_log
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt.errors import CheckpointChangedError, InvalidManifestError, UnsupportedFormatError
+from cloudckpt.errors import CheckpointChangedError, InvalidManifestError
 from cloudckpt.stores.base import Store
 
 _NUM_FENCES = 8
@@ -20,7 +20,7 @@ def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> b
     `CheckpointChangedError` where another save's commit came between, which is left untouched; `CommitUnknownError`
     where it is not known whether the fence was laid; `StoreError`.
     """
-    log = _lenient_log(place.store, retrier)
+    log = read_log(place.store, retrier, is_lenient=True)
     if log.counting is None and all(entry.is_fence for entry in log.entries):
         return False
     if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
@@ -62,12 +62,3 @@ def _fenced_off(store: Store, log: Log, retrier: Retrier) -> Log:
             )
         # A fence of gc's, which keeps what is to go.
     raise CheckpointChangedError(f"{store.uri} changes all the time: it was not deleted. Try again", uri=store.uri)
-
-
-def _lenient_log(store: Store, retrier: Retrier) -> Log:
-    """The log; a fence that cannot be read keeps nobody from removing what it stands for."""
-    try:
-        return read_log(store, retrier)
-    except (InvalidManifestError, UnsupportedFormatError):
-        entries = retrier.call(lambda: list_entries(store))
-        return Log(entries=entries, counting=entries[-1].number if entries else None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
 
+from cloudckpt._commit.commit_time import note_commit_time_ns
 from cloudckpt._commit.fence import MAX_FENCE_BYTES, Fence, decode_fence, is_fence
 from cloudckpt._manifest.codec import decode
 from cloudckpt._manifest.model import Manifest
@@ -17,12 +19,22 @@ from cloudckpt.errors import (
     InvalidManifestError,
     ObjectNotFoundError,
     StoreError,
+    UnsupportedFormatError,
 )
 from cloudckpt.stores.base import ObjectInfo, Store
 
+_T = TypeVar("_T")
+
 MANIFEST_PREFIX = "manifest"
 TORCH_METADATA_KEY = ".metadata"
+MOST_LOOKS = 16
+"""The number of looks after which `settle` gives up."""
 MAX_MANIFEST_BYTES = 2**31
+_FREE_BYTES = 64 * 1024 * 1024
+"""A manifest of so many bytes is read whatever lies beside it."""
+_BYTES_PER_BYTE = 8
+_BYTES_PER_OBJECT = 128 * 1024 * 1024
+"""One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
 _MOST_NAMED = 5
 _BEGINNING = b'{"format":"cloudckpt'
 """Of every entry that cloudckpt writes, manifest or fence."""
@@ -57,6 +69,11 @@ class Log:
         """The highest number there is; -1 where there is none."""
         return self.entries[-1].number if self.entries else -1
 
+    @property
+    def counting_entry(self) -> Entry | None:
+        """The entry of the manifest that counts; None where there is none, or it was not listed."""
+        return next((entry for entry in self.entries if entry.number == self.counting), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
@@ -85,79 +102,177 @@ def entry_of(key: str, info: ObjectInfo) -> Entry | None:
     return Entry(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
 
 
-def list_entries(store: Store) -> tuple[Entry, ...]:
-    """All entries there are, lowest first."""
-    found = (entry_of(info.key, info) for info in store.list(MANIFEST_PREFIX))
+def settle(look: Callable[[], tuple[_T, Hashable]], *, changing: Callable[[], CheckpointChangedError]) -> _T:
+    """The result of `look` once nothing is missing in it, or the same is missing twice in a row.
+
+    `look` returns a result and what it misses, which is falsy where that is nothing. One look takes its time. A job can
+    meanwhile commit what was not listed yet and remove what was, and a directory that changes is not read atomically.
+    So absence is believed from two equal looks alone. Raises what `changing` makes where no two looks agree.
+    """
+    before: Hashable = None
+    for _ in range(MOST_LOOKS):
+        found, missing = look()
+        if not missing or missing == before:
+            return found
+        before = missing
+    raise changing()
+
+
+def list_entries(store: Store, retrier: Retrier) -> tuple[Entry, ...]:
+    """All entries there are, lowest first. Two listings in a row are empty where it returns none."""
+
+    def look() -> tuple[tuple[Entry, ...], Hashable]:
+        entries = _listed(store, retrier, "")
+        return entries, None if entries else ("no entry",)
+
+    return settle(look, changing=lambda: _changing(store))
+
+
+def _listed(store: Store, retrier: Retrier, prefix: str) -> tuple[Entry, ...]:
+    infos = retrier.call(lambda: list(store.list(prefix + MANIFEST_PREFIX)))
+    found = (entry_of(info.key.removeprefix(prefix), info) for info in infos)
     return tuple(sorted((entry for entry in found if entry is not None), key=lambda entry: entry.number))
 
 
-def manifest_numbers(store: Store) -> list[int]:
-    """The numbers of all entries there are, lowest first."""
-    return [entry.number for entry in list_entries(store)]
+def read_log(
+    store: Store, retrier: Retrier, *, prefix: str = "", is_confirmed: bool = True, is_lenient: bool = False
+) -> Log:
+    """Return the log and what counts in it. Only what looks like a fence is opened; raises what the decoders raise.
 
-
-def read_log(store: Store, retrier: Retrier) -> Log:
-    """What counts. Only a fence is opened for it, and raises what `decode_fence` raises.
-
-    A fence that vanishes between being listed and being read has been replaced, so the listing is made once more;
-    then it is a `CheckpointChangedError`.
+    `prefix` is that of the checkpoint's keys in `store`. That nothing counts is believed from two equal looks alone;
+    without `is_confirmed` from one, for a caller that looks again itself, or creates only what is absent. With
+    `is_lenient` what lies below a fence that cannot be read stands for the checkpoint, or else the fence itself: it
+    may be a manifest that was cut, and whoever opens it hears what is wrong. Raises `CheckpointChangedError` where
+    fences vanish again and again between the listing and the read.
     """
-    for _ in range(2):
-        entries = retrier.call(lambda: list_entries(store))
-        if not entries or not entries[-1].is_fence:
-            return Log(entries=entries, counting=entries[-1].number if entries else None)
-        found = read_entry(store, entries[-1].number, retrier)
-        if isinstance(found, Fence):
-            return Log(entries=entries, counting=found.keeps)
-    raise _changing(store)
+
+    def look() -> tuple[_Look, Hashable]:
+        found = _look(store, retrier, prefix=prefix, opens=False, is_lenient=is_lenient)
+        is_none = found.log.counting is None and is_confirmed
+        return found, found.log if is_none or found.has_vanished else None
+
+    found = settle(look, changing=lambda: _changing(store, prefix))
+    if found.has_vanished:
+        raise _changing(store, prefix)
+    return found.log
 
 
 def resolve(store: Store, retrier: Retrier) -> Resolved:
     """The manifest that counts.
 
-    Raises `CheckpointNotFoundError` where there is none, and what `decode` and `decode_fence` raise. A manifest that
+    Raises `CheckpointNotFoundError` where two looks in a row find none, and what the decoders raise. A manifest that
     vanishes between being listed and being read has been superseded or removed, so the listing is made once more.
     """
-    kept: set[tuple[int, int]] = set()
-    for _ in range(2):
-        log = read_log(store, retrier)
-        if log.counting is None:
-            raise _not_found(store, retrier, was_fenced=bool(log.entries))
-        manifest = read_manifest(store, log.counting, retrier)
-        if manifest is not None:
-            return Resolved(number=log.counting, manifest=manifest)
-        if (log.top, log.counting) in kept:
-            # Nobody who goes by the rules removes what a fence keeps.
-            raise CheckpointNotFoundError(
-                f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
-                "cloudckpt's. Load an older checkpoint (cloudckpt.latest(root) finds the newest)",
-                uri=store.uri,
-            )
-        if log.counting != log.top:
-            kept.add((log.top, log.counting))
-    raise _changing(store)
+
+    def look() -> tuple[_Look, Hashable]:
+        found = _look(store, retrier, prefix="", opens=True, is_lenient=False)
+        return found, None if found.manifest is not None else found.log
+
+    found = settle(look, changing=lambda: _changing(store))
+    log = found.log
+    if log.counting is None:
+        raise _not_found(store, retrier, was_fenced=bool(log.entries))
+    if found.manifest is not None:
+        return Resolved(number=log.counting, manifest=found.manifest)
+    if log.counting == log.top:
+        raise _changing(store)
+    # Nobody who goes by the rules removes what a fence keeps.
+    raise CheckpointNotFoundError(
+        f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
+        "cloudckpt's. Load an older checkpoint (cloudckpt.latest(root) finds the newest)",
+        uri=store.uri,
+    )
 
 
-def read_entry(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    log: Log
+    manifest: Manifest | None = None
+    """The manifest that counts, where it was read."""
+    has_vanished: bool = False
+    """An entry that was listed was not there when it was read."""
+
+
+def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenient: bool) -> _Look:
+    """One look at a log; with `opens` at the manifest that counts, too.
+
+    A size in a listing may be wrong, so that what is read says whether an entry is a fence.
+    """
+    entries = _listed(store, retrier, prefix)
+    if not entries:
+        return _Look(log=Log(entries=(), counting=None))
+    top = entries[-1]
+    if not opens and not top.is_fence:
+        return _Look(log=Log(entries=entries, counting=top.number))
+    try:
+        found = read_entry(store, top.number, retrier, prefix=prefix)
+    except (InvalidManifestError, UnsupportedFormatError):
+        if not is_lenient:
+            raise
+        below = [entry.number for entry in entries if not entry.is_fence]
+        return _Look(log=Log(entries=entries, counting=max(below, default=top.number)))
+    if not isinstance(found, Fence):
+        return _Look(log=Log(entries=entries, counting=top.number), manifest=found, has_vanished=found is None)
+    log = Log(entries=entries, counting=found.keeps)
+    if found.keeps is None or not opens:
+        return _Look(log=log)
+    kept = read_entry(store, found.keeps, retrier, prefix=prefix)
+    manifest = None if isinstance(kept, Fence) else kept
+    return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
+
+
+def read_entry(store: Store, number: int, retrier: Retrier, *, prefix: str = "") -> Manifest | Fence | None:
     """The entry with that number, or None where there is none (any more). Raises what the decoders raise.
 
-    One that is damaged is read once more: it may have been damaged on its way.
+    Damage is believed only where several reads in a row find it: it may have come about on the way.
     """
-    try:
-        return _read_once(store, number, retrier)
-    except InvalidManifestError:
-        return _read_once(store, number, retrier)
+    return retrier.confirmed(lambda: _read_once(store, number, retrier, prefix), InvalidManifestError)
 
 
-def _read_once(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
-    key = manifest_key(number)
+def _read_once(store: Store, number: int, retrier: Retrier, prefix: str) -> Manifest | Fence | None:
     try:
-        document = retrier.call(lambda: store.read(key, max_bytes=MAX_MANIFEST_BYTES))
+        document = read_document(store, number, retrier, prefix=prefix)
     except ObjectNotFoundError:
         return None
+    uri = store.url(prefix + manifest_key(number))
     if is_fence(document):
-        return decode_fence(document, number=number, uri=store.url(key))
-    return decode(document, uri=store.url(key))
+        return decode_fence(document, number=number, uri=uri)
+    manifest = decode(document, uri=uri)
+    note_commit_time_ns(manifest.committed_at_ns)
+    return manifest
+
+
+def read_document(store: Store, number: int, retrier: Retrier, *, prefix: str = "") -> bytes:
+    """The bytes of the entry with that number.
+
+    One that is larger than a manifest can be is refused before it is read: raises `InvalidManifestError`. Raises
+    `ObjectNotFoundError` where there is none.
+    """
+    key = prefix + manifest_key(number)
+    try:
+        return retrier.call(lambda: store.read(key, max_bytes=_FREE_BYTES))
+    except StoreError as error:
+        # Stores have no class of their own for what is too large.
+        if type(error) is not StoreError:
+            raise
+        size_bytes = retrier.call(lambda: store.head(key)).size_bytes
+        if size_bytes <= _FREE_BYTES:
+            raise
+    data = retrier.call(lambda: list(store.list(f"{prefix}data/")))
+    max_bytes = max_manifest_bytes(info.size_bytes for info in data)
+    if size_bytes > max_bytes:
+        raise InvalidManifestError(
+            f"{store.url(key)} has {size_bytes} bytes, and a manifest of the {len(data)} data objects beside it has at "
+            f"most {max_bytes}. It is damaged, or no manifest, and was not read. Load another checkpoint",
+            uri=store.url(key),
+        )
+    return retrier.call(lambda: store.read(key, max_bytes=max_bytes))
+
+
+def max_manifest_bytes(object_sizes_bytes: Iterable[int]) -> int:
+    """The size of the largest manifest of data objects of these sizes, which a reader takes memory for."""
+    of_objects = (min(_BYTES_PER_BYTE * size_bytes, _BYTES_PER_OBJECT) for size_bytes in object_sizes_bytes)
+    return min(_FREE_BYTES + sum(of_objects), MAX_MANIFEST_BYTES)
 
 
 def read_manifest(store: Store, number: int, retrier: Retrier) -> Manifest | None:
@@ -192,16 +307,12 @@ def holds_torch_checkpoint(store: Store) -> bool:
     return any(info.key == TORCH_METADATA_KEY for info in store.list(TORCH_METADATA_KEY))
 
 
-def holds_rank_checkpoints(store: Store) -> bool:
-    """Whether ranks have saved there on their own, each under ``rank-<r>/``."""
-    # By sizes alone: a rank's checkpoint that was deleted has left a fence.
-    folders = {
-        folder
-        for info in store.list("rank-")
-        for folder, _, name in [info.key.rpartition("/")]
-        if (entry := entry_of(name, info)) is not None and not entry.is_fence
-    }
-    return bool(ranks_of(folders))
+def holds_rank_checkpoints(store: Store, retrier: Retrier, *, is_confirmed: bool = False) -> bool:
+    """Return whether ranks have saved there on their own, each under ``rank-<r>/``. Rank 0 is always one of them.
+
+    `is_confirmed` is that of `read_log`.
+    """
+    return read_log(store, retrier, prefix="rank-0/", is_confirmed=is_confirmed).counting is not None
 
 
 def ranks_of(folders: Iterable[str]) -> list[int]:
@@ -261,8 +372,10 @@ def folders_named(folders: Sequence[str]) -> str:
     return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders)[:_MOST_NAMED])}{more}"
 
 
-def _changing(store: Store) -> CheckpointChangedError:
+def _changing(store: Store, prefix: str = "") -> CheckpointChangedError:
+    uri = store.url(prefix.rstrip("/"))
     return CheckpointChangedError(
-        f"{store.uri} is being overwritten again and again: its manifest vanished twice while it was read. Load again",
-        uri=store.uri,
+        f"{uri} is being overwritten again and again, or its store lists an entry that it does not find: what counts "
+        "there could not be told. Try again",
+        uri=uri,
     )

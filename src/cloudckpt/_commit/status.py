@@ -28,7 +28,9 @@ class CheckpointStatus:
     """Its last segment: ``step-100`` of ``s3://bucket/run/step-100``."""
     state: CheckpointState
     moment: datetime
-    """When it was committed, or the last sign of life, by the store's clock; of the look, where denied."""
+    """When it was committed, as in `CheckpointInfo.committed_at`; else the last sign of life, by the store's clock;
+    where denied, the time of the look.
+    """
     num_bytes: int
     """Of data objects. What unfinished uploads hold, no store says."""
     num_objects: int

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 import reprlib
+from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
+
+from cloudckpt._stage.unpickling import load_safely
 
 _MAX_SHOWN = 100
 
@@ -17,7 +20,7 @@ def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
     if before == after:
         return True, ("", "")
     try:
-        values = [torch.load(io.BytesIO(content), weights_only=True, map_location="cpu") for content in (before, after)]
+        values = [load_safely(content, map_location="cpu") for content in (before, after)]
     except Exception:  # noqa: BLE001  # whatever is in a bucket
         return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
     first, second = (_shown(value) for value in values)
@@ -29,9 +32,11 @@ def _is_equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, (np.ndarray, np.generic)):
+        one, other = ((each.dtype, each.shape, each.tobytes()) for each in (one, other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
     if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cloudckpt._commit.resolve import holds_torch_checkpoint, ranks_of, read_log, read_manifest, resolve
+from cloudckpt._commit.commit_time import ns_of
+from cloudckpt._commit.resolve import holds_torch_checkpoint, manifest_key, ranks_of, read_log, read_manifest, resolve
 from cloudckpt._convert.copy_job import Copied, CopyJob
 from cloudckpt._convert.progress import OnProgress, Progress
 from cloudckpt._convert.reports import CopyReport
 from cloudckpt._convert.sides import check_apart
 from cloudckpt._convert.target import TargetJob
-from cloudckpt._manifest.model import Manifest
+from cloudckpt._manifest.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.verify import VerifyJob
 from cloudckpt._uri import parse_location
@@ -24,6 +25,7 @@ from cloudckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    ObjectNotFoundError,
 )
 from cloudckpt.options import Options
 from cloudckpt.verification import has_changed
@@ -67,7 +69,7 @@ def copy(
     of_source, of_target = Context(here, options, rank=0), Context(there, target_options, rank=0)
     pairs = [(of_source, of_target)]
     try:
-        found = resolve(of_source.store, of_source.retrier).manifest
+        found = _saved_at(of_source)
     except CheckpointNotFoundError:
         pairs = _of_ranks(of_source, of_target, overwrite=overwrite)
         copied = [_copy_resolved(one, other, progress, overwrite=overwrite) for one, other in pairs]
@@ -127,11 +129,7 @@ def _lying_at(target: Context, pairs: Sequence[tuple[Context, Context]]) -> tupl
         there, source = _at_rank(target, rank), sources.get(rank)
         if read_log(there.store, there.retrier).counting is None:
             continue
-        is_copied = (
-            target.options.resume
-            and source is not None
-            and _copy_at(there, resolve(source.store, source.retrier).manifest) is not None
-        )
+        is_copied = target.options.resume and source is not None and _copy_at(there, _saved_at(source)) is not None
         (copied if is_copied else strange).add(rank)
     return copied, strange
 
@@ -147,12 +145,27 @@ def _at_rank(context: Context, rank: int) -> Context:
     return Context(context.location.child(f"rank-{rank}"), context.options, rank=rank)
 
 
+def _saved_at(source: Context) -> Manifest:
+    """Return the manifest to copy, with the time of its commit: where it has none, as before 1.1, the store's."""
+    found = resolve(source.store, source.retrier)
+    if found.manifest.committed_at_ns is not None:
+        return found.manifest
+    try:
+        info = source.retrier.call(lambda: source.store.head(manifest_key(found.number)))
+    except ObjectNotFoundError as error:
+        raise CheckpointChangedError(
+            f"{source.uri} was overwritten or removed while it was being looked at. Copy again", uri=source.uri
+        ) from error
+    version = max(found.manifest.version, (FORMAT_MAJOR, FORMAT_MINOR))
+    return msgspec.structs.replace(found.manifest, version=version, committed_at_ns=ns_of(info.modified_at))
+
+
 def _copy_resolved(
     source: Context, target: Context, progress: Progress, *, overwrite: bool, found: Manifest | None = None
 ) -> tuple[Manifest, Copied]:
     """The copy of one manifest and its data; once more where the source was overwritten meanwhile."""
     for is_last in (False, True):
-        manifest = found or resolve(source.store, source.retrier).manifest
+        manifest = found or _saved_at(source)
         there = _copy_at(target, manifest) if target.options.resume else None
         if there is not None and _is_whole(target, there, progress, overwrite=overwrite):
             num_bytes = sum(stored.size for stored in there.objects)
@@ -224,7 +237,8 @@ def _is_whole(target: Context, there: Manifest, progress: Progress, *, overwrite
 def _changed(source: Context, manifest: Manifest) -> Manifest | None:
     """What is there now, if it is another."""
     try:
-        now = resolve(source.store, source.new_retrier()).manifest
+        source.retrier = source.new_retrier()
+        now = _saved_at(source)
     except CheckpointNotFoundError as error:
         raise CheckpointChangedError(
             f"{source.uri} was removed while it was being copied. Nothing was committed", uri=source.uri

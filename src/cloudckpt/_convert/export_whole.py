@@ -7,7 +7,6 @@ import tempfile
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -17,7 +16,7 @@ from cloudckpt._convert.files import Files
 from cloudckpt._convert.plan import Done, ExportPlan
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import folder_and_name
-from cloudckpt._convert.whole import load_whole
+from cloudckpt._convert.whole import entries_in, load_whole
 from cloudckpt._pipeline.context import Context
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.options import MIB
@@ -92,7 +91,7 @@ def _loaded(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:
     )
     if not state_dict:
         raise UnsupportedValueError(f"{plan.source.uri} holds nothing to export", uri=plan.source.uri)
-    flat, _ = flatten_state_dict(state_dict)
+    flat = entries_in(state_dict, uri=plan.source.uri)
     num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
     return state_dict, (num_tensors, len(flat) - num_tensors)
 

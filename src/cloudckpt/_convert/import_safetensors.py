@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 
 import torch
 
+from cloudckpt._commit.commit_time import draw_commit_time_ns
 from cloudckpt._convert.bodies import TensorsBody
 from cloudckpt._convert.names import checked_ties, chosen_names
 from cloudckpt._convert.plan import Done, ImportPlan
@@ -140,6 +141,7 @@ def _manifest_of(
         version=(FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
         created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        committed_at_ns=draw_commit_time_ns(),
         world_size=1,
         software={"cloudckpt": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         tile_bytes=plan.target_options.tile_bytes,

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from cloudckpt._convert.names import shown
 from cloudckpt._convert.plan import Done, ImportPlan
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import folder_and_name
-from cloudckpt._convert.whole import flattened, load_whole, renamed
+from cloudckpt._convert.whole import entries_in, load_whole, renamed
 from cloudckpt._pipeline.context import Context
 from cloudckpt._stage.values import unsafe_names
 from cloudckpt._transfer.download import fetch
@@ -31,21 +31,37 @@ from cloudckpt.errors import (
 )
 from cloudckpt.options import MIB
 from cloudckpt.report import Event
+from cloudckpt.stores.base import ObjectInfo
 
 _PIECE_BYTES = 16 * MIB
+_DCP_SUFFIXES = (".metadata", ".distcp")
 
 
 def import_torch(plan: ImportPlan, progress: Progress) -> Done:
     """See `cloudckpt.import_checkpoint`."""
-    with _local_copy(plan) as path:
-        state_dict = _unpickled(path, plan)
+    with _read(plan) as (found, check_unchanged):
+        state_dict = found
         if plan.include or plan.add_prefix:
             state_dict = renamed(state_dict, include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri)
-        return _saved(state_dict, plan, progress)
+        return _saved(state_dict, plan, progress, check_unchanged)
 
 
 def import_dcp(plan: ImportPlan, progress: Progress) -> Done:
     """See `cloudckpt.import_checkpoint`."""
+    context = Context(plan.source, plan.options, rank=0)
+
+    def files() -> list[ObjectInfo]:
+        found = context.retrier.call(lambda: list(context.store.list()))
+        return sorted((info for info in found if info.key.endswith(_DCP_SUFFIXES)), key=lambda info: info.key)
+
+    def check_unchanged() -> None:
+        now = files()
+        if len(now) != len(before) or any(
+            one.key != other.key or not one.is_same_write(other) for one, other in zip(now, before, strict=True)
+        ):
+            raise _replaced(plan.source.uri)
+
+    before = files()
     state_dict = load_whole(
         plan.source,
         plan.options,
@@ -53,11 +69,13 @@ def import_dcp(plan: ImportPlan, progress: Progress) -> Done:
         add_prefix=plan.add_prefix,
         allow_pickle=plan.allow_pickle,
     )
-    return _saved(state_dict, plan, progress)
+    return _saved(state_dict, plan, progress, check_unchanged)
 
 
-def _saved(state_dict: dict[str, Any], plan: ImportPlan, progress: Progress) -> Done:
-    flat = flattened(state_dict, uri=plan.source.uri)
+def _saved(
+    state_dict: dict[str, Any], plan: ImportPlan, progress: Progress, check_unchanged: Callable[[], None]
+) -> Done:
+    flat = entries_in(state_dict, uri=plan.source.uri)
     tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
     progress.expect(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
     theirs = plan.target_options.on_event
@@ -68,6 +86,8 @@ def _saved(state_dict: dict[str, Any], plan: ImportPlan, progress: Progress) -> 
             progress.add(event.num_bytes)
         elif event.name == "save.object_uploaded":
             sizes[event.key] = event.num_bytes
+        elif event.name == "save.committing":
+            check_unchanged()
         if theirs is not None:
             theirs(event)
 
@@ -77,31 +97,48 @@ def _saved(state_dict: dict[str, Any], plan: ImportPlan, progress: Progress) -> 
 
 
 @contextlib.contextmanager
-def _local_copy(plan: ImportPlan) -> Iterator[str]:
-    """The file, where torch can map it into memory."""
+def _read(plan: ImportPlan) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+    """Yield what the file holds, which torch maps into memory, and a check that raises where it was replaced."""
     folder, name = folder_and_name(plan.source)
     context = Context(folder, plan.options, rank=0)
-    try:
-        info = context.retrier.call(lambda: context.store.head(name))
-    except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
-    if plan.source.scheme == "file":
-        yield plan.source.path
-        return
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
-        path = os.path.join(scratch, "state.pt")  # noqa: PTH118
-        with open(path, "wb") as file:  # noqa: PTH123
-            for begin in range(0, info.size_bytes, _PIECE_BYTES):
-                piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
-                fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
-                file.write(piece)
-        now = context.retrier.call(lambda: context.store.head(name))
-        if (now.size_bytes, now.modified_at) != (info.size_bytes, info.modified_at):
-            raise CheckpointChangedError(
-                f"{plan.source.uri} was replaced while it was read, so nothing was committed. Import again",
-                uri=plan.source.uri,
-            )
-        yield path
+        path = plan.source.path if plan.source.scheme == "file" else os.path.join(scratch, "state.pt")  # noqa: PTH118
+
+        def look() -> tuple[dict[str, Any], ObjectInfo]:
+            try:
+                info = context.retrier.call(lambda: context.store.head(name))
+            except ObjectNotFoundError as error:
+                raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
+            if plan.source.scheme != "file":
+                _download(context, name, info, path)
+            return _unpickled(path, plan), info
+
+        # No checksum covers the file, and each answer may be wrong once.
+        state_dict, info = context.retrier.confirmed(look, (CheckpointNotFoundError, CorruptCheckpointError))
+
+        def check_unchanged() -> None:
+            if plan.source.scheme == "file":
+                now = context.retrier.call(lambda: context.store.head(name))
+                if not now.is_same_write(info):
+                    raise _replaced(plan.source.uri)
+
+        yield state_dict, check_unchanged
+
+
+def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
+    with open(path, "wb") as file:  # noqa: PTH123
+        for begin in range(0, info.size_bytes, _PIECE_BYTES):
+            piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
+            fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
+            file.write(piece)
+    if not context.retrier.call(lambda: context.store.head(name)).is_same_write(info):
+        raise _replaced(context.store.url(name))
+
+
+def _replaced(uri: str) -> CheckpointChangedError:
+    return CheckpointChangedError(
+        f"{uri} was replaced while it was read, so nothing was committed. Import again", uri=uri
+    )
 
 
 def _unpickled(path: str, plan: ImportPlan) -> dict[str, Any]:

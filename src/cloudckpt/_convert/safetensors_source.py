@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from cloudckpt._commit.resolve import TORCH_METADATA_KEY, manifest_number
 from cloudckpt._convert.bodies import TensorBytes
@@ -26,6 +26,7 @@ from cloudckpt.errors import (
     UnsupportedValueError,
 )
 from cloudckpt.options import MIB, Options
+from cloudckpt.stores.base import ObjectInfo
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
@@ -36,15 +37,8 @@ _FRAMEWORK_KEY = "format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    key: str
-    size_bytes: int
-    modified_at: datetime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    file: _File
+    file: ObjectInfo
     tensor: FileTensor
 
 
@@ -65,6 +59,13 @@ class SafetensorsSource:
         self._context = Context(folder, options, rank=0)
         self._found: dict[str, _Found] = {}
         self._metadata: dict[str, str] = {}
+        # Nothing here is covered by a checksum, and each answer may be wrong once.
+        self._context.retrier.confirmed(self._look, (CheckpointNotFoundError, CorruptCheckpointError))
+
+    def _look(self) -> None:
+        """Find the tensors."""
+        location = self._location
+        self._found, self._metadata = {}, {}
         files, weight_map = self._files()
         for file in files:
             self._add(file, weight_map)
@@ -112,14 +113,14 @@ class SafetensorsSource:
         context = self._context
         for file in {found.file.key: found.file for found in self._found.values()}.values():
             info = context.retrier.call(lambda key=file.key: context.store.head(key))  # type: ignore[misc]  # mypy cannot see the default
-            if (info.size_bytes, info.modified_at) != (file.size_bytes, file.modified_at):
+            if not info.is_same_write(file):
                 raise CheckpointChangedError(
                     f"{context.store.url(file.key)} was replaced while it was read, so nothing was committed. Import "
                     "again",
                     uri=self._location.uri,
                 )
 
-    def _files(self) -> tuple[list[_File], dict[str, str] | None]:
+    def _files(self) -> tuple[list[ObjectInfo], dict[str, str] | None]:
         """The files, and what the index says lies where, if there is one."""
         context, name = self._context, self._name
         if name is not None and name.endswith(_SUFFIX):
@@ -127,13 +128,13 @@ class SafetensorsSource:
         index_name = name
         if index_name is None:
             keys = sorted(info.key for info in context.retrier.call(lambda: list(context.store.list())))
-            here = [key for key in keys if "/" not in key]
+            here = sorted({key for key in keys if "/" not in key} | _linked(context.location))
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
             if not indices:
                 names = [key for key in here if key.endswith(_SUFFIX)]
                 if not names:
                     raise CheckpointNotFoundError(
-                        f"no safetensors file lies at {self._location.uri}{_instead(here)}", uri=self._location.uri
+                        f"no safetensors file lies at {self._location.uri}{_instead(keys)}", uri=self._location.uri
                     )
                 return [self._head(key) for key in names], None
             if len(indices) > 1 and INDEX_NAME not in indices:
@@ -151,7 +152,7 @@ class SafetensorsSource:
             weight_map = json.loads(document)["weight_map"]
             names = {str(tensor): str(file) for tensor, file in weight_map.items()}
         except ObjectNotFoundError as error:
-            raise self._missing(name) from error
+            raise self._missing(name, error) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{url} is no index of safetensors files: {error!r}", uri=url) from error
         foreign = sorted({file for file in names.values() if "/" in file or not file.endswith(_SUFFIX)})
@@ -159,19 +160,18 @@ class SafetensorsSource:
             raise CorruptCheckpointError(f"{url} names no files beside it, but {shown(foreign)}", uri=url)
         return names
 
-    def _head(self, key: str) -> _File:
+    def _head(self, key: str) -> ObjectInfo:
         context = self._context
         try:
-            info = context.retrier.call(lambda: context.store.head(key))
+            return context.retrier.call(lambda: context.store.head(key))
         except ObjectNotFoundError as error:
-            raise self._missing(key) from error
-        return _File(key=key, size_bytes=info.size_bytes, modified_at=info.modified_at)
+            raise self._missing(key, error) from error
 
-    def _missing(self, key: str) -> CheckpointNotFoundError:
+    def _missing(self, key: str, error: ObjectNotFoundError) -> CheckpointNotFoundError:
         url = self._context.store.url(key)
-        return CheckpointNotFoundError(f"{url} is not there", uri=self._location.uri)
+        return CheckpointNotFoundError(f"{url} is not there: {error}", uri=self._location.uri)
 
-    def _add(self, file: _File, weight_map: dict[str, str] | None) -> None:
+    def _add(self, file: ObjectInfo, weight_map: dict[str, str] | None) -> None:
         url = self._context.store.url(file.key)
         try:
             end = header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
@@ -196,7 +196,7 @@ class SafetensorsSource:
                 )
             self._found[tensor.name] = _Found(file=file, tensor=tensor)
 
-    def _beginning(self, file: _File, num_bytes: int) -> bytes:
+    def _beginning(self, file: ObjectInfo, num_bytes: int) -> bytes:
         content = bytearray(num_bytes)
         if num_bytes:
             self._fetch(file.key, 0, [memoryview(content)])
@@ -207,7 +207,18 @@ class SafetensorsSource:
         try:
             fetch(context.store, context.retrier, key=key, begin=begin, views=views)
         except ObjectNotFoundError as error:
-            raise self._missing(key) from error
+            raise self._missing(key, error) from error
+
+
+def _linked(folder: Location) -> set[str]:
+    """Return the symbolic links to safetensors files in a local folder.
+
+    Listings pass over those that may not be followed. An import that did so, too, would leave out tensors.
+    """
+    if folder.scheme != "file" or not os.path.isdir(folder.path):  # noqa: PTH112  # it is no `Path`
+        return set()
+    with os.scandir(folder.path) as entries:
+        return {entry.name for entry in entries if entry.is_symlink() and entry.name.endswith((_SUFFIX, _INDEX_SUFFIX))}
 
 
 def _instead(keys: Sequence[str]) -> str:
@@ -216,4 +227,8 @@ def _instead(keys: Sequence[str]) -> str:
         return ", but a checkpoint of torch's own writer: cloudckpt.import_checkpoint(…, format='dcp') takes it"
     if any(manifest_number(key) is not None for key in keys):
         return ", but a checkpoint of cloudckpt's: cloudckpt.copy copies it"
+    found = {key.rpartition("/")[0] for key in keys if key.endswith((_SUFFIX, _INDEX_SUFFIX))}
+    # Hidden folders are of huggingface_hub's own use, and what data/ holds is mostly of checkpoints.
+    if folders := sorted(folder for folder in found if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
+        return f", but its folders {shown(folders)} hold some: name one of them"
     return ". Check the URI; for a file of torch.save, pass format='torch'"

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from cloudckpt._commit.resolve import holds_rank_checkpoints, resolve
-from cloudckpt._convert.names import chosen_names
+from cloudckpt._convert.names import chosen_names, matches
+from cloudckpt._flat import Nesting, flattened, name_of, nested
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location
 from cloudckpt.api import load
-from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.errors import CorruptCheckpointError, UnsupportedValueError
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 
@@ -32,11 +33,11 @@ def load_whole(
     `CheckpointNotFoundError` for what ranks saved on their own, of which a load takes only one's.
     """
     store, retrier = open_store(source, options), Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    if retrier.call(lambda: holds_rank_checkpoints(store)):
+    if holds_rank_checkpoints(store, retrier):
         resolve(store, retrier)  # which says so, unless it is a folder beside a checkpoint
     planner = _Planner(source.uri, include)
     load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, options=options)
-    state_dict: dict[str, Any] = planner.original_state_dict
+    state_dict = planner.nested()
     if strip_prefix or add_prefix:
         return renamed(state_dict, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=source.uri)
     return state_dict
@@ -51,38 +52,53 @@ def renamed(
     uri: str,
 ) -> dict[str, Any]:
     """Flat, with other names."""
-    flat = flattened(state_dict, uri=uri)
+    flat = entries_in(state_dict, uri=uri)
     names = chosen_names(flat, include=include, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=uri)
     return {name: flat[fqn] for fqn, name in names.items()}
 
 
-def flattened(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
+def entries_in(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
     """By the names that a save gives. Raises `UnsupportedValueError` for what has none, whatever a file may hold."""
     try:
-        flat, _ = flatten_state_dict(dict(state_dict))
-    except (ValueError, RecursionError) as error:  # one name twice; what holds itself
+        return flattened(state_dict, uri=uri).entries
+    except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{uri} holds no state dict that can be saved: {error}", uri=uri) from error
-    return flat
 
 
-class _Planner(_EmptyStateDictLoadPlanner):
-    """Makes the state dict of what was saved."""
+class _Planner(DefaultLoadPlanner):
+    """Loads what was saved under its names, and nests it once it is there."""
 
     def __init__(self, uri: str, include: tuple[str, ...]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._uri = uri
         self._include = include
-        self._chosen: dict[str, str] = {}
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, Any],  # noqa: ARG002  # torch's signature
         metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # likewise
     ) -> None:
         assert metadata is not None  # noqa: S101  # torch's loader gives it
-        self._chosen = chosen_names(metadata.state_dict_metadata, include=self._include, uri=self._uri)
-        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.state_dict = {}
+        for name in chosen_names(metadata.state_dict_metadata, include=self._include, uri=self._uri):
+            entry = metadata.state_dict_metadata[name]
+            value = None
+            if isinstance(entry, TensorStorageMetadata):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.state_dict[name] = value
 
-    def _should_include_key(self, key: str, metadata: Metadata) -> bool:  # noqa: ARG002  # torch's signature
-        return key in self._chosen
+    def nested(self) -> dict[str, Any]:
+        """What was loaded, nested as it was saved: with its keys, as far as the checkpoint has kept their types."""
+        assert self.metadata is not None  # noqa: S101  # as above
+        saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
+        typed, empty = (saved.typed, saved.empty) if isinstance(saved, Nesting) else ({}, [])
+        included = [path for path in empty if not self._include or self._is_included(name_of(path))]
+        try:
+            return nested(self.state_dict, {**saved, **typed}, included)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{self._uri} cannot be nested as it was: {error}", uri=self._uri) from error
+
+    def _is_included(self, name: str) -> bool:
+        return any(matches(name, pattern) for pattern in self._include)

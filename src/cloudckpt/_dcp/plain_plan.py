@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -20,21 +21,41 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from cloudckpt._flat import PLAIN_TENSORS, holds_parts
+from cloudckpt._stage.tensors import plain
+from cloudckpt.errors import StateDictMismatchError
 
 _MAX_SHOWN = 500  # characters, as in torch
+_MAX_NAMES = 5
+_SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what any tensor has
+_MAX_RANKS = 8
 
 
-def local_items(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
+def local_items(state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str) -> list[WriteItem]:
     """One rank's write items for a flat `state_dict`, in its order (``create_default_local_save_plan``).
 
-    Tensors that are alike share what describes them, which also makes the plan small when it is sent.
+    Tensors that are alike share what describes them, which also makes the plan small when it is sent. Raises
+    `UnsupportedValueError` for a tensor that has no sizes or strides to be planned with, such as a nested one.
     """
     items: list[WriteItem] = []
+    try:
+        _add_items(items, state_dict, is_coordinator=is_coordinator, uri=uri)
+    except Exception:
+        for fqn, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED):
+                plain(value, fqn, uri=uri)
+        raise
+    return items
+
+
+def _add_items(items: list[WriteItem], state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str) -> None:
     alike: dict[tuple[object, ...], TensorWriteData] = {}
     for fqn, value in state_dict.items():
         if type(value) not in PLAIN_TENSORS or holds_parts(value):
+            if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED) and value.is_nested:
+                plain(value, fqn, uri=uri)  # of a jagged one torch makes a plan, which only the coordinator stumbles at
             items += create_default_local_save_plan({fqn: value}, is_coordinator).items
             continue
         size = value.size()
@@ -49,7 +70,6 @@ def local_items(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[
             )
         index = MetadataIndex(fqn, data.chunk.offsets, 0)
         items.append(WriteItem(index, WriteItemType.TENSOR, None, data))
-    return items
 
 
 def _properties_of(tensor: torch.Tensor) -> TensorProperties:
@@ -62,6 +82,60 @@ def _properties_of(tensor: torch.Tensor) -> TensorProperties:
             requires_grad=tensor.requires_grad,
             pin_memory=tensor.is_pinned(),
         )
+
+
+def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` where ranks have different things under one name.
+
+    torch saves one of them. Then the others are lost, and their ranks cannot load what was saved.
+    """
+    if len(plans) == 1:
+        return
+    found: dict[str, tuple[object, ...]] = {}
+    disputed: set[str] = set()
+    plain: set[str] = set()
+    in_parts: set[str] = set()
+    for plan in plans:
+        for item in plan.items:
+            fqn, data = item.index.fqn, item.tensor_data
+            kind = () if data is None else (data.size, data.properties.dtype)
+            if found.setdefault(fqn, kind) != kind:
+                disputed.add(fqn)
+            if item.type is WriteItemType.TENSOR:
+                plain.add(fqn)
+            elif data is not None and data.chunk.sizes != data.size:
+                in_parts.add(fqn)
+    disputed |= plain & in_parts
+    if disputed:
+        more = f", and so for {len(disputed) - _MAX_NAMES} more" if len(disputed) > _MAX_NAMES else ""
+        shown = "; ".join(_things_called(fqn, plans) for fqn in sorted(disputed)[:_MAX_NAMES])
+        raise StateDictMismatchError(
+            f"the ranks that save {uri} have different things under one name: {shown}{more}. Nothing was written. Give "
+            "a name one kind, shape and dtype on all ranks, or each rank names of its own",
+            uri=uri,
+        )
+
+
+def _things_called(fqn: str, plans: Sequence[SavePlan]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        item = next((item for item in plan.items if item.index.fqn == fqn), None)
+        if item is not None:
+            ranks_of.setdefault(_described(item), []).append(rank)
+    return f"{fqn!r} is " + ", ".join(f"{what} on {_ranks_text(ranks)}" for what, ranks in ranks_of.items())
+
+
+def _described(item: WriteItem) -> str:
+    data = item.tensor_data
+    if data is None:
+        return "a value"
+    what = "a tensor" if item.type is WriteItemType.TENSOR else "a DTensor or sharded tensor"
+    return f"{what} of {data.properties.dtype} {list(data.size)}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
 
 
 def merged(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from cloudckpt._api.failures import causes_of
-from cloudckpt._manager.steps import Steps, step_in
+from cloudckpt._manager.rule import OnDamaged
+from cloudckpt._manager.steps import Steps, step_at
 from cloudckpt.api import load
 from cloudckpt.catalog import list_checkpoints
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
 from cloudckpt.newest import Ranks, holds_checkpoint, load_newest
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SkippedCheckpoint
@@ -50,9 +51,15 @@ class Restorer:
     no_dist: bool
     allow_pickle: bool
     verify_first: bool
+    on_damaged: OnDamaged
+    note: Callable[[str], None]
+    """Is told the URI of each checkpoint that is damaged, on all ranks."""
 
     def newest(self, state_dict: dict[str, Any], planner: LoadPlanner | None) -> Restored | None:
-        """Of the steps that are whole, the one that was committed last; None where there is no step at all."""
+        """Of the steps that are whole, the one that was committed last; None where there is no step at all.
+
+        Raises `CorruptCheckpointError` for the first one that is not, where that is asked for.
+        """
         found = load_newest(
             state_dict,
             self._root,
@@ -63,6 +70,7 @@ class Restorer:
             allow_pickle=self.allow_pickle,
             verify_first=self.verify_first,
             options=self.options,
+            on_skip=self._pass_over,
         )
         if found is None:
             _log.info("no step is committed under %s: a fresh start", self._root)
@@ -72,7 +80,7 @@ class Restorer:
 
     def one(self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None) -> Restored:
         """That step. Raises `CheckpointNotFoundError` with the steps that there are."""
-        uri = self.steps.uri_of(step)
+        uri = self._ranks.agreed("find", lambda: self.steps.latest_uri_of(step))
         try:
             report: LoadReport | None = load(
                 state_dict,
@@ -87,16 +95,33 @@ class Restorer:
             # The same on all ranks, which so all come here.
             causes = causes_of(error)
             if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):
-                ranks = Ranks(
-                    self.process_group, no_dist=self.no_dist, root=self._root, timeout_s=self.options.timeout_s
-                )
-                ranks.agreed("find", lambda: self._missing(step))
+                self._ranks.agreed("find", lambda: self._missing(step))
+            if isinstance(error, CorruptCheckpointError):
+                self.note(uri)
             raise
         return Restored(step=step, uri=uri, report=report)
 
     @property
     def _root(self) -> str:
         return self.steps.root.uri
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(self.process_group, no_dist=self.no_dist, root=self._root, timeout_s=self.options.timeout_s)
+
+    def _pass_over(self, one: SkippedCheckpoint) -> None:
+        if one.is_gone:
+            return
+        self.note(one.uri)
+        if self.on_damaged == "raise":
+            raise self._ranks.failure(
+                CorruptCheckpointError(
+                    f"the newest step under {self._root} is damaged, and this manager's on_damaged='raise' lets it go "
+                    f"back to none before it: {one.why}. Restore an older one with restore(state_dict, step=…), or "
+                    "pass over the damaged ones with on_damaged='skip'",
+                    uri=one.uri,
+                )
+            )
 
     def _candidates(self) -> list[str]:
         """The newest first; on the coordinator."""
@@ -140,10 +165,3 @@ class Restorer:
 def _shown(steps: Sequence[int]) -> str:
     """The highest of them, which are sorted."""
     return ("…, " if len(steps) > _MOST_SHOWN else "") + ", ".join(map(str, steps[-_MOST_SHOWN:]))
-
-
-def step_at(uri: str) -> int:
-    """The step that is saved at `uri`."""
-    step = step_in(uri.rpartition("/")[2])
-    assert step is not None  # noqa: S101  # it is one that a manager has named
-    return step

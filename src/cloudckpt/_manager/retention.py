@@ -12,7 +12,7 @@ from cloudckpt import _forks
 from cloudckpt._manager.reading import removing
 from cloudckpt._manager.removal import remove
 from cloudckpt._manager.rule import Policy, StepInfo, newest_first, superseded
-from cloudckpt._manager.steps import Seen, Steps
+from cloudckpt._manager.steps import Seen, Steps, step_at
 from cloudckpt._threads import Condition, Thread
 from cloudckpt._trace import watchers
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
@@ -35,19 +35,19 @@ class RetentionReport:
     """What one run of a manager's retention did."""
 
     kept: tuple[str, ...]
-    """The URIs of all that are there still, the newest first."""
+    """The URIs of all that stay, the newest first. None of them was touched."""
     removed: tuple[str, ...]
     """The oldest first."""
     failed: tuple[Spared, ...]
-    """What should have gone, and why it did not; and the steps that may not be looked at. It is tried again after the
-    next save."""
+    """What should have gone, and why it did not: it may be half removed, and then loads no more. And the steps that may
+    not be looked at. It is tried again after the next save."""
 
 
 class Retention:
     """Of one manager, on the coordinator. At most one thread at a time, which ends when there is nothing to do."""
 
     def __init__(
-        self, steps: Steps, options: Options, policy: Policy, *, damaged: Callable[[], Collection[int]]
+        self, steps: Steps, options: Options, policy: Policy, *, damaged: Callable[[], Collection[str]]
     ) -> None:
         self._steps = steps
         self._options = options
@@ -57,14 +57,14 @@ class Retention:
         self._thread: Thread | None = None
         self._is_wanted = False
         self._report: RetentionReport | None = None
-        self._traces: dict[int, datetime] = {}
-        """Steps that are known to be deleted, and since when."""
-        self._own: set[int] = set()
-        """Steps that were committed here since the store was last asked what there is."""
+        self._traces: dict[str, datetime] = {}
+        """URIs of steps that are known to be deleted, and since when."""
+        self._own: set[str] = set()
+        """URIs that were committed here since the store was last asked what there is."""
         self._last: int | None = None
         """The one that was committed here last."""
-        self._refused: set[int] = set()
-        """Steps whose removal was denied: their turn comes after that of the others."""
+        self._refused: set[str] = set()
+        """URIs of steps whose removal was denied: their turn comes after that of the others."""
         self._announced: object = None
         """The save whose commit has not been heard of yet."""
         self._is_given_up = False
@@ -87,17 +87,17 @@ class Retention:
         """Only for what was announced last does `begin` do anything, and once."""
         self._announced = save
 
-    def begin(self, step: int, save: object) -> None:
-        """After the commit of `step` by `save`: look what is to go. Does not wait, and never raises."""
+    def begin(self, uri: str, save: object) -> None:
+        """After the commit of a step at `uri` by `save`: look what is to go. Does not wait, and never raises."""
         if self._policy.keep_last is None:
             return
         with self._changed:
             if self._announced is not save:
                 return
             self._announced, self._is_given_up = None, False
-            self._traces.pop(step, None)
-            self._own.add(step)
-            self._last = step
+            self._traces.pop(uri, None)
+            self._own.add(uri)
+            self._last = step_at(uri)
             self._is_wanted = True
             if self._thread is not None:
                 return
@@ -151,17 +151,21 @@ class Retention:
             seen = self._judged(without=known)
             infos = [one.info for one in seen if one.info is not None]
             closed = [one for one in seen if one.denied is not None]
-            failed += [Spared(uri=self._steps.uri_of(one.step), reason=str(one.denied)) for one in closed]
-            gone = superseded(infos, self._policy, damaged=self._damaged(), own=last)
+            failed += [Spared(uri=one.uri, reason=str(one.denied)) for one in closed]
+            # What may be among the best, and cannot be read, is not removed.
+            unknown = [one for one in seen if one.problem]
+            failed += [Spared(uri=one.uri, reason=one.problem) for one in unknown]
+            damaged = {*self._damaged(), *(one.uri for one in unknown)}
+            gone = superseded(infos, self._policy, damaged=damaged, own=last)
             num_refused = 0
-            for info in sorted(gone, key=lambda info: info.step in self._refused):
+            for info in sorted(gone, key=lambda info: info.uri in self._refused):
                 try:
                     why = self._removed(info)
                 except StoreError as error:
                     failed.append(Spared(uri=info.uri, reason=str(error)))
                     if not isinstance(error, AccessDeniedError):
                         break  # it would befall the others, too
-                    self._refused.add(info.step)
+                    self._refused.add(info.uri)
                     num_refused += 1
                     if num_refused == _MOST_REFUSED:
                         break
@@ -179,10 +183,11 @@ class Retention:
         for one in failed:
             _log.warning("superseded, but not removed: %s: %s", one.uri, one.reason)
             self._emit("retention.failed", one.uri)
-        kept = [info.uri for info in newest_first(infos) if info.uri not in removed]
+        tried = {*removed, *(one.uri for one in failed)}
+        kept = [info.uri for info in newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
 
-    def _judged(self, *, without: set[int]) -> list[Seen]:
+    def _judged(self, *, without: set[str]) -> list[Seen]:
         """What there is, as far as the policy asks. Raises `StoreError`, also where nothing may be looked at."""
         seen = self._steps.seen(without=without)
         if self._policy.keep_best is not None:
@@ -201,7 +206,7 @@ class Retention:
                 return str(error)
         if why is None:
             with self._changed:
-                self._traces[info.step] = datetime.now(timezone.utc)
+                self._traces[info.uri] = datetime.now(timezone.utc)
             _log.info("removed %s, which is superseded", info.uri)
             self._emit("retention.removed", info.uri)
         return why
@@ -210,22 +215,22 @@ class Retention:
         with self._changed:
             for one in seen:
                 # One of ours may have been committed since it was looked at.
-                if one.fenced_at is not None and one.step not in self._own:
-                    self._traces[one.step] = one.fenced_at
+                if one.fenced_at is not None and one.uri not in self._own:
+                    self._traces[one.uri] = one.fenced_at
 
     def _remove_traces(self) -> None:
         """The fence that a deleted checkpoint leaves goes, once no save of before can be under way any more."""
         before = datetime.now(timezone.utc) - _ALIVE
         with self._changed:
-            old = [step for step, since in self._traces.items() if since < before]
-        for step in old[:_MOST_TRACES]:
+            old = [uri for uri, since in self._traces.items() if since < before]
+        for uri in old[:_MOST_TRACES]:
             try:
-                gc(self._steps.uri_of(step), older_than=_ALIVE, dry_run=False, options=self._options)
+                gc(uri, older_than=_ALIVE, dry_run=False, options=self._options)
             except CloudckptError as error:
-                _log.warning("what is left of %s was not removed: %s", self._steps.uri_of(step), error)
+                _log.warning("what is left of %s was not removed: %s", uri, error)
                 return
             with self._changed:
-                self._traces.pop(step, None)
+                self._traces.pop(uri, None)
 
     def _emit(self, name: EventName, uri: str) -> None:
         event = Event(name=name, uri=uri, rank=0)

@@ -9,10 +9,13 @@ from datetime import datetime
 from numbers import Integral
 from typing import Literal, TypeAlias
 
+from cloudckpt._commit.commit_time import commit_order
 from cloudckpt.errors import InvalidOptionError
 
 Mode: TypeAlias = Literal["min", "max"]
 _MODES = ("min", "max")
+OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
+ON_DAMAGED = ("raise", "skip", "replace")
 _NUM_OF_BEST = 3
 
 
@@ -23,7 +26,7 @@ class StepInfo:
     step: int
     uri: str
     committed_at: datetime
-    """When, by the store's clock, the manifest that counts was written."""
+    """See `cloudckpt.CheckpointInfo.committed_at`; of a step whose ranks saved on their own, that of rank 0's."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What was saved with it. NaN stands for what was not finite."""
 
@@ -77,8 +80,16 @@ def check_mode(mode: str) -> None:
 
 
 def newest_first(steps: Sequence[StepInfo]) -> list[StepInfo]:
-    """By the time of their commits; of those within the resolution of the store's clock, the higher step is newer."""
-    return sorted(steps, key=lambda info: (info.committed_at, info.step), reverse=True)
+    """Return them by the time of their commits; of equal times, the higher step is newer."""
+    return sorted(steps, key=lambda info: commit_order(info.committed_at, info.uri.rpartition("/")[2]), reverse=True)
+
+
+def newest_of_each(steps: Sequence[StepInfo]) -> list[StepInfo]:
+    """Without what was saved again since, of steps that were found damaged. The newest first, as they are given."""
+    found: dict[int, StepInfo] = {}
+    for info in steps:
+        found.setdefault(info.step, info)
+    return list(found.values())
 
 
 def best_first(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[StepInfo]:
@@ -88,21 +99,22 @@ def best_first(steps: Sequence[StepInfo], metric: str, mode: Mode) -> list[StepI
 
 
 def superseded(
-    steps: Sequence[StepInfo], policy: Policy, *, damaged: Collection[int] = (), own: int | None = None
+    steps: Sequence[StepInfo], policy: Policy, *, damaged: Collection[str] = (), own: int | None = None
 ) -> list[StepInfo]:
-    """What is to go, the oldest first: never the newest, nor what is `damaged`, nor `own`, the asker's last commit.
+    """What is to go, the oldest first: never the newest, nor the `damaged` URIs, nor `own`, the asker's last commit.
 
     What is damaged does not count as one of the last, for it cannot stand in for them; whether it really is lost is not
-    for a rule to say. The asker's last commit is older than another by the clock alone where that went back, or is too
-    coarse for a job that did; it stays besides the last.
+    for a rule to say. A step that was saved again beside a damaged one counts once, and both stay and go together. The
+    asker's last commit stays besides the last where another machine, whose clock is ahead, has committed a newer one.
     """
     if policy.keep_last is None:
         return []
-    whole = [info for info in newest_first(steps) if info.step not in damaged]
-    kept = {info.step for info in whole[: policy.keep_last]} | {own}
+    whole = [info for info in newest_first(steps) if info.uri not in damaged]
+    latest = newest_of_each(whole)
+    kept = {info.step for info in latest[: policy.keep_last]} | {own}
     if policy.keep_every is not None:
         kept |= {info.step for info in whole if info.step % policy.keep_every == 0}
     if policy.keep_best is not None:
         metric, mode, number = policy.keep_best
-        kept |= {info.step for info in best_first(whole, metric, mode)[:number]}
+        kept |= {info.step for info in best_first(latest, metric, mode)[:number]}
     return [info for info in reversed(whole) if info.step not in kept]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from cloudckpt import _forks
+from cloudckpt._commit.commit_time import CommitTimes
 from cloudckpt._commit.resolve import (
-    Log,
+    MOST_LOOKS,
+    Entry,
     holds_torch_checkpoint,
-    list_entries,
+    manifest_key,
     ranks_of,
     read_log,
     read_manifest,
+    settle,
 )
 from cloudckpt._manager.metrics import metrics_in
 from cloudckpt._manager.rule import StepInfo, newest_first
@@ -28,28 +30,34 @@ from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
-_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 _MOST_MANIFESTS = 4
 """In memory at once: those of large models take some."""
-_MOST_LOOKS = 8
 
 
-def name_of(step: int) -> str:
-    """The folder of a step, under the root."""
-    return f"step-{step}"
+def name_of(step: int, again: int = 0) -> str:
+    """The folder of a step, under the root; the `again`-th one that was saved beside damaged ones."""
+    return f"step-{step}-again-{again}" if again else f"step-{step}"
 
 
 def step_in(name: str) -> int | None:
-    """The reverse of `name_of`; None for a folder that is no step's."""
+    """The step that `name_of` gave this name; None for a folder that is no step's."""
     match = _NAME.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def step_at(uri: str) -> int:
+    """The step that is saved at `uri`."""
+    step = step_in(uri.rpartition("/")[2])
+    assert step is not None  # noqa: S101  # it is one that a manager has named
+    return step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """One step's folder, as it was found."""
 
-    step: int
+    uri: str
     info: StepInfo | None = None
     """None where nothing is committed there."""
     number: int | None = None
@@ -60,6 +68,13 @@ class Seen:
     """Where nothing is committed and a fence says so: since when."""
     denied: AccessDeniedError | None = None
     """Why it could not be told what is there, or what was measured; then all else is unknown."""
+    problem: str = ""
+    """Why the metrics are unknown: the manifest is damaged, or of a newer format."""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether nothing is committed there, as far as one look tells."""
+        return self.info is None and self.denied is None
 
 
 class Steps:
@@ -73,6 +88,7 @@ class Steps:
         self._options = options
         self._alone_ranks = alone_ranks
         self._lock = threading.Lock()
+        self._times = CommitTimes()
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
         _forks.watch(self)
 
@@ -80,9 +96,20 @@ class Steps:
         """A thread that is not in the child may have held its lock."""
         self._lock = threading.Lock()
 
-    def uri_of(self, step: int) -> str:
+    def uri_of(self, step: int, again: int = 0) -> str:
         """Where a step is saved."""
-        return self.root.child(name_of(step)).uri
+        return self.at(name_of(step, again))
+
+    def at(self, name: str) -> str:
+        """The URI of a folder."""
+        return self.root.child(name).uri
+
+    def latest_uri_of(self, step: int) -> str:
+        """Return where a step was saved last, or would be saved. Raises as `found` does."""
+        seen = self.seen(step=step)
+        _raise_denied(seen)
+        found = newest_first([one.info for one in seen if one.info is not None])
+        return found[0].uri if found else self.uri_of(step)
 
     def found(self, *, with_metrics: bool) -> list[StepInfo]:
         """The committed ones, the newest first.
@@ -90,38 +117,24 @@ class Steps:
         Raises `StoreError`, also where one of them may not be looked at, and `CheckpointChangedError` where it cannot
         be told whether there are any.
         """
-        seen = self._settled()
-        if with_metrics:
-            seen = self.measured(seen)
-            _raise_denied(seen)
+
+        def look() -> tuple[list[Seen], Hashable]:
+            seen = self.seen()
+            _raise_denied(seen)  # it can be the newest, or the only one
+            if not with_metrics:
+                return seen, None
+            measured = self.measured(seen)
+            _raise_denied(measured)
+            return measured, tuple(one for one, before in zip(measured, seen, strict=True) if one.top != before.top)
+
+        seen = settle(look, changing=self._changing)
         return newest_first([one.info for one in seen if one.info is not None])
 
-    def _settled(self) -> list[Seen]:
-        """As `seen`; but that nothing is committed is believed only where two looks, one after the other, are the same.
-
-        One look takes its time, in which another job can commit a step that was not listed yet and remove the one that
-        was. Logs only grow, so what is the same twice was so in between, everywhere at once.
-        """
-        seen = self._all_seen()
-        for _ in range(_MOST_LOOKS):
-            if not seen or any(one.info is not None for one in seen):
-                return seen
-            before, seen = seen, self._all_seen()
-            if seen == before:
-                return seen
-        if any(one.info is not None for one in seen):
-            return seen
-        raise CheckpointChangedError(
-            f"the steps under {self.root.uri} change all the time: whether one is committed could not be told. Look "
-            "again",
+    def _changing(self) -> CheckpointChangedError:
+        return CheckpointChangedError(
+            f"the steps under {self.root.uri} change all the time: which are committed could not be told. Look again",
             uri=self.root.uri,
         )
-
-    def _all_seen(self) -> list[Seen]:
-        """A step that may not be looked at can be the newest, or the only one: it is an error."""
-        seen = self.seen()
-        _raise_denied(seen)
-        return seen
 
     def of_torch(self) -> list[int]:
         """Those that a writer of torch's own has saved, the lowest first, whatever else is committed. Raises
@@ -130,111 +143,150 @@ class Steps:
         retrier = self._retrier()
         found: set[int] = set()
 
-        def look(step: int) -> None:
-            if retrier.call(lambda: holds_torch_checkpoint(self._store(step))):
+        def look(name: str) -> None:
+            step = step_in(name)
+            if step is not None and retrier.call(lambda: holds_torch_checkpoint(self._store(name))):
                 found.add(step)
 
         self._each(self._folders(retrier), look, retrier)
         return sorted(found)
 
-    def seen(self, *, without: Iterable[int] = ()) -> list[Seen]:
-        """What the folders hold, but for those of the steps in `without`. One that may not be looked at says so."""
-        retrier = self._retrier()
-        left_out = set(without)
-        steps = [step for step in self._folders(retrier) if step not in left_out]
-        found: dict[int, Seen] = {}
+    def seen(self, *, step: int | None = None, without: Iterable[str] = ()) -> list[Seen]:
+        """Return what the folders hold, of all steps or of one, but for those at the URIs in `without`.
 
-        def look(step: int) -> None:
+        A folder that may not be looked at says so.
+
+        That nothing is committed in one is believed only where two looks, one after the other, are the same: in between
+        it was so everywhere at once, for logs only grow. Raises `StoreError`, and `CheckpointChangedError` where no two
+        are.
+        """
+        retrier, left_out = self._retrier(), set(without)
+        found: dict[str, Seen] = {}
+
+        def look(name: str) -> None:
             try:
-                found[step] = self._seen(step, retrier)
+                found[name] = self._seen(name, retrier)
             except AccessDeniedError as error:
-                found[step] = Seen(step=step, denied=error)
+                found[name] = Seen(uri=self.at(name), denied=error)
 
-        self._each(steps, look, retrier)
-        return [found[step] for step in sorted(found)]
+        def look_at_all() -> tuple[list[Seen], Hashable]:
+            names = {
+                name
+                for name in self._folders(retrier)
+                if self.at(name) not in left_out and step in (None, step_in(name))
+            }
+            for name in [name for name, one in found.items() if one.is_missing and name not in names]:
+                del found[name]
+            self._each([name for name in names if name not in found or found[name].is_missing], look, retrier)
+            seen = [found[name] for name in sorted(found)]
+            # One listing may lack a folder, so the names, too, are believed from two.
+            return seen, (tuple(sorted(names)), tuple(one for one in seen if one.is_missing))
+
+        return settle(look_at_all, changing=self._changing)
 
     def measured(self, seen: Sequence[Seen]) -> list[Seen]:
         """The same, the committed ones with their metrics. A manifest is read once, and then remembered.
 
-        Of one that cannot be read because it is damaged, or gone by now, no metrics are known. One that may not be read
-        says so.
+        Of one that cannot be read because it is damaged no metrics are known. A step whose manifest is gone by now is
+        looked at again. One that may not be read says so.
         """
         retrier = self._retrier()
-        committed = [(one.info, one.number) for one in seen if one.info is not None and one.number is not None]
-        found: dict[int, Seen] = {one.step: one for one in seen}
+        found: dict[str, Seen] = {one.uri: one for one in seen}
+        committed = [one.uri for one in seen if one.info is not None]
 
-        def look(at: tuple[StepInfo, int]) -> None:
-            info, number = at
+        def look(uri: str) -> None:
             try:
-                info = replace(info, metrics=self._metrics_of(info, number, retrier))
-                found[info.step] = replace(found[info.step], info=info)
+                for _ in range(MOST_LOOKS):
+                    info, number = found[uri].info, found[uri].number
+                    if info is None or number is None:
+                        return
+                    metrics = self._metrics_of(info, number, retrier)
+                    if metrics is not None:
+                        found[uri] = replace(found[uri], info=replace(info, metrics=metrics))
+                        return
+                    found[uri] = self._seen(uri.rpartition("/")[2], retrier)
+                raise self._changing()
             except AccessDeniedError as error:
-                found[info.step] = Seen(step=info.step, denied=error)
+                found[uri] = Seen(uri=uri, denied=error)
+            except CheckpointChangedError:
+                raise
+            except CheckpointError as error:
+                found[uri] = replace(found[uri], problem=str(error))
 
         width = min(self._options.connections or FIRST_CONNECTIONS, _MOST_MANIFESTS)
         for _ in each_done(committed, look, num_threads=width, name="cloudckpt-metrics", on_failure=retrier.stop):
             pass
-        return [found[one.step] for one in seen]
+        return [found[one.uri] for one in seen]
 
-    def _folders(self, retrier: Retrier) -> list[int]:
-        """The steps that have one, whatever is in it."""
+    def _folders(self, retrier: Retrier) -> list[str]:
+        """The names of those of steps, whatever is in them."""
         store = open_store(self.root, self._options)
         names = retrier.call(lambda: list(store.list_directories()))
-        return [step for name in names if (step := step_in(name)) is not None]
+        return [name for name in names if step_in(name) is not None]
 
-    def _each(self, steps: Sequence[int], look: Callable[[int], None], retrier: Retrier) -> None:
+    def _each(self, names: Sequence[str], look: Callable[[str], None], retrier: Retrier) -> None:
         width = self._options.connections or FIRST_CONNECTIONS
-        for _ in each_done(steps, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
+        for _ in each_done(names, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
             pass
 
-    def _seen(self, step: int, retrier: Retrier) -> Seen:
-        store = self._store(step)
+    def _seen(self, name: str, retrier: Retrier) -> Seen:
+        while (seen := self._seen_once(name, retrier)) is None:
+            pass  # the manifest was replaced or removed between two calls
+        return seen
+
+    def _seen_once(self, name: str, retrier: Retrier) -> Seen | None:
+        store = self._store(name)
         if self._alone_ranks is not None:
-            return self._seen_of_ranks(step, store, self._alone_ranks(), retrier)
-        log = _log_of(store, retrier)
-        entry = next((entry for entry in log.entries if entry.number == log.counting), None)
-        if entry is not None:
-            info = StepInfo(step=step, uri=self.uri_of(step), committed_at=entry.modified_at)
-            return Seen(step=step, info=info, number=entry.number, top=log.top)
+            return self._seen_of_ranks(name, store, self._alone_ranks(), retrier)
+        log = read_log(store, retrier, is_confirmed=False, is_lenient=True)
+        if (entry := log.counting_entry) is not None:
+            return self._committed(name, store, entry, log.top, retrier)
         is_fenced = log.counting is None and bool(log.entries)
         fenced_at = log.entries[-1].modified_at if is_fenced else None
-        return Seen(step=step, top=log.top, fenced_at=fenced_at)
+        return Seen(uri=self.at(name), top=log.top, fenced_at=fenced_at)
 
-    def _seen_of_ranks(self, step: int, store: Store, num_ranks: int, retrier: Retrier) -> Seen:
+    def _committed(self, name: str, store: Store, entry: Entry, top: int, retrier: Retrier) -> Seen | None:
+        moment = self._times.read(store, manifest_key(entry.number), entry, retrier)
+        if moment is None:
+            return None
+        info = StepInfo(step=step_at(name), uri=self.at(name), committed_at=moment)
+        return Seen(uri=self.at(name), info=info, number=entry.number, top=top)
+
+    def _seen_of_ranks(self, name: str, store: Store, num_ranks: int, retrier: Retrier) -> Seen | None:
         folders = retrier.call(lambda: list(store.list_directories()))
         ranks = ranks_of(folders)
         if not set(range(num_ranks)) <= set(ranks):
-            return Seen(step=step)
-        logs = [_log_of(self._store(step, rank), retrier) for rank in range(num_ranks)]
+            return Seen(uri=self.at(name))
+        logs = [
+            read_log(store, retrier, prefix=f"rank-{rank}/", is_confirmed=False, is_lenient=True)
+            for rank in range(num_ranks)
+        ]
         top = sum(log.top for log in logs)
-        times = [entry.modified_at for log in logs for entry in log.entries if entry.number == log.counting]
-        if len(times) == num_ranks:
-            info = StepInfo(step=step, uri=self.uri_of(step), committed_at=max(times))
-            return Seen(step=step, info=info, number=logs[0].counting, top=top)
+        counting = [log.counting_entry for log in logs if log.counting_entry is not None]
+        if len(counting) == num_ranks:  # rank 0's time is that of the step: one clock orders all steps
+            return self._committed(name, self._store(name, 0), counting[0], top, retrier)
         fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
         fenced_at = max(fences) if len(fences) == num_ranks else None
-        return Seen(step=step, top=top, fenced_at=fenced_at)
+        return Seen(uri=self.at(name), top=top, fenced_at=fenced_at)
 
-    def _metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float]:
+    def _metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float] | None:
+        """Return the metrics in that manifest; None where it is gone. Raises what the decoder raises."""
         key = (info.uri, number, info.committed_at)
         with self._lock:
             known = self._metrics.get(key)
         if known is not None:
             return known
-        store = self._store(info.step, None if self._alone_ranks is None else 0)
-        try:
-            manifest = read_manifest(store, number, retrier)
-        except CheckpointError:
-            return {}
+        store = self._store(info.uri.rpartition("/")[2], None if self._alone_ranks is None else 0)
+        manifest = read_manifest(store, number, retrier)
         if manifest is None:
-            return {}
+            return None
         values = metrics_in(manifest.metadata)
         with self._lock:
             self._metrics[key] = values
         return values
 
-    def _store(self, step: int, rank: int | None = None) -> Store:
-        location = self.root.child(name_of(step))
+    def _store(self, name: str, rank: int | None = None) -> Store:
+        location = self.root.child(name)
         return open_store(location if rank is None else location.child(f"rank-{rank}"), self._options)
 
     def _retrier(self) -> Retrier:
@@ -245,15 +297,3 @@ def _raise_denied(seen: Sequence[Seen]) -> None:
     for one in seen:
         if one.denied is not None:
             raise one.denied
-
-
-def _log_of(store: Store, retrier: Retrier) -> Log:
-    """What counts there; of a fence that cannot be read, what lies below stands for the checkpoint."""
-    try:
-        return read_log(store, retrier)
-    except CheckpointChangedError:
-        return Log(entries=(), counting=None)  # replaced all the time: not to be had now
-    except CheckpointError:
-        entries = retrier.call(functools.partial(list_entries, store))
-        below = [entry.number for entry in entries if not entry.is_fence]
-        return Log(entries=entries, counting=max(below, default=entries[-1].number if entries else None))

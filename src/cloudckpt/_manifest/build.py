@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt._flat import Nesting, as_json
 from cloudckpt._manifest.codec import pack_tiles
 from cloudckpt._manifest.model import (
     FORMAT_MAJOR,
@@ -30,7 +31,7 @@ from cloudckpt._manifest.receipts import ItemReceipts
 from cloudckpt._manifest.torch_dtypes import dtype_name
 from cloudckpt._manifest.validate import problems_of
 from cloudckpt._version import __version__
-from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
+from cloudckpt.errors import IncompleteSaveError, InvalidOptionError, UnsupportedValueError
 
 _MAX_SHOWN = 10
 _STEPS = frozenset({str, int})
@@ -49,14 +50,17 @@ def manifest_of(
     uri: str,
     attempt: str,
     save_id: str,
+    committed_at_ns: int,
     tile_bytes: int,
     user_metadata: Mapping[str, Any],
 ) -> Manifest:
     """The manifest of a save that planned `metadata` and wrote `results`, one sequence per rank.
 
     Raises `IncompleteSaveError`, naming every item, unless exactly what was planned was written (G3) and can be loaded
-    again, and `UnsupportedValueError` for what the manifest cannot hold.
+    again, `UnsupportedValueError` for what the manifest cannot hold, and `InvalidOptionError` where ranks cut tiles of
+    other lengths.
     """
+    _check_tiles(results, tile_bytes, uri)
     receipts: list[ItemReceipts] = [result.storage_data for of_rank in results for result in of_rank]
     written = _written(receipts)
     objects = _stored_objects(receipts, written)
@@ -90,6 +94,7 @@ def manifest_of(
         version=(FORMAT_MAJOR, FORMAT_MINOR),
         attempt=attempt,
         created_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="milliseconds"),
+        committed_at_ns=committed_at_ns,
         world_size=len(results),
         software={
             "cloudckpt": __version__,
@@ -100,7 +105,7 @@ def manifest_of(
         objects=list(objects.values()),
         tensors=tensors,
         values=values,
-        nesting=_nesting_of(metadata.planner_data, tensors.keys() | values.keys(), uri),
+        **_nesting_of(metadata.planner_data, tensors.keys() | values.keys(), uri),
         save_id=save_id,
         metadata=_json_values(user_metadata, uri),
     )
@@ -113,6 +118,18 @@ def manifest_of(
             uri=uri,
         )
     return manifest
+
+
+def _check_tiles(results: Sequence[Sequence[WriteResult]], tile_bytes: int, uri: str) -> None:
+    """Check that all ranks cut the same tiles: with as many of another length, each load would find damage."""
+    for rank, of_rank in enumerate(results):
+        for result in of_rank:
+            if result.storage_data.tile_bytes != tile_bytes:
+                raise InvalidOptionError(
+                    f"Options(tile_bytes={result.storage_data.tile_bytes}) on rank {rank} differs from {tile_bytes} on "
+                    f"the coordinator, and the manifest of {uri} has one for all ranks. Nothing was committed. Pass "
+                    "the same Options on all ranks"
+                )
 
 
 def _written(receipts: Sequence[ItemReceipts]) -> dict[str, _Items]:
@@ -203,9 +220,10 @@ def _json_values(user_metadata: Mapping[str, Any], uri: str) -> dict[str, Any]:
     return values
 
 
-def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, list[str | int]] | None:
+def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, Any]:
+    """The members of the manifest that hold the planner's paths."""
     if planner_data is None:
-        return None
+        return {}
     known = set(fqns)
     is_nesting = isinstance(planner_data, Mapping) and all(map(_is_path, planner_data, planner_data.values()))
     if not is_nesting:
@@ -214,7 +232,15 @@ def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, l
             "nesting of the state dict can. Keep such data in the state dict, or in Options(metadata=…)",
             uri=uri,
         )
-    return {fqn: list(path) for fqn, path in planner_data.items() if fqn in known}
+    nesting = {fqn: list(path) for fqn, path in planner_data.items() if fqn in known}
+    if not isinstance(planner_data, Nesting):
+        return {"nesting": nesting}
+    typed = {fqn: as_json(path) for fqn, path in planner_data.typed.items() if fqn in known}
+    return {
+        "nesting": nesting,
+        "typed_nesting": typed or None,
+        "empty_mappings": [as_json(path) for path in planner_data.empty],
+    }
 
 
 def _is_path(fqn: object, path: object) -> bool:

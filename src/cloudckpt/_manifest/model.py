@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 FORMAT_NAME = "cloudckpt"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
+
+
+CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -57,6 +60,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: tuple[int, int]
     attempt: str
     created_at: str
+    committed_at_ns: CommitTime | None = None
+    """Nanoseconds since 1970 in UTC, by which checkpoints are ordered; absent before version 1.1."""
     world_size: int
     software: dict[str, str]
     tile_bytes: int
@@ -65,6 +70,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     values: dict[str, StoredValue]
     nesting: dict[str, list[str | int]] | None = None
     """The path of each entry in the nested state dict; absent where it was not flattened."""
+    typed_nesting: dict[str, list[str | int | list[Any]]] | None = None
+    """The path of each entry that stands under a key which is not a string; such keys stand in lists of their own."""
+    empty_mappings: list[list[str | int | list[Any]]] = []
+    """The paths of mappings that hold no entry, as in `typed_nesting`."""
     save_id: str | None = None
     metadata: dict[str, Any] = {}
     """The user's own."""

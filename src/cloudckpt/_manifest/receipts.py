@@ -24,6 +24,8 @@ class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     stored_in: ObjectReceipt
+    tile_bytes: int
+    """Of the tiles whose checksums `stored_in` has."""
     offsets: list[tuple[int, ...] | None]
     """As the items' indices have them; None for a Python object."""
     begins: array[int]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from cloudckpt._manifest.codec import check_document, refuse
-from cloudckpt._manifest.model import StoredObject
+from cloudckpt._manifest.model import CommitTime, StoredObject
 from cloudckpt._manifest.validate import problems_of_names, problems_of_objects
 from cloudckpt.errors import InvalidManifestError
 
@@ -21,6 +21,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     attempt: str
     created_at: str
+    committed_at_ns: CommitTime | None = None
     world_size: int
     software: dict[str, str]
     tile_bytes: int

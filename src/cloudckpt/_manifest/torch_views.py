@@ -88,6 +88,10 @@ class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
     def __contains__(self, fqn: object) -> bool:
         return fqn in self._names
 
+    def holds_value(self, fqn: str) -> bool:
+        """Whether the entry is a Python value."""
+        return fqn in self._values
+
     def keys(self) -> KeysView[str]:
         return self._names.keys()  # of which sets are made and compared without Python code
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
 from cloudckpt._manifest.model import Chunk, Manifest, StoredObject, StoredTensor, StoredValue
@@ -21,6 +22,8 @@ _MAX_KEY_LENGTH = 1024
 _MAX_EMPTY_PLACES = 1_000_000  # of lists: what they cost is nothing, and no state dict has as many
 _MIN_CHUNKS_OF_ARRAYS = 16  # for fewer, making arrays takes longer than looking at each
 _NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
+
+_Path = Sequence[Any]  # of strings, integers and lists of one key
 
 
 def problems_of(manifest: Manifest) -> list[str]:
@@ -41,11 +44,7 @@ def problems_of(manifest: Manifest) -> list[str]:
     for fqn, value in manifest.values.items():
         problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
     problems.extend(problems_of_names(manifest.tensors, manifest.values))
-    if manifest.nesting is not None:
-        unknown = manifest.nesting.keys() - manifest.tensors.keys() - manifest.values.keys()
-        problems.extend(f"nesting names {fqn!r}, which is not stored" for fqn in sorted(unknown))
-        problems.extend(f"nesting of {fqn!r} is empty" for fqn, path in manifest.nesting.items() if not path)
-        problems.extend(_nesting_problems(manifest.nesting))
+    problems.extend(_nesting_problems(manifest))
     return problems
 
 
@@ -64,34 +63,55 @@ def problems_of_names(tensors: Mapping[str, object], values: Mapping[str, object
     return [f"{fqn!r} is a tensor and a value at once" for fqn in sorted(tensors.keys() & values.keys())]
 
 
-def _nesting_problems(nesting: Mapping[str, Sequence[str | int]]) -> Iterator[str]:
+def _nesting_problems(manifest: Manifest) -> Iterator[str]:
+    """The contradictions in the paths of the entries."""
+    nesting, typed = manifest.nesting or {}, manifest.typed_nesting or {}
+    for member, by_fqn in (("nesting", nesting), ("typed_nesting", typed)):
+        unknown = by_fqn.keys() - manifest.tensors.keys() - manifest.values.keys()
+        yield from (f"{member} names {fqn!r}, which is not stored" for fqn in sorted(unknown))
+        yield from (f"{member} of {fqn!r} is empty" for fqn, path in by_fqn.items() if not path)
+    if not all(manifest.empty_mappings):
+        yield "empty_mappings has an empty path"
+    with_keys: list[_Path] = [*typed.values(), *manifest.empty_mappings]
+    for step in itertools.chain.from_iterable(with_keys):
+        if isinstance(step, list) and not (len(step) == 1 and _is_key(step[0])):
+            yield f"{step!r:.80} is not the key of a mapping"
+    yield from _index_problems([*nesting.values(), *with_keys])
+
+
+def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:
     """A loader makes lists as long as the indices say, also where the places hold nothing: empty containers."""
-    are_sound = True
     at_most = num_steps = 0
-    for fqn, path in nesting.items():
+    for path in paths:
         num_steps += len(path)
         for step in path:
             if isinstance(step, int):
                 at_most += step + 1
                 if not 0 <= step < MAX_BYTES:
-                    are_sound = False
-                    yield f"nesting of {fqn!r} has an index outside [0, {MAX_BYTES})"
-                    break
+                    yield f"nesting {path!r:.200} has an index outside [0, {MAX_BYTES})"
+                    return
     # Each list counts once, but finding that out takes long.
     max_places = num_steps + _MAX_EMPTY_PLACES
-    if are_sound and at_most > max_places and _num_list_places(nesting.values()) > max_places:
-        yield f"nesting has lists with more than {max_places} places in all for {len(nesting)} entries"
+    if at_most > max_places and _num_list_places(paths) > max_places:
+        yield f"nesting has lists with more than {max_places} places in all for {len(paths)} entries"
 
 
-def _num_list_places(paths: Iterable[Sequence[str | int]]) -> int:
+def _is_key(key: object) -> bool:
+    """Whether a mapping may have a key such as JSON's `key`: a scalar, or a list of scalars for a tuple of Python."""
+    return all(isinstance(one, (str, int, float, type(None))) for one in (key if isinstance(key, list) else [key]))
+
+
+def _num_list_places(paths: Iterable[_Path]) -> int:
     lengths: dict[int, int] = {}
-    nodes: dict[tuple[int, str | int], int] = {}
+    nodes: dict[tuple[int, object], int] = {}
     for path in paths:
         node = 0
         for step in path:
             if isinstance(step, int):
                 lengths[node] = max(lengths.get(node, 0), step + 1)
-            node = nodes.setdefault((node, step), len(nodes) + 1)
+            # As text, a key is what it is in the other member.
+            known = step if isinstance(step, (str, int)) else str(step[0] if step else step)
+            node = nodes.setdefault((node, known), len(nodes) + 1)
     return sum(lengths.values())
 
 

@@ -36,7 +36,7 @@ from cloudckpt._stage.tensors import synchronize
 from cloudckpt._stage.transforms import ReadTransforms
 from cloudckpt._stage.wholes import Targets
 from cloudckpt._transfer.checksum import tile_crc32cs
-from cloudckpt._transfer.download import fetch, fetch_verified
+from cloudckpt._transfer.download import fetch, fetch_verified, measure
 from cloudckpt._transfer.staging import placing
 from cloudckpt._workers import each_done
 from cloudckpt.errors import (
@@ -148,7 +148,7 @@ class LoadJob:
     def _check_size(self, object_index: int, claimed_bytes: int, names: str) -> None:
         context, stored = self._context, self._manifest.objects[object_index]
         try:
-            size_bytes = context.retrier.call(lambda: context.store.head(stored.key)).size_bytes
+            size_bytes = measure(context.store, context.retrier, key=stored.key, size_bytes=stored.size)
         except ObjectNotFoundError as error:
             raise self._vanished(error, names) from error
         if max(stored.size, claimed_bytes) > size_bytes:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._commit.attempt import new_attempt_id
+from cloudckpt._commit.commit_time import CommitTimes, draw_commit_time_ns
 from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.present import check_objects_present, check_still_next
 from cloudckpt._commit.publish import publish, remove_superseded
@@ -35,7 +36,13 @@ from cloudckpt._pipeline.write import write_items
 from cloudckpt._stage.body import Filled
 from cloudckpt._stage.transforms import WriteTransforms
 from cloudckpt._trace.recorder import Recorder
-from cloudckpt.errors import CheckpointExistsError, CloudckptError, CommitUnknownError, StoreError
+from cloudckpt.errors import (
+    CheckpointExistsError,
+    CloudckptError,
+    CommitUnknownError,
+    StoreError,
+    UnsupportedValueError,
+)
 from cloudckpt.report import SaveReport
 
 _log = logging.getLogger("cloudckpt")
@@ -83,15 +90,19 @@ class SaveJob:
         """On whoever will commit: find the number of the commit, before any byte moves."""
         context, uri = self._context, self._context.uri
         if overwrite:  # of whatever lies there, be it damaged
-            entries = context.retrier.call(lambda: list_entries(context.store))
+            entries = list_entries(context.store, context.retrier)
             if entries and not context.retrier.call(lambda: next(iter(context.store.list("data/")), None)):
                 check_ours(context.store, entries, context.retrier)
+            for entry in [entry for entry in entries if not entry.is_fence][-1:]:
+                CommitTimes().read(
+                    context.store, manifest_key(entry.number), entry, context.retrier
+                )  # this commit is to be later
         else:
             store, retrier = context.store, context.retrier
             log, *others = answers(
-                functools.partial(read_log, store, retrier),
+                functools.partial(read_log, store, retrier, is_confirmed=False),  # the commit creates what is absent
                 functools.partial(retrier.call, lambda: holds_torch_checkpoint(store)),
-                functools.partial(retrier.call, lambda: holds_rank_checkpoints(store)),
+                functools.partial(holds_rank_checkpoints, store, retrier),
                 num_at_once=1 if context.location.scheme in _NEAR else context.first_connections,
             )
             entries = log.entries
@@ -200,6 +211,7 @@ class SaveJob:
                 uri=context.uri,
                 attempt=self._attempt,
                 save_id=self._save_id,
+                committed_at_ns=draw_commit_time_ns(),
                 tile_bytes=context.options.tile_bytes,
                 user_metadata=context.options.metadata,
             )
@@ -231,9 +243,7 @@ class SaveJob:
         context = self._context
         retrier = context.new_retrier()
         try:
-            for entry in retrier.call(lambda: list_entries(context.store)):
-                if entry.is_fence:
-                    continue
+            for entry in list_entries(context.store, retrier):
                 found = read_entry(context.store, entry.number, retrier)
                 if found is None:
                     return True  # it was listed: who cannot read it cannot rule it out
@@ -256,8 +266,8 @@ class SaveJob:
             )
         except CommitUnknownError:
             raise  # the manifest may be there, so its data must stay
-        except (CheckpointExistsError, StoreError):
-            self._remove(keys)  # another save won, or the store refused the put itself
+        except (CheckpointExistsError, StoreError, UnsupportedValueError):
+            self._remove(keys)  # another save won, or nothing was put
             raise
         except BaseException as error:
             raise self._interrupted(error) from error

@@ -13,13 +13,17 @@ from cloudckpt._plan.header import LENGTH_BYTES, Contents, contents_of, header_e
 from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.tensors import bytes_view
 from cloudckpt._transfer.checksum import continued
-from cloudckpt._transfer.download import fetch, fetch_checked
+from cloudckpt._transfer.download import fetch, fetch_checked, measure
 from cloudckpt._workers import each_done
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError
 
 _T = TypeVar("_T")
 
 _MIN_READ_BYTES = 4096
+
+
+class _DifferentError(Exception):
+    """What was read is not what was saved. The arguments say how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +80,9 @@ class VerifyJob:
             pass
 
     def _look(self, index: int) -> None:
-        context, key = self._context, self._manifest.objects[index].key
+        context, stored = self._context, self._manifest.objects[index]
         try:
-            self._sizes_bytes[index] = context.retrier.call(lambda: context.store.head(key)).size_bytes
+            self._sizes_bytes[index] = measure(context.store, context.retrier, key=stored.key, size_bytes=stored.size)
         except ObjectNotFoundError:
             self._missing.add(index)
         if not self._manifest.objects[index].size:
@@ -133,7 +137,14 @@ class VerifyJob:
 
     def _bad_large_tile(self, unit: _Unit, expected: int) -> Sequence[int]:
         """Of a tile that is read in pieces."""
-        if not any(self._crc32c_of(unit) == expected for _ in range(2)):
+
+        def look() -> None:
+            if self._crc32c_of(unit) != expected:
+                raise _DifferentError("the tile has another checksum than was saved")
+
+        try:
+            self._context.retrier.confirmed(look, _DifferentError)
+        except _DifferentError:
             return [0]
         if unit.begin == 0:
             self._judge_header(unit.object_index, memoryview(b""))
@@ -151,18 +162,22 @@ class VerifyJob:
     def _judge_header(self, index: int, known: memoryview) -> None:
         """`known` are the object's first bytes that have been checked; a longer header is read for itself."""
         size_bytes = self._manifest.objects[index].size
-        problems: list[str] = []
-        for _ in range(2):  # what is read here is not covered by a checksum, and may have been damaged on its way
+
+        def look() -> None:
+            beginning = self._prefix(index, known, min(LENGTH_BYTES, size_bytes))
             try:
-                end = header_end(self._prefix(index, known, min(LENGTH_BYTES, size_bytes)), size_bytes=size_bytes)
-                header = self._prefix(index, known, end)
+                end = header_end(beginning, size_bytes=size_bytes)
             except ValueError as error:
-                problems = [str(error)]
-            else:
-                problems = list(header_problems(header, self._contents[index], size_bytes=size_bytes))
-            if not problems:
-                return
-        self._header_problems[index] = problems
+                raise _DifferentError(str(error)) from error
+            header = self._prefix(index, known, end)
+            problems = list(header_problems(header, self._contents[index], size_bytes=size_bytes))
+            if problems:
+                raise _DifferentError(*problems)
+
+        try:  # what is read here is not covered by a checksum, and may have been damaged on its way
+            self._context.retrier.confirmed(look, _DifferentError)
+        except _DifferentError as error:
+            self._header_problems[index] = list(error.args)
 
     def _prefix(self, index: int, known: memoryview, num_bytes: int) -> bytes:
         if len(known) >= num_bytes:

@@ -20,10 +20,11 @@ from cloudckpt._pipeline.sizes import part_bytes_of
 from cloudckpt._plan.layout import lay_out, storage_order
 from cloudckpt._plan.packing import pack
 from cloudckpt._stage.body import Filled, PieceBody, piece_of, side_streams
-from cloudckpt._stage.items import StagedItem, estimated_bytes, staged
+from cloudckpt._stage.items import StagedItem, estimated_bytes, known_tensors_of, staged
 from cloudckpt._stage.pinned import new_arena
 from cloudckpt._stage.ties import staged_ties, ties_by_planner
 from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._stage.values import check_values
 from cloudckpt._transfer.resume import find_leftovers
 from cloudckpt._transfer.upload import UploadSession
 from cloudckpt.options import MIB
@@ -60,6 +61,7 @@ def write_items(
     Memory that is still being `filled` is read part by part, as it is there.
     """
     options = context.options
+    check_values(items, known_tensors_of(planner), uri=context.uri)  # before anything is sent
     # Where objects are written through a stream, a process that was thought dead could still be writing to them.
     earlier = [data_prefix(name, context.rank) for name in resumed] if context.store.capabilities.multipart else []
     leftovers = find_leftovers(context.store, context.retrier, earlier)
@@ -107,7 +109,7 @@ def write_items(
         WriteResult(
             index=MetadataIndex(stored_in.key),
             size_in_bytes=stored_in.size_bytes,
-            storage_data=receipts_in(stored_in=stored_in),
+            storage_data=receipts_in(stored_in=stored_in, tile_bytes=options.tile_bytes),
         )
         for receipts_in, stored_in in zip(placed, objects, strict=True)
     ]

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from cloudckpt._manifest.torch_dtypes import dtype_of
 from cloudckpt._process.channel import close_files
 from cloudckpt._process.messages import Form, Order
-from cloudckpt._stage.items import StagedItem, staged
+from cloudckpt._stage.items import StagedItem, known_tensors_of, staged
 from cloudckpt._stage.tensors import as_carrier, bytes_view, is_viewable
 from cloudckpt._stage.transforms import WriteTransforms
+from cloudckpt._stage.values import check_values
 
 _ALIGNMENT_BYTES = 64
 
@@ -53,6 +54,7 @@ def contents_of(items: Sequence[WriteItem], planner: SavePlanner, memory: Shared
     What lies in `memory` is referred to. Anything else (Python objects, tensors on a GPU or made by the planner) is
     copied to a file in memory, one item after the other. Raises `UnsupportedValueError`, naming the FQN.
     """
+    check_values(items, known_tensors_of(planner), uri=uri)
     columns = _Columns(memory)
     try:
         # Transforms are applied where the bytes are sent.

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from cloudckpt._commit.commit_time import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import SaveJob
 from cloudckpt._process.channel import close_files
@@ -66,6 +67,7 @@ class Desk:
     def _open(self, subject: Subject) -> Any:
         logging.getLogger("cloudckpt").setLevel(subject.log_level)
         self._subject = subject
+        note_commit_time_ns(subject.newest_commit_time_ns)
         self._maps.keep_only(subject.snapshot_files)
         self._timeline = None
         if subject.traces is not None:
@@ -103,8 +105,9 @@ class Desk:
         plan = SavePlan(planner.items(), storage_data=ticket)
         return self._begun().write(plan, planner, on_sent=self._on_sent)
 
-    def _commit(self, metadata: Any, results: Any) -> None:
+    def _commit(self, metadata: Any, results: Any) -> int:
         self._begun().commit(metadata, results)
+        return newest_commit_time_ns()
 
     def _discard(self) -> None:
         if self._job is not None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cloudckpt._commit.commit_time import newest_commit_time_ns, note_commit_time_ns
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.save import Ticket
 from cloudckpt._process.contents import SharedMemory, contents_of
@@ -84,6 +85,7 @@ class RemoteJob:
             transforms=transforms,
             tells_events=context.options.on_event is not None or is_watched(),
             traces=None if timeline is None else timeline.subject[1:],
+            newest_commit_time_ns=newest_commit_time_ns(),
             log_level=_log.getEffectiveLevel(),
             snapshot_files=frozenset() if snapshot is None else frozenset(map(file_id_of, snapshot.files)),
         )
@@ -136,7 +138,7 @@ class RemoteJob:
 
     def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """See `SaveJob.commit`. Where the process is lost meanwhile, it may have been made."""
-        self._ask("commit", metadata, results)
+        note_commit_time_ns(self._ask("commit", metadata, results).value)
 
     def stop(self, error: BaseException) -> None:
         """See `SaveJob.stop`."""

@@ -41,6 +41,8 @@ class Subject:
     traces: tuple[Verb, str] | None
     """Of the timeline, if there is one."""
     log_level: int
+    newest_commit_time_ns: int
+    """See `cloudckpt._commit.commit_time`."""
     snapshot_files: frozenset[FileId]
     """Where the snapshot lies. Others that were mapped for earlier ones are not needed any more."""
 

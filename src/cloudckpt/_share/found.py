@@ -7,35 +7,48 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from cloudckpt._commit.resolve import resolve
+from cloudckpt._commit.resolve import holds_rank_checkpoints, holds_torch_checkpoint, resolve
 from cloudckpt._manifest.codec import encode
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._ranks.met_group import MetGroup
 from cloudckpt._transfer.retry import Retrier
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
+from cloudckpt.errors import CheckpointNotFoundError, portable
 from cloudckpt.stores.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the coordinator found at `uri`; with neither a document nor an error, each rank looks for itself."""
+    """What lies at `uri`, as one rank has found for all: a manifest, or else `error`."""
 
     uri: str
     document: bytes | None = None
-    error: CloudckptError | None = None
+    """The manifest, encoded for the way to other ranks."""
+    error: Exception | None = None
+    """Why there is no manifest: none is committed, or what went wrong in the look."""
+    is_torchs: bool = False
+    """None is committed, but a checkpoint of torch's own writer lies there."""
+    is_of_ranks: bool = False
+    """None is committed, but ranks saved on their own there."""
 
 
-def found_at(uri: str, store: Callable[[], Store], retrier: Retrier) -> tuple[Found, Manifest | None]:
-    """What lies there, for `handed_on`. It raises nothing: the others are waiting."""
+def find_at(
+    uri: str, store: Callable[[], Store], retrier: Retrier, *, is_handed_on: bool
+) -> tuple[Found, Manifest | None]:
+    """Look what lies there. It raises nothing: other ranks may wait for the answer, for which a document is made.
+
+    Anything but torch's checkpoint or the ranks' own is looked for only after the store has said twice that no manifest
+    is committed. Whatever goes wrong in a look is the error that all ranks raise.
+    """
     try:
-        manifest = resolve(store(), retrier).manifest
-        return Found(uri=uri, document=encode(manifest)), manifest
-    except CheckpointNotFoundError:
-        return Found(uri=uri), None  # it may be one of torch's, or one that each rank saved for itself
-    except CloudckptError as error:
-        return Found(uri=uri, error=error), None
-    except Exception:  # noqa: BLE001  # it comes again where torch reports it
-        return Found(uri=uri), None
+        try:
+            manifest = resolve(store(), retrier).manifest
+        except CheckpointNotFoundError as error:
+            is_torchs = any(retrier.call(lambda: holds_torch_checkpoint(store())) for _ in range(2))
+            is_of_ranks = not is_torchs and holds_rank_checkpoints(store(), retrier, is_confirmed=True)
+            return Found(uri=uri, error=error, is_torchs=is_torchs, is_of_ranks=is_of_ranks), None
+        return Found(uri=uri, document=encode(manifest) if is_handed_on else None), manifest
+    except Exception as error:  # noqa: BLE001  # each rank raises it
+        return Found(uri=uri, error=portable(error)), None
 
 
 def handed_on(group: MetGroup, found: Found | None) -> Found:

@@ -20,7 +20,7 @@ from cloudckpt._plan.layout import Entry
 from cloudckpt._stage.body import Filled, wait_for
 from cloudckpt._stage.tensors import bytes_view, holds_its_values, is_viewable, plain, quick_view
 from cloudckpt._stage.transforms import WriteTransforms
-from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.errors import CloudckptError, UnsupportedValueError
 
 _ESTIMATED_VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
 _OF_PLANNERS = frozenset({"resolve_data", "lookup_object", "transform_object"})
@@ -79,11 +79,24 @@ def staged(
             continue
         if filled is not None and item.type is WriteItemType.BYTE_IO:
             _wait_within(filled, state_dict.get(item.index.fqn))
-        data = planner.resolve_data(item)
+        data = _resolved(item, planner, uri)
         if item.type is WriteItemType.BYTE_IO:
             yield _staged_value(item, data, transforms, uri)
         else:
             yield _staged_tensor(item, data, transforms, uri, filled)
+
+
+def _resolved(item: WriteItem, planner: SavePlanner, uri: str) -> object:
+    try:
+        return planner.resolve_data(item)
+    except Exception as error:
+        if item.type is not WriteItemType.BYTE_IO or isinstance(error, (CloudckptError, MemoryError)):
+            raise
+        raise UnsupportedValueError(
+            f"the planner could not serialise the value {item.index.fqn!r} for {uri} ({type(error).__name__}: "
+            f"{error}). Leave it out of the state dict",
+            uri=uri,
+        ) from error
 
 
 def _wait_within(filled: Filled, value: object) -> None:

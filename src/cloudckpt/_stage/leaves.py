@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._flat import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
 from cloudckpt._stage.tensors import address_of, is_freed, is_short, shortage_of
+from cloudckpt._stage.values import unsaved_part
 from cloudckpt.errors import UnsupportedValueError
 
 _UNCHANGING = frozenset(
@@ -48,6 +49,8 @@ class Leaves:
         self._finishers: list[Callable[[], None]] = []
         self._default: DefaultStager | None = None
         self._path: list[str] = []
+        """Of what cannot be copied, from the inside."""
+        self._failed: Any = None
         self._root: list[Any] = [None]
         try:
             with torch.no_grad():
@@ -57,8 +60,8 @@ class Leaves:
         except Exception as error:
             name = ".".join(reversed(self._path[:-1]))
             raise UnsupportedValueError(
-                f"cannot copy {name!r} for a save in the background: {type(error).__name__}: {error}. Take it out of "
-                "the state dict, or convert it to something that can be copied",
+                f"cannot copy {unsaved_part(self._failed, name)} for a save in the background: {type(error).__name__}: "
+                f"{error}. Leave it out of the state dict, or convert it to something that can be copied",
                 uri="",
             ) from error
         finally:
@@ -94,6 +97,8 @@ class Leaves:
             try:
                 self._take_other(value, kind, container, key)
             except BaseException:
+                if not self._path:
+                    self._failed = value
                 self._path.append(str(key))
                 raise
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
@@ -31,14 +32,28 @@ def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()
-    tensor = tensor.detach()
+    if not is_lazy(tensor):
+        tensor = tensor.detach()
+    what = _obstacle_in(tensor)
+    if what is not None:
+        raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {what}", uri=uri)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _obstacle_in(tensor: torch.Tensor) -> str | None:
+    """Return what `tensor` is and what to do, where it stands for no strided tensor of real memory."""
     is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
-    if tensor.is_meta:
+    what = None
+    if is_lazy(tensor):
+        what = "a parameter of a lazy module, which has no shape yet: run the module once before the save"
+    elif tensor.is_meta:
         what = (
             "a meta tensor, which has no data: materialise it first (to_empty(), or load its weights), or leave it out "
             "where another rank has it, as a stage of a pipeline does"
         )
-    elif tensor.layout is not torch.strided or tensor.is_nested:
+    elif tensor.is_nested:
+        what = f"a nested tensor of layout {tensor.layout}: save its parts (unbind()), or its values() and offsets()"
+    elif tensor.layout is not torch.strided:
         what = f"of layout {tensor.layout}: convert it to a dense tensor (to_dense())"
     elif tensor.is_quantized:
         what = f"quantized ({tensor.dtype}): save its int_repr(), scale and zero point instead"
@@ -50,9 +65,7 @@ def plain(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
         what = "a tensor whose memory was freed, as FSDP does between uses: take the state dict that FSDP gives"
     elif is_short(tensor):
         what = shortage_of(tensor)
-    else:
-        return tensor.resolve_conj().resolve_neg()
-    raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {what}", uri=uri)
+    return what
 
 
 def as_carrier(tensor: torch.Tensor) -> torch.Tensor:

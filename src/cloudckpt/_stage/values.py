@@ -1,33 +1,81 @@
-"""Python objects from a store, without running code from it (G6)."""
+"""Python objects of a state dict: looked at before a save, and read without running code from the store (G6)."""
 
 from __future__ import annotations
 
+import collections
 import io
 import pickle
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from cloudckpt._stage.unpickling import is_known, is_loadable, load_safely, users_globals
 from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
 
-# Beyond torch's own list of harmless types; more come from torch.serialization.add_safe_globals.
-_HARMLESS = (io.BytesIO,)
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), torch.device, torch.Size})
+_SEQUENCES = (list, tuple)
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+_INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
+
+
+def check_values(items: Iterable[WriteItem], known: Mapping[str, Any], *, uri: str) -> None:
+    """Call `check_value` for each object among `items` that is `known` by its name."""
+    for item in items:
+        if item.type is WriteItemType.BYTE_IO and item.index.fqn in known:
+            check_value(known[item.index.fqn], item.index.fqn, uri=uri)
+
+
+def check_value(value: object, name: str, *, uri: str) -> None:
+    """Raise `UnsupportedValueError` where `value` cannot be saved, and warn where a load would refuse it.
+
+    Both name the part that is to blame by its path and its class.
+    """
+    if type(value) in _LEAVES or (type(value) in _SEQUENCES and _LEAVES.issuperset(map(type, value))):  # type: ignore[call-overload]
+        return
+    inspector = _Inspector()
+    error = inspector.inspect(value)
+    if error is not None:
+        raise UnsupportedValueError(
+            f"cannot save {unsaved_part(value, name)} to {uri}: {type(error).__name__}: {error}. Leave it out of the "
+            f"state dict, or save {_INSTEAD}",
+            uri=uri,
+        ) from error
+    if not inspector.refused:
+        return
+    path, part = _innermost(value, name, _parts, is_to_blame=_is_refused)
+    names = ", ".join(sorted({_name_of(each) for each in inspector.refused if not isinstance(each, np.dtype)}))
+    classes = f" or torch.serialization.add_safe_globals([{names}])" if names else ""
+    warnings.warn(
+        f"{path!r} is {_described(part)}: unpickling it could run any code, so a load refuses it without "
+        f"allow_pickle=True{classes}. Save {_INSTEAD} to load it without",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def unsaved_part(value: object, name: str) -> str:
+    """Return the path and the class of what keeps `value` from being serialised: an attribute of an object, maybe."""
+    path, part = _innermost(value, name, _parts_and_attributes, is_to_blame=_is_unsaved)
+    return f"{path!r} ({_described(part)})"
 
 
 def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified: bool) -> Any:
-    """The object that ``torch.save`` wrote, under ``weights_only=True``.
+    """Return the object that ``torch.save`` wrote, if no code has to run for it but that of plain values.
 
     Raises `UnsafePickleError` where that is refused, `UnsupportedValueError` where no such object can be made.
     """
     try:
-        # For good: taking it off the list again would also take it off for others who had put it there.
-        torch.serialization.add_safe_globals(list(_HARMLESS))
-        return torch.load(io.BytesIO(stored), weights_only=True)
-    except pickle.UnpicklingError:
+        return load_safely(stored)
+    except pickle.UnpicklingError as error:
         raise UnsafePickleError(
-            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code (it uses {unsafe_names(stored)}). If "
-            "you trust who wrote it, pass allow_pickle=True; or allow these names with "
-            "torch.serialization.add_safe_globals",
+            f"{fqn!r} of {uri} was not loaded: unpickling it could run any code ({error}). If you trust who wrote it, "
+            "pass allow_pickle=True (cloudckpt.load, cloudckpt.enable and ObjectStoreReader take it)"
+            f"{_allowing(stored)}",
             uri=uri,
         ) from None
     except Exception as error:  # the code of a class can raise anything
@@ -41,20 +89,129 @@ def loaded_safely(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified:
         ) from error
 
 
-def unsafe_names(stored: bytes | bytearray | str) -> str:
-    """What a pickle, or the one in a file, would call; found without calling it."""
-    file = stored if isinstance(stored, str) else io.BytesIO(stored)
+def _allowing(stored: bytes | bytearray) -> str:
+    names = [name for name in _unsafe_globals(io.BytesIO(stored)) if not is_known(name)]
+    return f", or call torch.serialization.add_safe_globals([{', '.join(sorted(names))}]) before" if names else ""
+
+
+def unsafe_names(file: str) -> str:
+    """Return what the pickle in a file would call that ``weights_only=True`` does not admit; it is not called."""
+    return ", ".join(_unsafe_globals(file)) or "what torch's weights_only unpickler does not admit"
+
+
+def _unsafe_globals(file: str | io.BytesIO) -> list[str]:
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # noqa: BLE001  # made for messages; what it cannot read, it cannot name
-        names = []
-    return ", ".join(names) or "what torch's weights_only unpickler does not admit"
+        return []
 
 
 def harmless_copy(stored: bytes | bytearray, fqn: str, *, uri: str, is_verified: bool) -> io.BytesIO:
     """The same object in bytes that were made here, for a planner that unpickles whatever it is given."""
     value = loaded_safely(stored, fqn, uri=uri, is_verified=is_verified)
     copy = io.BytesIO()
-    torch.save(value, copy)
+    try:
+        torch.save(value, copy)
+    except RecursionError as error:
+        raise UnsupportedValueError(
+            f"{fqn!r} of {uri} is nested too deep for this program. Leave it out", uri=uri
+        ) from error
     copy.seek(0)
     return copy
+
+
+class _Inspector(pickle.Pickler):
+    """Pickles as ``torch.save`` does, keeps nothing, and finds what a load would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=2)
+        self.refused: list[object] = []
+        self._allowed = set(map(id, users_globals().values()))
+
+    def inspect(self, value: object) -> Exception | None:
+        """Return what keeps `value` from being pickled."""
+        try:
+            self.dump(value)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever its own code raises
+            return error
+        return None
+
+    def persistent_id(self, value: object) -> object:
+        return "storage" if isinstance(value, _STORAGES) else None
+
+    def reducer_override(self, value: object) -> Any:
+        """Called for everything but the plain types that have opcodes of their own: for classes and functions, too."""
+        if not is_loadable(value, self._allowed):
+            self.refused.append(value)
+        return NotImplemented
+
+
+class _Nowhere:
+    def write(self, content: bytes) -> int:
+        return len(content)
+
+
+def _is_unsaved(value: object) -> bool:
+    return _Inspector().inspect(value) is not None
+
+
+def _is_refused(value: object) -> bool:
+    inspector = _Inspector()
+    return inspector.inspect(value) is None and bool(inspector.refused)
+
+
+def _innermost(
+    value: object,
+    name: str,
+    parts: Callable[[Any], Iterable[tuple[object, object]]],
+    *,
+    is_to_blame: Callable[[object], bool],
+) -> tuple[str, object]:
+    """Return the path and the part of `value` that is to blame, and no part of which is."""
+    seen = {id(value)}
+    while True:
+        for key, part in parts(value):
+            if id(part) not in seen and is_to_blame(part):
+                seen.add(id(part))
+                name, value = f"{name}.{key}", part
+                break
+        else:
+            return name, value
+
+
+def _parts(value: object) -> Iterable[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, (list, tuple, set, frozenset, collections.deque)) else []
+
+
+def _parts_and_attributes(value: object) -> Iterator[tuple[object, object]]:
+    yield from _parts(value)
+    if not isinstance(value, (type, ModuleType)):
+        yield from list(getattr(value, "__dict__", {}).items())
+
+
+def _described(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of class {_name_of(value)} and dtype {value.dtype}"
+    own = _own_name(value)
+    if own is None:
+        return f"of class {_name_of(value)}"
+    return f"the {'class' if isinstance(value, type) else 'function'} {own}"
+
+
+def _name_of(value: object) -> str:
+    """The full name of a class or function, or of the class of anything else."""
+    return _own_name(value) or _own_name(type(value)) or "?"
+
+
+def _own_name(value: Any) -> str | None:
+    try:
+        module, name = value.__module__, value.__qualname__
+    except Exception:  # noqa: BLE001  # an object's own code may raise anything
+        return None
+    if not isinstance(name, str):
+        return None
+    return f"{module}.{name}" if isinstance(module, str) and module != "builtins" else name

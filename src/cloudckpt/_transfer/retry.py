@@ -21,6 +21,10 @@ _log = logging.getLogger("cloudckpt")
 _FIRST_DELAY_S = 0.1
 _FIRST_THROTTLED_DELAY_S = 0.5
 _LONGEST_DELAY_S = 10.0
+_FIRST_LOOK_DELAY_S = 0.1
+NUM_LOOKS = 3
+"""So many times in a row a store has to say that something is missing or damaged, before that is believed."""
+_MOST_LOOKS = 9
 
 
 class Retrier:
@@ -78,6 +82,8 @@ class Retrier:
     def call(self, attempt: Callable[[], _T], *, made_progress: Callable[[], bool] = lambda: False) -> _T:
         """The result of `attempt`, which raises `StoreError` subclasses.
 
+        What else it raises, of a `wrap_store` say, becomes a `StoreError` with the class in its text. This is the one
+        place that all calls to stores pass through. A `MemoryError` stays one.
         `made_progress` is asked after a failure; where it says yes, patience starts anew.
         """
         begun_ns = now_ns()
@@ -85,6 +91,39 @@ class Retrier:
             return self._tried(attempt, made_progress)
         finally:
             self.recorder.spent("transfer", begun_ns)
+
+    def confirmed(
+        self,
+        look: Callable[[], _T],
+        doubted: type[Exception] | tuple[type[Exception], ...],
+        *,
+        num_looks: int = NUM_LOOKS,
+    ) -> _T:
+        """The result of `look`. An error of the kinds `doubted` is raised only where so many looks in a row have it.
+
+        For errors that say that something is missing or damaged, which each are only evidence. Between looks this
+        waits, as `call` does between attempts. `look` makes its calls with `call`, so that all other errors are tried
+        again there. Looks that go on to fail in different ways end with a `TransientStoreError`.
+        """
+        said: list[type[Exception]] = []
+        while True:
+            try:
+                return look()
+            except doubted as error:  # noqa: PERF203  # looks are rare, and requests
+                said.append(type(error))
+                if said[-num_looks:] == [type(error)] * num_looks:
+                    raise
+                if len(said) >= _MOST_LOOKS:
+                    raise TransientStoreError(
+                        f"the store contradicts itself: it gives other answers each time, the last of them: {error}",
+                        key=getattr(error, "key", ""),
+                        operation=getattr(error, "operation", ""),
+                    ) from error
+                _log.info("looking again, since this may be wrong: %s", error)
+                if self._stopped.wait(_backoff_s(_FIRST_LOOK_DELAY_S, len(said))):
+                    raise self._refusal or CloudckptError(
+                        f"another call failed first, so this was not looked at again: {error}"
+                    ) from error
 
     def _tried(self, attempt: Callable[[], _T], made_progress: Callable[[], bool]) -> _T:
         num_failures = 0
@@ -96,7 +135,9 @@ class Retrier:
                 self._num_requests += 1
             try:
                 return attempt()
-            except (TransientStoreError, ChecksumRefusedError) as error:
+            except (CloudckptError, MemoryError) as error:
+                if not isinstance(error, (TransientStoreError, ChecksumRefusedError)):
+                    raise
                 if made_progress():
                     num_failures, deadline = 0, time.monotonic() + self._timeout_s
                 num_failures += 1
@@ -114,9 +155,16 @@ class Retrier:
                 self.recorder.span("backoff", begun_ns, key=error.key, error=type(error).__name__)
                 if is_stopped and self._refusal is None:
                     raise
+            except Exception as error:
+                raise StoreError(
+                    f"the store failed with {type(error).__name__}: {error}", key="", operation=""
+                ) from error
 
 
 def _delay_s(error: StoreError, num_failures: int) -> float:
-    first_s = _FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S
+    return _backoff_s(_FIRST_THROTTLED_DELAY_S if isinstance(error, ThrottledError) else _FIRST_DELAY_S, num_failures)
+
+
+def _backoff_s(first_s: float, num_failures: int) -> float:
     # Jitter spreads clients apart; nothing about it has to be unpredictable.
     return random.uniform(0.5, 1.0) * min(first_s * 2.0 ** (num_failures - 1), _LONGEST_DELAY_S)  # noqa: S311

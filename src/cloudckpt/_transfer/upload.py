@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from cloudckpt._manifest.receipts import ObjectReceipt
 from cloudckpt._plan.packing import parts_of
+from cloudckpt._transfer.download import measure
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.resume import Body, HeldParts, Leftover, Salvage
 from cloudckpt._transfer.retry import Retrier
@@ -254,7 +255,7 @@ class UploadSession:
     def _check_stored(self, target: _Object) -> None:
         store, size_bytes = self._store, target.body.size_bytes
         url = store.url(target.target_key)
-        stored_bytes = self._retrier.call(lambda: store.head(target.target_key)).size_bytes
+        stored_bytes = measure(store, self._retrier, key=target.target_key, size_bytes=size_bytes)
         if stored_bytes != size_bytes:
             raise ShortObjectError(
                 f"{url} has {stored_bytes} bytes after {size_bytes} were uploaded and confirmed: the store is not "

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 
+from cloudckpt.errors import printable
+
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
 
 
-def plain(text: str) -> str:
-    """Without what a terminal would obey: keys and names are whatever somebody put into the bucket."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
-
-
 def plain_line(text: str) -> str:
-    """`plain`, in one line: a name cannot show what is not there in lines of its own."""
-    return plain(text).replace("\n", "\\n")
+    """`printable`, in one line: a name cannot show what is not there in lines of its own."""
+    return printable(text).replace("\n", "\\n")
 
 
 def size(num_bytes: float) -> str:

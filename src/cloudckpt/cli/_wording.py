@@ -14,6 +14,7 @@ _FLAGGED: tuple[tuple[str, str, str], ...] = (
     (r"\bmax_shard_bytes\b", "--max-shard-size", "--max-shard-size"),
     (r"\ballow_pickle=True \(cloudckpt import --unsafe-pickle\)", "--unsafe-pickle", "--unsafe-pickle"),
     (r"\ballow_pickle=True \(and save it with cloudckpt afterwards\)", "--unsafe-pickle", "--unsafe-pickle"),
+    (r"\ballow_pickle=True \(cloudckpt.load, [^)]*\)", "--unsafe-pickle", "--unsafe-pickle"),
     (r"\ballow_pickle=True\b", "--unsafe-pickle", "--unsafe-pickle"),
     (r"\bdeadline_s\b", "--deadline", "--deadline"),
     (r"\b([ra]tol) must\b", r"--\1 must", "--rtol"),

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cloudckpt._stage.values import unsafe_names
+from cloudckpt._stage.unpickling import load_safely
+from cloudckpt._stage.values import check_value
 from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
 
 SKELETON = "skeleton"
@@ -22,19 +23,22 @@ _PLACE = "cloudckpt.tensor"
 
 def packed(value: object) -> bytes:
     """`value` as ``torch.save`` writes it: one value of a checkpoint, whatever is in it."""
+    check_value(value, "the framework's state", uri="a checkpoint")
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def unpacked(data: bytes, *, allow_pickle: bool = False, uri: str = "") -> Any:
-    """The reverse of `packed`, under ``weights_only=True`` unless `allow_pickle`: else raises `UnsafePickleError`."""
+    """The reverse of `packed`. Raises `UnsafePickleError` where it takes the code of a class, unless `allow_pickle`."""
+    if allow_pickle:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
-    except pickle.UnpicklingError:
+        return load_safely(data, map_location="cpu")
+    except pickle.UnpicklingError as error:
         raise UnsafePickleError(
-            f"the framework's state of {uri or 'this checkpoint'} was not loaded: unpickling it could run any code (it "
-            f"uses {unsafe_names(data)}). If you trust who wrote it, allow these names with "
+            f"the framework's state of {uri or 'this checkpoint'} was not loaded: unpickling it could run any code "
+            f"({error}). If you trust who wrote it, allow its classes with "
             "torch.serialization.add_safe_globals, or give weights_only=False where the framework takes it, as "
             "Lightning's fit does",
             uri=uri,

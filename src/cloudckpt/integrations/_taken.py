@@ -14,7 +14,7 @@ _MOST_SHOWN = 5
 
 
 def steps_under(root: str, options: Options) -> list[int]:
-    """The committed ones, the lowest first: what rank 0 finds, on all ranks. No manifest is read.
+    """The committed ones, the lowest first: what rank 0 finds, on all ranks. Of manifests, only the heads are read.
 
     Raises torch's ``CheckpointException``, on all of them, where the store does not answer.
     """

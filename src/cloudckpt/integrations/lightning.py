@@ -68,8 +68,8 @@ class CloudCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning is not
         map_location: Callable[..., Any] | torch.device | str | None = None,
         weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
     ) -> dict[str, Any]:
-        """Called by every rank, and loads all of it there. What is no tensor loads under ``weights_only=True`` unless
-        `weights_only` is False. Tensors come on the CPU, or on the device that `map_location` is.
+        """Called by every rank, and loads all of it there. Of what is no tensor, plain values load, and the rest
+        where `weights_only` is False. Tensors come on the CPU, or on the device that `map_location` is.
         """
         allow_pickle = weights_only is False
         flat = load_whole(parse_location(path), self._options, include=(), allow_pickle=False)

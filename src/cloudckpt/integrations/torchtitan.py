@@ -13,7 +13,7 @@ import cloudckpt.manager
 from cloudckpt._background.handle import AsyncSave
 from cloudckpt._uri import parse_location
 from cloudckpt.api import load
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError
+from cloudckpt.errors import CheckpointNotFoundError, portable
 from cloudckpt.integrations._needs import needed
 from cloudckpt.integrations._taken import refuse_taken, steps_under
 from cloudckpt.options import Options
@@ -144,15 +144,15 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
         """The one that was committed last, on all ranks the same; -1 where there is none."""
         if folder and parse_location(folder).uri != self._manager.root:
             raise ValueError(f"steps are looked for under {self._manager.root} alone, not {folder}")
-        found: list[int | CloudckptError] = [-1]
+        found: list[int | Exception] = [-1]
         if dist.get_rank() == 0:
             try:
                 newest = self._manager.latest()
                 found = [-1 if newest is None else newest.step]
-            except CloudckptError as error:
-                found = [error]
+            except Exception as error:  # noqa: BLE001  # the other ranks wait for it, and raise it too
+                found = [portable(error)]
         dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], CloudckptError):
+        if isinstance(found[0], Exception):
             raise found[0]
         return found[0]
 

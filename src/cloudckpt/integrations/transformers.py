@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cloudckpt._manager.restoring import step_at
+from cloudckpt._manager.steps import step_at
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations._needs import needed
 from cloudckpt.integrations._opaque import RandomState, packed, unpacked
@@ -116,7 +116,7 @@ class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not t
             restored = self._cloud.restore(state, None if wanted is True else wanted)
             if restored is not None:
                 self._cloud_step = restored.step
-                damaged = {step_at(each.uri) for each in restored.skipped}  # which are replaced
+                damaged = {step_at(each.uri) for each in restored.skipped}  # beside which their steps are saved
         steps = steps_under(self._cloud.root, self._cloud_options)
         if not self._cloud_overwrite and self.args.save_strategy != "no":
             refuse_taken(self._cloud.root, set(steps) - damaged, after=self._cloud_step, to_do=_TO_DO)

@@ -15,6 +15,8 @@ from typing import Any
 
 from typing_extensions import Self
 
+from cloudckpt.stores._http_receiving import WholeHeadResponse
+
 _current = threading.local()
 
 
@@ -69,7 +71,10 @@ def follow(connection: socket.socket | None) -> None:
 
 
 def cancellable(pool_classes_by_scheme: Mapping[str, Any]) -> dict[str, Any]:
-    """Pools of urllib3, as its ``PoolManager`` knows them, whose connections say when they are used."""
+    """Pools of urllib3, as its ``PoolManager`` knows them, whose connections say when they are used.
+
+    A head of an answer that is cut is an error on them.
+    """
     followed: dict[str, Any] = {}
     for scheme, pool in pool_classes_by_scheme.items():
         connection = type(pool.ConnectionCls.__name__, (_Followed, pool.ConnectionCls), {})
@@ -81,6 +86,7 @@ class _Followed:
     """Goes before the class of a connection of urllib3."""
 
     sock: Any
+    response_class = WholeHeadResponse
 
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]  # it is mixed in

@@ -1,7 +1,8 @@
 """From the errors of fsspec's file systems to ours. fsspec fixes none, so there are tables.
 
 An error is looked up by its HTTP status, where it carries one (but for the few classes that say more than it does);
-else by its class or a class it inherits from; else, for an `OSError`, by its number.
+else by its class or a class it inherits from; else, for an `OSError`, by its number. A `FileNotFoundError` that was
+raised because of another error is what that one is: some file systems raise it whatever has failed.
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ BEFORE_STATUS_TABLE: dict[str, type[StoreError]] = {
 CLASS_TABLE: dict[str, type[StoreError]] = {
     "aiohttp.client_exceptions.ClientConnectionError": TransientStoreError,
     "aiohttp.client_exceptions.ClientPayloadError": TransientStoreError,
+    "aiohttp.client_exceptions.ClientResponseError": TransientStoreError,
     "asyncio.exceptions.TimeoutError": StoreTimeoutError,
     "azure.core.exceptions.ClientAuthenticationError": CredentialsError,
     "azure.core.exceptions.ServiceRequestError": TransientStoreError,
     "azure.core.exceptions.ServiceResponseError": TransientStoreError,
+    "botocore.exceptions.ConnectionError": TransientStoreError,
+    "botocore.exceptions.HTTPClientError": TransientStoreError,
+    "botocore.parsers.ResponseParserError": TransientStoreError,
     "builtins.ConnectionError": TransientStoreError,
     "builtins.EOFError": TransientStoreError,
     "builtins.FileExistsError": ObjectExistsError,
@@ -64,11 +69,20 @@ CLASS_TABLE: dict[str, type[StoreError]] = {
     "builtins.TimeoutError": StoreTimeoutError,
     "ftplib.error_temp": TransientStoreError,
     "google.auth.exceptions.GoogleAuthError": CredentialsError,
+    "http.client.HTTPException": TransientStoreError,
+    "json.decoder.JSONDecodeError": TransientStoreError,
     "paramiko.ssh_exception.AuthenticationException": CredentialsError,
     "paramiko.ssh_exception.SSHException": TransientStoreError,
+    "requests.exceptions.ChunkedEncodingError": TransientStoreError,
     "requests.exceptions.ConnectionError": TransientStoreError,
+    "requests.exceptions.ContentDecodingError": TransientStoreError,
     "requests.exceptions.Timeout": StoreTimeoutError,
+    "ssl.SSLError": TransientStoreError,
+    "urllib3.exceptions.HTTPError": TransientStoreError,
+    "xml.etree.ElementTree.ParseError": TransientStoreError,
 }
+# Behind a `FileNotFoundError`, these say no more than it does: a name that is in no table, no listing, no folder.
+_OF_ABSENCE = ("builtins.LookupError", "builtins.StopIteration", "ftplib.error_perm")
 
 _ADVICE: dict[type[StoreError], str] = {
     AccessDeniedError: "Grant these credentials that operation.",
@@ -99,22 +113,39 @@ def translated(key: str, operation: str, options: Mapping[str, Any]) -> Iterator
         raise translate(error, key=key, operation=operation, options=options) from error
 
 
-def _kind(error: Exception) -> type[StoreError]:
+def says_absence(error: FileNotFoundError) -> bool:
+    """Whether `error` says that nothing is there, and not that something went wrong on the way to it."""
+    return _kind(error) is ObjectNotFoundError
+
+
+def _kind(error: BaseException) -> type[StoreError]:
     names = [f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__]
     for name in names:
         if name in BEFORE_STATUS_TABLE:
             return BEFORE_STATUS_TABLE[name]
-    for attribute in ("status", "status_code", "code"):
-        status = getattr(error, attribute, None)
+    for status in _statuses(error):
         # gcsfs keeps it as text at times
         if isinstance(status, (int, str)) and str(status).isdigit() and int(status) in STATUS_TABLE:
             return STATUS_TABLE[int(status)]
+    # One with a number is the system's own. A context, in place of a cause, may be whatever a caller was handling.
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and error.errno is None and cause is not None:
+        is_absence = any(f"{base.__module__}.{base.__qualname__}" in _OF_ABSENCE for base in type(cause).__mro__)
+        return ObjectNotFoundError if is_absence else _kind(cause)
     for name in names:
         if name in CLASS_TABLE:
             return CLASS_TABLE[name]
-    if isinstance(error, OSError) and error.errno in ERRNO_TABLE:
-        return ERRNO_TABLE[error.errno][0]
+    if isinstance(error, OSError):
+        return TransientStoreError if error.errno is None else ERRNO_TABLE.get(error.errno, (StoreError,))[0]
     return StoreError
+
+
+def _statuses(error: BaseException) -> Iterator[object]:
+    response = getattr(error, "response", None)
+    for bearer in (error, response):
+        yield from (getattr(bearer, attribute, None) for attribute in ("status", "status_code", "code"))
+    if isinstance(response, Mapping):  # botocore's
+        yield response.get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from cloudckpt.options import MIB
 from cloudckpt.stores._body import batches
 from cloudckpt.stores._fsspec_backends import Filesystem
+from cloudckpt.stores._fsspec_errors import says_absence
 from cloudckpt.stores.base import Views
 
 _CHUNK_BYTES = 16 * MIB
@@ -15,7 +16,7 @@ _CHUNK_BYTES = 16 * MIB
 
 def stream(filesystem: Filesystem, path: str, views: Views) -> None:
     """Write through a file object that publishes nothing by itself, then commit it; on any failure, discard it."""
-    existed = filesystem.exists(path)
+    existed = _exists(filesystem, path)
     # Without autocommit, close() does not complete the upload, neither below nor in the garbage collector; it does for
     # file systems that ignore the setting, hence what _discard does besides.
     file = filesystem.open(path, "wb", autocommit=False)
@@ -31,6 +32,17 @@ def stream(filesystem: Filesystem, path: str, views: Views) -> None:
     except BaseException:
         _discard(filesystem, file, None if existed else path)
         raise
+
+
+def _exists(filesystem: Filesystem, path: str) -> bool:
+    # fsspec's own `exists` takes every error for absence, and what is absent is removed again where the write fails.
+    try:
+        filesystem.info(path)
+    except FileNotFoundError as error:
+        if says_absence(error):
+            return False
+        raise
+    return True
 
 
 def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:

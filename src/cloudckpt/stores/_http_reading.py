@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cloudckpt.errors import InterruptedReadError, ShortObjectError, StoreError, UnsupportedOperationError
+from cloudckpt.errors import (
+    InterruptedReadError,
+    ShortObjectError,
+    StoreError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
 from cloudckpt.stores._body import num_bytes
 from cloudckpt.stores._http_receiving import receive, socket_under
 
@@ -13,6 +19,7 @@ if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
 
 _MOST_AT_ONCE_BYTES = 1024 * 1024
+_BETWEEN = "Is a proxy or a load balancer between? Try again; if it goes on, use another store or way to it."
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
@@ -78,7 +85,10 @@ class BodyReader:
         closed = getattr(self._source, "isclosed", None)
         if closed is not None and closed():
             return True
-        return not self._source.readinto(memoryview(bytearray(1)))
+        try:
+            return not self._source.readinto(memoryview(bytearray(1)))
+        except Exception:  # noqa: BLE001  # all that was wanted is there; the connection is of no more use
+            return False
 
 
 def fill_from(session: Session, key: str, reader: BodyReader, views: Views, *, operation: str, api: str) -> None:
@@ -112,7 +122,11 @@ def check_range(
     offset_bytes: int,
     end_bytes: int,
 ) -> None:
-    """That the body is bytes ``[offset_bytes, end_bytes)`` of the object, and nothing else."""
+    """That the body is bytes ``[offset_bytes, end_bytes)`` of the object, and nothing else.
+
+    Raises `ShortObjectError` where the answer says that the object ends before, and `TransientStoreError` where it
+    contradicts the request or itself.
+    """
     if content_range is None:
         # The whole object, by a store that does not know ranges or takes this one for all of it.
         begin, end, object_bytes = 0, length_bytes, length_bytes
@@ -122,6 +136,10 @@ def check_range(
             raise _odd_range(session, key, content_range, offset_bytes, end_bytes)
         begin, end = int(match[1]), int(match[2]) + 1
         object_bytes = None if match[3] == "*" else int(match[3])
+        due = end_bytes if object_bytes is None else min(end_bytes, object_bytes)
+        is_whole = length_bytes is None or length_bytes == max(end - begin, 0)
+        if (begin, end) != (offset_bytes, due) or not is_whole:
+            raise _odd_range(session, key, content_range, offset_bytes, end_bytes)
     if object_bytes is not None and object_bytes < end_bytes:
         raise session.error(
             ShortObjectError,
@@ -129,26 +147,45 @@ def check_range(
             key,
             f"the object ends at byte {object_bytes:,}; bytes {offset_bytes:,} to {end_bytes:,} were asked for.",
         )
-    wrong_length = length_bytes is not None and length_bytes != end_bytes - offset_bytes
-    if (begin, end) != (offset_bytes, end_bytes) or wrong_length:
-        raise _odd_range(session, key, content_range, offset_bytes, end_bytes)
+    if (begin, end) != (offset_bytes, end_bytes):
+        raise session.error(
+            UnsupportedOperationError,
+            "read_into",
+            key,
+            f"bytes {offset_bytes:,} to {end_bytes:,} were asked for, and the answer holds the whole object. The "
+            "store, or a proxy before it, does not serve ranges.",
+        )
 
 
-def check_size(session: Session, key: str, *, size_bytes: int | None, max_bytes: int) -> int:
+def check_size(session: Session, key: str, *, content_range: str | None, size_bytes: int | None, max_bytes: int) -> int:
     """The size of the whole object about to be read, which may be at most `max_bytes`."""
-    if size_bytes is None:
-        raise session.error(StoreError, "read", key, "the store's answer gives no length. Check the endpoint.")
+    if size_bytes is None or content_range is not None:
+        what = f"the whole object was asked for, and the answer has {size_bytes} bytes (Content-Range: {content_range})"
+        raise session.error(TransientStoreError, "read", key, f"{what}. {_BETWEEN}")
     if size_bytes > max_bytes:
         what = f"the object has {size_bytes:,} bytes; at most {max_bytes:,} are expected here."
         raise session.error(StoreError, "read", key, what)
     return size_bytes
 
 
-def _odd_range(session: Session, key: str, content_range: str | None, offset_bytes: int, end_bytes: int) -> StoreError:
+def object_size(
+    session: Session, operation: str, key: str, *, content_range: str | None, length_bytes: int | None
+) -> int:
+    """The size of the object whose first byte was asked for, as the answer says it."""
+    match = _CONTENT_RANGE.fullmatch((content_range or "").strip())
+    if match is not None and match[3] != "*":
+        return int(match[3])
+    if content_range is not None or length_bytes is None:
+        what = f"the answer does not say how large the object is (Content-Range: {content_range}). {_BETWEEN}"
+        raise session.error(TransientStoreError, operation, key, what)
+    return length_bytes
+
+
+def _odd_range(session: Session, key: str, content_range: str, offset_bytes: int, end_bytes: int) -> StoreError:
     return session.error(
-        UnsupportedOperationError,
+        TransientStoreError,
         "read_into",
         key,
         f"bytes {offset_bytes:,} to {end_bytes:,} were asked for, and the answer holds others "
-        f"(Content-Range: {content_range}). The store, or a proxy before it, does not serve ranges.",
+        f"(Content-Range: {content_range:.100}). {_BETWEEN}",
     )

@@ -15,6 +15,7 @@ import ssl
 import struct
 import sys
 from collections import deque
+from email.errors import MissingHeaderBodySeparatorDefect
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,44 @@ _MOST_VIEWS_AT_ONCE = 1024  # IOV_MAX
 _RECORD_BYTES = 16 * 1024  # the most that TLS has in one
 _WORTH_IT_BYTES = 256 * 1024
 _SHARE_OF_TIMEOUT = 0.25
+
+
+class WholeHeadResponse(http.client.HTTPResponse):
+    """A response whose head has come to its end.
+
+    The standard library takes the end of the connection for the end of a head, and stops at a line that is no header:
+    it would believe half a Content-Length, half a Content-Range or half an ETag, or that there is none.
+    """
+
+    def begin(self) -> None:
+        """Read the head; raises `http.client.IncompleteRead` where it is cut, or cannot be read to its end."""
+        source: Any = self.fp
+        watched: Any = _WatchedLines(source)
+        self.fp = watched
+        try:
+            super().begin()
+        finally:
+            if self.fp is watched:
+                self.fp = source
+        defects = getattr(self.headers, "defects", ())
+        is_read = not any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in defects)
+        if watched.last not in (None, b"\r\n", b"\n") or not is_read:
+            raise http.client.IncompleteRead(b"")
+
+
+class _WatchedLines:
+    """The file that a head is read from, and the last line that was read."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.last: bytes | None = None
+
+    def readline(self, most_bytes: int) -> bytes:
+        self.last = self._source.readline(most_bytes)
+        return self.last
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def socket_under(response: object) -> socket.socket | None:

@@ -32,6 +32,13 @@ CONNECT_LATE: Rule = (
 )
 DENIED: Rule = (AccessDeniedError, "Grant {permission} to these credentials.")
 EXISTS: Rule = (ObjectExistsError, "An object lies at this key already; it was left as it is.")
+FOREIGN: Rule = (
+    TransientStoreError,
+    (
+        "Is a proxy or a load balancer between? Try again; if it goes on, check endpoint_url, and what answers at "
+        "{endpoint}."
+    ),
+)
 LATER: Rule = (TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
 NOTHING: Rule = (ObjectNotFoundError, "Nothing lies at this key.")
 PROXY: Rule = (TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
@@ -43,6 +50,11 @@ UNREACHED: Rule = (
     TransientStoreError,
     "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
 )
+
+
+SAID_BY_ANYONE = frozenset({407, 408, 413, 429})
+"""Statuses below 500 that mean the same whoever answers with them, a proxy too. None of them says that an object is
+there, or is not, or ends somewhere."""
 
 
 def by_name(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:

@@ -76,6 +76,14 @@ class ObjectInfo:
     """When the store says it was written; timezone-aware."""
     changed_at: datetime | None = None
     """When it came to lie there, where the store tells that apart: a file can be copied with its time of writing."""
+    version: str = ""
+    """Changes with every write where the store has such a thing (an ETag, a generation); empty elsewhere."""
+
+    def is_same_write(self, other: ObjectInfo) -> bool:
+        """Return whether nothing was written between two looks, as far as the store can tell."""
+        if self.version and other.version:
+            return (self.size_bytes, self.version) == (other.size_bytes, other.version)
+        return (self.size_bytes, self.modified_at) == (other.size_bytes, other.modified_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,9 @@ from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
+from fsspec.asyn import AsyncFileSystem
+from fsspec.spec import AbstractFileSystem
+
 from cloudckpt._forks import in_child
 from cloudckpt._uri import Location
 from cloudckpt.errors import (
@@ -17,18 +20,20 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     ShortObjectError,
     StoreError,
+    TransientStoreError,
     UnsupportedOperationError,
 )
 from cloudckpt.options import MIB
 from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, num_bytes
 from cloudckpt.stores._fsspec_backends import Create, Filesystem, Instances, Source, backend_of
-from cloudckpt.stores._fsspec_errors import translated
+from cloudckpt.stores._fsspec_errors import says_absence, translated
 from cloudckpt.stores._fsspec_writing import make_parents, stream
 from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
 
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_VERSION_NAMES = ("generation", "ETag", "etag")
 _MEMORY_LOCK = threading.RLock()
 
 
@@ -104,6 +109,8 @@ class FsspecStore(Store):
             else:
                 body = memoryview(b"")
                 wanted_bytes = max(0, offset_bytes - _size(self._file_info(filesystem, key, path)))
+            if len(body) < num_bytes(views):
+                self._check_whole(filesystem, key, path, "read_into", offset_bytes + len(body))
         if len(body) < wanted_bytes:
             raise ShortObjectError(
                 f"{self.url(key)} ends {wanted_bytes - len(body)} bytes before the end of the range from "
@@ -121,6 +128,8 @@ class FsspecStore(Store):
             size_bytes = _size(self._file_info(filesystem, key, path))
             # One byte more than allowed: the object may have grown since it was measured.
             body = bytes(filesystem.cat_file(path, start=0, end=min(size_bytes, max_bytes) + 1)) if size_bytes else b""
+            if len(body) < min(size_bytes, max_bytes):
+                self._check_whole(filesystem, key, path, "read", len(body))
         if max(size_bytes, len(body)) > max_bytes:
             raise StoreError(
                 f"{self.url(key)} has {max(size_bytes, len(body))} bytes, more than the {max_bytes} allowed.",
@@ -136,12 +145,7 @@ class FsspecStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with self._call("list", prefix, is_key=False) as (filesystem, _):
             folder = prefix.rpartition("/")[0]
-            try:
-                found = filesystem.find(f"{self._root}/{folder}" if folder else self._root or "/", detail=True)
-            except FileNotFoundError:
-                return
-        if not isinstance(found, Mapping):  # adlfs's answer where the folder is an object, below which nothing lies
-            return
+            found = _find(filesystem, f"{self._root}/{folder}" if folder else self._root or "/")
         for path, info in found.items():
             key = str(path)[len(self._root) + 1 :]
             if str(path).startswith(f"{self._root}/") and key.startswith(prefix) and info.get("type") != "directory":
@@ -149,15 +153,10 @@ class FsspecStore(Store):
 
     def list_directories(self) -> Iterator[str]:
         with self._call("list_directories", "", is_key=False) as (filesystem, _):
-            try:
-                entries = filesystem.ls(self._root or "/", detail=True)
-            except FileNotFoundError:
-                return
+            entries = _entries(filesystem, self._root or "/")
             directories = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
             # Real directories can be empty, and then hold no key.
-            names = [
-                path.rpartition("/")[2] for path in directories if any(files for _, _, files in filesystem.walk(path))
-            ]
+            names = [path.rpartition("/")[2] for path in directories if any(True for _ in _walk(filesystem, path))]
         yield from names
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -243,6 +242,16 @@ class FsspecStore(Store):
             )
         return info
 
+    def _check_whole(self, filesystem: Filesystem, key: str, path: str, operation: str, end_bytes: int) -> None:
+        """Raise `TransientStoreError` where the object does not end at `end_bytes`, at which a read has ended."""
+        size_bytes = _size(self._file_info(filesystem, key, path))
+        if size_bytes > end_bytes:
+            raise TransientStoreError(
+                f"{operation} {self.url(key)}: the answer ended at byte {end_bytes:,} of {size_bytes:,}. Try again.",
+                key=self.url(key),
+                operation=operation,
+            )
+
     def _refuse_multipart(self, operation: str, key: str) -> NoReturn:
         raise UnsupportedOperationError(
             f"{self.url(key)}: there are no multipart uploads through fsspec; put the object whole.",
@@ -251,12 +260,54 @@ class FsspecStore(Store):
         )
 
 
+def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
+    """Every file under `path`, by its path. Raises where a directory cannot be listed.
+
+    fsspec's own `find` leaves such a directory out without a word; where a file system has a better one, that is used.
+    """
+    kind = type(filesystem)
+    if (kind._find is AsyncFileSystem._find) if kind.async_impl else (kind.find is AbstractFileSystem.find):  # noqa: SLF001
+        return dict(_walk(filesystem, path))
+    try:
+        found = filesystem.find(path, detail=True)
+    except FileNotFoundError as error:
+        if says_absence(error):
+            return {}
+        raise
+    # adlfs answers with a list where the folder is an object, below which nothing lies.
+    return found if isinstance(found, Mapping) else {}
+
+
+def _walk(filesystem: Filesystem, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    pending = [path.rstrip("/") or "/"]
+    while pending:
+        directory = pending.pop()
+        for entry in _entries(filesystem, directory):
+            name = str(entry["name"])
+            if entry["type"] != "directory":
+                yield name, entry
+            elif name.rstrip("/") != directory:
+                pending.append(name.rstrip("/"))
+
+
+def _entries(filesystem: Filesystem, path: str) -> Sequence[Mapping[str, Any]]:
+    """The entries of the directory `path`; none where there is no such directory."""
+    try:
+        entries: Sequence[Mapping[str, Any]] = filesystem.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if isinstance(error, FileNotFoundError) and not says_absence(error):
+            raise
+        return []
+    return entries
+
+
 def _size(info: Mapping[str, Any]) -> int:
     return int(info["size"])
 
 
 def _object_info(key: str, info: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=_size(info), modified_at=_modified_at(info))
+    version = next((str(info[name]) for name in _VERSION_NAMES if info.get(name)), "")
+    return ObjectInfo(key=key, size_bytes=_size(info), modified_at=_modified_at(info), version=version)
 
 
 def _modified_at(info: Mapping[str, Any]) -> datetime:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 class _Object:
     body: bytes
     modified_at: datetime
+    version: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def info(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key=key, size_bytes=len(self.body), modified_at=self.modified_at, version=self.version)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,8 +175,7 @@ class MemoryStore(Store):
         return body
 
     def head(self, key: str) -> ObjectInfo:
-        found = self._object("head", key)
-        return ObjectInfo(key=key, size_bytes=len(found.body), modified_at=found.modified_at)
+        return self._object("head", key).info(key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         bucket = self._bucket("list")
@@ -180,8 +183,7 @@ class MemoryStore(Store):
             objects = list(bucket.objects.items())
         for full_key, found in objects:
             if full_key.startswith(self._prefix + prefix):
-                key = full_key[len(self._prefix) :]
-                yield ObjectInfo(key=key, size_bytes=len(found.body), modified_at=found.modified_at)
+                yield found.info(full_key[len(self._prefix) :])
 
     def list_directories(self) -> Iterator[str]:
         yield from {info.key.split("/")[0] for info in self.list() if "/" in info.key}

@@ -107,6 +107,16 @@ class Denied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """404 for an object, whether it exists or not: an `ObjectNotFoundError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Short:
+    """416 for a range, whether the object has it or not: a `ShortObjectError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaggingList:
     """A listing without the latest writes: of this process, through the same `Faults`.
 
@@ -147,6 +157,8 @@ Fault: TypeAlias = (
     | StalledBody
     | FlippedBits
     | Denied
+    | Absent
+    | Short
     | LaggingList
     | Tell
 )
@@ -175,4 +187,8 @@ def operations_of(fault: Fault) -> frozenset[str]:
         return READS
     if isinstance(fault, FlippedBits):
         return READS | WRITES
+    if isinstance(fault, Absent):
+        return READS | {"head"}
+    if isinstance(fault, Short):
+        return frozenset({"read_into"})
     return frozenset({"list"}) if isinstance(fault, LaggingList) else EVERYTHING

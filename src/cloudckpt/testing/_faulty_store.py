@@ -12,6 +12,7 @@ from cloudckpt.errors import (
     AccessDeniedError,
     InterruptedReadError,
     ObjectNotFoundError,
+    ShortObjectError,
     StoreError,
     StoreTimeoutError,
     ThrottledError,
@@ -21,12 +22,14 @@ from cloudckpt.stores._body import crc32c_of, num_bytes, without_first
 from cloudckpt.stores.base import ObjectInfo, Part, Store, Tried, UploadedPart, Views, once
 from cloudckpt.testing._draw import Draw
 from cloudckpt.testing._fault_kinds import (
+    Absent,
     BrokenConnection,
     Denied,
     Fault,
     FlippedBits,
     LaggingList,
     ServerError,
+    Short,
     SlowDown,
     StalledBody,
     Tell,
@@ -37,6 +40,16 @@ from cloudckpt.testing.wrapping import Call, WrappedStore
 
 _T = TypeVar("_T")
 _REMEMBERED_WRITES = 1000
+
+
+_ERRORS: dict[type, tuple[type[StoreError], str]] = {
+    ServerError: (TransientStoreError, "500 InternalError"),
+    SlowDown: (ThrottledError, "503 SlowDown"),
+    TimedOut: (StoreTimeoutError, "no answer in time"),
+    Denied: (AccessDeniedError, "403 AccessDenied"),
+    Absent: (ObjectNotFoundError, "404 NoSuchKey"),
+    Short: (ShortObjectError, "416 InvalidRange"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,17 +207,11 @@ class FaultyStore(WrappedStore):
         return result
 
     def _error_of(self, call: Call, due: Due) -> StoreError | None:
-        fault = due.fault
-        if isinstance(fault, ServerError):
-            return self._error(TransientStoreError, call, due, "500 InternalError")
-        if isinstance(fault, SlowDown):
-            return self._error(ThrottledError, call, due, "503 SlowDown")
-        if isinstance(fault, TimedOut):
-            return self._error(StoreTimeoutError, call, due, "no answer in time")
-        if isinstance(fault, BrokenConnection):
-            what = "the connection was reset " + ("before the answer" if fault.carried_out else "on the way there")
+        if isinstance(due.fault, BrokenConnection):
+            what = "the connection was reset " + ("before the answer" if due.fault.carried_out else "on the way there")
             return self._error(TransientStoreError, call, due, what)
-        return self._error(AccessDeniedError, call, due, "403 AccessDenied") if isinstance(fault, Denied) else None
+        found = _ERRORS.get(type(due.fault))
+        return None if found is None else self._error(found[0], call, due, found[1])
 
     def _broken_off(self, call: Call, due: Due, received_bytes: int) -> StoreError:
         what = f"the answer broke off after {received_bytes} bytes"

@@ -27,12 +27,14 @@ from cloudckpt.stores.base import Store
 from cloudckpt.testing._draw import Draw, without_attempts
 from cloudckpt.testing._fault_kinds import (
     EVERYTHING,
+    Absent,
     BrokenConnection,
     Denied,
     Fault,
     FlippedBits,
     LaggingList,
     ServerError,
+    Short,
     SlowDown,
     StalledBody,
     Tell,
@@ -46,6 +48,7 @@ from cloudckpt.testing._faulty_store import Due, FaultyStore, History
 from cloudckpt.testing.wrapping import Call, WrappedStore
 
 __all__ = [
+    "Absent",
     "BrokenConnection",
     "Call",
     "Denied",
@@ -56,6 +59,7 @@ __all__ = [
     "LaggingList",
     "Rule",
     "ServerError",
+    "Short",
     "SlowDown",
     "StalledBody",
     "Tell",

@@ -188,10 +188,10 @@ class AnyGCS:
 def _range_of(request: Recorded, size_bytes: int) -> Answer:
     match = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
     if match is None:
-        return reply(200, bytes(size_bytes))
+        return reply(200, bytes(size_bytes), {"X-Goog-Generation": "1"})
     begin, end = int(match[1]), min(int(match[2]) + 1, size_bytes)
     if begin >= size_bytes:
-        return reply(416, "")
+        return reply(416, "", {"X-Goog-Generation": "1"})
     return reply(206, bytes(end - begin), {"Content-Range": f"bytes {begin}-{end - 1}/{size_bytes}"})
 
 

@@ -227,7 +227,7 @@ def test_an_answer_that_is_not_gcss_is_not_taken_for_one(scripted: Any, answer: 
     """A web page at the wrong port would read as "no checkpoints": training would start from scratch."""
     server = scripted.serve(scripted.reply(200, answer))
     for operation in ("list", "list_directories", "list_uploads", "put", "upload_part", "complete_multipart", "head"):
-        error = refuse(lambda operation=operation: CALLS[operation](server.store()), errors.StoreError)
+        error = refuse(lambda operation=operation: CALLS[operation](server.store()), errors.TransientStoreError)
         assert "endpoint_url" in str(error)
 
 

@@ -123,7 +123,7 @@ def test_a_length_that_is_none_is_an_error_of_the_store(scripted: Any, headers: 
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         connection.sendall(f"HTTP/1.1 206 OK\r\n{lines}\r\n".encode("latin-1") + BODY)
 
-    with pytest.raises(errors.StoreError, match="does not serve ranges"):
+    with pytest.raises(errors.TransientStoreError, match="proxy"):
         scripted.serve(answer).store().read_into("k", 0, [memoryview(bytearray(10))])
 
 

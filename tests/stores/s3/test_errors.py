@@ -244,7 +244,7 @@ def test_a_denied_read_says_that_the_key_may_be_missing() -> None:
         (urllib3.exceptions.ProtocolError("broken"), errors.TransientStoreError),
         (ssl.SSLError(1, "bad record mac"), errors.TransientStoreError),
         (socket.gaierror(-2, "unknown"), errors.TransientStoreError),
-        (botocore.parsers.ResponseParserError("no XML"), errors.StoreError),
+        (botocore.parsers.ResponseParserError("no XML"), errors.TransientStoreError),
     ],
 )
 def test_errors_below_botocore_are_translated_too(error: Exception, expected: type[errors.StoreError]) -> None:

@@ -72,7 +72,8 @@ def signed_by(request: Any) -> str:
 
 def test_requests_go_to_the_zone_with_one_session() -> None:
     """Signed as for any other bucket, every request would be refused; a session for each would double the time."""
-    wire = Wire(lambda request: LISTING.format("false", "") if "list-type" in request.url else "")
+    listing = LISTING.format("false", "")
+    wire = Wire(lambda request: listing if "list-type" in request.url else "<DeleteResult/>")
     store = wire.attached()
     put(store, "a", b"body", if_absent=True)
     assert keys(store) == []

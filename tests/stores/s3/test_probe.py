@@ -58,7 +58,8 @@ class SmallS3:
             self.objects.pop(path, None)
             return self.scripted.reply(204)
         if request.method == "GET":
-            return self.scripted.reply(200, self.objects[path]) if path in self.objects else error(404, "NoSuchKey")
+            found = self.objects.get(path)
+            return error(404, "NoSuchKey") if found is None else self.scripted.reply(200, found, {"ETag": '"e"'})
         refusal = self.refusal(request)
         if refusal is None or (refusal == self.exists_error and self.overwrites_what_it_refuses):
             self.objects[path] = request.body

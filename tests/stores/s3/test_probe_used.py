@@ -16,6 +16,7 @@ import torch
 
 import cloudckpt
 from cloudckpt._commit import resolve
+from cloudckpt._transfer.retry import Retrier
 from cloudckpt.stores import _probe as probing
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3.client import is_amazons
@@ -68,9 +69,10 @@ def test_what_a_probe_could_not_remove_is_no_checkpoint(s3_server: S3Server, buc
     options = cloudckpt.Options(storage_options=s3_server.storage_options)
     for store in (root, step):
         put(store, f"{probing.KEY_PREFIX}0123456789abcdef", b"left")
-    assert resolve.manifest_numbers(step) == []
+    retrier = Retrier(retries=0, timeout_s=WAIT_S)
+    assert resolve.list_entries(step, retrier) == ()
     assert not resolve.holds_torch_checkpoint(step)
-    assert not resolve.holds_rank_checkpoints(step)
+    assert not resolve.holds_rank_checkpoints(step, retrier)
     assert cloudckpt.list_checkpoints(f"s3://{bucket}/run", options=options) == []
     cloudckpt.save({"weight": torch.ones(2)}, step.uri, options=options)
     newest = cloudckpt.latest(f"s3://{bucket}/run", options=options)

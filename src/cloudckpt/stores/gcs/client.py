@@ -31,7 +31,9 @@ MOST_HELPERS = 4
 _LONGEST_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
 _MOST_ANSWER_BYTES = 64 * 1024
-_FIRST_REFUSED = 300
+_TAKEN, _PARTIAL, _FIRST_REFUSED = (200, 204), 206, 300
+_DELETED = (b"", b"null")
+_SECRET_FIELDS = ("token", "refresh_token", "client_secret")
 _DEFAULT_ENDPOINT = "https://storage.googleapis.com"
 
 _AMBIENT_NAMES = ("HOME", "NO_GCE_CHECK", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "APPDATA")
@@ -136,6 +138,13 @@ class GCSClient:
         token = getattr(self.credentials, "token", None)
         return token if isinstance(token, str) else None
 
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must never be printed, of the credentials in use and of those that they come from."""
+        sources = (self.credentials, getattr(self.credentials, "_source_credentials", None))
+        found = (getattr(source, name, None) for source in sources for name in _SECRET_FIELDS)
+        return tuple(secret for secret in found if isinstance(secret, str))
+
     def renew(self, refused_token: str | None) -> bool:
         """Whether there is another access token than `refused_token`; a new one is fetched if need be."""
         if refused_token is None:
@@ -225,16 +234,22 @@ def _unchanged(request: Any) -> Any:
 
 
 def refuse_errors(response: Any, **_: Any) -> None:
-    """Raise google.api_core's error, with the answer's body for its text, for every answer that is an error.
+    """Raise google.api_core's error, with the answer's body for its text, for every answer but those of a success.
 
     The library does so too, but reads bodies of any size, and stumbles over those that are not GCS's. A redirection is
     an error as well: followed, a DELETE or POST becomes a GET, which looks as if it had succeeded.
     """
-    if response.status_code < _FIRST_REFUSED:
+    is_error, is_taken = response.status_code >= _FIRST_REFUSED, response.status_code in _TAKEN
+    is_delete = getattr(response.request, "method", None) == "DELETE"
+    if is_taken and is_delete:
+        is_taken = response.content.strip() in _DELETED
+    if is_taken or (response.status_code == _PARTIAL and "Content-Range" in response.headers):
         return
     from google.api_core.exceptions import from_http_status  # noqa: PLC0415
 
-    text = next(response.iter_content(_MOST_ANSWER_BYTES), b"").decode(errors="replace")
+    text = ""
+    if is_error or is_delete:  # no object's bytes, which may never end
+        text = next(response.iter_content(_MOST_ANSWER_BYTES), b"").decode(errors="replace")
     response.close()
     raise from_http_status(response.status_code, text, response=response)  # type: ignore[no-untyped-call]
 

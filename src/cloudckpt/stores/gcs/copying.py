@@ -27,16 +27,17 @@ def copy_object(
 
     `source` lies in `bucket`, if one is given. The CRC32C that the service says `target` has, if it says one.
     """
+    # What can be missing is the source, so it is what an error is about.
+    asking = session if bucket is None else session.beside(bucket)
     token: str | None = None
     while True:
 
         def ask(client: GCSClient, token: str | None = token) -> tuple[str | None, Any]:
-            old = client.bucket(bucket or session.bucket).blob(source)
+            old = client.bucket(asking.bucket).blob(source)
             new = client.blob(session.bucket, target)
             return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
 
-        # What can be missing is the source, so it is what an error is about.
-        token, crc32c = tried(functools.partial(session.call, operation, "objects.rewrite", source, ask))
+        token, crc32c = tried(functools.partial(asking.call, operation, "objects.rewrite", source, ask))
         if token is None:
             return _decoded(crc32c)
 

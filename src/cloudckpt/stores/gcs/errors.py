@@ -24,6 +24,7 @@ from cloudckpt.stores._http_rules import (
     CONNECT_LATE,
     DENIED,
     EXISTS,
+    FOREIGN,
     LATER,
     NOTHING,
     PROXY,
@@ -81,7 +82,6 @@ NO_CREDENTIALS: Rule = (
         "bucket or an emulator."
     ),
 )
-NOT_GCS: Rule = (StoreError, "{endpoint} answered, but not as GCS does. Check endpoint_url, and proxies on the way.")
 POLICY: Rule = (AccessDeniedError, "A policy of the organization forbids it. Ask its owner.")
 REDIRECT: Rule = (StoreError, "{endpoint} sends requests elsewhere. Check endpoint_url (http or https).")
 REFRESH: Rule = (
@@ -163,7 +163,7 @@ EXCEPTIONS: Mapping[str, Rule] = by_name(
         (LATER, "api_core.ServerError api_core.ServiceUnavailable api_core.Unknown"),
         (NO_CREDENTIALS, "auth.DefaultCredentialsError auth.MalformedError"),
         (NOTHING, "api_core.NotFound"),
-        (NOT_GCS, "requests.ContentDecodingError requests.InvalidJSONError requests.JSONDecodeError"),
+        (FOREIGN, "requests.ContentDecodingError requests.InvalidJSONError requests.JSONDecodeError"),
         (PROXY, "requests.InvalidProxyURL requests.ProxyError"),
         (READ_LATE, "api_core.DeadlineExceeded api_core.GatewayTimeout requests.ReadTimeout requests.Timeout"),
         (REDIRECT, "api_core.MovedPermanently api_core.NotModified api_core.Redirection api_core.TemporaryRedirect"),

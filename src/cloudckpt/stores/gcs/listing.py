@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cloudckpt.stores.gcs.client import GCSClient
     from cloudckpt.stores.gcs.session import GCSSession
 
-_OBJECTS = "kind,nextPageToken,items(name,size,timeCreated)"
+_OBJECTS = "kind,nextPageToken,items(name,size,timeCreated,generation)"
 _NAMES = "kind,nextPageToken,items/name"
 _PARTS = "kind,nextPageToken,items(name,size,generation,crc32c)"
 _PREFIXES = "kind,nextPageToken,prefixes"
@@ -60,7 +60,8 @@ def info_of(session: GCSSession, operation: str, api: str, blob: Any) -> ObjectI
         size_bytes = created_at = None
     if not isinstance(blob.name, str) or size_bytes is None or created_at is None:
         raise session.not_gcs(operation, api, str(blob.name))
-    return ObjectInfo(key=blob.name, size_bytes=size_bytes, modified_at=created_at)
+    version = str(blob.generation or "")
+    return ObjectInfo(key=blob.name, size_bytes=size_bytes, modified_at=created_at, version=version)
 
 
 def uploads(session: GCSSession, operation: str, *, root: str, prefix: str) -> Iterator[UploadInfo]:

@@ -6,7 +6,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from cloudckpt.stores._body import num_bytes
+from cloudckpt.stores._http_errors import ForeignAnswerError, foreign_words
 from cloudckpt.stores._http_reading import BodyReader, check_range, check_size, fill_from
+from cloudckpt.stores.gcs.translate import has_gcss_headers
 from cloudckpt.stores.gcs.uploading import check_answer
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from cloudckpt.stores.gcs.session import GCSSession
 
 _API = "objects.get"
+_PARTIAL = 206
 _LENGTH = re.compile(r"[0-9]{1,18}")
 
 
@@ -48,7 +51,13 @@ def read_object(session: GCSSession, name: str, *, max_bytes: int) -> bytes:
     reader = BodyReader(response.raw)
     done = False
     try:
-        size_bytes = check_size(session, name, size_bytes=_length_bytes(response), max_bytes=max_bytes)
+        size_bytes = check_size(
+            session,
+            name,
+            content_range=response.headers.get("Content-Range"),
+            size_bytes=_length_bytes(response),
+            max_bytes=max_bytes,
+        )
         content = bytearray(size_bytes)
         fill_from(session, name, reader, [memoryview(content)], operation="read", api=_API)
         done = True
@@ -69,9 +78,21 @@ def _get(session: GCSSession, operation: str, name: str, headers: dict[str, str]
             allow_redirects=False,
         )
         check_answer(response)
+        if not _is_gcss(response):
+            words = foreign_words("GCS's", response.status_code, response.headers.get("Content-Type"), None)
+            response.close()
+            raise ForeignAnswerError(words)
         return response
 
     return session.call(operation, _API, name, ask)
+
+
+def _is_gcss(response: Any) -> bool:
+    """Whether the body is an object's. A web page can have a length, an ETag and ranges, too."""
+    if has_gcss_headers(response.headers):
+        return True
+    proof = "Content-Range" if response.status_code == _PARTIAL else "ETag"
+    return proof in response.headers and not response.headers.get("Content-Type", "").startswith("text/html")
 
 
 def _length_bytes(response: Any) -> int | None:

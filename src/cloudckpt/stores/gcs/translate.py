@@ -13,10 +13,18 @@ from typing import Any
 
 from cloudckpt.errors import StoreError
 from cloudckpt.stores import _http_rules as rules
-from cloudckpt.stores._http_errors import causes, message, network_reason
+from cloudckpt.stores._http_errors import (
+    ForeignAnswerError,
+    causes,
+    foreign_words,
+    is_json_error,
+    is_xml_error,
+    message,
+    network_reason,
+)
 from cloudckpt.stores.gcs import errors as table
 
-_SERVER_ERROR = 500
+_REDIRECTION, _CLIENT_ERROR, _SERVER_ERROR = 300, 400, 500
 _STUMBLES = ("google.api_core.", "google.cloud.")
 _LIBRARIES = {
     "google.api_core.exceptions": "api_core",
@@ -57,14 +65,43 @@ def translate(error: Exception, request: Request) -> StoreError | None:
     """What to raise for `error`; ``None`` where neither store, network nor configuration caused it."""
     status = getattr(error, "code", None)
     if _library(error) == "api_core" and isinstance(status, int):
+        if not is_gcss(error):
+            return built(rules.FOREIGN, request, reason=_foreign_words(error))
         reason, detail = _answer(error)
         words = f"{reason} ({int(status)})" if reason else f"status {int(status)}"
         rule = rule_for_answer(request.api, int(status), reason)
         return built(rule, request, reason=f"{words}: {detail}" if detail else words)
+    if isinstance(error, ForeignAnswerError):
+        return built(rules.FOREIGN, request, reason=str(error))
     found = _rule_for_exception(error)
     if found is None and _raised_by_google(error):
-        found = table.NOT_GCS
+        found = rules.FOREIGN
     return None if found is None else built(found, request, reason=_reason(error, found))
+
+
+def is_gcss(error: Any) -> bool:
+    """Whether an answer that was refused is GCS's own, or one that says nothing of any object.
+
+    GCS answers with a document of one of its APIs; to a download with plain text, but with headers that it alone sends
+    (https://github.com/firebase/firebase-tools/pull/3647 quotes both).
+    """
+    status = int(error.code)
+    if status >= _SERVER_ERROR or _REDIRECTION <= status < _CLIENT_ERROR or status in rules.SAID_BY_ANYONE:
+        return True
+    if status < _REDIRECTION:
+        return False
+    body = str(error.message).encode()
+    return has_gcss_headers(getattr(error.response, "headers", {})) or is_json_error(body) or is_xml_error(body)
+
+
+def has_gcss_headers(headers: Mapping[str, str]) -> bool:
+    """Whether there are headers that GCS alone sends."""
+    return any(name.lower().startswith(("x-goog-", "x-guploader-")) for name in headers)
+
+
+def _foreign_words(error: Any) -> str:
+    headers = getattr(error.response, "headers", {})
+    return foreign_words("GCS's", int(error.code), headers.get("Content-Type"), str(error.message).encode())
 
 
 def rule_for_answer(api: str, status: int, reason: str) -> rules.Rule:

@@ -185,7 +185,13 @@ def opened_object(path: str) -> Iterator[int]:
 @contextlib.contextmanager
 def opened(path: str, flags: int) -> Iterator[int]:
     """A file descriptor, closed at the end of the block."""
-    file = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        file = os.open(path, flags | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if os.path.islink(path):
+            reason = f"A symbolic link leads to {os.path.realpath(path)}, which does not exist"
+            raise FileNotFoundError(errno.ENOENT, reason, path) from None
+        raise
     try:
         yield file
     finally:

@@ -41,7 +41,7 @@ class LocalStore(Store):
     - The CRC32C of what is written is checked on its way into the kernel, 1 MiB at a time; a file is not read back.
     - Listings pass over directories that they may not look into, and end with an error that names them.
     - Symbolic links: the root may be one. Below it, listings do not descend into linked directories, and a link that
-      leads out of the root is refused.
+      leads out of the root is refused, unless it is one of a snapshot in Hugging Face's cache to its ``blobs/``.
     - Whether create-if-absent works is found out once, by trying a hard link on the file system itself.
     - The file system's own timeouts hold; a hard-mounted NFS whose server is gone blocks for ever.
     """
@@ -241,7 +241,7 @@ class LocalStore(Store):
 
     def _refuse_way_out(self, operation: str, path: str, followed: str) -> None:
         target = os.path.realpath(followed)
-        if not walk.is_within(target, os.path.realpath(self._root)):
+        if not walk.may_be_followed(target, os.path.realpath(self._root)):
             raise StoreError(
                 f"{path} leads out of {self._root} by a symbolic link, to {target}. "
                 f"Pass the real path as the checkpoint's location, or replace the link by what it points to.",
@@ -252,7 +252,11 @@ class LocalStore(Store):
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     changed_at = datetime.fromtimestamp(max(status.st_mtime, status.st_ctime), tz=timezone.utc)
-    return ObjectInfo(key=key, size_bytes=status.st_size, modified_at=_time(status), changed_at=changed_at)
+    # Not by the inode's number: file systems in user space give a file another one while it stays as it is.
+    version = f"{status.st_mtime_ns}-{status.st_ctime_ns}"
+    return ObjectInfo(
+        key=key, size_bytes=status.st_size, modified_at=_time(status), changed_at=changed_at, version=version
+    )
 
 
 def _time(status: os.stat_result) -> datetime:

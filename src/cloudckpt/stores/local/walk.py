@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from typing import TYPE_CHECKING
 
 from cloudckpt.stores.local.durable import TEMP_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 # What stands for the name of an object whose writer died before it had created the file.
 UNNAMED = "unnamed"
+_HUB_SNAPSHOT = re.compile(r"(.*/(?:models|datasets|spaces)--[^/]+)/snapshots/", re.DOTALL)
 _OF_THE_FILE_SYSTEM = "lost+found"
 """Lies where a file system is mounted, and is root's alone."""
 
@@ -31,15 +33,39 @@ def files(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, os.stat
     Where it may not look, that is in `denied` afterwards, and all else was given.
     """
     for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix, denied=denied):
+        yield from _files_in(root, directory, entries, prefix, denied)
+
+
+def _files_in(
+    root: str, directory: str, entries: Sequence[os.DirEntry[str]], prefix: str, denied: Denied
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Those of one directory, of which `entries` are a first reading.
+
+    A directory is not read atomically: what has come in place of a file that vanished may be missing. So the directory
+    is read again until no name that is new has vanished.
+    """
+    seen = set[str]()
+    has_vanished = True
+    while has_vanished:
+        has_vanished = False
         for entry in entries:
             key = f"{directory}{entry.name}"
+            if not key.startswith(prefix) or entry.name in seen:
+                continue
+            seen.add(entry.name)
             try:
-                status = _object_status(entry, root) if key.startswith(prefix) else None
+                status = _object_status(entry, root)
+                has_vanished |= status is None and _was_file(entry)
             except PermissionError as error:  # it may list the directory, and no more
                 denied[directory] = error
                 continue
             if status:
                 yield key, status
+        if has_vanished:
+            try:
+                entries = _entries(f"{root}/{directory}")
+            except FileNotFoundError:
+                return
 
 
 def directories_with_files(root: str) -> Iterator[str]:
@@ -83,8 +109,7 @@ def _directories(
     while pending:
         directory, level = pending.pop()
         try:
-            with os.scandir(f"{root}/{directory}") as scan:
-                entries = list(scan)
+            entries = _entries(f"{root}/{directory}")
         except FileNotFoundError:
             continue
         except PermissionError as error:
@@ -108,6 +133,16 @@ def _directories(
             ]
 
 
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as scan:
+        return list(scan)
+
+
+def _was_file(entry: os.DirEntry[str]) -> bool:
+    """By what the directory said; a file system that says nothing may have meant one."""
+    return not (entry.name.startswith(TEMP_PREFIX) or entry.is_symlink() or entry.is_dir(follow_symlinks=False))
+
+
 def _is_object_directory(entry: os.DirEntry[str]) -> bool:
     # A linked directory could lead out of the root, or back into it.
     return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(TEMP_PREFIX)
@@ -115,7 +150,7 @@ def _is_object_directory(entry: os.DirEntry[str]) -> bool:
 
 def _object_status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
     try:
-        if entry.is_symlink() and not is_within(os.path.realpath(entry.path), os.path.realpath(root)):
+        if entry.is_symlink() and not may_be_followed(os.path.realpath(entry.path), os.path.realpath(root)):
             return None
         status = entry.stat()
     except (FileNotFoundError, NotADirectoryError):  # removed meanwhile, or a link to nowhere
@@ -125,6 +160,16 @@ def _object_status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
             return None
         raise  # whoever may not look must not be told that nothing is there
     return status if stat.S_ISREG(status.st_mode) else None
+
+
+def may_be_followed(path: str, root: str) -> bool:
+    """Return whether a link below `root` may lead to `path`; both absolute and free of links.
+
+    A snapshot in Hugging Face's cache (``models--…/snapshots/<revision>/``) is made of links to files in the ``blobs/``
+    of the same model: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    snapshot = _HUB_SNAPSHOT.match(f"{root}/")
+    return is_within(path, root) or (snapshot is not None and path.rpartition("/")[0] == f"{snapshot[1]}/blobs")
 
 
 def is_within(path: str, root: str) -> bool:

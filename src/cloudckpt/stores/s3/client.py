@@ -18,6 +18,7 @@ from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores._calls import cancellable
 from cloudckpt.stores._clear_text import warn_of_clear_text
 from cloudckpt.stores._client_cache import ClientCache, Environment
+from cloudckpt.stores.s3.answers import refuse_foreign
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +33,9 @@ _TRIES_WITHIN_TIMEOUT = 3
 # As in s3.eu-west-1, s3-fips.us-gov-west-1, s3-us-west-2, s3-accelerate, s3express-use1-az4.us-east-1. S3 on Outposts
 # is another matter.
 _S3_LABEL = re.compile(r"s3(?!-outposts)(?:express)?(?:-[a-z0-9-]+)?")
+
+# An access key's id is none: it names the key, as a user's name does.
+_SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
 
 APIS: Mapping[str, str] = {
     "AbortMultipartUpload": "abort_multipart_upload",
@@ -73,6 +77,9 @@ class S3Client:
         model = client.meta.service_model
         self.endpoint_url: str = client.meta.endpoint_url
         self.boto3_client = client
+        # The signer's own, whatever they come from; to ask the session for them could mean to look for them again.
+        self._credentials = getattr(getattr(client, "_request_signer", None), "_credentials", None)
+        self._configured = key.config.secrets
         self._methods = {api: getattr(client, method) for api, method in APIS.items()}
         # What the model knows decides where an option goes, so that none is forgotten on any request.
         self._members = {
@@ -82,6 +89,13 @@ class S3Client:
             for api in APIS
         }
         _encode_customer_key(self._members["ListParts"])
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What must never be printed: of the options, and of the credentials in use. They are not renewed for it."""
+        held = getattr(self._credentials, "__dict__", {})
+        found = (held.get(name) for name in _SECRET_FIELDS)
+        return (*self._configured, *(secret for secret in found if isinstance(secret, str)))
 
     def call(self, api: str, **members: Any) -> dict[str, Any]:
         """Make one request."""
@@ -207,6 +221,7 @@ def _boto3_client(key: ClientKey) -> Any:
     # Stores that do not answer it cost a second's wait each time.
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
     client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)
+    client.meta.events.register_last("before-parse.s3", refuse_foreign)
     _check_endpoint(client.meta.endpoint_url)
     return client
 

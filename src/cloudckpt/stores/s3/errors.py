@@ -25,6 +25,7 @@ from cloudckpt.stores._http_rules import (
     CONNECT_LATE,
     DENIED,
     EXISTS,
+    FOREIGN,
     LATER,
     NOTHING,
     PROXY,
@@ -87,7 +88,6 @@ NO_PROFILE: Rule = (
     CredentialsError,
     "The profile does not exist. Correct profile in storage_options, AWS_PROFILE, or ~/.aws/config.",
 )
-NOT_S3: Rule = (StoreError, "{endpoint} answered, but not as S3 does. Check endpoint_url.")
 PARTS: Rule = (StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
 REGION: Rule = (
     StoreError,
@@ -199,7 +199,7 @@ EXCEPTIONS: Mapping[str, Rule] = by_name(
         (NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError RefreshWithMFAUnsupportedError"),
         (INVALID, "ParamValidationError"),
         (NO_PROFILE, "ProfileNotFound"),
-        (NOT_S3, "ResponseParserError"),
+        (FOREIGN, "ResponseParserError"),
         (PROXY, "ProxyConnectionError"),
         (READ_LATE, "ReadTimeoutError"),
         (REGION, "InvalidRegionError NoRegionError ServiceNotInRegionError UnknownEndpointError"),

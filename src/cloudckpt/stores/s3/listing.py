@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
+from cloudckpt.errors import TransientStoreError
 from cloudckpt.stores._http_listing import check_goes_on, check_names
 from cloudckpt.stores.s3.express import is_directory_bucket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from cloudckpt.stores.s3.session import S3Session
+
+
+_ENTRIES: Mapping[str, tuple[str, ...]] = {
+    "CommonPrefixes": ("Prefix",),
+    "Contents": ("Key", "Size", "LastModified"),
+    "Parts": ("PartNumber", "Size", "ETag"),
+    "Uploads": ("Key", "UploadId", "Initiated"),
+}
+"""The lists in the pages, and what S3 says of each of their entries."""
 
 
 def list_objects(session: S3Session, operation: str, *, prefix: str) -> Iterator[dict[str, Any]]:
@@ -55,6 +66,7 @@ def list_parts(session: S3Session, operation: str, key: str, upload_id: str) -> 
     last: dict[str, Any] = {}
     while True:
         page = session.call(operation, "ListParts", key, UploadId=upload_id, **last)
+        _check_page(session, operation, key, page, UploadId=upload_id)
         is_truncated = session.required(page, "IsTruncated", operation, "ListParts", key)
         yield from page.get("Parts", [])
         if not is_truncated:
@@ -68,8 +80,8 @@ def _object_pages(session: S3Session, operation: str, **members: Any) -> Iterato
     token: dict[str, Any] = {}
     while True:
         page = session.call(operation, "ListObjectsV2", None, **members, **token)
-        # Any other XML than a listing is parsed as one that is empty: nothing would seem to be there.
         is_truncated = session.required(page, "IsTruncated", operation, "ListObjectsV2", members["Prefix"])
+        _check_page(session, operation, members["Prefix"], page, **members)
         names = [item.get("Key") for item in page.get("Contents", [])]
         names += [item.get("Prefix") for item in page.get("CommonPrefixes", [])]
         check_names(session, operation, prefix=members["Prefix"], names=names)
@@ -89,6 +101,7 @@ def _upload_pages(
     while True:
         page = session.call(operation, "ListMultipartUploads", None, Prefix=prefix, **last)
         is_truncated = session.required(page, "IsTruncated", operation, "ListMultipartUploads", prefix)
+        _check_page(session, operation, prefix, page, Prefix=prefix)
         yield page
         if not is_truncated:
             return
@@ -98,3 +111,25 @@ def _upload_pages(
         }
         check_goes_on(session, operation, prefix=prefix, token=following, last_token=last)
         last = following
+
+
+def _check_page(session: S3Session, operation: str, key: str, page: dict[str, Any], **asked: str) -> None:
+    """Raise `TransientStoreError` for a page that answers another request, or from which something was lost."""
+    echoed = {name: page.get(name) for name in asked}
+    others = [name for name, echo in echoed.items() if echo is not None and _folded(echo) != _folded(asked[name])]
+    entries = [(found, names) for kind, names in _ENTRIES.items() for found in page.get(kind, [])]
+    if others:
+        what = f"it is about another {others[0]} ({echoed[others[0]]!a:.200})"
+    elif any(name not in found for found, names in entries for name in names):
+        what = "an entry of it lacks what S3 says of each"
+    elif page.get("KeyCount", 0) > len(entries):
+        what = f"it says that it has {page['KeyCount']:,} entries, and has {len(entries):,}"
+    else:
+        return
+    what = f"the answer is a listing that was not asked for: {what}. Is a proxy or a cache between? Try again."
+    raise session.error(TransientStoreError, operation, key, what)
+
+
+def _folded(text: str) -> str:
+    # Stores do not agree on what of an answer is encoded, nor how; botocore decodes what says that it is.
+    return unquote(unquote(text)).replace("+", " ")

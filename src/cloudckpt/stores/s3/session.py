@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cloudckpt.errors import CredentialsError, StoreError
+from cloudckpt.stores._http_errors import masked
 from cloudckpt.stores.s3 import client as clients
 from cloudckpt.stores.s3.express import PERMISSION, is_directory_bucket
 from cloudckpt.stores.s3.translate import PERMISSIONS, Request, translate, translate_code
@@ -20,6 +21,7 @@ class S3Session:
         self._key = key
         self._environment = clients.ambient()
         self._sharing: set[object] = set()
+        self._client: clients.S3Client | None = None
 
     def __getstate__(self) -> tuple[str, clients.ClientKey]:
         return self.bucket, self._key
@@ -72,7 +74,7 @@ class S3Session:
         about = {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
         client: clients.S3Client | None = None
         try:
-            client = clients.client_for(self._key, self._environment)
+            client = self._client = clients.client_for(self._key, self._environment)
             return client.call(api, **about, **members)
         except Exception as error:
             translated = self.translate(error, operation, api, key or members.get("Prefix", ""))
@@ -105,10 +107,13 @@ class S3Session:
     def error(self, cls: type[StoreError], operation: str, key: str, what: str, **attributes: Any) -> StoreError:
         """An error of our own about `key`."""
         url = self.url(key).rstrip("/")
-        return cls(f"{url}: {what}", key=url, operation=operation, **attributes)
+        return cls(f"{url}: {masked(what, self._secrets)}", key=url, operation=operation, **attributes)
+
+    @property
+    def _secrets(self) -> tuple[str, ...]:
+        return self._key.config.secrets if self._client is None else self._client.secrets
 
     def _request(self, operation: str, api: str, key: str) -> Request:
-        config = self._key.config
         return Request(
             operation=operation,
             api=api,
@@ -116,7 +121,7 @@ class S3Session:
             bucket=self.bucket,
             endpoint=clients.endpoint_of(self._key, self._environment),
             permission=self._permission(api),
-            secrets=config.secrets,
+            secrets=self._secrets,
         )
 
     def _permission(self, api: str) -> str:

@@ -6,7 +6,6 @@ import base64
 import re
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.errors import ShortObjectError, StoreError, TransientStoreError
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores import _probe as probing
 from cloudckpt.stores._body import check_key, in_order
@@ -24,7 +23,7 @@ from cloudckpt.stores.s3.copying import (
 from cloudckpt.stores.s3.deleting import delete_objects
 from cloudckpt.stores.s3.express import check_options, is_directory_bucket
 from cloudckpt.stores.s3.listing import list_objects, list_parts, list_prefixes, list_unfinished
-from cloudckpt.stores.s3.reading import read_object, read_range
+from cloudckpt.stores.s3.reading import measure, read_object, read_range
 from cloudckpt.stores.s3.session import S3Session
 
 if TYPE_CHECKING:
@@ -159,26 +158,8 @@ class S3Store(Store):
 
     def head(self, key: str) -> ObjectInfo:
         """HeadObject; where that fails, GetObject, whose answer says why."""
-        try:
-            answer = self._call("head", "HeadObject", key)
-            size_bytes = self._required(answer, "ContentLength", "head", "HeadObject", key)
-        except TransientStoreError:
-            raise
-        except StoreError:
-            # An answer to HEAD has no body: no telling a missing bucket from a missing key, nor an expired
-            # token from a denied permission.
-            answer, size_bytes = self._head_by_get(key)
-        modified_at = self._required(answer, "LastModified", "head", "HeadObject", key)
-        return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=modified_at)
-
-    def _head_by_get(self, key: str) -> tuple[dict[str, Any], int]:
-        try:
-            answer = self._call("head", "GetObject", key, Range="bytes=0-0")
-        except ShortObjectError as error:  # it has just appeared, and is empty
-            raise TransientStoreError(str(error), key=error.key, operation="head") from None
-        answer["Body"].close()
-        content_range = self._required(answer, "ContentRange", "head", "GetObject", key)
-        return answer, int(content_range.rpartition("/")[2])
+        size_bytes, modified_at, version = measure(self._session, "head", self._key(key, "head"))
+        return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=modified_at, version=version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """ListObjectsV2, page by page."""
@@ -188,6 +169,7 @@ class S3Store(Store):
                     key=item["Key"][len(self._root) :],
                     size_bytes=item["Size"],
                     modified_at=item["LastModified"],
+                    version=str(item.get("ETag") or ""),
                 )
 
     def list_directories(self) -> Iterator[str]:
@@ -232,7 +214,7 @@ class S3Store(Store):
         if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(self._session.bucket):
             return super().copy_from(source_url, target_key)
         source = S3Session(bucket, self._session.client_key)
-        size_bytes = tried(lambda: source.call("copy_from", "HeadObject", key)["ContentLength"])
+        size_bytes, _, _ = tried(lambda: measure(source, "copy_from", key))
         place = {"Bucket": bucket, "Key": key}
         return copy_checked(self._session, place, target, size_bytes=size_bytes, tried=tried)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.errors import AccessDeniedError, StoreError, TransientStoreError
 from cloudckpt.stores import _http_rules as rules
-from cloudckpt.stores._http_errors import causes, message, network_reason
+from cloudckpt.stores._http_errors import ForeignAnswerError, causes, message, network_reason
 from cloudckpt.stores.s3 import errors as table
 
 _CLIENT_ERROR, _SERVER_ERROR = 400, 500
@@ -66,7 +67,11 @@ def translate(error: Exception, request: Request) -> StoreError | None:
         is_known = request.operation in _OF_ONE_REQUEST and not isinstance(failure, TransientStoreError)
         failure.had_no_effect = is_refused and is_known
         return failure
+    if isinstance(error, ForeignAnswerError):
+        return _build(rules.FOREIGN, request, reason=str(error))
     found = _rule_for_exception(error)
+    if found is None and _is_of_parsing(error):
+        found = rules.FOREIGN
     return None if found is None else _build(found, request, reason=_reason(error))
 
 
@@ -102,9 +107,19 @@ def _rule_for_exception(error: Exception) -> rules.Rule | None:
         # A body that cannot be sent in time surfaces as a closed connection.
         if rule is rules.CLOSED and any(isinstance(cause, TimeoutError) for cause in chain):
             return rules.READ_LATE
-        if rule is rules.CLOSED and any(isinstance(cause, ValueError) for cause in chain):
-            return table.CONFIG  # a header that cannot be sent, so credentials with a line break
+        # The HTTP library wraps its errors of broken answers, in whose chains a ValueError is common; bare, it is a
+        # header that cannot be sent, so credentials with a line break.
+        if rule is rules.CLOSED and type(getattr(error, "kwargs", {}).get("error")) is ValueError:
+            return table.CONFIG
     return rule
+
+
+def _is_of_parsing(error: Exception) -> bool:
+    """Whether botocore stumbled over an answer: it takes any XML, and any header, for S3's."""
+    if not isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError):
+        return False
+    modules = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module in ("botocore.handlers", "botocore.parsers") for module in modules)
 
 
 def _rule_for_module(error: Exception) -> rules.Rule | None:

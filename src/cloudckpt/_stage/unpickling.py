@@ -1,0 +1,414 @@
+"""Plain values in the bytes of ``torch.save``, read without running code that the bytes choose (G6).
+
+torch's ``weights_only=True`` refuses much that is as harmless as what it admits: ``b""``, large integers, frozensets,
+deques, dates, and everything of numpy. Its list of further functions belongs to the whole process, and numpy's own
+functions are not safe there: a dtype and an array take any state that a pickle gives them. It also makes a bytearray of
+any size. So values are read by an unpickler of our own, which checks the arguments of each call.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import datetime as dt
+import decimal
+import io
+import math
+import pathlib
+import pickle
+import re
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable, Collection, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch._weights_only_unpickler import _get_allowed_globals
+
+_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # numpy names its modules otherwise in each major version
+_SCALAR: Any = np.float64().__reduce__()[0]
+_MOST_PARTS = 1000
+_NESTED = frozenset({tuple, frozenset})
+_MAX_GROWTH = 16  # of the memory that calls take, over the size of the pickle
+_ALIGNED = 0x80  # numpy's flag of a structured dtype
+_SIMPLE_DTYPE = re.compile(r"[biufcmMSUV][0-9]{1,9}", re.ASCII)
+
+
+def load_safely(stored: bytes | bytearray, *, map_location: str | None = None) -> Any:
+    """Return the object in the bytes of ``torch.save``. Runs no code that the bytes choose.
+
+    Raises ``pickle.UnpicklingError`` where `Unpickler` refuses it, anything else where no such object can be made here.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(stored)) as records:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
+                raise _refusal("it is compressed, which torch.save never does")
+        # The public torch.load would hand an archive of TorchScript to torch.jit.load.
+        archive = torch._C.PyTorchFileReader(io.BytesIO(stored))  # noqa: SLF001
+    except (RuntimeError, ValueError, OSError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
+        raise _refusal("it is not what torch.save writes") from error
+    load: Any = torch.serialization._load  # noqa: SLF001  # likewise
+    return load(archive, map_location, _MODULE, encoding="utf-8")
+
+
+def users_globals() -> dict[str, Any]:
+    """Return by name what this process has allowed with ``torch.serialization.add_safe_globals``."""
+    pairs = (
+        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        for each in torch.serialization.get_safe_globals()
+    )
+    return {name: allowed for allowed, name in pairs}
+
+
+def is_loadable(value: object, allowed: Collection[int]) -> bool:
+    """Return whether `load_safely` can make `value`, whatever is in it, where also the objects `allowed` are allowed.
+
+    They are given by identity. `value` is no list, dict or the like, for which pickles have opcodes.
+    """
+    kind = type(value)
+    if kind in _KINDS or isinstance(value, (np.generic, torch.Tensor)):
+        return True  # the class of what is derived from them, and the dtype, are asked about too
+    if not isinstance(value, np.dtype):
+        return any(id(each) in known for each in (value, kind) for known in (_KNOWN, allowed))
+    try:
+        name, state = _reduced(value)
+        return bool(_SIMPLE_DTYPE.fullmatch(name)) and _described(np.dtype(name), state) == value
+    except Exception:  # noqa: BLE001  # classes derived from it pickle in ways of their own
+        return id(kind) in allowed
+
+
+def is_known(name: str) -> bool:
+    """Return whether `Unpickler` admits the object of this name without being told to."""
+    return name in _GLOBALS or name in _TORCH
+
+
+class Unpickler(pickle._Unpickler):  # noqa: SLF001  # the one whose opcodes can be replaced
+    """Reads pickles of protocol 2, which ``torch.save`` writes.
+
+    It calls what `users_globals` returns, what `_CALLS` has, with arguments that are checked there, and functions of
+    torch that make tensors of the archive's storages. Memory stays in proportion to the pickle.
+    """
+
+    # typeshed lacks these, and the methods that take what they have.
+    append: Callable[[Any], None]
+    stack: list[Any]
+    metastack: list[list[Any]]
+
+    def __init__(self, file: io.BytesIO, **options: Any) -> None:
+        super().__init__(file, **options)
+        self._room_bytes = _MAX_GROWTH * len(file.getbuffer())
+        self._users = users_globals()
+        self._users_ids = set(map(id, self._users.values()))
+
+    def find_class(self, module: str, name: str) -> Any:
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        full = f"{module}.{name}"
+        for known in (_GLOBALS, _TORCH, self._users):
+            if full in known:
+                return known[full]
+        raise _refusal(f"it uses {full}")
+
+    def take(self, num_bytes: int) -> None:
+        """Refuse a pickle whose calls take much more memory than it has bytes."""
+        self._room_bytes -= num_bytes
+        if self._room_bytes < 0:
+            raise _refusal("it asks for much more memory than it has bytes")
+
+    def load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        function = self.stack[-1]
+        if id(function) in self._users_ids:
+            self.stack[-1] = function(*arguments)
+        elif id(function) in _CALLS:
+            self.stack[-1] = _CALLS[id(function)](self, *arguments)
+        else:
+            raise _refusal(f"it calls a {type(function).__name__}")
+
+    def load_newobj(self) -> None:
+        arguments = self.stack.pop()
+        kind: Any = self.stack.pop()
+        if kind is io.BytesIO:
+            self.append(io.BytesIO())
+        elif id(kind) in self._users_ids:
+            self.append(kind.__new__(kind, *arguments))
+        else:
+            raise _refusal(f"it makes a {kind!r:.100}")
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        made: Any = self.stack[-1]
+        if id(type(made)) in self._users_ids:
+            _give_state(made, state)
+        elif type(made) is np.ndarray:
+            _fill(self, made, state)
+        elif isinstance(made, np.dtype):
+            made.__setstate__(_reduced(_described(made, state))[1])  # type: ignore[attr-defined]  # numpy's stubs lack it
+        elif type(made) is io.BytesIO:
+            content, position, _ = state
+            self.take(len(content))
+            made.write(content)
+            made.seek(position)
+        elif type(made) is collections.OrderedDict:
+            made.__dict__.update(state)
+        else:
+            raise _refusal(f"it gives a state to a {type(made).__name__}")
+
+    def load_append(self) -> None:
+        self._expect(self.stack[-2], list, collections.deque)
+        super().load_append()  # type: ignore[misc]
+
+    def load_appends(self) -> None:
+        self._expect(self.metastack[-1][-1], list, collections.deque)
+        super().load_appends()  # type: ignore[misc]
+
+    def load_setitem(self) -> None:
+        _check_hashable(self.stack[-2:-1])
+        self._expect(self.stack[-3], dict, collections.OrderedDict, collections.defaultdict)
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        _check_hashable(self.stack[::2])
+        self._expect(self.metastack[-1][-1], dict, collections.OrderedDict, collections.defaultdict)
+        super().load_setitems()  # type: ignore[misc]
+
+    def refuse(self) -> None:
+        raise _refusal("it is damaged, or no pickle of protocol 2")
+
+    def _expect(self, found: object, *kinds: type) -> None:
+        if type(found) not in kinds:
+            raise _refusal(f"it puts something into a {type(found).__name__}")
+
+
+_OPCODES = (
+    "PROTO STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE "
+    "EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS "
+    "BINPUT LONG_BINPUT BINGET LONG_BINGET BINPERSID GLOBAL REDUCE NEWOBJ BUILD"
+)
+Unpickler.dispatch = dict.fromkeys(range(256), Unpickler.refuse) | {
+    code: getattr(Unpickler, pickle._Unpickler.dispatch[code].__name__)  # noqa: SLF001  # as above
+    for (code,) in (getattr(pickle, name) for name in _OPCODES.split())
+}
+_MODULE = SimpleNamespace(Unpickler=Unpickler)
+
+
+def _refusal(why: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(why)
+
+
+def _give_state(made: Any, state: Any) -> None:
+    """Give an object of a class that the user allowed its state, as ``pickle`` does."""
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)  # noqa: PLR2004  # pickle's form
+    made.__dict__.update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(made, name, value)
+
+
+def _reduced(dtype: Any) -> tuple[Any, Any]:
+    """The name by which a dtype is made, and the state that it gets then."""
+    _, (name, *_), state = dtype.__reduce__()
+    return name, state
+
+
+def _described(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
+    """Return the dtype that `state` describes. What a pickle gives as the state of one is never used itself.
+
+    An array of Python objects would take its bytes for their addresses, wherever in the dtype they are.
+    """
+    _, order, subarray, names, fields, _, _, flags, *extra = state
+    if subarray is not None:
+        made: np.dtype[Any] = np.dtype(tuple(subarray))
+    elif names is not None:
+        formats, offsets, *titles = (
+            zip(*((*fields[name], None)[:3] for name in names), strict=True) if names else ([], [])
+        )
+        parts = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize}
+        made = np.dtype({**parts, "titles": titles[0]} if titles else parts, align=bool(flags & _ALIGNED))  # type: ignore[call-overload]
+    elif dtype.kind in "mM":
+        unit, count, *_ = extra[0][-1]
+        made = np.dtype(f"{dtype.kind}8" if unit == b"generic" else f"{dtype.kind}8[{count}{unit.decode('ascii')}]")
+    elif extra:
+        raise _refusal("it has a dtype with metadata")
+    else:
+        made = dtype
+    if made.hasobject or (made.kind, made.itemsize) != (dtype.kind, dtype.itemsize):
+        raise _refusal("it has an array of Python objects, or a dtype that is none of numpy's own")
+    described: np.dtype[Any] = made.newbyteorder(order)
+    return described
+
+
+def _fill(reader: Unpickler, array: Any, state: Any) -> None:
+    """Give an array that was just made its elements."""
+    _, shape, dtype, is_fortran, content = state
+    _check_elements(reader, dtype, content, shape)
+    if array.shape != (0,):
+        raise _refusal("it fills an array twice")
+    array.__setstate__((1, shape, dtype, bool(is_fortran), content))
+
+
+def _check_elements(reader: Unpickler, dtype: Any, content: Any, shape: tuple[int, ...] = ()) -> None:
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(content) is not bytes:
+        raise _refusal("it has an array of Python objects")
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise _refusal("it has an array of no possible shape")
+    if math.prod(shape) * dtype.itemsize != len(content):
+        raise _refusal(f"an array in it has {len(content)} bytes, which are not those of its shape")
+    reader.take(len(content))
+
+
+def _scalar(reader: Unpickler, dtype: object, content: object = None) -> Any:
+    _check_elements(reader, dtype, content)
+    return _SCALAR(dtype, content)
+
+
+def _reconstruct(_: Unpickler, kind: object, shape: object, __: object) -> Any:
+    if kind is not np.ndarray or shape != (0,):
+        raise _refusal("it has an array of another class than numpy's own")
+    return _RECONSTRUCT(np.ndarray, (0,), b"b")
+
+
+def _dtype(_: Unpickler, name: Any, align: object, copy: object) -> np.dtype[Any]:
+    # Without the copy it would be numpy's own, for the whole process.
+    if type(name) is not str or not _SIMPLE_DTYPE.fullmatch(name) or (align, copy) != (False, True):
+        raise _refusal("it has a dtype that is none of numpy's own, or one of Python objects")
+    return np.dtype(name, align=False, copy=True)
+
+
+def _encode(reader: Unpickler, text: Any, encoding: object) -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        raise _refusal("it encodes what is no bytes")
+    reader.take(len(text))
+    return text.encode("latin1")
+
+
+def _bytearray(reader: Unpickler, content: object = b"", encoding: object = "latin1") -> bytearray:
+    content = content if type(content) is bytes else _encode(reader, content, encoding)
+    reader.take(len(content))
+    return bytearray(content)
+
+
+def _collection(kind: Callable[[Any], Any], *of: type) -> Callable[..., Any]:
+    def make(reader: Unpickler, items: Any) -> Any:
+        if type(items) not in of:
+            raise _refusal(f"it makes a {kind!r:.100} of a {type(items).__name__}")
+        reader.take(len(items))
+        _check_hashable(items)
+        return kind(items)
+
+    return make
+
+
+def _check_hashable(items: Iterable[Any]) -> None:
+    """Refuse keys and elements whose hash would recurse too deep, or visit shared parts again and again."""
+    for item in items:
+        if type(item) not in _NESTED:
+            continue
+        waiting: list[Any] = [item]
+        for _ in range(_MOST_PARTS):
+            if not waiting:
+                break
+            part = waiting.pop()
+            if type(part) in _NESTED:
+                waiting.extend(part)
+        else:
+            raise _refusal(f"it has a key of more than {_MOST_PARTS} parts")
+
+
+def _deque(_: Unpickler, items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
+    if type(items) is not tuple or items:
+        raise _refusal("it makes a deque of something")  # its elements come afterwards
+    return collections.deque(maxlen=maxlen)
+
+
+def _defaultdict(_: Unpickler, factory: Any = None) -> Any:
+    if factory is not None and factory not in _PLAIN_TYPES:
+        raise _refusal("it has a defaultdict whose default is made by something else than a plain type")
+    return collections.defaultdict(factory)
+
+
+def _typed_tensor(_: Unpickler, function: object, *arguments: Any) -> Any:
+    """Make a tensor of a subclass, or with attributes: torch calls whatever it is given for that."""
+    if id(function) not in _TENSORS:
+        raise _refusal("it makes a tensor by what is no function of torch for that")
+    return _TYPED(function, *arguments)
+
+
+def _quantized(_: Unpickler, storage: Any, offset: int, size: Any, *rest: Any) -> Any:
+    if math.prod(size) > 2 * storage.nbytes():  # its memory is taken before it is seen that the storage has less
+        raise _refusal("it has a tensor that is larger than its storage")
+    return _QUANTIZED(storage, offset, size, *rest)
+
+
+def _of(kind: Callable[..., Any], *types: type) -> Callable[..., Any]:
+    """Return a call that makes a `kind` of arguments of these types: its memory is in proportion to theirs."""
+
+    def make(_: Unpickler, *arguments: Any) -> Any:
+        if any(type(each) not in types for each in arguments):
+            raise _refusal(f"it makes a {kind!r:.100} of something else than {len(arguments)} plain arguments")
+        return kind(*arguments)
+
+    return make
+
+
+_PLAIN_TYPES: tuple[Any, ...] = (
+    bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice, io.BytesIO,
+    collections.OrderedDict, collections.Counter, collections.deque, collections.defaultdict,
+    dt.date, dt.time, dt.datetime, dt.timedelta, dt.timezone, decimal.Decimal,
+    pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath,
+)  # fmt: skip
+_KINDS = frozenset({*_PLAIN_TYPES, np.ndarray, torch.device, torch.layout, torch.Size})
+_GLOBALS: dict[str, Any] = {
+    **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_PLAIN_TYPES, np.ndarray, np.dtype)},
+    **{f"pathlib.{kind.__name__}": kind for kind in _PLAIN_TYPES if issubclass(kind, pathlib.PurePath)},
+    **{f"numpy.{kind.__name__}": kind for kind in np.sctypeDict.values()},
+    "builtins.Ellipsis": ...,
+    "_codecs.encode": codecs.encode,
+    **{f"numpy.{core}.multiarray._reconstruct": _RECONSTRUCT for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _SCALAR for core in ("core", "_core")},
+}
+"""Objects that a pickle may refer to; it can call those that `_CALLS` has."""
+_TORCH: dict[str, Any] = _get_allowed_globals()
+_LAYOUT = _TORCH["torch.serialization._get_layout"]
+_QUANTIZED = _TORCH["torch._utils._rebuild_qtensor"]
+_TYPED = _TORCH["torch._tensor._rebuild_from_type_v2"]
+_KNOWN = frozenset(map(id, (*_GLOBALS.values(), *_TORCH.values())))
+_TENSORS = {
+    id(function): lambda _, *arguments, function=function: function(*arguments)
+    for name, function in _TORCH.items()
+    if name.startswith("torch._utils._rebuild_") and not name.endswith("qtensor")
+}
+_CALLS: dict[int, Any] = _TENSORS | {
+    id(called): call
+    for called, call in (
+        (_RECONSTRUCT, _reconstruct),
+        (_SCALAR, _scalar),
+        (np.dtype, _dtype),
+        (codecs.encode, _encode),
+        (bytes, _of(bytes)),
+        (bytearray, _bytearray),
+        (set, _collection(set, list)),
+        (frozenset, _collection(frozenset, list)),
+        (complex, _of(complex, float)),
+        (range, _of(range, int)),
+        (slice, _of(slice, int, float, str, type(None))),
+        (collections.OrderedDict, _of(collections.OrderedDict)),
+        (collections.Counter, _collection(collections.Counter, dict)),
+        (collections.deque, _deque),
+        (collections.defaultdict, _defaultdict),
+        *((kind, _of(kind, bytes, dt.timezone)) for kind in (dt.date, dt.time, dt.datetime)),
+        (dt.timedelta, _of(dt.timedelta, int)),
+        (dt.timezone, _of(dt.timezone, dt.timedelta, str)),
+        (torch.Size, _collection(torch.Size, tuple)),
+        (torch.device, _of(torch.device, str, int)),
+        (_LAYOUT, _of(_LAYOUT, str)),
+        (_QUANTIZED, _quantized),
+        (_TYPED, _typed_tensor),
+        (decimal.Decimal, _of(decimal.Decimal, str)),
+        *((kind, _of(kind, str)) for kind in _PLAIN_TYPES if issubclass(kind, pathlib.PurePath)),
+    )
+}
+"""By the identity of what is called."""

@@ -1,0 +1,265 @@
+"""Times of commits: drawn, read from the heads of manifests, and the order that they give to checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+import torch
+from awscrt.checksums import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.in_memory import Memory, state_of
+from tests.wrapped import permanent, transient
+
+import cloudckpt
+from cloudckpt import CheckpointManager, Options
+from cloudckpt._commit import commit_time
+from cloudckpt._commit.commit_time import datetime_of, draw_commit_time_ns, note_commit_time_ns
+from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+BEGIN_NS = 1_795_403_713_000_000_000
+SECOND = datetime(2026, 11, 23, 3, 15, 13, tzinfo=timezone.utc)
+_names = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose clock stands still, as that of Amazon S3 does for a second; and a process that has seen nothing."""
+    monkeypatch.setattr("cloudckpt.stores.memory._now", lambda: SECOND)
+    monkeypatch.setattr(commit_time, "_newest_ns", 0)
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, now_ns: int, *, in_new_process: bool = False) -> None:
+    """Set the coordinator's clock."""
+    monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns)
+    if in_new_process:
+        monkeypatch.setattr(commit_time, "_newest_ns", 0)
+
+
+def save(uri: str, fill: float = 1.0, **keywords: Any) -> None:
+    cloudckpt.save({"w": torch.full((3,), fill)}, uri, **keywords)
+
+
+def names(root: str) -> list[str]:
+    """As every public way to list them orders them, the oldest first."""
+    listed = [info.name for info in cloudckpt.list_checkpoints(root)]
+    newest = cloudckpt.latest(root)
+    assert (newest and newest.name) == (listed[-1] if listed else None)
+    assert [one.name for one in cloudckpt.survey(root)] == listed
+    return listed
+
+
+def manifest_at(store: Store, key: str = "manifest.json") -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads(store.read(key, max_bytes=1 << 20))
+    return manifest
+
+
+def rewrite(store: Store, **changes: Any) -> None:
+    """Change members of a manifest, None to leave one out, and give it a right checksum."""
+    members = {**manifest_at(store), **changes}
+    kept = {key: value for key, value in members.items() if value is not None and key != "crc32c"}
+    body = json.dumps(kept, separators=(",", ":")).encode()[:-1]
+    document = body + b',"crc32c":"%08x"}' % crc32c(body)
+    store.put("manifest.json", [memoryview(document)], crc32c=crc32c(document))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10**10), st.none() | st.integers(0, 2**63 - 1)), min_size=1, max_size=20))
+def test_times_only_grow(events: list[tuple[int, int | None]]) -> None:
+    """If this fails, a commit sorts before one that its writer knew, after a clock went back or for no reason."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit_time, "_newest_ns", 0)
+        known: list[int] = []
+        for offset_ns, seen_ns in events:
+            set_clock(patch, BEGIN_NS + offset_ns)
+            note_commit_time_ns(seen_ns)
+            if seen_ns is not None and seen_ns < BEGIN_NS + 9 * 365 * 86_400 * 10**9:
+                known.append(seen_ns)
+            drawn = draw_commit_time_ns()
+            assert all(datetime_of(drawn) > datetime_of(other) for other in known)
+            assert drawn < 2**63
+            known.append(drawn)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["step-9", "step-10", "b", "a"]), st.integers(-5, 5), st.booleans()),
+        min_size=1,
+        max_size=7,
+    )
+)
+def test_the_order_is_that_of_the_commits(history: list[tuple[str, int, bool]]) -> None:
+    """If this fails, a job goes on from an older checkpoint where two were committed within a second of the store."""
+    root = f"memory://order-{next(_names)}"
+    expected: list[str] = []
+    now_ns = BEGIN_NS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cloudckpt.stores.memory._now", lambda: SECOND)
+        for number, (name, seconds, in_new_process) in enumerate(history):
+            now_ns += seconds * 10**9
+            set_clock(patch, now_ns, in_new_process=in_new_process)
+            cloudckpt.latest(root)  # as a job that resumes
+            save(f"{root}/{name}", float(number), overwrite=True)
+            expected = [*(other for other in expected if other != name), name]
+            assert names(root) == expected
+    state = {"w": torch.zeros(3)}
+    cloudckpt.load_latest(state, root)
+    assert state["w"].tolist() == [len(history) - 1] * 3
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_a_manager_takes_the_later_of_one_second(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, *, use_collectives: bool
+) -> None:
+    """If this fails, retention removes the later of two steps, or a restart takes the older one."""
+    begun_ns = BEGIN_NS
+
+    def manager() -> CheckpointManager:
+        return CheckpointManager(memory.root, keep_last=1, async_=False, no_dist=True, use_collectives=use_collectives)
+
+    for step in (10, 9, 7, 8):
+        begun_ns -= 60 * 10**9
+        set_clock(monkeypatch, begun_ns, in_new_process=True)
+        one = manager()
+        one.restore(state_of())
+        one.save(step, state_of(float(step)))
+        one.wait(60)
+        assert [info.step for info in one.steps()] == [step]
+        assert [one.name for one in cloudckpt.survey(memory.root) if one.state == "committed"] == [f"step-{step}"]
+    restored = manager().restore(state_of())
+    assert restored is not None
+    assert restored.step == 8
+
+
+def test_an_overwrite_is_later_than_what_it_replaces(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a machine whose clock is behind overwrites a checkpoint with one that is no newer."""
+    set_clock(monkeypatch, BEGIN_NS)
+    save(memory.uri("a"))
+    set_clock(monkeypatch, BEGIN_NS - 10**12, in_new_process=True)
+    save(memory.uri("a"), overwrite=True)
+    assert manifest_at(memory.at("a"), "manifest.1.json")["committed_at_ns"] > BEGIN_NS
+
+
+def test_one_small_read_shows_a_time_and_a_manager_remembers_it(memory: Memory) -> None:
+    """If this fails, each look at a run reads whole manifests, or reads the same ones again and again."""
+    manager = CheckpointManager(memory.root, async_=False)
+    for step in (1, 2):
+        manager.save(step, state_of(float(step)))
+    for _ in range(3):
+        newest = manager.latest()
+        assert newest is not None
+        assert newest.step == 2
+        for name in ("step-1", "step-2"):
+            store = memory.at(name)
+            assert [call.num_bytes for call in store.calls if call.operation == "read_into"] == [256]
+            assert store.count("read") == 0
+
+
+def test_manifests_without_a_time_have_that_of_the_store(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a run that began with format 1.0 loses its order, or cannot be listed."""
+    moments = {"step-9": 2, "step-10": 1, "step-8": 1}
+    for name, minute in moments.items():
+        save(memory.uri(name))
+        monkeypatch.setattr("cloudckpt.stores.memory._now", lambda minute=minute: SECOND + timedelta(minutes=minute))
+        rewrite(memory.at(name), version=[1, 0], committed_at_ns=None)
+    assert names(memory.root) == ["step-8", "step-10", "step-9"]
+    # The writer's clock is behind that of the store; it has listed them.
+    set_clock(monkeypatch, BEGIN_NS - 3600 * 10**9)
+    save(memory.uri("step-7"))
+    assert names(memory.root)[-1] == "step-7"
+
+
+def denied() -> AccessDeniedError:
+    return AccessDeniedError("no", key="memory://x", operation="read_into")
+
+
+def gone() -> ObjectNotFoundError:
+    return ObjectNotFoundError("gone", key="memory://x", operation="read_into")
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "expected"),
+    [
+        (denied, 1, "error"),
+        (lambda: permanent("read_into"), 1, "error"),
+        (gone, 1, "manifest"),
+        (gone, 2, "manifest"),
+        (gone, 99, "store"),
+        (lambda: transient("read_into"), 1, "error"),
+    ],
+)
+@pytest.mark.parametrize("by_manager", [False, True])
+def test_a_head_that_cannot_be_read(
+    memory: Memory, error: Callable[[], Exception], times: int, expected: str, *, by_manager: bool
+) -> None:
+    """If this fails, one answer without sense hides a checkpoint or puts it elsewhere in the order for good."""
+    save(memory.uri("step-1"))
+    options = Options(retries=0)
+    manager = CheckpointManager(memory.root, options=options)
+
+    def look() -> datetime:
+        found = manager.latest() if by_manager else cloudckpt.latest(memory.root, options=options)
+        assert found is not None
+        return found.committed_at
+
+    committed_at = datetime_of(manifest_at(memory.at("step-1"))["committed_at_ns"])
+    store = memory.at("" if by_manager is False else "step-1")
+    store.fail("read_into", key_part="manifest", error=error, times=times)
+    if expected == "error":
+        with pytest.raises(cloudckpt.StoreError):
+            look()
+    else:
+        assert look() == (SECOND if expected == "store" else committed_at)
+    if times < 99:
+        assert look() == committed_at, "a failure is remembered"
+
+
+def test_a_damaged_head_has_the_time_of_the_store(memory: Memory) -> None:
+    """If this fails, one damaged manifest makes a run's listing fail."""
+    for name in ("step-1", "step-2"):
+        save(memory.uri(name))
+    body = b"x" * 300
+    memory.at("step-1").inner.put("manifest.json", [memoryview(body)], crc32c=crc32c(body))
+    (info,) = (info for info in cloudckpt.list_checkpoints(memory.root) if info.name == "step-1")
+    assert info.committed_at == SECOND
+
+
+def test_what_is_replaced_while_its_time_is_read_is_looked_at_again(memory: Memory) -> None:
+    """If this fails, a listing during an overwrite takes the store's time, by which an older one is the newest."""
+    save(memory.uri("step-2"))
+    save(memory.uri("step-1"))
+    store = memory.at("")
+
+    def overwrite() -> None:
+        save(memory.uri("step-1"), overwrite=True)
+
+    store.once_before("read_into", "step-1/manifest", overwrite)
+    newest = cloudckpt.latest(memory.root)
+    assert newest is not None
+    assert newest.committed_at == datetime_of(manifest_at(memory.at("step-1"), "manifest.1.json")["committed_at_ns"])
+
+
+def test_copies_keep_the_order() -> None:
+    """If this fails, a job that resumes from a copied run takes the checkpoint that was copied last."""
+    root = f"memory://copies-{next(_names)}"
+    for name in ("step-10", "step-9", "b", "a"):
+        save(f"{root}/here/{name}")
+    rewrite(open_store(f"{root}/here/step-10", Options()), version=[1, 0], committed_at_ns=None)
+    order = names(f"{root}/here")
+    for name in sorted(order):
+        cloudckpt.copy(f"{root}/here/{name}", f"{root}/there/{name}")
+        resumed = Options(resume=True)
+        assert cloudckpt.copy(f"{root}/here/{name}", f"{root}/there/{name}", target_options=resumed).was_there
+    assert names(f"{root}/there") == order
+    copied = manifest_at(open_store(f"{root}/there/step-10", Options()))
+    assert (copied["version"], datetime_of(copied["committed_at_ns"])) == ([1, 1], SECOND)

@@ -1,0 +1,517 @@
+"""Absence: what has to happen before a checkpoint, or the newest of a root, is told not to be there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from awscrt.checksums import crc32c
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.commit.actors import data_key_of, fence, manifest_for
+from tests.e2e.harness import run_ranks
+from tests.in_memory import Memory, assert_holds, state_of
+from tests.wrapped import FaultyStore, WrappedStore
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt import CheckpointManager, Options
+from cloudckpt._commit import resolve as finding
+from cloudckpt._commit.resolve import list_entries, manifest_key, max_manifest_bytes, read_log, resolve
+from cloudckpt._manager.steps import Steps
+from cloudckpt._manifest.codec import encode
+from cloudckpt._transfer.retry import Retrier
+from cloudckpt._uri import parse_location
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    InvalidManifestError,
+    ObjectNotFoundError,
+    StoreError,
+    UnsupportedValueError,
+)
+from cloudckpt.stores.base import ObjectInfo, Store
+from cloudckpt.stores.local import LocalStore, walk
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.wrapping import Call
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+_Act = Callable[[], None]
+examples = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def retrier() -> Retrier:
+    return Retrier(retries=0, timeout_s=100)
+
+
+def put(store: Store, key: str, body: bytes) -> None:
+    store.put(key, [memoryview(body)], crc32c=crc32c(body))
+
+
+class Ticking(WrappedStore):
+    """Calls `tick` before each call."""
+
+    def __init__(self, inner: Store, tick: Callable[[Call], None]) -> None:
+        super().__init__(inner)
+        self._tick = tick
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        self._tick(call)
+        return action()
+
+
+class Lying(WrappedStore):
+    """Lists each entry of a log with another size."""
+
+    def __init__(self, inner: Store, size_bytes: int) -> None:
+        super().__init__(inner)
+        self._size_bytes = size_bytes
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        for info in self.inner.list(prefix):
+            is_entry = info.key.rpartition("/")[2].startswith("manifest")
+            yield ObjectInfo(
+                key=info.key,
+                size_bytes=self._size_bytes if is_entry else info.size_bytes,
+                modified_at=info.modified_at,
+            )
+
+
+# A path, where one job overwrites a checkpoint while another looks.
+
+
+class Overwritten:
+    """A checkpoint on a path that is overwritten whenever one of the chosen files is about to be looked at."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = str(root)
+        self.store = LocalStore(f"{root}/step-2")
+        self._number, self._num_looks, self._at = 0, 0, frozenset[int]()
+        put(self.store, "manifest.json", encode(manifest_for("a0")))
+        real = walk._object_status
+
+        def status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
+            if entry.name.startswith("manifest"):
+                self._num_looks += 1
+                if self._num_looks in self._at:
+                    self._overwrite()
+            return real(entry, root)
+
+        monkeypatch.setattr(walk, "_object_status", status)
+
+    def _overwrite(self) -> None:
+        self._number += 1
+        put(self.store, manifest_key(self._number), encode(manifest_for(f"a{self._number}")))
+        self.store.delete([manifest_key(self._number - 1)])
+
+    def begin(self, at: frozenset[int]) -> None:
+        self._num_looks, self._at = 0, at
+
+
+def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, ``readdir`` that misses the old manifest and the new one makes a reader say that there is none."""
+    monkeypatch.setattr("os.fsync", lambda file: None)  # saves time, and nothing dies here
+    overwritten = Overwritten(tmp_path, monkeypatch)
+    uri, store = f"{tmp_path}/step-2", overwritten.store
+    steps = Steps(parse_location(str(tmp_path)), Options(), alone_ranks=None)
+
+    @settings(examples, max_examples=15)
+    @given(st.frozensets(st.integers(1, 8), max_size=6))
+    def find(at: frozenset[int]) -> None:
+        looks: list[Callable[[], object]] = [
+            lambda: resolve(store, retrier()).manifest,
+            lambda: read_log(store, retrier()).counting is not None,
+            lambda: list_entries(store, retrier()),
+            lambda: cloudckpt.latest(tmp_path),
+            lambda: steps.found(with_metrics=True),
+            lambda: [one for one in cloudckpt.survey(tmp_path) if one.state == "committed"],
+            lambda: cloudckpt.describe(uri),
+        ]
+        for number, look in enumerate(looks):
+            overwritten.begin(at)
+            assert look(), (number, at)
+
+    find()
+
+
+# A root under which a job commits its next step and removes the one before.
+
+
+class Training:
+    """A job that saves step after step, each at one of the chosen calls of a reader, and keeps the last alone."""
+
+    def __init__(self, store: Store) -> None:
+        self.newest = 0
+        self._store = store
+        self._num_calls, self._at = 0, frozenset[int]()
+        self._commit()
+
+    def _commit(self) -> None:
+        self.newest += 1
+        put(self._store, f"step-{self.newest}/{data_key_of('a')}", b"")
+        put(self._store, f"step-{self.newest}/manifest.json", encode(manifest_for("a")))
+        old = f"step-{self.newest - 1}"
+        if self.newest > 1:
+            put(self._store, f"{old}/manifest.1.json", fence(keeps=None))
+            self._store.delete([f"{old}/manifest.json", f"{old}/{data_key_of('a')}"])
+
+    def begin(self, at: frozenset[int]) -> None:
+        self._num_calls, self._at = 0, at
+
+    def tick(self, call: Call) -> None:
+        self._num_calls += 1
+        if self._num_calls in self._at:
+            self._commit()
+
+
+@examples
+@given(st.frozensets(st.integers(1, 14), max_size=6), st.booleans())
+def test_what_is_found_was_the_newest_at_some_moment(at: frozenset[int], has_old: bool) -> None:  # noqa: FBT001  # hypothesis
+    """If this fails, a reader beside a job that saves and removes gets None, or a step that is long superseded."""
+    inner = MemoryStore(f"training-{os.urandom(8).hex()}")
+    if has_old:
+        put(inner, "step-0/manifest.json", encode(manifest_for("a")))
+    training = Training(inner)
+    options = Options(connections=1, wrap_store=lambda store: Ticking(store, training.tick))
+    steps = Steps(parse_location(inner.uri), options, alone_ranks=None)
+    looks: list[Callable[[], str]] = [
+        lambda: latest.name if (latest := cloudckpt.latest(inner.uri, options=options)) else "none",
+        lambda: f"step-{steps.found(with_metrics=False)[0].step}",
+        lambda: f"step-{max(steps.found(with_metrics=True), key=lambda info: info.step).step}",
+    ]
+    for look in looks:
+        before = training.newest
+        training.begin(at)
+        assert look() in [f"step-{step}" for step in range(before, training.newest + 1)]
+
+
+def test_a_root_that_never_settles_is_an_error() -> None:
+    """If this fails, a reader looks for ever, or takes a root that changes all the time for an empty one."""
+    store = MemoryStore(f"never-settles-{os.urandom(8).hex()}")
+    numbers = iter(range(10_000))
+
+    def tick(call: Call) -> None:
+        if call.operation == "list_directories":
+            put(store, f"step-{next(numbers)}/data/x", b"")
+
+    options = Options(connections=1, wrap_store=lambda inner: Ticking(inner, tick))
+    with pytest.raises(CheckpointChangedError, match="change all the time"):
+        cloudckpt.latest(store.uri, options=options)
+
+
+def test_a_checkpoint_that_is_there_costs_one_listing_and_absence_two() -> None:
+    """If this fails, each load pays for looks that it does not need, or absence is believed from one look."""
+    store = FaultyStore(MemoryStore(f"costs-{os.urandom(8).hex()}"))
+    with pytest.raises(CheckpointNotFoundError):
+        resolve(store, retrier())
+    assert [call.key for call in store.calls if call.operation == "list"][:2] == ["manifest", "manifest"]
+    put(store.inner, "manifest.json", encode(manifest_for("a")))
+    store.calls.clear()
+    resolve(store, retrier())
+    assert [call.operation for call in store.calls] == ["list", "read"]
+
+
+def test_what_is_listed_and_not_found_is_no_absence() -> None:
+    """If this fails, a gateway that answers each read with 404 makes a job start afresh."""
+    store = FaultyStore(MemoryStore(f"listed-{os.urandom(8).hex()}"))
+    put(store.inner, "manifest.json", encode(manifest_for("a")))
+    store.fail("read", error=lambda: ObjectNotFoundError("no", key="manifest.json", operation="read"), times=99)
+    with pytest.raises(CheckpointChangedError, match="lists an entry that it does not find"):
+        resolve(store, retrier())
+
+
+# Sizes that a listing gets wrong.
+
+LOGS: dict[str, dict[str, bytes]] = {
+    "one": {"manifest.json": encode(manifest_for("a"))},
+    "overwritten": {"manifest.json": encode(manifest_for("a")), "manifest.1.json": encode(manifest_for("b"))},
+    "kept": {"manifest.json": encode(manifest_for("a")), "manifest.1.json": fence(keeps=0)},
+    "deleted": {"manifest.json": encode(manifest_for("a")), "manifest.1.json": fence(keeps=None)},
+}
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 128, 129, 1 << 40])
+@pytest.mark.parametrize("name", LOGS)
+def test_a_wrong_size_in_a_listing_changes_nothing(name: str, size_bytes: int) -> None:
+    """If this fails, a listing that says 0 bytes makes a checkpoint look deleted, or a deleted one look whole."""
+    store = MemoryStore(f"lying-{os.urandom(8).hex()}")
+    for key, body in LOGS[name].items():
+        put(store, key, body)
+
+    def found(at: Store) -> object:
+        try:
+            return resolve(at, retrier())
+        except CheckpointNotFoundError as error:
+            return type(error), str(error)
+
+    assert found(Lying(store, size_bytes)) == found(store)
+    if size_bytes <= 128:
+        assert read_log(Lying(store, size_bytes), retrier()).counting == read_log(store, retrier()).counting
+
+
+def test_manifests_listed_with_no_bytes_are_found_by_all(memory: Memory) -> None:
+    """If this fails, ``restore``, ``latest`` or a save says that nothing is there, for one number in a listing."""
+    cloudckpt.save(state_of(1.0), memory.uri("step-1"))
+    options = Options(wrap_store=lambda store: Lying(store, 0))
+    latest = cloudckpt.latest(memory.root, options=options)
+    assert latest is not None
+    assert latest.name == "step-1"
+    assert [one.state for one in cloudckpt.survey(memory.root, options=options)] == ["committed"]
+    with pytest.raises(CheckpointExistsError):
+        cloudckpt.save(state_of(2.0), memory.uri("step-1"), options=options)
+    state = state_of(-1.0)
+    with CheckpointManager(memory.root, no_dist=True, options=options) as manager:
+        assert manager.restore(state) is not None
+        assert [info.step for info in manager.steps()] == [1]
+    assert_holds(state, 1.0)
+
+
+# Manifests that no reader takes memory for.
+
+
+@pytest.mark.parametrize("size_bytes", [2**31 - 1, 2**31 + 1])
+def test_what_is_too_large_for_a_manifest_is_passed_over_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    """If this fails, a sparse file costs each reader gigabytes, or keeps a job from every step there is."""
+    cloudckpt.save(state_of(1.0), tmp_path / "step-1")
+    (tmp_path / "step-2").mkdir()
+    with (tmp_path / "step-2" / "manifest.json").open("wb") as file:
+        file.truncate(size_bytes)
+    read = LocalStore.read
+
+    def bounded(store: LocalStore, key: str, *, max_bytes: int) -> bytes:
+        assert max_bytes <= finding._FREE_BYTES, "memory is taken for it"
+        return read(store, key, max_bytes=max_bytes)
+
+    monkeypatch.setattr(LocalStore, "read", bounded)
+    with pytest.raises(InvalidManifestError, match="was not read"):
+        cloudckpt.load(state_of(), tmp_path / "step-2")
+    state = state_of(-1.0)
+    assert [one.is_gone for one in cloudckpt.load_latest(state, tmp_path).skipped] == [False]
+    assert_holds(state, 1.0)
+    with CheckpointManager(tmp_path, no_dist=True) as manager:
+        restored = manager.restore(state_of())
+        assert restored is not None
+        assert restored.step == 1
+        assert [info.step for info in manager.steps()] == [1, 2]
+    assert {one.name: one.state for one in cloudckpt.survey(tmp_path)} == {"step-1": "committed", "step-2": "damaged"}
+    cloudckpt.gc(tmp_path, older_than=0, dry_run=False)
+    assert cloudckpt.load(state_of(), tmp_path / "step-1")
+
+
+def test_a_manifest_is_as_large_as_its_data_objects_justify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the manifest of a large model is refused, or that of a few bytes is not bounded by them."""
+    store = FaultyStore(MemoryStore(f"bounds-{os.urandom(8).hex()}"))
+    document = encode(manifest_for("a"))
+    put(store.inner, "manifest.json", document)
+    monkeypatch.setattr(finding, "_FREE_BYTES", len(document) // 2)
+    with pytest.raises(InvalidManifestError, match=r"of the 0 data objects beside it has at most"):
+        resolve(store, retrier())
+    put(store.inner, data_key_of("a"), bytes(len(document)))
+    assert resolve(store, retrier()).manifest.attempt == "a"
+
+
+def test_no_manifest_is_committed_that_readers_refuse(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a save succeeds that nobody can load."""
+    monkeypatch.setattr(finding, "_FREE_BYTES", 100)
+    monkeypatch.setattr(finding, "_BYTES_PER_BYTE", 0)
+    with pytest.raises(UnsupportedValueError, match="Nothing was committed"):
+        cloudckpt.save(state_of(1.0), memory.uri())
+    assert memory.all_keys() == []
+
+
+@pytest.mark.parametrize("name", ["x", "ü" * 50, "a.b.c.d.e.f.g.h", "layers.10.attention.query.weight" * 10])
+def test_names_of_any_form_fit_into_the_bound(memory: Memory, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """If this fails, a model of many small tensors is saved and refused, for the factor between the two is too low."""
+    state: dict[str, Any] = {}
+    for number in range(300):
+        at = state
+        for part in f"{name}.{number}".split("."):
+            at = at.setdefault(part, {})
+        at["value"] = state_of()["b"][:1]
+    cloudckpt.save(state, memory.uri())
+    sizes = [info.size_bytes for info in memory.at().inner.list("data/")]
+    size_bytes = len(memory.at().inner.read("manifest.json", max_bytes=2**30))
+    monkeypatch.setattr(finding, "_FREE_BYTES", 0)
+    assert size_bytes <= max_manifest_bytes(sizes)
+
+
+# Errors that nobody foresaw.
+
+
+class UnportableError(Exception):
+    """Does not come back from a pickle."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__("unportable")
+
+
+UNFORESEEN: dict[str, Callable[[], Exception]] = {
+    "OSError": lambda: OSError("anything at all"),
+    "ValueError": lambda: ValueError("anything at all"),
+    "UnportableError": lambda: UnportableError(1, 2),
+    "MemoryError": lambda: MemoryError("anything at all"),
+}
+
+
+class Broken(WrappedStore):
+    """Raises what no store should, where `is_due` says so."""
+
+    def __init__(self, inner: Store, error: Callable[[], Exception], is_due: Callable[[Call], bool]) -> None:
+        super().__init__(inner)
+        self._error, self._is_due = error, is_due
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        if self._is_due(call):
+            raise self._error()
+        return action()
+
+
+def restored(root: str, options: Options) -> object:
+    with CheckpointManager(root, no_dist=True, options=options) as manager:
+        return manager.restore(state_of())
+
+
+def dcp_load(uri: str, options: Options) -> object:
+    reader = cloudckpt.ObjectStoreReader(uri, options=options)
+    return dcp.load(state_of(), storage_reader=reader, no_dist=True)
+
+
+READERS: dict[str, Callable[[str, Options], object]] = {
+    "load": lambda root, options: cloudckpt.load(state_of(), f"{root}/step-1", options=options),
+    "dcp.load": lambda root, options: dcp_load(f"{root}/step-1", options),
+    "load_latest": lambda root, options: cloudckpt.load_latest(state_of(), root, options=options),
+    "restore": restored,
+    "latest": lambda root, options: cloudckpt.latest(root, options=options),
+    "survey": lambda root, options: cloudckpt.survey(root, options=options),
+    "verify": lambda root, options: cloudckpt.verify(f"{root}/step-1", options=options),
+    "describe": lambda root, options: cloudckpt.describe(f"{root}/step-1", options=options),
+    "copy": lambda root, options: cloudckpt.copy(f"{root}/step-1", f"{root}/copy", options=options),
+    "save": lambda root, options: cloudckpt.save(state_of(2.0), f"{root}/step-1", options=options),
+    "delete": lambda root, options: cloudckpt.delete(f"{root}/step-1", options=options),
+}
+
+
+@pytest.mark.parametrize("kind", UNFORESEEN)
+@pytest.mark.parametrize("operation", ["list", "list_directories", "read"])
+@pytest.mark.parametrize("name", READERS)
+def test_what_a_store_raises_is_raised_as_what_it_is(memory: Memory, name: str, operation: str, kind: str) -> None:
+    """If this fails, an error that nobody foresaw reads as "nothing lies there", and a job starts afresh."""
+    cloudckpt.save(state_of(1.0), memory.uri("step-1"))
+    num_raised = 0
+
+    def is_due(call: Call) -> bool:
+        nonlocal num_raised
+        num_raised += call.operation == operation
+        return call.operation == operation
+
+    options = Options(wrap_store=lambda store: Broken(store, UNFORESEEN[kind], is_due))
+    try:
+        READERS[name](memory.root, options)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  # it is judged below
+        if not num_raised:  # it makes no such call
+            return
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+        for cause in causes:
+            assert kind in f"{type(cause).__name__}: {cause}"
+            assert not isinstance(cause, (CheckpointNotFoundError, AssertionError))
+    else:
+        assert not num_raised
+        return
+    if name == "delete":  # which may have done its work before
+        return
+    state = state_of(-1.0)
+    cloudckpt.load(state, memory.uri("step-1"))
+    assert_holds(state, 1.0)
+
+
+@pytest.mark.parametrize("key_part", [".metadata", "rank-0/"])
+@pytest.mark.parametrize("load", ["load", "dcp.load"])
+def test_an_error_in_the_look_for_something_else_is_no_absence(memory: Memory, load: str, key_part: str) -> None:
+    """If this fails, a torch checkpoint, or the ranks' own, that could not be looked for counts as nothing."""
+    options = Options(
+        wrap_store=lambda store: Broken(store, UNFORESEEN["OSError"], lambda call: call.key.startswith(key_part))
+    )
+    with pytest.raises(CheckpointException) as caught:
+        READERS[load](memory.root, options)
+    ((cause, _),) = caught.value.failures.values()
+    assert type(cause) is StoreError
+    assert "OSError: anything at all" in str(cause)
+
+
+def test_torchs_own_load_hears_why_there_is_none(memory: Memory) -> None:
+    """If this fails, ``dcp.load`` of a URI with a typing error ends in ``AssertionError: metadata is None``."""
+    with pytest.raises(CheckpointException) as caught:
+        dcp_load(memory.uri(), Options())
+    ((cause, _),) = caught.value.failures.values()
+    assert isinstance(cause, CheckpointNotFoundError)
+
+
+def test_a_look_that_decides_on_a_fresh_start_may_not_fail(memory: Memory) -> None:
+    """If this fails, a manager whose root is a checkpoint itself, which it may not read, starts afresh."""
+    store = FaultyStore(MemoryStore(memory.root.removeprefix("memory://")))
+    options = Options(wrap_store=lambda inner: Broken(inner, permanent_error, lambda call: call.key == "manifest"))
+    with pytest.raises(CheckpointException) as caught:
+        restored(store.uri, options)
+    assert isinstance(next(iter(caught.value.failures.values()))[0], StoreError)
+
+
+def permanent_error() -> StoreError:
+    return StoreError("no", key="manifest", operation="list")
+
+
+@pytest.mark.parametrize("operation", ["put", "list"])
+@pytest.mark.parametrize("kind", UNFORESEEN)
+def test_a_commit_whose_answer_nobody_foresaw_keeps_its_data(memory: Memory, operation: str, kind: str) -> None:
+    """If this fails, a save removes the data of its own commit, and leaves a checkpoint that is damaged."""
+    has_committed = False
+
+    class After(WrappedStore):
+        def around(self, call: Call, action: Callable[[], Any]) -> Any:
+            nonlocal has_committed
+            done = action()
+            is_commit = call.operation == "put" and call.key == "manifest.json"
+            has_committed |= is_commit
+            if has_committed and operation == call.operation:
+                raise UNFORESEEN[kind]()  # noqa: RSE102  # it makes one
+            return done
+
+    with contextlib.suppress(cloudckpt.CommitUnknownError):  # but where the manifest can be read back
+        cloudckpt.save(state_of(1.0), memory.uri(), options=Options(wrap_store=After))
+    assert has_committed
+    state = state_of(-1.0)
+    cloudckpt.load(state, memory.uri())
+    assert_holds(state, 1.0)
+
+
+def load_what_rank_0_cannot_find(uri: str, kind: str) -> None:
+    import torch.distributed as dist  # noqa: PLC0415
+
+    options = Options()
+    if dist.get_rank() == 0:
+        options = Options(wrap_store=lambda store: Broken(store, UNFORESEEN[kind], lambda call: call.key == "manifest"))
+    with pytest.raises(CheckpointException) as caught:
+        cloudckpt.load(state_of(), uri, options=options)
+    assert sorted(caught.value.failures) == [0, 1]
+    for cause, _ in caught.value.failures.values():
+        assert kind in f"{type(cause).__name__}: {cause}"
+        pickle.loads(pickle.dumps(cause))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", ["MemoryError", "UnportableError"])
+def test_what_rank_0_cannot_find_fails_all_ranks_alike(tmp_path: Path, kind: str) -> None:
+    """If this fails, each rank looks for its own checkpoint, and says that there is none."""
+    cloudckpt.save(state_of(1.0), tmp_path / "checkpoint")
+    run_ranks(load_what_rank_0_cannot_find, str(tmp_path / "checkpoint"), kind, world_size=2)

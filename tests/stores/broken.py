@@ -1,0 +1,258 @@
+"""Answers of a real server, broken at every byte: what a call makes of each, for S3 and for GCS."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.stores.scripted import SOCKET_TIMEOUT_S
+
+from cloudckpt.errors import StoreError, TransientStoreError
+from cloudckpt.testing._wire_http import Head, Stream
+
+Outcome = tuple[str, object]
+EVERY = 41
+"""Of the bytes of an answer, in the short form of the test; those around its structure are all in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer, as it came over the wire."""
+
+    method: str
+    head: bytes
+    body: bytes
+
+    @property
+    def raw(self) -> bytes:
+        return self.head + self.body
+
+    def framed(self, framing: str) -> Answer:
+        """The same answer with its body in chunks, or up to the end of the connection."""
+        if not self.body or framing == "length":
+            return self
+        lines = [line for line in self.head.split(b"\r\n") if not line.lower().startswith(b"content-length")]
+        head = b"\r\n".join(lines)
+        if framing == "close":
+            return Answer(method=self.method, head=head, body=self.body)
+        head = head.removesuffix(b"\r\n\r\n") + b"\r\nTransfer-Encoding: chunked\r\nTrailer: x-t\r\n\r\n"
+        step = max(len(self.body) // 3, 1)
+        pieces = [self.body[begin : begin + step] for begin in range(0, len(self.body), step)]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        return Answer(method=self.method, head=head, body=chunks + b"0\r\nx-t: 1\r\n\r\n")
+
+
+@dataclass
+class Tape:
+    """A server on loopback. It records what another one answers, and then plays it back, as `script` says."""
+
+    target_url: str
+    recorded: list[Answer] = field(default_factory=list)
+    script: list[bytes] | None = None
+    """What is sent, answer by answer, each on a connection of its own; the connection ends behind it."""
+    instead: bytes | None = None
+    """What is sent first, where nothing is in `script`."""
+    is_lasting: bool = False
+    """`instead` is sent again and again."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(SOCKET_TIMEOUT_S)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with self._lock:
+                    self._open = [one for one in self._open if one.fileno() >= 0] + [connection]
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+                self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.settimeout(SOCKET_TIMEOUT_S)
+        with connection, contextlib.suppress(OSError):
+            client = Stream(connection)
+            request = client.head()
+            if request is None:
+                return
+            body = b"".join(client.request_body(request))
+            with self._lock:
+                if self.script is not None:
+                    played = self.script.pop(0) if self.script else b""
+                else:
+                    played, self.instead = self.instead, self.instead if self.is_lasting else None
+            connection.sendall(self._fetched(request, body) if played is None else played)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):  # until the client has closed it too: nothing of the answer is reset away
+                pass
+
+    def _fetched(self, request: Head, body: bytes) -> bytes:
+        parts = urlsplit(self.target_url)
+        with socket.create_connection((parts.hostname or "", parts.port or 80), SOCKET_TIMEOUT_S) as target:
+            target.sendall(request.raw + body)
+            stream = Stream(target)
+            head = stream.head()
+            assert head is not None
+            content = b"".join(stream.answer_body(head, method=request.method))
+            if head.is_chunked:
+                content = _joined(content)
+            lines = [line for line in head.raw.split(b"\r\n") if not line.lower().startswith(_FRAMING)]
+            if request.method != "HEAD" and head.status != 204:
+                lines.insert(1, b"Content-Length: %d" % len(content))
+            elif length := head.header("content-length"):
+                lines.insert(1, b"Content-Length: " + length.encode())
+            answer = Answer(
+                method=request.method, head=b"\r\n".join([*lines[:-2], b"Connection: close", b"", b""]), body=content
+            )
+        with self._lock:
+            self.recorded.append(answer)
+        return answer.raw
+
+
+_FRAMING = (b"transfer-encoding", b"content-length", b"connection", b"keep-alive")
+
+
+def _joined(chunks: bytes) -> bytes:
+    content = b""
+    while True:
+        size, _, chunks = chunks.partition(b"\r\n")
+        if not int(size, 16):
+            return content
+        content, chunks = content + chunks[: int(size, 16)], chunks[int(size, 16) + 2 :]
+
+
+def outcome(call: Callable[[], object]) -> Outcome:
+    """What a call gave or raised. What is no `StoreError` is not caught."""
+    try:
+        return "gave", call()
+    except StoreError as error:
+        return "raised", type(error)
+
+
+def breaks(answer: Answer, *, every: int) -> Iterator[tuple[str, bytes]]:
+    """`answer` cut before a byte, and with a byte of its framing gone wrong; each with a name."""
+    raw, frame = answer.raw, _frame(answer)
+    for at in range(len(raw)):
+        is_edge = any(raw[max(at - near, 0) : at + 1].endswith((b"\r\n", b"\r", b":")) for near in (0, 1)) and at < 1200
+        if at % every == 0 or is_edge or at + 2 >= len(raw):
+            yield f"cut at {at}", raw[:at]
+        if at in frame and (at % every == 0 or every == 1 or at < 16):
+            yield f"wrong at {at}", raw[:at] + b"~" + raw[at + 1 :]
+
+
+def _frame(answer: Answer) -> set[int]:
+    """The bytes of the head and of the sizes of chunks, but for lines of the head that nobody can check.
+
+    Nobody knows which tags, dates and ids are right; and what is read in a wrong framing has a wrong checksum.
+    """
+    found: set[int] = set()
+    for line in re.finditer(rb"[^\n]*\n", answer.head):
+        if line[0].lower().startswith((b"date", b"etag", b"last-modified", b"transfer-encoding", b"x-")):
+            found -= {line.start() - 1, line.start() - 2}  # which would make it a part of the line before
+        else:
+            found |= set(range(line.start(), line.end()))
+    if b"chunked" in answer.head:
+        at = len(answer.head)
+        while at < len(answer.raw):
+            end = answer.raw.index(b"\r\n", at)
+            found |= set(range(at, end + 2))
+            at = end + 2 + int(answer.raw[at:end], 16) + 2
+            if answer.raw[:end].endswith(b"\n0"):
+                break
+    return found
+
+
+def check_broken(tape: Tape, call: Callable[[], object], framings: Iterable[str], *, every: int) -> int:
+    """Make `call` once for real, and once for each break of each of its answers; how many there were.
+
+    Each gives what the whole answer gives, or `TransientStoreError`: it is tried again.
+    """
+    tape.recorded, tape.script = [], None
+    whole = outcome(call)
+    recorded = tape.recorded
+    if not any(answer.body for answer in recorded):
+        framings = ["length"]
+    return sum(
+        _check_framed(tape, call, whole, [one.framed(framing) for one in recorded], every) for framing in framings
+    )
+
+
+def _check_framed(tape: Tape, call: Callable[[], object], whole: Outcome, answers: list[Answer], every: int) -> int:
+    tape.script = [answer.raw for answer in answers]
+    again = outcome(call)
+    assert again == whole or (again[0] == "raised" and issubclass(again[1], TransientStoreError)), (whole, again)  # type: ignore[arg-type]
+    num_breaks, wrong = 0, []
+    for number, answer in enumerate(answers):
+        for name, broken in breaks(answer, every=every):
+            num_breaks += 1
+            tape.script = [*(before.raw for before in answers[:number]), broken]
+            got: Any = outcome(call)
+            if got != whole and not (got[0] == "raised" and issubclass(got[1], TransientStoreError)):
+                wrong.append((number, name, got, broken[-60:]))
+    assert wrong == [], f"{len(wrong)} of {num_breaks}; the whole answer: {whole}"
+    return num_breaks
+
+
+_PAGE = b"<!doctype html><html><head><title>Sign in</title></head><body>Welcome</body></html>"
+_WEB = b'Content-Type: text/html\r\nETag: "page"\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n'
+_PLAIN = b"Content-Type: text/plain\r\n"
+
+
+def _foreign(status: int, headers: bytes, body: bytes) -> bytes:
+    return b"HTTP/1.1 %d X\r\n%bContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (status, headers, len(body), body)
+
+
+FOREIGN: dict[str, bytes] = {
+    **{f"{status} empty": _foreign(status, b"", b"") for status in (102, 200, 202, 204, 206, 400, 404, 410, 412, 416)},
+    **{
+        f"{status} page": _foreign(status, _WEB, _PAGE) for status in (200, 203, 206, 400, 401, 403, 404, 409, 412, 416)
+    },
+    **{f"{status} words": _foreign(status, _PLAIN, b"no upstream") for status in (404, 412, 416, 500, 502, 503)},
+    "200 a page of XML": _foreign(200, b"Content-Type: application/xml\r\n", b"<html><Contents/></html>"),
+    "200 another's JSON": _foreign(200, b"Content-Type: application/json\r\n", b'{"status": "ok", "items": []}'),
+    "404 another's JSON": _foreign(404, b"Content-Type: application/json\r\n", b'{"message": "no Route matched"}'),
+}
+"""Answers of proxies, load balancers, web servers and gateways for APIs."""
+
+
+def check_foreign(tape: Tape, call: Callable[[], object], *, may_succeed: tuple[str, ...]) -> None:
+    """Let `call` meet each foreign answer: once, as the first that it gets, and as the only one that it ever gets.
+
+    Each gives what the store's own answer gives, or `TransientStoreError`; with nothing but foreign answers always
+    that, but for those that `may_succeed`.
+    """
+    whole = outcome(call)
+    wrong = []
+    for name, answer in FOREIGN.items():
+        for is_lasting in (False, True):
+            tape.instead, tape.is_lasting = answer, is_lasting
+            got: Any = outcome(call)
+            is_transient = got[0] == "raised" and issubclass(got[1], TransientStoreError)
+            if not is_transient and (got != whole or (is_lasting and name not in may_succeed)):
+                wrong.append((name, is_lasting, got))
+    assert wrong == [], f"{len(wrong)}; the whole answer: {whole}"

@@ -1,0 +1,107 @@
+"""Answers of S3 that are cut or damaged, at every byte of head, chunk sizes, body and trailer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from awscrt.checksums import crc32c
+from tests.stores.broken import EVERY, Tape, check_broken, check_foreign
+
+from cloudckpt.stores.base import Part, UploadedPart
+from cloudckpt.stores.s3 import S3Store
+
+if TYPE_CHECKING:
+    from cloudckpt.testing.servers import S3Server
+
+BODY = b"0123456789"
+VIEWS = [memoryview(BODY)]
+CRC = crc32c(BODY)
+PART = Part(number=1, offset_bytes=0, size_bytes=10)
+
+
+def _read_into(store: S3Store, key: str, offset_bytes: int = 2) -> bytes:
+    target = bytearray(4)
+    store.read_into(key, offset_bytes, [memoryview(target)])
+    return bytes(target)
+
+
+def _complete(store: S3Store, upload_id: str) -> None:
+    done = UploadedPart(part=PART, token='"781e5e245d69b566979b86e28d23f2c7"', crc32c=CRC)  # noqa: S106  # an ETag
+    store.complete_multipart("multi", upload_id, [done])
+
+
+# Each with the id of an upload that has one part.
+CALLS: dict[str, Callable[[S3Store, str], object]] = {
+    "put": lambda store, _: store.put("new", VIEWS, crc32c=CRC),
+    "put if absent": lambda store, _: store.put("created", VIEWS, crc32c=CRC, if_absent=True),
+    "put what exists": lambda store, _: store.put("k", VIEWS, crc32c=CRC, if_absent=True),
+    "create_multipart": lambda store, _: store.create_multipart("multi"),
+    "upload_part": lambda store, upload_id: store.upload_part("multi", upload_id, PART, VIEWS, crc32c=CRC),
+    "list_uploads": lambda store, _: list(store.list_uploads()),
+    "list_parts": lambda store, upload_id: list(store.list_parts("multi", upload_id)),
+    "list_parts of none": lambda store, _: list(store.list_parts("multi", "nope")),
+    "complete_multipart": _complete,
+    "complete_multipart of none": lambda store, _: _complete(store, "nope"),
+    "abort_multipart": lambda store, upload_id: store.abort_multipart("multi", upload_id),
+    "abort_multipart of none": lambda store, _: store.abort_multipart("multi", "nope"),
+    "read_into": lambda store, _: _read_into(store, "k"),
+    "read_into short": lambda store, _: _read_into(store, "k", 8),
+    "read_into beyond": lambda store, _: _read_into(store, "k", 50),
+    "read_into missing": lambda store, _: _read_into(store, "nope"),
+    "read": lambda store, _: store.read("k", max_bytes=100),
+    "read missing": lambda store, _: store.read("nope", max_bytes=100),
+    "head": lambda store, _: store.head("k"),
+    "head missing": lambda store, _: store.head("nope"),
+    "list": lambda store, _: list(store.list()),
+    "list of nothing": lambda store, _: list(store.list("nope/")),
+    "list_directories": lambda store, _: list(store.list_directories()),
+    "copy": lambda store, _: store.copy("k", "copied"),
+    "copy missing": lambda store, _: store.copy("nope", "copied"),
+    "copy_from": lambda store, _: store.copy_from(store.url("k"), "copied"),
+    "delete": lambda store, _: store.delete(["gone"]),
+    "delete many": lambda store, _: store.delete([f"many/{number}" for number in range(17)]),
+}
+
+
+@pytest.fixture
+def tape(s3_server: S3Server) -> Iterator[Tape]:
+    tape = Tape(s3_server.endpoint_url)
+    yield tape
+    tape.close()
+
+
+@pytest.fixture
+def taped(tape: Tape, s3_server: S3Server, bucket: str) -> tuple[S3Store, str]:
+    """A store behind the tape with an object and an upload, whose id comes with it."""
+    options = {**s3_server.storage_options, "endpoint_url": tape.url}
+    store = S3Store(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
+    for key in ("k", "a/b", "a/c"):
+        store.put(key, VIEWS, crc32c=CRC)
+    upload_id = store.create_multipart("multi")
+    store.upload_part("multi", upload_id, PART, VIEWS, crc32c=CRC)
+    return store, upload_id
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_broken_answer_is_tried_again(tape: Tape, taped: tuple[S3Store, str], name: str) -> None:
+    """If this fails, a connection that breaks ends a save or a load, for a wrong reason; or half an answer is taken for
+    a whole one: nothing is there, a part has another ETag, an object is shorter than it is.
+    """
+    assert check_broken(tape, lambda: CALLS[name](*taped), ["chunks"], every=EVERY) > 10
+
+
+@pytest.mark.faults
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a body whose head botocore refuses
+@pytest.mark.parametrize("name", CALLS)
+def test_every_broken_answer_is_tried_again(tape: Tape, taped: tuple[S3Store, str], name: str) -> None:
+    """If this fails, it does for a byte, or a framing, that the short form of the test leaves out."""
+    assert check_broken(tape, lambda: CALLS[name](*taped), ["length", "chunks", "close"], every=1) > 100
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_store_has_not_said_is_not_believed(tape: Tape, taped: tuple[S3Store, str], name: str) -> None:
+    """If this fails, a web page or a load balancer's 404 says that a checkpoint is missing, damaged or written."""
+    removes = name.startswith(("delete", "abort"))
+    check_foreign(tape, lambda: CALLS[name](*taped), may_succeed=("200 empty", "204 empty") if removes else ())

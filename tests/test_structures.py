@@ -1,0 +1,399 @@
+"""What was saved loads into a structure of the same form, and is exported as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tests.convert.states import contents
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import cloudckpt
+from cloudckpt._dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+_numbers = itertools.count()
+
+
+class Sharded(list[int]):
+    """Stands for a DTensor: there is no mesh yet when examples are made."""
+
+
+class Pair(tuple[Any, ...]):
+    """Stands for a tuple with a tensor, which is a value as a whole."""
+
+    __slots__ = ()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+_leaves = st.sampled_from([torch.zeros(3), Sharded([4]), Pair((torch.zeros(2), 1)), 1, 0.5, "text", None, True])
+_keys = st.sampled_from(["a", "b", "0", "x.y", 0, 1, -7, True, None, 2.5, (0, "a")])
+_nestings = st.recursive(
+    _leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(_keys, inner, max_size=3)
+        | st.dictionaries(_keys, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(_keys, st.integers(0, 9), max_size=2).map(Counter)
+    ),
+    max_leaves=10,
+)
+_states = st.dictionaries(st.sampled_from(["model", "optim", "more"]), _nestings, min_size=1)
+
+
+def filled(form: Any, number: Iterator[int], mesh: DeviceMesh | None) -> Any:
+    """The structure with other values in each of its entries."""
+    if isinstance(form, torch.Tensor):
+        return torch.full(form.shape, float(next(number)))
+    if isinstance(form, Sharded):
+        tensor = torch.full(form, float(next(number)))
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, [Shard(0)])
+    if isinstance(form, Pair):
+        return (torch.full((2,), float(next(number))), next(number))
+    if isinstance(form, Mapping):
+        made = copy.copy(form)
+        made.clear()
+        for key, value in form.items():
+            made[key] = filled(value, number, mesh)
+        return made
+    if isinstance(form, list):
+        return [filled(value, number, mesh) for value in form]
+    return next(number)
+
+
+def shown(value: Any) -> Any:
+    """What can be compared with ``==``, with the types of containers, keys and leaves."""
+    if isinstance(value, DTensor):
+        return "DTensor", value.full_tensor().tolist()
+    if isinstance(value, torch.Tensor):
+        return "Tensor", value.tolist()
+    if isinstance(value, Mapping):
+        return type(value).__name__, {repr(key): shown(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [shown(each) for each in value]
+    return type(value).__name__, value
+
+
+def names_of(value: Any, prefix: str = "") -> list[str]:
+    """The names of all entries and containers, by the rule of torch: keys as text, joined by dots."""
+    if isinstance(value, Mapping):
+        pairs = [(f"{prefix}{key!s}", each) for key, each in value.items()]
+    elif isinstance(value, list):
+        pairs = [(f"{prefix}{index}", each) for index, each in enumerate(value)]
+    else:
+        return []
+    return [name for at, each in pairs for name in (at, *names_of(each, at + "."))]
+
+
+def a_place() -> str:
+    return f"memory://structures/{next(_numbers)}"
+
+
+def checked_round_trip(form: Any, mesh: DeviceMesh | None, save: Callable[[Any, str], object]) -> None:
+    uri = a_place()
+    saved, target = filled(form, itertools.count(1), mesh), filled(form, itertools.count(1000), mesh)
+    names = names_of(form)
+    if len(set(names)) < len(names):
+        try:
+            save(saved, uri)
+        except UnsupportedValueError:
+            return  # two would have one name; where one of them is a container alone, it can be saved
+    else:
+        save(saved, uri)
+    cloudckpt.load(target, uri)
+    assert shown(target) == shown(saved)
+
+
+_of_one_mesh = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@given(form=_states)
+@example(form={"model": Sharded([3]), "callbacks": [{}, {"best": 1}]})
+@example(form={"model": Pair((1,)), "callbacks": [{}, {"best": 1}], "state": {}})
+@example(form={"o": {"state": {0: {"step": 1, "m": torch.zeros(1)}, -1: {}}, "lr": Counter({30: 1})}})
+@example(form={"deep": [[torch.zeros(1), [[]]], [1, 2], {}], "w": Sharded([2])})
+@_of_one_mesh
+def test_a_structure_that_was_saved_loads_into_itself(mesh: DeviceMesh, form: Any) -> None:
+    """If this fails, training cannot resume from a state dict of this form, or resumes with values of its own."""
+    checked_round_trip(form, mesh, cloudckpt.save)
+
+
+@given(form=_states)
+@settings(_of_one_mesh, max_examples=20)
+def test_so_does_one_that_was_saved_in_the_background(mesh: DeviceMesh, form: Any) -> None:
+    """If this fails, the copy that a background save makes has other keys or another form."""
+    checked_round_trip(form, mesh, lambda state, uri: cloudckpt.async_save(state, uri).result(60))
+
+
+@given(form=_states)
+@example(form={"optimizer": {"state": {}, "groups": [{}, {"lr": 1}, [{}]]}})
+@settings(_of_one_mesh, max_examples=20)
+def test_an_export_has_the_keys_that_were_saved(form: Any) -> None:
+    """If this fails, ``Optimizer.load_state_dict`` takes an exported state dict and restores nothing of it."""
+    names = names_of(form)
+    if len(set(names)) < len(names):
+        return
+    uri, saved = a_place(), filled(form, itertools.count(1), None)
+    cloudckpt.save(saved, uri)
+    cloudckpt.export_checkpoint(uri, f"{uri}-out/x.pt", format="torch")
+    cloudckpt.import_checkpoint(f"{uri}-out/x.pt", f"{uri}-back", format="torch")
+    target = filled(form, itertools.count(1000), None)
+    cloudckpt.load(target, f"{uri}-back")
+    assert shown(target) == shown(saved)
+    exported = torch.load(io.BytesIO(contents(f"{uri}-out")["x.pt"]), weights_only=True)
+    assert shown(exported) == shown(as_dicts(saved))
+
+
+def as_dicts(value: Any) -> Any:
+    """With no other mappings than dicts, as an export has them."""
+    if isinstance(value, Mapping):
+        return {key: as_dicts(each) for key, each in value.items()}
+    return [as_dicts(each) for each in value] if isinstance(value, list) else value
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], num_steps: int, *, sparse: bool = False) -> Any:
+    """An optimizer's state after some steps, with its schedule's."""
+    layer = torch.nn.Embedding(5, 3, sparse=sparse)
+    optimizer = make(layer.parameters())
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[30, 80])
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        layer(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        schedule.step()
+    return optimizer, schedule
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),  # whose steps are ints
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),  # whose state is an empty dict
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
+    """If this fails, an optimizer begins anew after a load, an export or an import, and nobody is told."""
+    make, sparse = OPTIMIZERS[name], name == "SparseAdam"
+    saved, schedule = trained(make, 30, sparse=sparse)
+    state = {"optimizer": saved.state_dict(), "schedule": schedule.state_dict()}
+    torch.save(state, tmp_path / "in.pt")
+    cloudckpt.import_checkpoint(tmp_path / "in.pt", tmp_path / "step-1", format="torch")
+    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "out.pt", format="torch")
+    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "dcp", format="dcp")
+    cloudckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "step-2", format="dcp", allow_pickle=True)
+    exported = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert shown(exported) == shown(as_dicts(state))
+    for planner in (None, DefaultLoadPlanner(allow_partial_load=True)):
+        for step in ("step-1", "step-2"):  # the second has lost the keys' types: those of the target count
+            optimizer, resumed = trained(make, 1, sparse=sparse)
+            target = {"optimizer": optimizer.state_dict(), "schedule": resumed.state_dict()}
+            cloudckpt.load(target, tmp_path / step, planner=planner)
+            assert shown(target) == shown(state)
+            optimizer.load_state_dict(target["optimizer"])
+            assert shown(optimizer.state_dict()) == shown(saved.state_dict())
+            cloudckpt.save({"optimizer": optimizer.state_dict()}, tmp_path / "next", overwrite=True)
+
+
+def test_torchs_own_calls_keep_keys_once_enabled(tmp_path: Path) -> None:
+    """If this fails, ``enable()`` saves and loads less of a state dict than `save` and `load`."""
+    uri = f"file://{tmp_path}/c"
+    saved = {"optimizer": trained(OPTIMIZERS["SparseAdam"], 3, sparse=True)[0].state_dict(), "list": [{}, {"best": 1}]}
+    saved["pair"] = (torch.ones(1), 1)
+    target = {"optimizer": trained(OPTIMIZERS["SparseAdam"], 1, sparse=True)[0].state_dict(), "list": [{}, {"best": 0}]}
+    target["pair"] = (torch.zeros(1), 0)
+    cloudckpt.enable()
+    try:
+        dcp.save(saved, checkpoint_id=uri)
+        dcp.load(target, checkpoint_id=uri)
+        with pytest.raises(StateDictMismatchError):
+            raise causes_of(lambda: dcp.load({"missing": 1}, checkpoint_id=uri))
+        kept = {"optimizer": {"state": {"0": {"step": None}}}}
+        dcp.load(kept, checkpoint_id=uri, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
+    finally:
+        cloudckpt.disable()
+    assert shown(target) == shown(saved)
+    assert kept == {"optimizer": {"state": {"0": {"step": 3}}}}
+    cloudckpt.export_checkpoint(tmp_path / "c", tmp_path / "x.pt", format="torch")
+    assert list(torch.load(tmp_path / "x.pt")["optimizer"]["state"]) == [0]
+
+
+def causes_of(call: Callable[[], object]) -> BaseException:
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        call()
+    return caught.value.failures[0][0]
+
+
+def test_values_of_older_names_come_under_the_targets_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, what torch before 2.4 saved whole is put beside the entry that it is of."""
+    uri = a_place()
+    saved = {"o": {0: {"lr": 5}, 1: {"w": torch.ones(2)}}}
+    with monkeypatch.context() as patch:
+        patch.setattr(_version, "_derived_version", "2_3")
+        metadata = cloudckpt.save(saved, uri, planner=dcp.DefaultSavePlanner())
+    assert set(metadata.state_dict_metadata) == {"o.0", "o.1.w"}
+    target = {"o": {0: {"lr": 1}, 1: {"w": torch.zeros(2)}}}
+    cloudckpt.load(target, uri)
+    assert shown(target) == shown(saved)
+
+
+class Written(dict[str, Any]):
+    """Notes what is assigned."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.assigned: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.assigned.append(key)
+        super().__setitem__(key, value)
+
+
+def test_a_load_assigns_as_torch_does() -> None:
+    """If this fails, a dict of somebody's own is changed behind its back, or is not told of a load."""
+    uri = a_place()
+    cloudckpt.save({"a": {"x": torch.ones(2)}, "n": 3}, uri)
+    target = Written(a=Written(x=torch.zeros(2)), n=0)
+    cloudckpt.load(target, uri)
+    assert (target.assigned, target["n"], target["a"].assigned) == (["a", "n"], 3, [])
+    cloudckpt.save({"v": {"n": 4}}, f"{uri}/more")
+    target = Written(v=Written(n=0))
+    cloudckpt.load(target, f"{uri}/more")
+    assert (target.assigned, target["v"].assigned, target["v"]["n"]) == (["v"], ["n"], 4)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("w", None, r"'w' was saved as a tensor of shape \(4,\), and a value \(NoneType\) is to take it"),
+        ("w", "text", r"a value \(str\)"),
+        ("t", torch.zeros(1), r"'t' was saved as a Python value, and a tensor of shape \(1,\) is to take it"),
+        ("t", torch.nn.Parameter(torch.zeros(2)), r"'t' was saved as a Python value"),
+    ],
+    ids=["nothing", "text", "tensor", "parameter"],
+)
+def test_a_tensor_and_a_value_do_not_take_each_others_place(name: str, value: Any, told: str, is_partial: bool) -> None:  # noqa: FBT001  # of the table
+    """If this fails, a tensor of a model keeps its values where a number was saved, or the error does not say which."""
+    uri = a_place()
+    cloudckpt.save({"w": torch.ones(4), "t": 1}, uri)
+    planner = DefaultLoadPlanner(allow_partial_load=True) if is_partial else None
+    target = {name: value, **({"missing": 1} if is_partial else {})}
+    with pytest.raises(StateDictMismatchError, match=told) as caught:
+        cloudckpt.load(target, uri, planner=planner)
+    assert "missing" not in str(caught.value).partition("is to take it")[0]
+    assert target[name] is value
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({"v": {0: torch.ones(1), "0": torch.ones(1)}}, r"called 'v\.0': \['v'\]\[0\] and \['v'\]\['0'\]"),
+        ({"v": {"\ud800": 1}}, r"'v\.\\ud800' holds a surrogate"),
+        ({"v": {b"k": 1}}, r"key b'k' of \['v'\].*is a bytes"),
+    ],
+    ids=["one name", "surrogate", "key"],
+)
+@pytest.mark.parametrize("call", [cloudckpt.save, lambda *given: cloudckpt.async_save(*given).result(60)])
+def test_what_no_manifest_can_hold_is_refused_by_name(
+    state: dict[str, Any], told: str, call: Callable[..., Any]
+) -> None:
+    """If this fails, a save ends in an error of a library, which names no entry of the state dict."""
+    uri = a_place()
+    with pytest.raises(UnsupportedValueError, match=told):
+        call(state, uri)
+    assert contents(uri) == {}
+
+
+def test_a_surrogate_is_refused_with_every_planner() -> None:
+    """If this fails, a save with torch's planner uploads everything, and then cannot write its manifest."""
+    with pytest.raises(UnsupportedValueError, match="holds a surrogate"):
+        cloudckpt.save({"\ud800": 1}, a_place(), planner=dcp.DefaultSavePlanner())
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), [torch.ones(1)], None], ids=["module", "list", "nothing"])
+def test_what_is_no_state_dict_is_refused_before_anything(tmp_path: Path, given: Any) -> None:
+    """If this fails, ``save(module)`` says that 'Linear' object has no attribute 'items'."""
+    uri = str(tmp_path / "step-1")
+    manager = cloudckpt.CheckpointManager(str(tmp_path))
+    calls: dict[str, Callable[[], object]] = {
+        "saving": lambda: cloudckpt.save(given, uri),
+        "saving in the background": lambda: cloudckpt.async_save(given, uri),
+        "saving a step": lambda: manager.save(1, given),
+        "loading": lambda: cloudckpt.load(given, uri),
+        "loading the latest": lambda: cloudckpt.load_latest(given, str(tmp_path)),
+        "loading a step": lambda: manager.restore(given, step=1),
+        "loading the last step": lambda: manager.restore(given),
+    }
+    advice = r"Pass \{'model': model\}" if isinstance(given, torch.nn.Module) else "not a"
+    for doing, call in calls.items():
+        with pytest.raises(TypeError, match=rf"{doing.split()[0]} takes a state dict.*{advice}"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Kept:
+    """A ``Stateful`` with values under keys that are no text."""
+
+    def __init__(self, number: int) -> None:
+        self.state = {0: {"step": number}, "more": [{}, {"n": number}]}
+        self.told: Any = None
+
+    def state_dict(self) -> dict[Any, Any]:
+        return copy.deepcopy(self.state)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.told = state_dict
+
+
+def test_stateful_objects_get_their_own_keys(mesh: DeviceMesh) -> None:
+    """If this fails, an object in the state dict is given values under other keys than those that it has."""
+    uri = a_place()
+    cloudckpt.save({"kept": Kept(5), 7: 1, "w": distribute_tensor(torch.ones(2), mesh, [Shard(0)])}, uri)
+    kept = Kept(0)
+    target: dict[Any, Any] = {"kept": kept, 7: 0, "w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
+    cloudckpt.load(target, uri)
+    assert kept.told == Kept(5).state
+    assert target["kept"] is kept
+    assert target[7] == 1
+    assert shown(target["w"]) == ("DTensor", [1.0, 1.0])
+
+
+def test_patterns_choose_empty_mappings_too(tmp_path: Path) -> None:
+    """If this fails, an export of one part of a state dict has the empty mappings of the others, or lacks its own."""
+    cloudckpt.save({"optim": {"state": {}, "lr": 1}, "other": {"empty": {}}}, tmp_path / "c")
+    cloudckpt.export_checkpoint(tmp_path / "c", tmp_path / "x.pt", format="torch", include="optim.*")
+    assert torch.load(tmp_path / "x.pt") == {"optim": {"state": {}, "lr": 1}}
+
+
+@pytest.mark.filterwarnings("ignore:.*_get_pg_default_device", "ignore:Multiple backends are registered")
+@pytest.mark.usefixtures("mesh")  # torch asks the process group for its device
+def test_a_target_without_memory_gets_some() -> None:
+    """If this fails, a model that was made on the meta device cannot be loaded into."""
+    planner = ExplainingLoadPlanner("here")
+    target = {"model": {0: [torch.empty(2, device="meta")]}, "step": 1}
+    planner.set_up_planner(target)
+    tensor = planner.state_dict["model.0.0"]
+    assert target["model"][0][0] is tensor  # type: ignore[index]
+    assert (tensor.device.type, tensor.shape) == ("cpu", (2,))

@@ -21,7 +21,7 @@ TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults mutants servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -42,6 +42,9 @@ coverage: $(INSTALLED) ## Run the same tests with coverage, of branches and of e
 
 faults: $(INSTALLED) ## Kill ranks, flip bits, interleave calls, stall stores: what the guarantees were tried with.
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m faults
+
+mutants: $(INSTALLED) ## Apply each deliberate defect of tests/mutants to a copy, and expect the tests to catch it.
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 # A machine with a GPU may have no network, and a torch that fits its driver: what is there is used, and nothing
 # installed. It takes torch, awscrt, fsspec, msgspec and numpy, and pytest, pytest-timeout, hypothesis, safetensors.
@@ -70,7 +73,7 @@ integration: $(INSTALLED) servers ## Run the tests on real servers, which it ins
 
 soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 soak: $(INSTALLED) servers ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.
-	$(BIN)/python -m pytest tests/soak -s
+	$(BIN)/python -m pytest tests/soak -s -p no:logging
 
 exhaustive: export CLOUDCKPT_EXHAUSTIVE := 1
 exhaustive: export CLOUDCKPT_KILLS := all

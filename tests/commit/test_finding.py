@@ -230,6 +230,20 @@ def test_what_is_listed_and_not_found_is_no_absence() -> None:
         resolve(store, retrier())
 
 
+def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> None:
+    """If this fails, one entry that is listed and not found keeps a job from all of its steps."""
+    for name in ("step-1", "step-2"):
+        cloudckpt.save(state_of(1.0), memory.uri(name), no_dist=True)
+    put(memory.at("step-2").inner, manifest_key(1), fence(keeps=0))
+
+    def lose(call: Call) -> None:
+        if call.key.endswith(manifest_key(1)) and call.operation.startswith("read"):
+            raise ObjectNotFoundError("no", key=call.key, operation=call.operation)
+
+    options = Options(wrap_store=lambda inner: Ticking(inner, lose))
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root, options=options)] == ["step-1", "step-2"]
+
+
 # Sizes that a listing gets wrong.
 
 LOGS: dict[str, dict[str, bytes]] = {

@@ -107,6 +107,28 @@ def test_a_manifest_that_is_listed_is_not_taken_for_gone(memory: Memory, uri: st
     assert memory.all_keys() == before
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_manifest_in_one_answer_removes_nothing(memory: Memory, uri: str, *, is_first: bool) -> None:
+    """If this fails, one answer that a proxy gives to the wrong request makes gc remove a checkpoint's data."""
+    cloudckpt.save(state_of(2.0), memory.uri("other"), no_dist=True)
+    inner = memory.at().inner
+    own, other = (store.read("manifest.json", max_bytes=10**6) for store in (inner, memory.at("other").inner))
+    before = memory.data_keys()
+
+    def answer_with(manifest: bytes) -> None:
+        put(inner, "manifest.json", manifest)
+
+    # The fence is put between the two reads.
+    memory.at().once_before("read", "manifest.json", lambda: answer_with(other if is_first else own))
+    memory.at().once_before("put", "manifest.1.json", lambda: answer_with(own if is_first else other))
+    cloudckpt.gc(uri, older_than=0, dry_run=False)
+    answer_with(own)
+    kept = [key for key in before if LONG_AGO not in key]
+    assert kept
+    assert set(kept) <= set(memory.data_keys())
+    assert_holds(loaded(uri), 1.0)
+
+
 def test_a_store_without_uploads_is_kept_tidy_too(memory: Memory, uri: str) -> None:
     """If this fails, gc works on no file system of fsspec's."""
     refusal = UnsupportedOperationError("no", key="k", operation="list_uploads")

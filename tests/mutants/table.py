@@ -69,11 +69,19 @@ _COMMIT = (
         name="skip-the-fence-of-gc",
         breaks="G1: a save whose data gc removed can still commit.",
         file="_commit/collect.py",
-        old="if judged.plan.needs_fence and conditional:",
-        new="if False:",
+        old="is_fenced = plan.needs_fence and conditional",
+        new="is_fenced = False",
         tests=(
             "tests/housekeeping/test_trouble.py::test_a_save_whose_data_goes_at_the_last_moment_cannot_be_committed",
         ),
+    ),
+    Mutant(
+        name="one-look-decides-what-gc-removes",
+        breaks="G10: gc removes the data of a checkpoint for which a proxy answered with another one's manifest.",
+        file="_commit/collect.py",
+        old="if item in agreed))",
+        new="))",
+        tests=("tests/housekeeping/test_trouble.py::test_another_manifest_in_one_answer_removes_nothing",),
     ),
     Mutant(
         name="skip-the-fence-of-delete",

@@ -213,6 +213,23 @@ def amplified() -> Any:
     return [Asks(set, (items,)) for _ in range(1000)]
 
 
+def nested_dtype() -> Asks:
+    made: Any = dtype_of("V0", (3, "|", None, ("a",), {"a": (np.dtype("V0"), 0)}, 0, 1, 0))
+    for _ in range(60):
+        made = dtype_of("V0", (3, "|", None, ("a", "b"), {"a": (made, 0), "b": (made, 0)}, 0, 1, 0))
+    return made
+
+
+def tensor_with(name: str, value: object) -> Asks:
+    rebuild, arguments = torch.ones(1).__reduce_ex__(2)[:2]
+    call: Any = torch._tensor._rebuild_from_type_v2
+    return (
+        Asks(call, (arguments[0], torch.Tensor, arguments[1], {name: value}))
+        if rebuild is call
+        else Asks(call, (rebuild, torch.Tensor, arguments, {name: value}))
+    )
+
+
 HIDDEN = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)  # flags that say: there are no objects
 HOSTILE = {
     "array larger than its bytes": lambda: array((2**57,), np.dtype("f8"), b""),
@@ -255,6 +272,15 @@ HOSTILE = {
     "a default by any function": lambda: Asks(collections.defaultdict, (os.getcwd,)),
     "a default by a function that is allowed": lambda: Asks(collections.defaultdict, (codecs.encode,)),
     "many sets of one list": amplified,
+    "dtype of dtypes without end": nested_dtype,
+    "array of a subarray's dtype": lambda: array(
+        (1,), dtype_of("V8", (3, "|", (np.dtype("u1"), (8,)), None, None, 8, 1, 0)), b"0" * 8
+    ),
+    "one element that becomes many": lambda: Asks(
+        torch._utils._rebuild_device_tensor_from_cpu_tensor,
+        (torch.ones(1).expand(HUGE), torch.float64, "cpu", False),
+    ),
+    "tensor that is given other data": lambda: tensor_with("data", torch.ones(2)),
 }
 
 
@@ -268,6 +294,13 @@ def test_hostile_pickles_are_refused(name: str) -> None:
         (pickle.UnpicklingError, ValueError)
     ):  # no MemoryError, and nothing else that says: it was tried
         load_safely(stored)
+
+
+def test_a_sparse_tensor_with_an_index_outside_is_refused() -> None:
+    """If this fails, who can write to a bucket reads and writes memory beside a tensor."""
+    layout_and_parts = (torch.sparse_coo, (torch.tensor([[HUGE]]), torch.ones(1), torch.Size([2]), False))
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        load_safely(packed(Asks(torch._utils._rebuild_sparse_tensor, layout_and_parts)))
 
 
 def opcodes(value: object) -> bytes:

@@ -7,7 +7,7 @@ listed, whoever wrote that data has a number that is taken, or decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from cloudckpt._commit.batches import batches
@@ -155,17 +155,22 @@ def collect(place: Place, retrier: Retrier, *, before: datetime, conditional: bo
     `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
     """
     judged = judge(place, retrier, before=before)
-    if judged.plan.needs_fence and conditional:
+    plan, left = judged.plan, list[Left]()
+    if any(item.kind == "data" for item in plan.objects):
+        is_fenced = plan.needs_fence and conditional
         top = judged.log.top
-        # Whether the number was free does not matter: from here on it is taken.
-        lay_fence(place.store, top + 1, keeps=judged.log.counting, retrier=retrier)
-        judged = judge(place, retrier, before=before, is_fenced=True)
-        if judged.log.top <= top:
+        if is_fenced:
+            # Whether the number was free does not matter: from here on it is taken.
+            lay_fence(place.store, top + 1, keeps=judged.log.counting, retrier=retrier)
+        judged = judge(place, retrier, before=before, is_fenced=is_fenced)
+        if is_fenced and judged.log.top <= top:
             raise CheckpointChangedError(
                 f"{place.store.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was removed",
                 uri=place.store.uri,
             )
-    plan, left = judged.plan, list[Left]()
+        # A proxy can answer one of the two reads with another checkpoint's manifest, which names none of the data here.
+        agreed = set(plan.objects)
+        plan = replace(judged.plan, objects=tuple(item for item in judged.plan.objects if item in agreed))
     for upload in plan.uploads:
         left += _abort(place.root, upload, retrier)
     left_of_log = _remove(place.root, [place.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)

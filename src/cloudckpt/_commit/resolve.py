@@ -152,9 +152,9 @@ def read_log(
         return found, found.log if is_none or found.has_vanished else None
 
     found = settle(look, changing=lambda: _changing(store, prefix))
-    if found.has_vanished:
+    if found.has_vanished and not is_lenient:
         raise _changing(store, prefix)
-    return found.log
+    return _without_fence(found.log) if found.has_vanished else found.log
 
 
 def resolve(store: Store, retrier: Retrier) -> Resolved:
@@ -209,8 +209,7 @@ def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenien
     except (InvalidManifestError, UnsupportedFormatError):
         if not is_lenient:
             raise
-        below = [entry.number for entry in entries if not entry.is_fence]
-        return _Look(log=Log(entries=entries, counting=max(below, default=top.number)))
+        return _Look(log=_without_fence(Log(entries=entries, counting=top.number)))
     if not isinstance(found, Fence):
         return _Look(log=Log(entries=entries, counting=top.number), manifest=found, has_vanished=found is None)
     log = Log(entries=entries, counting=found.keeps)
@@ -219,6 +218,12 @@ def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenien
     kept = read_entry(store, found.keeps, retrier, prefix=prefix)
     manifest = None if isinstance(kept, Fence) else kept
     return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
+
+
+def _without_fence(log: Log) -> Log:
+    """The log where its highest entry, which looks like a fence, cannot be read: see `read_log`."""
+    below = [entry.number for entry in log.entries if not entry.is_fence]
+    return Log(entries=log.entries, counting=max(below, default=log.top))
 
 
 def read_entry(store: Store, number: int, retrier: Retrier, *, prefix: str = "") -> Manifest | Fence | None:

@@ -50,7 +50,8 @@ def load_safely(stored: bytes | bytearray, *, map_location: str | None = None) -
     except (RuntimeError, ValueError, OSError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
         raise _refusal("it is not what torch.save writes") from error
     load: Any = torch.serialization._load  # noqa: SLF001  # likewise
-    return load(archive, map_location, _MODULE, encoding="utf-8")
+    with torch.sparse.check_sparse_tensor_invariants(enable=True):  # type: ignore[no-untyped-call]  # else indices may point outside of a tensor
+        return load(archive, map_location, _MODULE, encoding="utf-8")
 
 
 def users_globals() -> dict[str, Any]:
@@ -220,6 +221,7 @@ def _described(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
     An array of Python objects would take its bytes for their addresses, wherever in the dtype they are.
     """
     _, order, subarray, names, fields, _, _, flags, *extra = state
+    _check_parts([(subarray or ())[:1], *(fields[name][:1] for name in names or ())], "a dtype", _parts_of_dtype)
     if subarray is not None:
         made: np.dtype[Any] = np.dtype(tuple(subarray))
     elif names is not None:
@@ -251,7 +253,7 @@ def _fill(reader: Unpickler, array: Any, state: Any) -> None:
 
 
 def _check_elements(reader: Unpickler, dtype: Any, content: Any, shape: tuple[int, ...] = ()) -> None:
-    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(content) is not bytes:
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or dtype.subdtype or type(content) is not bytes:
         raise _refusal("it has an array of Python objects")
     if not all(type(length) is int and length >= 0 for length in shape):
         raise _refusal("it has an array of no possible shape")
@@ -305,17 +307,27 @@ def _collection(kind: Callable[[Any], Any], *of: type) -> Callable[..., Any]:
 def _check_hashable(items: Iterable[Any]) -> None:
     """Refuse keys and elements whose hash would recurse too deep, or visit shared parts again and again."""
     for item in items:
-        if type(item) not in _NESTED:
-            continue
-        waiting: list[Any] = [item]
-        for _ in range(_MOST_PARTS):
-            if not waiting:
-                break
-            part = waiting.pop()
-            if type(part) in _NESTED:
-                waiting.extend(part)
-        else:
-            raise _refusal(f"it has a key of more than {_MOST_PARTS} parts")
+        if type(item) in _NESTED:
+            _check_parts(item, "a key", lambda part: part if type(part) in _NESTED else ())
+
+
+def _check_parts(whole: Iterable[Any], name: str, parts_of: Callable[[Any], Iterable[Any]]) -> None:
+    """Refuse what has too many parts, where each that is shared counts again."""
+    waiting = list(whole)
+    for _ in range(_MOST_PARTS):
+        if not waiting:
+            return
+        waiting.extend(parts_of(waiting.pop()))
+    raise _refusal(f"it has {name} of more than {_MOST_PARTS} parts")
+
+
+def _parts_of_dtype(part: Any) -> Iterable[Any]:
+    """Return the dtypes of the fields, or of the elements, that a dtype has, each in a tuple or as it is."""
+    if isinstance(part, tuple):
+        return part
+    if not isinstance(part, np.dtype):
+        return ()
+    return [part.base] if part.subdtype else [field[0] for field in (part.fields or {}).values()]
 
 
 def _deque(_: Unpickler, items: Any = (), maxlen: Any = None) -> collections.deque[Any]:
@@ -334,7 +346,20 @@ def _typed_tensor(_: Unpickler, function: object, *arguments: Any) -> Any:
     """Make a tensor of a subclass, or with attributes: torch calls whatever it is given for that."""
     if id(function) not in _TENSORS:
         raise _refusal("it makes a tensor by what is no function of torch for that")
+    _check_attributes(*arguments[-1:])
     return _TYPED(function, *arguments)
+
+
+def _parameter_with_state(_: Unpickler, *arguments: Any) -> Any:
+    _check_attributes(*arguments[-1:])
+    return _PARAMETER_WITH_STATE(*arguments)
+
+
+def _check_attributes(state: Any) -> None:
+    """Refuse a tensor's state that sets what torch itself keeps in a tensor."""
+    for attributes in state if isinstance(state, tuple) else (state,):
+        if attributes and not all(type(name) is str and not hasattr(torch.Tensor, name) for name in attributes):
+            raise _refusal("it has a tensor with attributes that are torch's own")
 
 
 def _quantized(_: Unpickler, storage: Any, offset: int, size: Any, *rest: Any) -> Any:
@@ -375,11 +400,12 @@ _TORCH: dict[str, Any] = _get_allowed_globals()
 _LAYOUT = _TORCH["torch.serialization._get_layout"]
 _QUANTIZED = _TORCH["torch._utils._rebuild_qtensor"]
 _TYPED = _TORCH["torch._tensor._rebuild_from_type_v2"]
+_PARAMETER_WITH_STATE = _TORCH["torch._utils._rebuild_parameter_with_state"]
 _KNOWN = frozenset(map(id, (*_GLOBALS.values(), *_TORCH.values())))
 _TENSORS = {
     id(function): lambda _, *arguments, function=function: function(*arguments)
     for name, function in _TORCH.items()
-    if name.startswith("torch._utils._rebuild_") and not name.endswith("qtensor")
+    if name.startswith("torch._utils._rebuild_") and not name.endswith(("qtensor", "from_cpu_tensor", "from_numpy"))
 }
 _CALLS: dict[int, Any] = _TENSORS | {
     id(called): call
@@ -407,6 +433,7 @@ _CALLS: dict[int, Any] = _TENSORS | {
         (_LAYOUT, _of(_LAYOUT, str)),
         (_QUANTIZED, _quantized),
         (_TYPED, _typed_tensor),
+        (_PARAMETER_WITH_STATE, _parameter_with_state),
         (decimal.Decimal, _of(decimal.Decimal, str)),
         *((kind, _of(kind, str)) for kind in _PLAIN_TYPES if issubclass(kind, pathlib.PurePath)),
     )

@@ -189,6 +189,11 @@ def test_what_is_not_found_depends_on_what_was_asked_for(
     assert words in str(translated)
 
 
+def test_a_listing_that_is_told_of_a_range_is_made_again() -> None:
+    """If this fails, an answer that a proxy gives to the wrong request ends a look for checkpoints."""
+    assert type(translate(explained(416, ""), request_for("objects.list"))) is errors.TransientStoreError
+
+
 @pytest.mark.parametrize(
     "body",
     ["", "<html>Bad gateway</html>", "[]", "{}", '{"error": "invalid_grant"}', '{"error": {"errors": [7]}}', "null"],

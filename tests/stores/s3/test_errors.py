@@ -162,6 +162,14 @@ def test_answers_follow_what_a_handler_would_do(
     assert words in str(translated)
 
 
+@pytest.mark.parametrize(("code", "status"), [("NoSuchKey", 404), ("", 404), ("InvalidRange", 416)])
+@pytest.mark.parametrize("api", ["ListObjectsV2", "ListMultipartUploads"])
+def test_a_listing_that_is_told_of_one_object_is_made_again(api: str, code: str, status: int) -> None:
+    """If this fails, "nothing lies at this key" in answer to a listing reads as "no checkpoints"."""
+    translated = translate(answered(code, status), request_for(api))
+    assert type(translated) is errors.TransientStoreError
+
+
 @pytest.mark.parametrize(
     ("code", "status", "is_known"),
     [

@@ -100,6 +100,7 @@ OF_API: Mapping[tuple[str, int], Rule] = {
     ("objects.compose", 404): GONE,
     ("objects.insert", 404): MISSING,
     ("objects.list", 404): BUCKET,
+    ("objects.list", 416): FOREIGN,
 }
 """Where a status means something else than elsewhere, because of what the request names."""
 

@@ -18,6 +18,8 @@ _CLIENT_ERROR, _SERVER_ERROR = 400, 500
 _OF_ONE_REQUEST = frozenset({"abort_multipart", "complete_multipart", "create_multipart", "put", "upload_part"})
 """The methods that write, whose refused request is not one of several, of which others were carried out."""
 
+_LISTINGS = frozenset({"ListMultipartUploads", "ListObjectsV2"})
+
 PERMISSIONS: dict[str, str] = {
     "AbortMultipartUpload": "s3:AbortMultipartUpload",
     "CompleteMultipartUpload": "s3:PutObject",
@@ -60,6 +62,8 @@ def translate(error: Exception, request: Request) -> StoreError | None:
     if isinstance(response, dict) and ("Error" in response or "ResponseMetadata" in response):
         code, status, detail = _answer(response)
         rule = rule_for_answer(code, status)
+        if rule in (rules.NOTHING, rules.SHORT) and request.api in _LISTINGS:
+            rule = rules.FOREIGN  # it speaks of one object, and the request names none
         reason = f"{code} ({status})" if code != str(status) else f"status {status}"
         failure = _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
         # A code of S3's own and not a proxy's, for what the client did or may not do: a quota is used up, say.

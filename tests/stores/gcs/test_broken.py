@@ -36,11 +36,11 @@ def _complete(store: GCSStore, done: UploadedPart) -> None:
 CALLS: dict[str, Callable[[GCSStore, UploadedPart], object]] = {
     "put": lambda store, _: store.put("new", VIEWS, crc32c=CRC),
     "put what exists": lambda store, _: store.put("k", VIEWS, crc32c=CRC, if_absent=True),
-    "upload_part": lambda store, _: store.upload_part("m", "0123456789abcdef", PART, VIEWS, crc32c=CRC).part,
+    "upload_part": lambda store, _: store.upload_part("m", "fedcba98765432ff", PART, VIEWS, crc32c=CRC).part,
     "list_uploads": lambda store, _: list(store.list_uploads()),
     "list_parts": lambda store, done: list(store.list_parts("multi", done.token.split("@")[1])),
     "complete_multipart": _complete,
-    "abort_multipart": lambda store, _: store.abort_multipart("multi", "fedcba9876543210"),
+    "abort_multipart": lambda store, _: store.abort_multipart("multi", "fedcba98765432ee"),
     "read_into": lambda store, _: _read_into(store, "k"),
     "read_into short": lambda store, _: _read_into(store, "k", 8),
     "read_into beyond": lambda store, _: _read_into(store, "k", 50),

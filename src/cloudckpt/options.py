@@ -66,9 +66,9 @@ class Options:
     max_over_read: float = 0.1
     """Larger gaps are read where that saves requests, while they come to no more than this share of what is wanted."""
     share_reads: Literal["auto", "always", "never"] = "auto"
-    """Whether bytes that several ranks load are read by one of them, which hands them on: where four or more of one
-    machine, or sixteen or more machines, want the same, and 16 MiB of it, from other than local files; wherever it can
-    be done; or not at all. Between machines it needs `verify`."""
+    """When one rank reads bytes that several ranks of its machine load, and passes them on in shared memory:
+    ``"auto"`` if four or more ranks want the same 16 MiB or more, from other than local files; ``"always"`` if two or
+    more ranks want the same; or ``"never"``."""
     verify: bool = True
     """Check every byte that is read against the checksum recorded at save."""
     commit: Literal["conditional", "unconditional"] = "conditional"

@@ -25,9 +25,8 @@ from cloudckpt._pipeline.lifecycle import Lifecycle, told
 from cloudckpt._pipeline.load import LoadJob, wanted_by
 from cloudckpt._pipeline.reporting import report_of
 from cloudckpt._ranks.met_group import MetGroup
-from cloudckpt._share.deal import Ticket, dealt
-from cloudckpt._share.found import Found, find_at, handed_on
-from cloudckpt._share.session import Session
+from cloudckpt._share.manifest import ManifestLookup, broadcast_lookup, find_manifest
+from cloudckpt._share.session import RankPlanData, ShareSession, assign_groups
 from cloudckpt._stage.transforms import ReadTransforms, registry_with
 from cloudckpt._trace.recorder import new_recorder
 from cloudckpt._uri import is_valid_location, parse_location
@@ -70,7 +69,7 @@ class ObjectStoreReader(StorageReader):
         self._registry = registry_with(_extension_registry, self._options.extensions)
         self._reporting_rank: int | None = None
         self._is_lazy = False
-        self._session: Session | None = None
+        self._session: ShareSession | None = None
         self.reset()
 
     @property
@@ -92,7 +91,7 @@ class ObjectStoreReader(StorageReader):
         self._metadata: Metadata | None = None
         self._context = self._manifest = self._torch_reader = None
         self.end_together()
-        self._found: Found | None = None
+        self._found: ManifestLookup | None = None
         self._found_here: tuple[Context, Manifest] | None = None
         self.report = self.failure = None
         self._is_of_ranks = False
@@ -123,9 +122,9 @@ class ObjectStoreReader(StorageReader):
         looks for itself. Raises `RankLostError` where not all ranks come.
         """
         self._started_s = time.monotonic()
-        found = handed_on(group, self._find(is_handed_on=True) if group.rank() == 0 else None)
+        found = broadcast_lookup(group, self._find(is_broadcast=True) if group.rank() == 0 else None)
         self._found = found if found.uri == self._location.uri else None
-        self._session = Session(group) if self._found is not None else None
+        self._session = ShareSession(group) if self._found is not None else None
 
     def end_together(self) -> None:
         """After the load that `find_together` began, on this rank and all others."""
@@ -179,16 +178,16 @@ class ObjectStoreReader(StorageReader):
         manifest, metadata, session = self._manifest, self._metadata, self._session
         # What each rank saved for itself differs, of course.
         if manifest is None or self._context is None or self._context.location != self._location:
-            return dataclasses.replace(plan, storage_data=Ticket(attempt=""))
+            return dataclasses.replace(plan, storage_data=RankPlanData(attempt=""))
         offer = None
         if session is not None and metadata is not None:
             wanted = functools.partial(wanted_by, plan, manifest, metadata.storage_data, self._options)
             offer = session.offer(wanted, scheme=self._location.scheme, options=self._options)
-        return dataclasses.replace(plan, storage_data=Ticket(attempt=manifest.attempt, offer=offer))
+        return dataclasses.replace(plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits."""
-        attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, Ticket)}
+        attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
         if len(attempts) > 1:
             raise CheckpointChangedError(
                 f"{self.checkpoint_id} was overwritten while the ranks looked at it: they found {len(attempts)} "
@@ -197,9 +196,9 @@ class ObjectStoreReader(StorageReader):
             )
         if self._manifest is None:
             return plans
-        found = [plan.storage_data if isinstance(plan.storage_data, Ticket) else None for plan in plans]
-        tickets = dealt(found, tile_bytes=self._manifest.tile_bytes, options=self._options)
-        pairs = zip(plans, tickets, strict=True)
+        found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
+        extended = assign_groups(found, tile_bytes=self._manifest.tile_bytes, options=self._options)
+        pairs = zip(plans, extended, strict=True)
         return [plan if one is None else dataclasses.replace(plan, storage_data=one) for plan, one in pairs]
 
     @told
@@ -231,8 +230,8 @@ class ObjectStoreReader(StorageReader):
         recorder.span("plan", int(self._started_s * 1e9))
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         exchange = None
-        if self._session is not None and isinstance(plan.storage_data, Ticket):
-            exchange = self._session.exchange(plan.storage_data.deal, rank=context.rank, options=self._options)
+        if self._session is not None and isinstance(plan.storage_data, RankPlanData):
+            exchange = self._session.join(plan.storage_data.group, rank=context.rank, timeout_s=self._options.timeout_s)
         job = LoadJob(
             context,
             self._manifest,
@@ -263,15 +262,15 @@ class ObjectStoreReader(StorageReader):
         if self._reporting_rank is not None:
             self._recorder.open(self._reporting_rank)
 
-    def _find(self, *, is_handed_on: bool) -> Found:
+    def _find(self, *, is_broadcast: bool) -> ManifestLookup:
         context = Context(self._location, self._options, rank=0, recorder=self._recorder)
-        found, manifest = find_at(context.uri, lambda: context.store, context.retrier, is_handed_on=is_handed_on)
+        found, manifest = find_manifest(context.uri, lambda: context.store, context.retrier, is_broadcast=is_broadcast)
         self._found_here = None if manifest is None else (context, manifest)
         return found
 
     def _read_metadata(self) -> Metadata:
         self._context = self._manifest = self._torch_reader = None
-        found = self._found or self._find(is_handed_on=False)
+        found = self._found or self._find(is_broadcast=False)
         found_here, self._found, self._found_here = self._found_here, None, None
         self._is_of_ranks = found.is_of_ranks
         if found_here is not None:

@@ -15,6 +15,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
 from tests.e2e.test_waiting import ranks
+from tests.resources import held, python_threads
 from tests.wrapped import FaultyStore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt._share.board import Board
+from cloudckpt._share.ring import SharedMemoryRing
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.base import Store
 
@@ -119,8 +120,10 @@ def test_ranks_that_load_from_copies_read_their_own(place: Place) -> None:
 # --- The bytes
 
 
-TIMEOUT_S = 100.0
-"""Nobody waits so long here: what takes as long has waited in vain, however busy the machine is."""
+TIMEOUT_S = {"failed": 100.0, "killed": 100.0, "stopped": 10.0}
+"""Nobody waits so long for a rank that fails or ends: what takes as long has waited in vain, however busy the machine
+is. A rank that hangs is one that is silent so long."""
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 SMALL = {"tile_bytes": 4096, "part_bytes": 65536, "request_bytes": 65536, "read_bytes": 4 * 65536, "max_gap_bytes": 0}
 
 
@@ -207,8 +210,8 @@ class Disturbance(FaultyStore):
 
     def read_into(self, key: str, offset_bytes: int, views: Any) -> None:
         if dist.get_rank() == self.told.rank and "data/" in key and self.count("read_into") >= self.told.number:
-            if self.told.deed == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self.told.deed in SIGNALS:
+                os.kill(os.getpid(), SIGNALS[self.told.deed])
             raise AccessDeniedError("no longer allowed", key=key, operation="read_into")
         super().read_into(key, offset_bytes, views)
 
@@ -217,7 +220,7 @@ def load_or_fail(uri: str, deed: str) -> tuple[float, str, tuple[int, ...], bool
     begun_s, state = time.monotonic(), model(-1.0)
     watched = Disturbed(1, 5, deed)
     try:
-        cloudckpt.load(state, uri, options=options(wrap_store=watched, timeout_s=TIMEOUT_S))
+        cloudckpt.load(state, uri, options=options(wrap_store=watched, timeout_s=TIMEOUT_S[deed]))
     except cloudckpt.CloudckptError as error:
         failures: dict[int, Any] = getattr(error, "failures", {})
         is_whole = dist.get_rank() == 1 or torch.equal(state["same"], same(2.0))
@@ -230,21 +233,24 @@ def test_where_a_reader_fails_the_others_read_for_themselves(place: Place) -> No
     run_ranks(save_model, place.uri(), world_size=3)
     for elapsed_s, name, failures, is_whole in run_ranks(load_or_fail, place.uri(), "failed", world_size=3):
         assert (name, failures, is_whole) == ("AccessDeniedError", (1,), True)
-        assert elapsed_s < TIMEOUT_S
+        assert elapsed_s < TIMEOUT_S["failed"]
 
 
-def save_and_load_disturbed(uri: str) -> tuple[float, str, tuple[int, ...], bool]:
+def save_and_load_disturbed(uri: str, deed: str) -> tuple[float, str, tuple[int, ...], bool]:
     save_model(uri)
-    return load_or_fail(uri, "killed")
+    return load_or_fail(uri, deed)
 
 
-def test_a_rank_that_is_killed_in_the_middle_is_named_in_time(local: LocalPlace, tmp_path: Path) -> None:
-    """If this fails, a killed rank leaves the others waiting for the bytes that it was to read."""
-    with ranks(save_and_load_disturbed, local.uri(), size=3, scratch=tmp_path) as running:
+@pytest.mark.parametrize(("deed", "max_s"), [("killed", TIMEOUT_S["killed"]), ("stopped", 5 * TIMEOUT_S["stopped"])])
+def test_a_rank_that_ends_or_hangs_in_the_middle_is_named_in_time(
+    local: LocalPlace, tmp_path: Path, deed: str, max_s: float
+) -> None:
+    """If this fails, a rank that is gone leaves the others waiting for the bytes that it was to read."""
+    with ranks(save_and_load_disturbed, local.uri(), deed, size=3, scratch=tmp_path) as running:
         for rank in (0, 2):
             elapsed_s, name, failures, is_whole = running.told_by(rank)
             assert (name, failures, is_whole) == ("RankLostError", (1,), True)
-            assert elapsed_s < TIMEOUT_S
+            assert elapsed_s < max_s
 
 
 class FailsToFinish(DefaultLoadPlanner):
@@ -259,7 +265,7 @@ class FailsToFinish(DefaultLoadPlanner):
 def load_with_failing_planner(uri: str) -> tuple[float, list[int], bool]:
     begun_s, state = time.monotonic(), model(-1.0)
     with pytest.raises(CheckpointException) as caught:
-        cloudckpt.load(state, uri, planner=FailsToFinish(), options=options(timeout_s=TIMEOUT_S))
+        cloudckpt.load(state, uri, planner=FailsToFinish(), options=options(timeout_s=TIMEOUT_S["failed"]))
     return (
         time.monotonic() - begun_s,
         sorted(caught.value.failures),
@@ -273,17 +279,17 @@ def test_a_rank_that_never_comes_to_read_is_not_waited_for(place: Place) -> None
     for elapsed_s, failures, is_whole in run_ranks(load_with_failing_planner, place.uri(), world_size=3):
         assert failures == [1]
         assert is_whole
-        assert elapsed_s < TIMEOUT_S
+        assert elapsed_s < TIMEOUT_S["failed"]
 
 
 def load_with_damage_on_the_way(uri: str) -> tuple[int, int, int]:
-    write = Board.write
+    write = SharedMemoryRing.write
 
-    def damaged(board: Board, number: int, views: Any, *, place: int) -> None:
-        write(board, number, [memoryview(bytearray(sum(map(len, views))))], place=place)
+    def damaged(ring: SharedMemoryRing, number: int, views: Any, *, position: int) -> None:
+        write(ring, number, [memoryview(bytearray(sum(map(len, views))))], position=position)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "write", damaged)
+        patch.setattr(SharedMemoryRing, "write", damaged)
         return load_model(uri, {})
 
 
@@ -293,3 +299,42 @@ def test_bytes_that_are_damaged_between_ranks_are_read_again(place: Place) -> No
     for wanted, read, received in run_ranks(load_with_damage_on_the_way, place.uri(), world_size=2):
         assert received == 0
         assert read >= wanted
+
+
+def load_damaged(uri: str) -> str:
+    state = model(-1.0)
+    with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
+        cloudckpt.load(state, uri, options=options())
+    return str(caught.value)
+
+
+def test_damage_to_what_ranks_share_is_named_on_each_of_them(place: Place) -> None:
+    """If this fails, damage that one rank finds for all is loaded by another, or nobody says what it is."""
+    run_ranks(save_model, place.uri(), world_size=2)
+    contents = same(2.0).numpy().tobytes()[-4000:]
+    (key,) = [key for key in place.data_keys() if contents in place.read(key)]
+    place.write(key, place.read(key).replace(contents, bytes(4000)))
+    for message in run_ranks(load_damaged, place.uri(), world_size=2):
+        assert key.rpartition("/")[2] in message
+        assert "same" in message
+
+
+def load_over_and_over(uri: str) -> list[str]:
+    found = []
+    for _ in range(4):
+        wanted, read, received = load_model(uri, {})
+        assert received > 0.9 * (wanted - read)
+        dist.barrier()
+        now = held()
+        found.append(f"{now.num_sockets} {now.num_other_files} {now.num_threads} {python_threads()}")
+        dist.barrier()
+    return found
+
+
+def test_nothing_is_left_of_a_load(local: LocalPlace) -> None:
+    """If this fails, each load that shares leaves a descriptor, a thread or shared memory behind."""
+    named_before = set(Path("/dev/shm").glob("*cloudckpt*"))  # noqa: S108  # to look there
+    run_ranks(save_model, local.uri(), world_size=3)
+    for found in run_ranks(load_over_and_over, local.uri(), world_size=3):
+        assert found[1] == found[2] == found[3], found
+    assert set(Path("/dev/shm").glob("*cloudckpt*")) == named_before  # noqa: S108  # as in the line above it

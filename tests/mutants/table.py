@@ -533,6 +533,46 @@ _DCP = (
     ),
 )
 
+_SHARE = (
+    Mutant(
+        name="load-unchecked-what-another-rank-read",
+        breaks="G4: bytes that are damaged between two ranks are loaded.",
+        file="_pipeline/load.py",
+        old="if is_whole and self._context.options.verify:",
+        new="if False:",
+        tests=("tests/e2e/test_read_once.py::test_bytes_that_are_damaged_between_ranks_are_read_again",),
+    ),
+    Mutant(
+        name="overwrite-a-segment-that-a-rank-still-needs",
+        breaks="G4: a rank copies the bytes of another segment.",
+        file="_share/exchange.py",
+        old="if peer.needs(segment.number):",
+        new="if False:",
+        tests=(
+            "tests/share/test_exchange.py::test_all_that_is_published_arrives_through_a_ring_much_smaller",
+            "tests/share/test_exchange.py::test_what_a_rank_has_not_copied_yet_keeps_its_place",
+        ),
+    ),
+    Mutant(
+        name="reuse-a-place-unmarked",
+        breaks="G4: a rank that hung and goes on copies the bytes of another segment.",
+        file="_share/exchange.py",
+        old="self._ring.set_state(segment.number, FAILED)\n                        self._reserved",
+        new="self._reserved",
+        tests=(
+            "tests/share/test_exchange.py::test_a_rank_that_hangs_is_given_up_and_gets_no_wrong_bytes_when_it_goes_on",
+        ),
+    ),
+    Mutant(
+        name="wait-for-a-rank-that-has-left",
+        breaks="G3: a rank waits for the bytes of one that has failed.",
+        file="_share/exchange.py",
+        old="self.is_gone = self.ring.has_left or has_ended",
+        new="self.is_gone = has_ended",
+        tests=("tests/share/test_exchange.py::test_a_rank_that_leaves_is_not_waited_for",),
+    ),
+)
+
 _SCHEDULES = (
     "tests/ranks/test_schedules.py::test_ranks_that_meet_between_saves_make_the_next_one_after_whatever_went_wrong"
 )
@@ -850,6 +890,7 @@ MUTANTS = (
     *_UPLOAD,
     *_DOWNLOAD,
     *_DCP,
+    *_SHARE,
     *_RANKS,
     *_TENSORS,
     *_STORES,

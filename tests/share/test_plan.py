@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudckpt._pipeline.shares import divided
+from cloudckpt._pipeline.shares import divide_wants
 from cloudckpt._plan.reads import Want
-from cloudckpt._share.plan import Range, Segment, merged, num_repeated_bytes, plan_segments
+from cloudckpt._share.plan import Range, Segment, count_repeated_bytes, merge_ranges, plan_segments
 
 ranges = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 12)).map(lambda r: (r[0], r[1], r[1] + r[2])),
@@ -33,7 +33,7 @@ def planned(wanted: Mapping[int, Sequence[Range]], **settings: int) -> list[Segm
 @given(ranges)
 def test_merging_keeps_every_byte_once(some: list[Range]) -> None:
     """If this fails, a rank says that it wants other bytes than it does."""
-    found = merged(some)
+    found = merge_ranges(some)
     assert bytes_of(found) == bytes_of(some)
     assert sum(end - begin for _, begin, end in found) == len(bytes_of(some))
     assert found == sorted(found)
@@ -45,7 +45,7 @@ def test_each_byte_that_enough_ranks_want_is_read_once_by_one_of_them(
     wanted_lists: list[list[Range]], segment_bytes: int, min_ranks: int, min_bytes: int
 ) -> None:
     """If this fails, bytes are read twice, reach a rank that did not ask, or never reach one that waits for them."""
-    wanted = {rank: merged(some) for rank, some in enumerate(wanted_lists)}
+    wanted = {rank: merge_ranges(some) for rank, some in enumerate(wanted_lists)}
     wants: defaultdict[Byte, set[int]] = defaultdict(set)
     for rank, some in wanted.items():
         for byte in bytes_of(some):
@@ -57,8 +57,8 @@ def test_each_byte_that_enough_ranks_want_is_read_once_by_one_of_them(
         for at in range(segment.begin, segment.end):
             byte = (segment.object_index, at)
             brought[byte] += 1
-            assert wants[byte] == {segment.reader, *segment.takers}
-            assert segment.reader not in segment.takers
+            assert wants[byte] == {segment.reader, *segment.receivers}
+            assert segment.reader not in segment.receivers
     assert not brought or max(brought.values()) == 1
     if min_bytes == 1:
         assert set(brought) == {byte for byte, ranks in wants.items() if len(ranks) >= min_ranks}
@@ -66,12 +66,12 @@ def test_each_byte_that_enough_ranks_want_is_read_once_by_one_of_them(
     places = [(segment.object_index, segment.begin, segment.end) for segment in segments]
     assert places == sorted(places)
     repeated = sum(map(len, wants.values())) - len(wants)
-    assert num_repeated_bytes(wanted.values()) == repeated
+    assert count_repeated_bytes(wanted.values()) == repeated
 
 
 def test_all_ranks_read_about_as_much() -> None:
     """If this fails, one rank reads what all the others wait for."""
-    wanted = {rank: merged([(0, 0, 1000), (1, rank * 100, rank * 100 + 50 * rank)]) for rank in range(4)}
+    wanted = {rank: merge_ranges([(0, 0, 1000), (1, rank * 100, rank * 100 + 50 * rank)]) for rank in range(4)}
     segments = planned(wanted, segment_bytes=10)
     num_bytes = Counter({rank: 50 * rank for rank in range(4)})
     for segment in segments:
@@ -90,9 +90,9 @@ def test_what_is_beyond_the_bounds_is_left_to_each_rank() -> None:
 @given(wanted_by_ranks, ranges)
 def test_wants_are_divided_between_the_segments_and_the_rest(wanted_lists: list[list[Range]], own: list[Range]) -> None:
     """If this fails, some bytes of a tensor are not filled, or filled twice."""
-    segments = planned({rank: merged(some) for rank, some in enumerate(wanted_lists)})
+    segments = planned({rank: merge_ranges(some) for rank, some in enumerate(wanted_lists)})
     wants = [Want(consumer=n, object_index=r[0], begin=r[1], end=r[2]) for n, r in enumerate(own)]
-    inside, rest = divided(wants, segments)
+    inside, rest = divide_wants(wants, segments)
     found: Counter[tuple[int, Byte]] = Counter()
     for want in [*rest, *(want for members in inside.values() for want in members)]:
         found.update((want.consumer, (want.object_index, at)) for at in range(want.begin, want.end))

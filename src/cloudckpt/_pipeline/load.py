@@ -22,12 +22,11 @@ from cloudckpt._pipeline.consumers import Consumers, consumers_of, names_in
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.finish import Finisher
 from cloudckpt._pipeline.items import LoadItems
-from cloudckpt._pipeline.shares import Shares
+from cloudckpt._pipeline.shares import SharedSegments
 from cloudckpt._pipeline.sizes import request_bytes_of
 from cloudckpt._plan.reads import Request, Want, plan_requests
 from cloudckpt._share.exchange import Exchange
-from cloudckpt._share.plan import Range
-from cloudckpt._share.wanted import wanted_ranges
+from cloudckpt._share.plan import Range, wanted_ranges
 from cloudckpt._stage.arena import Arena
 from cloudckpt._stage.pinned import new_arena
 from cloudckpt._stage.scatter import opened
@@ -64,8 +63,8 @@ class Loaded:
     num_bytes_received: int
 
 
-class _MissedError(Exception):
-    """Another rank's bytes did not come whole."""
+class _IncompleteCopyError(Exception):
+    """The bytes of another rank did not come whole."""
 
 
 class LoadJob:
@@ -95,20 +94,22 @@ class LoadJob:
             consumers = consumers_of(plan.items, planner, self._manifest, self._storage_data, uri=self._context.uri)
             self._finisher.check(consumers)
             shares, requests = self._requests_for(consumers)
-        self._check_claims([*requests, *shares.to_take], consumers)
+        self._check_claims([*requests, *shares.to_receive], consumers)
         self._execute(requests, shares, consumers, planner)
         return Loaded(
             num_bytes_wanted=consumers.num_bytes,
             num_bytes_read=sum(request.num_bytes for request in requests) + shares.num_bytes_missed,
-            num_bytes_received=shares.num_bytes_taken,
+            num_bytes_received=shares.num_bytes_received,
         )
 
-    def _requests_for(self, consumers: Consumers) -> tuple[Shares, list[Request]]:
+    def _requests_for(self, consumers: Consumers) -> tuple[SharedSegments, list[Request]]:
         options = self._context.options
         synchronize(consumer.tensor for consumer in consumers.others)
         wants = consumers.wants(max_gap_bytes=options.max_gap_bytes)
         consumers.keep_apart()
-        shares = Shares(self._exchange, wants, requests_for=lambda some: self._planned(some, request_bytes=_NO_BOUND))
+        shares = SharedSegments(
+            self._exchange, wants, requests_for=lambda some: self._planned(some, request_bytes=_NO_BOUND)
+        )
         copied = consumers.are_copied()
         request_bytes = request_bytes_of(self._context, shares.rest, copied, shares=self._exchange is not None)
         rest = self._planned(shares.rest, request_bytes=max(request_bytes, self._manifest.tile_bytes))
@@ -158,7 +159,9 @@ class LoadJob:
                 uri=context.uri,
             )
 
-    def _execute(self, requests: Sequence[Request], shares: Shares, consumers: Consumers, planner: LoadPlanner) -> None:
+    def _execute(
+        self, requests: Sequence[Request], shares: SharedSegments, consumers: Consumers, planner: LoadPlanner
+    ) -> None:
         options = self._context.options
         targets = consumers.targets
         budget_bytes = options.read_bytes - self._context.hedge_bytes - shares.ring_bytes
@@ -166,16 +169,12 @@ class LoadJob:
         in_inference_mode = torch.is_inference_mode_enabled()  # which is a matter of each thread
 
         def fetch_request(request: Request) -> None:
-            with torch.inference_mode(in_inference_mode), shares.handing_on(request) as hand_on:
-                self._fetch(request, consumers, targets, arena, hand_on)
+            with torch.inference_mode(in_inference_mode), shares.publishing(request) as publish:
+                self._fetch(request, consumers, targets, arena, publish)
 
-        def take_request(request: Request, fill: Callable[[Views], bool]) -> bool:
-            with (
-                torch.inference_mode(in_inference_mode),
-                contextlib.suppress(_MissedError),
-                shares.handing_on(request) as hand_on,
-            ):
-                self._take(request, targets, arena, fill, hand_on)
+        def receive_request(request: Request, copy: Callable[[Views], bool]) -> bool:
+            with torch.inference_mode(in_inference_mode), contextlib.suppress(_IncompleteCopyError):
+                self._receive(request, targets, arena, copy)
                 return True
             return False
 
@@ -193,9 +192,9 @@ class LoadJob:
                 watch=self._context.hedger.watch,
             )
 
-        reads = shares.each_done(requests, read=read, take=take_request)
+        reads = shares.each_done(requests, read=read, receive=receive_request)
         with contextlib.closing(arena), contextlib.closing(reads) as done:
-            self._finisher.finish_all(consumers, planner, [*requests, *shares.to_take], done)
+            self._finisher.finish_all(consumers, planner, [*requests, *shares.to_receive], done)
 
     def _fetch(
         self,
@@ -203,7 +202,7 @@ class LoadJob:
         consumers: Consumers,
         targets: Targets,
         arena: Arena,
-        hand_on: Callable[[Views], None],
+        publish: Callable[[Views], None],
     ) -> None:
         context, manifest = self._context, self._manifest
         key = manifest.objects[request.object_index].key
@@ -224,7 +223,7 @@ class LoadJob:
                     fetch(context.store, context.retrier, key=key, begin=request.begin, views=views)
             except ObjectNotFoundError as error:
                 raise self._vanished(error, names_in(request, consumers, request.begin, request.end)) from error
-            hand_on(views)
+            publish(views)
         context.emit("load.range_read", key=key, num_bytes=request.end - request.begin)
 
     def _vanished(self, error: ObjectNotFoundError, names: str) -> CloudckptError:
@@ -244,22 +243,17 @@ class LoadJob:
             f"{error.key} is missing, and with it {names}. Load an older checkpoint", uri=context.uri
         )
 
-    def _take(
-        self,
-        request: Request,
-        targets: Targets,
-        arena: Arena,
-        fill: Callable[[Views], bool],
-        hand_on: Callable[[Views], None],
-    ) -> None:
+    def _receive(self, request: Request, targets: Targets, arena: Arena, copy: Callable[[Views], bool]) -> None:
+        """Copy what another rank has read. Raises `_IncompleteCopyError` if the bytes are not those that were saved.
+
+        The other rank has checked them, but not what its memory, or the copy from there, makes of them.
+        """
         with opened(request, targets, arena) as views:
-            is_whole = fill(views)
-            # The other rank has checked them, but nobody knows what becomes of them on the way from there.
+            is_whole = copy(views)
             if is_whole and self._context.options.verify:
                 is_whole = tile_crc32cs(views, self._manifest.tile_bytes) == list(self._tiles_of(request))
             if not is_whole:
-                raise _MissedError
-            hand_on(views)
+                raise _IncompleteCopyError
 
     def _tiles_of(self, request: Request) -> array[int]:
         index, tile_bytes = request.object_index, self._manifest.tile_bytes

@@ -1,23 +1,31 @@
-"""What a load reads for other ranks too, and what it takes from them."""
+"""The segments that a load reads for other ranks too, and those that it receives from them."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import queue
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TypeAlias
 
-from cloudckpt._pipeline.taking import Take, Taker
+from typing_extensions import Self
+
 from cloudckpt._plan.reads import Request, Want
 from cloudckpt._share.exchange import Exchange
 from cloudckpt._share.plan import Segment
+from cloudckpt._threads import Thread
 from cloudckpt.stores.base import Views
 
+Receive: TypeAlias = Callable[[Request, Callable[[Views], bool]], bool]
+"""Fills a request's views with the given function. Returns False if the bytes did not come whole."""
 
-class Shares:
-    """The segments of one load on one rank, each of which is one request; with no exchange there are none.
 
-    A segment that this rank turns out not to want as it was planned is left out: then each rank reads it for itself.
+class SharedSegments:
+    """The segments of one load on one rank, each of which is one request; without an exchange there are none.
+
+    A segment is declined if this rank does not want all of it after all: then each rank reads it itself.
     """
 
     def __init__(
@@ -28,19 +36,17 @@ class Shares:
         requests_for: Callable[[list[Want]], list[Request]],
     ) -> None:
         self.rest = list(wants)
-        """What no segment brings."""
-        self.num_bytes_missed = self.num_bytes_taken = 0
-        self._exchange = exchange
-        self._handed_on: dict[tuple[int, int], Segment] = {}
-        self._taken: dict[int, Request] = {}
-        self._segments: list[Segment] = []
-        self._relayed: list[Segment] = []
-        self._first_tries: set[int] = set()
-        """Of segments that another machine reads: this rank reads those that do not come."""
+        """The wants outside of all segments."""
         self.to_read: list[Request] = []
+        """The segments that this rank reads for others."""
+        self.num_bytes_missed = self.num_bytes_received = 0
+        self._exchange = exchange
+        self._published: dict[tuple[int, int], Segment] = {}
+        self._received: dict[int, Request] = {}
+        self._awaited: list[Segment] = []
         if exchange is None:
             return
-        inside, self.rest = divided(wants, exchange.segments)
+        inside, self.rest = divide_wants(wants, exchange.segments)
         for segment in exchange.segments:
             members = inside.get(segment.number, [])
             requests = requests_for(members)
@@ -48,40 +54,35 @@ class Shares:
             if [(request.object_index, request.begin, request.end) for request in requests] != [where]:
                 exchange.decline(segment)
                 self.rest += members
-            elif exchange.hands_on(segment):
-                self._handed_on[segment.object_index, segment.begin] = segment
-                if exchange.relays(segment) and exchange.inlet is not None:
-                    self._taken[segment.number] = requests[0]
-                    self._relayed.append(segment)
-                    self._first_tries.add(segment.number)
-                else:
-                    self.to_read += requests
+            elif exchange.reads(segment):
+                self._published[segment.object_index, segment.begin] = segment
+                self.to_read += requests
             else:
-                self._taken[segment.number] = requests[0]
-                self._segments.append(segment)
+                self._received[segment.number] = requests[0]
+                self._awaited.append(segment)
 
     @property
-    def to_take(self) -> list[Request]:
-        """What other ranks read."""
-        return list(self._taken.values())
+    def to_receive(self) -> list[Request]:
+        """The segments that other ranks read."""
+        return list(self._received.values())
 
     @property
     def ring_bytes(self) -> int:
-        """How much memory the bytes take that are on their way to others."""
+        """Memory for the bytes that other ranks have not copied yet."""
         return self._exchange.ring_bytes if self._exchange is not None else 0
 
     @contextlib.contextmanager
-    def handing_on(self, request: Request) -> Iterator[Callable[[Views], None]]:
-        """What to call with the request's bytes, once they are there and checked."""
-        segment = self._handed_on.get((request.object_index, request.begin))
+    def publishing(self, request: Request) -> Iterator[Callable[[Views], None]]:
+        """Yields the function to call with the request's bytes, once they are there and checked."""
+        segment = self._published.get((request.object_index, request.begin))
         if segment is None or self._exchange is None:
             yield lambda _: None
             return
-        with self._exchange.place_for(segment, is_last_try=segment.number not in self._first_tries) as hand_on:
-            yield hand_on
+        with self._exchange.reserve(segment) as publish:
+            yield publish
 
     def stop(self) -> None:
-        """After a failure: no other rank need wait for this one."""
+        """Tell the other ranks, after a failure, that nothing comes from this one."""
         if self._exchange is not None:
             self._exchange.stop()
 
@@ -90,38 +91,79 @@ class Shares:
         requests: Sequence[Request],
         *,
         read: Callable[[Sequence[Request]], Generator[Request, None, None]],
-        take: Take,
+        receive: Receive,
     ) -> Generator[Request, None, None]:
-        """All of `requests` and `to_take`, each once it is done; what others do not bring after all is read, too."""
-        exchange = self._exchange
-        if exchange is None:
+        """Yield `requests` and `to_receive`, each once it is done. Read those that other ranks did not bring."""
+        if self._exchange is None:
             yield from read(requests)
             return
-        arrivals = [exchange.arrivals(self._segments)] if self._segments else []
-        relays = exchange.inlet.lanes(self._relayed) if exchange.inlet is not None else []
-        with (
-            Taker(arrivals, self._taken, take, stop=exchange.stop) as taker,
-            Taker(relays, self._taken, take, stop=exchange.stop) as relayer,
-        ):
+        with _Receiver(self._exchange, self._awaited, self._received, receive) as receiver:
             with contextlib.closing(read(requests)) as done:
                 for request in done:
                     yield request
-                    yield from relayer.taken(wait=False)
-                    yield from taker.taken(wait=False)
-            # Whoever waits for ranks of its own machine has first done all that they may be waiting for.
-            yield from relayer.taken(wait=True)
-            self._first_tries.clear()
-            if relayer.missed:
-                yield from read(relayer.missed)
-            yield from taker.taken(wait=True)
-        self.num_bytes_taken = taker.num_bytes + relayer.num_bytes
-        self.num_bytes_missed = sum(request.num_bytes for request in [*taker.missed, *relayer.missed])
-        if taker.missed:
-            yield from read(taker.missed)
+                    yield from receiver.received(wait=False)
+            yield from receiver.received(wait=True)
+        self.num_bytes_received = receiver.num_bytes
+        self.num_bytes_missed = sum(request.num_bytes for request in receiver.missed)
+        if receiver.missed:
+            yield from read(receiver.missed)
 
 
-def divided(wants: Sequence[Want], segments: Sequence[Segment]) -> tuple[dict[int, list[Want]], list[Want]]:
-    """The parts of `wants` in each of the `segments`, by their number, and what lies in none.
+class _Receiver:
+    """Receives the segments of other ranks in a thread, while the load reads. A context, which joins the thread."""
+
+    def __init__(
+        self, exchange: Exchange, segments: Sequence[Segment], requests: Mapping[int, Request], receive: Receive
+    ) -> None:
+        self.missed: list[Request] = []
+        """The segments that did not come."""
+        self.num_bytes = 0
+        self._exchange, self._segments, self._requests, self._receive = exchange, segments, requests, receive
+        self._is_running = True
+        self._done: queue.SimpleQueue[Request | BaseException | None] = queue.SimpleQueue()
+        self._thread = Thread(self._run, name="cloudckpt-share", daemon=False)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._exchange.stop()
+        self._thread.join()
+
+    def received(self, *, wait: bool) -> Iterator[Request]:
+        """Yield those that have come since the last call; with `wait`, all."""
+        while self._is_running:
+            try:
+                done = self._done.get(block=wait)
+            except queue.Empty:
+                return
+            if done is None:
+                self._is_running = False
+            elif isinstance(done, BaseException):
+                raise done
+            else:
+                yield done
+
+    def _run(self) -> None:
+        try:
+            for segment, copy in self._exchange.arrivals(self._segments):
+                request = self._requests[segment.number]
+                if copy is not None and self._receive(request, copy):
+                    self.num_bytes += request.num_bytes
+                    self._done.put(request)
+                else:
+                    self.missed.append(request)
+        except BaseException as error:  # noqa: BLE001  # the main thread raises it
+            self._done.put(error)
+        self._done.put(None)
+
+
+def divide_wants(wants: Sequence[Want], segments: Sequence[Segment]) -> tuple[dict[int, list[Want]], list[Want]]:
+    """Cut `wants` into the parts in each of the `segments`, by their number, and the parts in none.
 
     `segments` rise and do not overlap.
     """

@@ -1,6 +1,7 @@
-"""The handing on of segments between ranks, while a load goes on: within a machine, and from there to others.
+"""Pass segments between the ranks of one machine during a load.
 
-No rank ever depends on another: who has waited too long for one, or sees that it has ended or left, reads for itself.
+No rank depends on another: a rank that has waited too long for another, or sees that it has ended or left, reads the
+segment itself.
 """
 
 from __future__ import annotations
@@ -15,245 +16,194 @@ from typing import Any
 import numpy as np
 
 from cloudckpt._ranks.signs import has_ended
-from cloudckpt._share.board import FAILED, READY, TAKEN, UNKNOWN, Address, Board
-from cloudckpt._share.inlet import Inlet
-from cloudckpt._share.outlet import Outlet
 from cloudckpt._share.plan import Segment
+from cloudckpt._share.ring import FAILED, READY, RECEIVED, UNKNOWN, RingAddress, SharedMemoryRing
 from cloudckpt._threads import Event
 from cloudckpt.stores.base import Views
 
-_SHORTEST_PAUSE_S = 0.0002
-_LONGEST_PAUSE_S = 0.005
-_LOOK_EVERY_S = 0.05
+_MIN_PAUSE_S = 0.0002
+_MAX_PAUSE_S = 0.005
+_CHECK_INTERVAL_S = 0.05
 
 
-class _Mate:
-    """Another rank, as this one sees it."""
+class _Peer:
+    """Another rank: its shared memory, and whether it still makes progress."""
 
-    def __init__(self, address: Address, num_segments: int, *, ring_bytes: int) -> None:
-        self.board: Board | None = None
-        self._process = address.process
-        self._num_known, self._known_s, self._looked_s = 0, time.monotonic(), 0.0
+    def __init__(self, address: RingAddress, num_segments: int, *, ring_bytes: int) -> None:
+        self.ring: SharedMemoryRing | None = None
         self.is_gone = False
+        self._process = address.process
+        self._num_known, self._progress_s, self._checked_s = 0, time.monotonic(), 0.0
         try:
-            self.board = Board.at(address)
-            self.board.open(num_segments, ring_bytes=ring_bytes)
-        except (OSError, ValueError):  # mmap has both
-            if self.board is not None:
-                self.board.close()
-            self.board, self.is_gone = None, True
+            self.ring = SharedMemoryRing.attach(address)
+            self.ring.map(num_segments, ring_bytes=ring_bytes)
+        except (OSError, ValueError):  # mmap raises both
+            if self.ring is not None:
+                self.ring.close()
+            self.ring, self.is_gone = None, True
 
-    def look(self, timeout_s: float) -> None:
-        """Find out, now and then, whether it is still worth waiting for."""
+    def check(self, timeout_s: float) -> None:
+        """Update `is_gone`: the rank has left, has ended, or has made no progress for `timeout_s`."""
         now_s = time.monotonic()
-        if self.is_gone or self.board is None or now_s - self._looked_s < _LOOK_EVERY_S:
+        if self.is_gone or self.ring is None or now_s - self._checked_s < _CHECK_INTERVAL_S:
             return
-        self._looked_s = now_s
-        num_known = self.board.num_known()
+        self._checked_s = now_s
+        num_known = self.ring.count_known()
         if num_known != self._num_known:
-            self._num_known, self._known_s = num_known, now_s
-        self.is_gone = self.board.has_left or has_ended(self._process) or now_s - self._known_s >= timeout_s
+            self._num_known, self._progress_s = num_known, now_s
+        self.is_gone = self.ring.has_left or has_ended(self._process) or now_s - self._progress_s >= timeout_s
 
-    def known(self, numbers: Any) -> Any:
-        """Of which of these segments it is known what has become of them: of all, where nothing more will come."""
-        if self.is_gone or self.board is None:
+    def are_known(self, numbers: Any) -> Any:
+        """For each of these segments, True if its state will not change for the better: all, once the rank is gone."""
+        if self.is_gone or self.ring is None:
             return np.ones(len(numbers), dtype=bool)
-        return self.board.states(numbers) != UNKNOWN
+        return self.ring.states(numbers) != UNKNOWN
 
-    def filling(self, number: int) -> Callable[[Views], bool] | None:
-        """What fills views with the segment's bytes, if they are there."""
-        board = self.board
-        if board is None or board.state(number) != READY:
+    def copier_of(self, number: int) -> Callable[[Views], bool] | None:
+        """A function that fills views with the segment's bytes; None if they are not there."""
+        ring = self.ring
+        if ring is None or ring.state(number) != READY:
             return None
-        return functools.partial(board.read, number)
+        return functools.partial(ring.read, number)
+
+    def needs(self, number: int) -> bool:
+        """True if the rank may still copy this segment."""
+        return not self.is_gone and self.ring is not None and self.ring.state(number) != RECEIVED
 
 
 class Exchange:
-    """What one rank hands on and takes in one load. `publish` is for many threads, `arrivals` for one."""
+    """What one rank publishes and receives in one load. Many threads may call `reserve`, one calls `arrivals`."""
 
     def __init__(
         self,
-        board: Board,
+        ring: SharedMemoryRing,
         *,
         rank: int,
-        mates: Mapping[int, Address],
+        addresses: Mapping[int, RingAddress],
         segments: Sequence[Segment],
         segment_bytes: int,
         ring_bytes: int,
         timeout_s: float,
-        machine: int | None = None,
-        inlet: Inlet | None = None,
-        outlet: Outlet | None = None,
     ) -> None:
-        num_segments = len(segments)
-        board.open(num_segments, ring_bytes=ring_bytes)
-        self._board = board
-        self._timeout_s = timeout_s
-        self._mates = {
-            number: _Mate(address, num_segments, ring_bytes=ring_bytes)
-            for number, address in mates.items()
-            if number != rank
-        }
-        self.segments = [segment for segment in segments if rank == segment.reader or rank in segment.takers]
-        """Those that this rank hands on or takes."""
-        self._rank = rank
+        ring.map(len(segments), ring_bytes=ring_bytes)
+        self.segments = [segment for segment in segments if rank == segment.reader or rank in segment.receivers]
+        """The segments that this rank publishes or receives."""
         self.ring_bytes = ring_bytes
+        self._rank = rank
+        self._ring = ring
+        self._peers = {
+            peer: _Peer(address, len(segments), ring_bytes=ring_bytes)
+            for peer, address in addresses.items()
+            if peer != rank
+        }
+        self._segment_bytes = segment_bytes
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._stopped = Event()
-        self._segment_bytes = segment_bytes
         self._slots: list[Segment | None] = [None] * (ring_bytes // segment_bytes)
-        self._busy: set[int] = set()
-        self._machine = machine
-        self.inlet = inlet
-        """From where other machines' segments come."""
-        self._outlet = outlet
+        """The segment in each place of the ring."""
+        self._reserved: set[int] = set()
 
-    @contextlib.contextmanager
-    def place_for(self, segment: Segment, *, is_last_try: bool = True) -> Iterator[Callable[[Views], None]]:
-        """Waits for room; what it gives hands the segment's bytes on. Left without that, each reads them for itself,
-        unless this rank is to try once more.
-
-        To be asked for before any buffer is taken: who takes the bytes that make the room may need one too.
-        """
-        if not segment.takers and self.relays(segment):
-            yield lambda _: None
-            return
-        slot = self._room(self._slots_for(segment))
-        is_handed_on = False
-
-        def hand_on(views: Views) -> None:
-            nonlocal is_handed_on
-            if slot is not None:
-                try:
-                    self._board.write(segment.number, views, place=slot * self._segment_bytes)
-                    is_handed_on = True
-                    self._send(segment, self._board.written(slot * self._segment_bytes, sum(map(len, views))))
-                except OSError:  # no memory for it
-                    pass
-
-        try:
-            yield hand_on
-        finally:
-            if not is_handed_on and is_last_try:
-                self._fail(segment)
-            if slot is not None:
-                with self._lock:
-                    self._slots[slot] = segment if is_handed_on else None
-                    self._busy.discard(slot)
-
-    def hands_on(self, segment: Segment) -> bool:
-        """Whether this rank reads it for the others."""
+    def reads(self, segment: Segment) -> bool:
+        """True if this rank reads the segment for the others."""
         return segment.reader == self._rank
 
-    def relays(self, segment: Segment) -> bool:
-        """Whether this rank is to receive it from another machine, for itself and for others of its own."""
-        return self.hands_on(segment) and segment.machine is not None and segment.machine != self._machine
-
     def decline(self, segment: Segment) -> None:
-        """Neither hand this one on nor take it."""
-        if self.hands_on(segment):
-            self._fail(segment)
-        else:
-            self._board.set_state(segment.number, TAKEN)
+        """Neither publish nor receive this segment."""
+        self._ring.set_state(segment.number, FAILED if self.reads(segment) else RECEIVED)
+
+    @contextlib.contextmanager
+    def reserve(self, segment: Segment) -> Iterator[Callable[[Views], None]]:
+        """Wait for a place in the ring. Yields the function that publishes the segment's bytes there.
+
+        If the context ends without that call, each receiver reads the segment itself. Reserve before taking a buffer:
+        a receiver may need a buffer to make room in the ring.
+        """
+        slot = self._reserve_slot()
+        is_published = False
+
+        def publish(views: Views) -> None:
+            nonlocal is_published
+            if slot is not None:
+                with contextlib.suppress(OSError):  # no memory for it
+                    self._ring.write(segment.number, views, position=slot * self._segment_bytes)
+                    is_published = True
+
+        try:
+            yield publish
+        finally:
+            if not is_published:
+                self._ring.set_state(segment.number, FAILED)
+            if slot is not None:
+                with self._lock:
+                    self._slots[slot] = segment if is_published else None
+                    self._reserved.discard(slot)
 
     def arrivals(self, segments: Sequence[Segment]) -> Iterator[tuple[Segment, Callable[[Views], bool] | None]]:
-        """Each of `segments`, once it is there, with what fills views with its bytes; None if it will not come.
+        """Each of `segments` in the order in which their readers publish them, with the function that copies its bytes.
 
-        What fills them says whether the bytes were still there; they are let go with the next step. Ends early after
-        `stop`.
+        That function fills views, and returns False if the bytes were not there any more; it is valid until the next
+        step. It is None for a segment that will not come. The iterator ends early after `stop`.
         """
         by_number = {segment.number: segment for segment in segments}
         waiting = {
             reader: np.array([segment.number for segment in segments if segment.reader == reader])
             for reader in {segment.reader for segment in segments}
         }
-        pause_s = _SHORTEST_PAUSE_S
+        pause_s = _MIN_PAUSE_S
         while waiting and not self._stopped.is_set():
-            has_come = False
+            has_arrived = False
             for reader in list(waiting):
-                mate = self._mates[reader]
-                mate.look(self._timeout_s)
-                # In whatever order they come: what waits for room may be waiting for this one.
-                is_known = mate.known(waiting[reader])
-                for number in waiting[reader][is_known].tolist():
-                    has_come = True
-                    yield by_number[number], mate.filling(number)
-                    self._board.set_state(number, TAKEN)
+                peer = self._peers[reader]
+                peer.check(self._timeout_s)
+                # In any order: a reader whose ring is full may be waiting for this one.
+                are_known = peer.are_known(waiting[reader])
+                for number in waiting[reader][are_known].tolist():
+                    has_arrived = True
+                    yield by_number[number], peer.copier_of(number)
+                    self._ring.set_state(number, RECEIVED)
                     if self._stopped.is_set():
                         return
-                waiting[reader] = waiting[reader][~is_known]
+                waiting[reader] = waiting[reader][~are_known]
                 if not len(waiting[reader]):
                     del waiting[reader]
-            if has_come:
-                pause_s = _SHORTEST_PAUSE_S
+            if has_arrived:
+                pause_s = _MIN_PAUSE_S
             elif waiting:
                 self._stopped.wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def stop(self) -> None:
-        """Nothing more is handed on or taken, and nobody need wait for it."""
+        """Publish and receive nothing more, and tell the other ranks so. What lies in the ring stays readable."""
         self._stopped.set()
-        self._board.leave()
-        if self.inlet is not None:
-            self.inlet.stop()
-        if self._outlet is not None:
-            # Not all may know by now that this rank takes nothing: from this they do.
-            self._outlet.break_off()
-
-    def leave(self) -> None:
-        """At the end of this rank's load: what it has not handed on by now will not come."""
-        if self._outlet is not None and self.inlet is not None and self.inlet.has_ended:
-            self._board.leave()
-            self._outlet.leave()
-        else:
-            self.stop()
+        self._ring.leave()
 
     def close(self) -> None:
-        """When no rank needs this one's board any more."""
-        if self._outlet is not None:
-            self._outlet.close()
-        for mate in self._mates.values():
-            if mate.board is not None:
-                mate.board.close()
+        """Detach from the memory of the other ranks."""
+        for peer in self._peers.values():
+            if peer.ring is not None:
+                peer.ring.close()
 
-    def _send(self, segment: Segment, view: memoryview | None) -> None:
-        if self._outlet is not None and segment.machine is not None and segment.machine == self._machine:
-            self._outlet.send(segment.number, view)
-
-    def _fail(self, segment: Segment) -> None:
-        self._board.set_state(segment.number, FAILED)
-        self._send(segment, None)
-
-    def _slots_for(self, segment: Segment) -> range:
-        """What comes from other machines has half of the places, since it makes room on those: without, two machines
-        whose places are all full of what the other wants would wait for each other.
-        """
-        half, num_slots = len(self._slots) // 2, len(self._slots)
-        if self._machine is None:
-            return range(num_slots)
-        return range(half, num_slots) if self.relays(segment) else range(half)
-
-    def _room(self, slots: range) -> int | None:
-        """A place in the ring that nobody needs any more; None where there is to be none."""
-        pause_s = _SHORTEST_PAUSE_S
+    def _reserve_slot(self) -> int | None:
+        """Wait for a place in the ring that no rank needs any more. Returns None after `stop`."""
+        pause_s = _MIN_PAUSE_S
         while not self._stopped.is_set():
             with self._lock:
-                for slot in slots:
-                    segment = self._slots[slot]
-                    if slot not in self._busy and (segment is None or self._is_done(segment)):
+                for slot, segment in enumerate(self._slots):
+                    if slot not in self._reserved and (segment is None or self._is_done(segment)):
                         if segment is not None:
-                            # Who is taken for gone and comes after all must not take other bytes for these.
-                            self._board.set_state(segment.number, FAILED)
-                        self._busy.add(slot)
+                            # A rank that seemed gone and goes on must not take other bytes for these.
+                            self._ring.set_state(segment.number, FAILED)
+                        self._reserved.add(slot)
                         return slot
             self._stopped.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         return None
 
     def _is_done(self, segment: Segment) -> bool:
-        for taker in segment.takers:
-            mate = self._mates[taker]
-            mate.look(self._timeout_s)
-            if not mate.is_gone and mate.board is not None and mate.board.state(segment.number) != TAKEN:
+        for receiver in segment.receivers:
+            peer = self._peers[receiver]
+            peer.check(self._timeout_s)
+            if peer.needs(segment.number):
                 return False
-        return self._outlet is None or segment.machine != self._machine or self._outlet.is_done(segment.number)
+        return True

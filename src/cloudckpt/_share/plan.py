@@ -1,4 +1,4 @@
-"""Who reads what several ranks want: pure, and the same on every rank that plans from the same values."""
+"""Plan which rank reads what several ranks want. Pure: ranks that plan from the same values get the same plan."""
 
 from __future__ import annotations
 
@@ -7,36 +7,68 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
+from cloudckpt._manifest.receipts import ItemLocation
+from cloudckpt._plan.boxes import Box, runs_of
+
 Range: TypeAlias = tuple[int, int, int]
 """Bytes ``[begin, end)`` of an object: (object_index, begin, end)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Bytes ``[begin, end)`` of an object that `reader` reads, and hands on to the `takers`."""
+    """Bytes ``[begin, end)`` of an object that `reader` reads and publishes for the `receivers`."""
 
     number: int
     object_index: int
     begin: int
     end: int
     reader: int
-    takers: tuple[int, ...]
-    machine: int | None = None
-    """The one, of those that want the same, whose reader fetches it from the store and sends it to the readers on the
-    others; None where each machine reads for itself."""
+    receivers: tuple[int, ...]
 
 
-def merged(ranges: Iterable[Range]) -> list[Range]:
+def wanted_ranges(
+    items: Iterable[tuple[ItemLocation, Sequence[int], Sequence[int]]],
+    *,
+    object_sizes_bytes: Mapping[int, int],
+    tile_bytes: int,
+    max_gap_bytes: int,
+) -> list[Range]:
+    """Merged ranges of whole tiles that hold all `items`: each the offsets and lengths of a block of a stored chunk."""
+    ranges: list[Range] = []
+    for location, offsets, lengths in items:
+        begin = location.begin
+        if location.dtype is None or location.transforms or tuple(lengths) == location.lengths:
+            ranges.append((location.object_index, begin, location.end))
+            continue
+        size = ITEMSIZE_BYTES[location.dtype]
+        box = Box(tuple(offsets), tuple(lengths))
+        ranges += [
+            (location.object_index, begin + low * size, begin + high * size)
+            for low, high in runs_of(location.lengths, box, max_gap=max_gap_bytes // size)
+        ]
+    return merge_ranges(
+        (
+            object_index,
+            begin // tile_bytes * tile_bytes,
+            min(-(-end // tile_bytes) * tile_bytes, object_sizes_bytes[object_index]),
+        )
+        for object_index, begin, end in ranges
+        if begin < end
+    )
+
+
+def merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """The same bytes in rising ranges that neither meet nor overlap; empty ones are left out."""
-    found: list[Range] = []
+    merged: list[Range] = []
     for object_index, begin, end in sorted(ranges):
         if begin >= end:
             continue
-        if found and found[-1][0] == object_index and found[-1][2] >= begin:
-            found[-1] = (object_index, found[-1][1], max(found[-1][2], end))
+        if merged and merged[-1][0] == object_index and merged[-1][2] >= begin:
+            merged[-1] = (object_index, merged[-1][1], max(merged[-1][2], end))
         else:
-            found.append((object_index, begin, end))
-    return found
+            merged.append((object_index, begin, end))
+    return merged
 
 
 def plan_segments(
@@ -47,14 +79,14 @@ def plan_segments(
     min_ranks: int,
     num_segments: int,
 ) -> list[Segment]:
-    """What is read by one rank for others, in the order of the objects and their bytes.
+    """Cut what one rank reads for others into segments, in the order of the objects and their bytes.
 
-    `wanted` maps each rank to `merged` ranges. Each byte that `min_ranks` want is in at most one
-    segment, and those that want it are that segment's reader and takers, no others; stretches shorter than `min_bytes`
-    are left to each rank.
-    No segment is longer than `segment_bytes`, and each begins where one could have been cut: at the begin of a wanted
-    range or a multiple of `segment_bytes` from there. Readers are chosen so that all ranks read about as many bytes,
-    with what they want for themselves alone. There are at most `num_segments`; what is beyond is left to each rank.
+    `wanted` maps each rank to merged ranges. Each byte that `min_ranks` want is in at most one segment, and the ranks
+    that want it are that segment's reader and receivers, no others; stretches shorter than `min_bytes` are left to
+    each rank.
+    No segment is longer than `segment_bytes`, and each begins at the begin of a stretch or a multiple of
+    `segment_bytes` from there. Readers are chosen so that all ranks read about as many bytes, with what they want for
+    themselves alone. There are at most `num_segments`; what is beyond is left to each rank.
     """
     num_read_bytes: Counter[int] = Counter(dict.fromkeys(wanted, 0))
     shared: list[tuple[Range, tuple[int, ...]]] = []
@@ -80,25 +112,24 @@ def plan_segments(
                     begin=low,
                     end=high,
                     reader=reader,
-                    takers=tuple(rank for rank in ranks if rank != reader),
+                    receivers=tuple(rank for rank in ranks if rank != reader),
                 )
             )
     return segments
 
 
-def num_bytes_in(ranges: Sequence[Range]) -> int:
-    """How many there are in `merged` ranges."""
+def count_repeated_bytes(wanted: Iterable[Sequence[Range]]) -> int:
+    """Count the bytes that several ranks want, once for each rank but the first."""
+    every = [one for ranges in wanted for one in ranges]
+    return _count_bytes(every) - _count_bytes(merge_ranges(every))
+
+
+def _count_bytes(ranges: Sequence[Range]) -> int:
     return sum(end - begin for _, begin, end in ranges)
 
 
-def num_repeated_bytes(wanted: Iterable[Sequence[Range]]) -> int:
-    """How many bytes would be read more than once, counted as often as they are read again."""
-    every = [one for ranges in wanted for one in ranges]
-    return num_bytes_in(every) - num_bytes_in(merged(every))
-
-
 def _stretches(wanted: Mapping[int, Sequence[Range]]) -> Iterator[tuple[Range, tuple[int, ...]]]:
-    """Ranges all of whose bytes the same ranks want, as long as they can be."""
+    """The longest ranges all of whose bytes the same ranks want, each with those ranks."""
     changes: list[tuple[int, int, int, int]] = []
     for rank, ranges in wanted.items():
         for object_index, begin, end in ranges:

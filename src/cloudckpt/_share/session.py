@@ -1,87 +1,169 @@
-"""One rank's part in one load that ranks make together: opened before the plans, closed when all have loaded."""
+"""The agreement of ranks on what they share in one load, and one rank's part in it."""
 
 from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from cloudckpt._ranks.met_group import MetGroup
-from cloudckpt._share.board import Board
-from cloudckpt._share.deal import LEAST_MACHINES, Deal, Offer
-from cloudckpt._share.door import Entrance
 from cloudckpt._share.exchange import Exchange
-from cloudckpt._share.plan import Range
-from cloudckpt.options import Options
+from cloudckpt._share.plan import Range, count_repeated_bytes, plan_segments
+from cloudckpt._share.ring import MAX_SEGMENTS, RingAddress, SharedMemoryRing
+from cloudckpt.options import MIB, Options
+
+_NUM_SLOTS = 16
+"""Segments that a rank's ring holds at once."""
+_AUTO_MIN_RANKS = 4
+"""Fewer ranks take more processor time to share bytes than to read them again (docs/design/015-read-once.md)."""
+_AUTO_MIN_BYTES = 16 * MIB
+"""Repeated reads of fewer bytes take less time than sharing them."""
 
 
-class Session:
-    """The board and the door that this rank shows to others, and its exchange with them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareOffer:
+    """The ranges that one rank reads, and the address of its shared memory."""
+
+    address: RingAddress
+    wanted: list[Range] = field(repr=False)
+    verify: bool
+    is_forced: bool
+    """Share all that can be shared, and not only where it pays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareGroup:
+    """The offers, by rank, of ranks of one machine that share. Each of them plans the same segments from it."""
+
+    offers: Mapping[int, ShareOffer]
+    segment_bytes: int
+    min_bytes: int
+    min_ranks: int
+
+    def new_exchange(self, ring: SharedMemoryRing, *, rank: int, timeout_s: float) -> Exchange:
+        """Plan the segments, and map the memory of all ranks. Raises `OSError` or `ValueError` without memory."""
+        segments = plan_segments(
+            {member: offer.wanted for member, offer in self.offers.items()},
+            segment_bytes=self.segment_bytes,
+            min_bytes=self.min_bytes,
+            min_ranks=self.min_ranks,
+            num_segments=MAX_SEGMENTS,
+        )
+        return Exchange(
+            ring,
+            rank=rank,
+            addresses={member: offer.address for member, offer in self.offers.items()},
+            segments=segments,
+            segment_bytes=self.segment_bytes,
+            ring_bytes=_NUM_SLOTS * self.segment_bytes,
+            timeout_s=timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlanData:
+    """What travels with the plan of a rank: the commit that it found, its offer, and later the group that it is in."""
+
+    attempt: str
+    offer: ShareOffer | None = None
+    group: ShareGroup | None = None
+
+
+def assign_groups(
+    ranks: Sequence[RankPlanData | None], *, tile_bytes: int, options: Options
+) -> list[RankPlanData | None]:
+    """Replace each rank's offer by its group, on the coordinator; None stays None."""
+    groups = group_offers(
+        [None if rank is None else rank.offer for rank in ranks], tile_bytes=tile_bytes, options=options
+    )
+    return [
+        None if rank is None else RankPlanData(attempt=rank.attempt, group=groups.get(number))
+        for number, rank in enumerate(ranks)
+    ]
+
+
+def group_offers(offers: Sequence[ShareOffer | None], *, tile_bytes: int, options: Options) -> dict[int, ShareGroup]:
+    """Group the ranks of each machine, where sharing pays or one of them forces it. Returns the group of each rank."""
+    segment_bytes = options.read_bytes // 2 // _NUM_SLOTS // tile_bytes * tile_bytes
+    if not segment_bytes:  # there is no room for whole tiles
+        return {}
+    by_machine: defaultdict[tuple[str, bool], dict[int, ShareOffer]] = defaultdict(dict)
+    for rank, offer in enumerate(offers):
+        if offer is not None:
+            by_machine[offer.address.machine, offer.verify][rank] = offer
+    groups: dict[int, ShareGroup] = {}
+    for members in by_machine.values():
+        is_forced = any(offer.is_forced for offer in members.values())
+        min_ranks = 2 if is_forced else _AUTO_MIN_RANKS
+        if len(members) < min_ranks:
+            continue
+        if count_repeated_bytes(offer.wanted for offer in members.values()) < (1 if is_forced else _AUTO_MIN_BYTES):
+            continue
+        group = ShareGroup(
+            offers=members,
+            segment_bytes=segment_bytes,
+            min_bytes=1 if is_forced else segment_bytes // 2,
+            min_ranks=min_ranks,
+        )
+        groups.update(dict.fromkeys(members, group))
+    return groups
+
+
+class ShareSession:
+    """One rank's part in one load of all ranks: opened before the plans, closed when all ranks have loaded."""
 
     def __init__(self, group: MetGroup) -> None:
         self._group = group
-        self._board: Board | None = None
-        self._entrance: Entrance | None = None
+        self._ring: SharedMemoryRing | None = None
         self._exchange: Exchange | None = None
-        # A rank that never comes to read meets the others there, and they need not wait for its bytes.
+        # A rank that fails before it reads comes to the last collective, and the others must not wait for its bytes.
         group.call_at_end(self.leave)
 
-    def offer(self, wanted: Callable[[], list[Range]], *, scheme: str, options: Options) -> Offer | None:
-        """What this rank wants, for others that want the same; None where they are not to share, or cannot."""
-        how = options.share_reads
-        # Of a file system, the machine itself hands on what one rank has read.
-        if how == "never" or (how == "auto" and scheme == "file"):
+    def offer(self, wanted: Callable[[], list[Range]], *, scheme: str, options: Options) -> ShareOffer | None:
+        """Create this rank's shared memory, and offer it. Returns None if the rank must not or cannot share."""
+        mode = options.share_reads
+        # The page cache shares what one rank reads from a file system.
+        if mode == "never" or (mode == "auto" and scheme == "file"):
             return None
-        # Elsewhere a word that says "there" can be seen before what it speaks of, which only a checksum notices.
+        # Other processors may show READY to another process before the bytes, which only a checksum notices.
         if not options.verify and platform.machine() not in ("x86_64", "AMD64"):
             return None
-        self._board = Board.new()
-        if self._board is None:
+        self._ring = SharedMemoryRing.create()
+        if self._ring is None:
             return None
-        # Between machines nothing but a checksum tells who sent what; and fewer of them would not share.
-        if options.verify and (how == "always" or self._group.size() >= LEAST_MACHINES):
-            self._entrance = Entrance.new()
-        return Offer(
-            address=self._board.address,
-            wanted=wanted(),
-            verify=options.verify,
-            insists=how == "always",
-            door=self._entrance.door if self._entrance is not None else None,
+        return ShareOffer(
+            address=self._ring.address, wanted=wanted(), verify=options.verify, is_forced=mode == "always"
         )
 
-    def exchange(self, deal: Deal | None, *, rank: int, options: Options) -> Exchange | None:
-        """With those that `deal` names; None, which they are told, where this rank has to read all for itself."""
+    def join(self, group: ShareGroup | None, *, rank: int, timeout_s: float) -> Exchange | None:
+        """Begin to share with `group`. Returns None, and tells the others, if this rank reads all by itself."""
         exchange = None
-        if deal is not None and self._board is not None:
+        if group is not None and self._ring is not None:
             with contextlib.suppress(OSError, ValueError):  # there is no memory for it here
-                exchange = deal.exchange(self._board, self._entrance, rank=rank, options=options)
+                exchange = group.new_exchange(self._ring, rank=rank, timeout_s=timeout_s)
         if exchange is not None and not exchange.segments:
             exchange.close()
             exchange = None
         self._exchange = exchange
         if exchange is None:
             self.leave()
-        elif exchange.inlet is None and self._entrance is not None:
-            self._entrance.close()
         return exchange
 
     def leave(self) -> None:
-        """Nothing more will come from this rank, and it needs nothing more."""
-        if self._board is not None:
-            self._board.leave()
+        """Tell the other ranks that this one publishes and receives nothing more."""
         if self._exchange is not None:
-            self._exchange.leave()
-        elif self._entrance is not None:
-            self._entrance.close()
+            self._exchange.stop()
+        elif self._ring is not None:
+            self._ring.leave()
 
     def close(self) -> None:
-        """When all ranks have loaded, or none needs this one any more."""
+        """Free the shared memory, once all ranks have loaded or no rank needs this one any more."""
         self._group.call_at_end(None)
         self.leave()
         if self._exchange is not None:
             self._exchange.close()
-        if self._entrance is not None:
-            self._entrance.close()
-        if self._board is not None:
-            self._board.close()
-        self._board = self._entrance = self._exchange = None
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = self._exchange = None

@@ -21,7 +21,7 @@ TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults mutants servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
+.PHONY: help demo test coverage test-gpu faults mutants house servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -45,6 +45,9 @@ faults: $(INSTALLED) ## Kill ranks, flip bits, interleave calls, stall stores: w
 
 mutants: $(INSTALLED) ## Apply each deliberate defect of tests/mutants to a copy, and expect the tests to catch it.
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
+house: $(INSTALLED) ## Print how large the code base is, beside the bars that it has to keep.
+	$(BIN)/python -m tests.house
 
 # A machine with a GPU may have no network, and a torch that fits its driver: what is there is used, and nothing
 # installed. It takes torch, awscrt, fsspec, msgspec and numpy, and pytest, pytest-timeout, hypothesis, safetensors.

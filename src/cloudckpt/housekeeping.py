@@ -6,12 +6,11 @@ import math
 import os
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt._commit.collect import Left, Place, collect, judge, walk
+from cloudckpt._commit.collect import Left, Place, collect, judge, walk, walk_checkpoint
 from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.garbage import Inventory
 from cloudckpt._commit.garbage_report import Garbage, GarbageReport, Spared, garbage_of
 from cloudckpt._commit.remove import delete_checkpoint
-from cloudckpt._commit.resolve import ranks_of
 from cloudckpt._pipeline.lifecycle import tell
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
@@ -32,7 +31,6 @@ from cloudckpt.stores.open import open_store
 __all__ = ["Garbage", "GarbageReport", "Spared", "delete", "gc"]
 
 _ONE_DAY = timedelta(days=1)
-_PARTS_OF_A_CHECKPOINT = ("manifest", "data/", "rank-")
 
 
 def gc(
@@ -104,15 +102,11 @@ def _delete(location: Location, options: Options) -> None:
     conditional = options.commit == "conditional"
     if conditional:
         check_condition(store, retrier)
-    inventory = walk(
-        store, retrier, prefixes=_PARTS_OF_A_CHECKPOINT, has_hidden_uploads=location.scheme == "file", on_unlisted=None
-    )
+    inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
     was_there = False
-    ranks = ranks_of(prefix.removesuffix("/") for prefix in inventory.locations)
-    for prefix in inventory.locations:
-        if prefix in {"", *(f"rank-{rank}/" for rank in ranks)}:
-            place = _place(location, store, inventory, prefix, options)
-            was_there |= delete_checkpoint(place, retrier, conditional=conditional)
+    for prefix in prefixes:
+        place = _place(location, store, inventory, prefix, options)
+        was_there |= delete_checkpoint(place, retrier, conditional=conditional)
     if not was_there:
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {location.uri}, so there is nothing to delete. What failed saves have left "
@@ -139,12 +133,17 @@ class _Collection:
         """Of all that is done by this."""
         if not self._dry_run and self._is_conditional:
             check_condition(self._store, self._retrier)
-        inventory = walk(
-            self._store,
-            self._retrier,
-            has_hidden_uploads=self._location.scheme == "file",
-            on_unlisted=lambda error: self._fail(self._location.uri, error, "unfinished uploads: "),
-        )
+        for _ in range(2):  # that nothing is there is believed from two walks
+            self._failed.clear()
+            inventory = walk(
+                self._store,
+                self._retrier,
+                has_hidden_uploads=self._location.scheme == "file",
+                on_unlisted=lambda error: self._fail(self._location.uri, error, "unfinished uploads: "),
+            )
+            is_nothing_there = not inventory.locations and not inventory.unlisted
+            if not is_nothing_there:
+                break
         for prefix, error in sorted(inventory.unlisted.items()):
             uri = _uri_of(self._location, prefix)
             reason = "permission denied, so that what lies there was not judged. Grant this user access to it"
@@ -158,7 +157,7 @@ class _Collection:
             locations=tuple(self._found),
             skipped=tuple(self._skipped),
             failed=tuple(self._failed),
-            is_nothing_there=not inventory.locations and not inventory.unlisted,
+            is_nothing_there=is_nothing_there,
         )
 
     def _collect(self, prefix: str, inventory: Inventory) -> None:

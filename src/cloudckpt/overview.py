@@ -112,8 +112,8 @@ def _look_again(
         pass
     if not any(found.values()) and "" not in places:  # torch's writer may have been here, which leaves folders, or none
         look_at("")
-    missing = tuple(sorted(name for name, at in found.items() if _is_missing(at)))
-    return missing or (None if found else ("nothing",))
+    # One listing may lack a folder, so the names, too, are believed from two.
+    return tuple(sorted(places)), tuple(sorted(name for name, at in found.items() if _is_missing(at)))
 
 
 def _is_missing(found: Sequence[CheckpointStatus]) -> bool:

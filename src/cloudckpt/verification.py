@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from cloudckpt._commit.resolve import holds_torch_checkpoint, ranks_of, resolve
+from cloudckpt._commit.resolve import holds_torch_checkpoint, list_folders, ranks_of, resolve
 from cloudckpt._manifest.model import Manifest
 from cloudckpt._pipeline.context import Context
 from cloudckpt._pipeline.verify import VerifyJob
@@ -80,7 +80,7 @@ def _manifests(location: Location, options: Options) -> tuple[list[tuple[Context
     try:
         return [(context, resolve(context.store, context.retrier).manifest)], []
     except CheckpointNotFoundError as error:
-        if context.retrier.call(lambda: holds_torch_checkpoint(context.store)):
+        if holds_torch_checkpoint(context.store, context.retrier):
             raise CheckpointNotFoundError(
                 f"{location.uri} holds a checkpoint of torch's own writer, which recorded no checksums: there is "
                 "nothing to verify it against. Load it with allow_pickle=True and save it with cloudckpt",
@@ -95,7 +95,7 @@ def _manifests(location: Location, options: Options) -> tuple[list[tuple[Context
 def _of_ranks(
     location: Location, options: Options, context: Context
 ) -> tuple[list[tuple[Context, Manifest]], list[str]]:
-    folders = context.retrier.call(lambda: list(context.store.list_directories()))
+    folders = list_folders(context.store, context.retrier)
     found: list[tuple[Context, Manifest]] = []
     problems: list[str] = []
     for rank in ranks_of(folders):

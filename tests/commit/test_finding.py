@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,91 @@ def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> No
 
     options = Options(wrap_store=lambda inner: Ticking(inner, lose))
     assert [info.name for info in cloudckpt.list_checkpoints(memory.root, options=options)] == ["step-1", "step-2"]
+
+
+class Forgetful(WrappedStore):
+    """Leaves what matches a pattern out of the first listing that has it, whichever store of the process makes it."""
+
+    def __init__(self, inner: Store, pattern: str, lies: list[str]) -> None:
+        super().__init__(inner)
+        self._pattern, self._lies = pattern, lies
+
+    def _kept(self, names: dict[str, Any], prefix: str = "") -> Iterator[Any]:
+        hidden = {name for name in names if re.search(self._pattern, f"{self.inner.uri}/{prefix}{name}")}
+        if hidden and not self._lies:
+            self._lies.extend(hidden)
+            names = {name: info for name, info in names.items() if name not in hidden}
+        return iter(names.values())
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._kept({info.key: info for info in self.inner.list(prefix)})
+
+    def list_directories(self) -> Iterator[str]:
+        return self._kept({name: name for name in self.inner.list_directories()})
+
+
+LOOKS: dict[str, tuple[str, Callable[[Memory, Options], object]]] = {
+    "survey": (
+        "step-2$",
+        lambda memory, options: [one.name for one in cloudckpt.survey(memory.root, options=options)][-3:],
+    ),
+    "verify of ranks": (
+        "rank-2$",
+        lambda memory, options: cloudckpt.verify(memory.uri("ranks"), options=options).num_objects,
+    ),
+    "delete of ranks, one hidden": (
+        "rank-2/",
+        lambda memory, options: (cloudckpt.delete(memory.uri("ranks"), options=options), memory.data_keys("ranks")),
+    ),
+    "delete of ranks, all hidden": (
+        "rank-./",
+        lambda memory, options: (cloudckpt.delete(memory.uri("ranks"), options=options), memory.data_keys("ranks")),
+    ),
+    "gc": ("step-", lambda memory, options: cloudckpt.gc(memory.root, quiet=True, options=options).is_nothing_there),
+    "save beside torch's": (
+        ".metadata",
+        lambda memory, options: cloudckpt.save(state_of(), memory.uri("torch"), no_dist=True, options=options),
+    ),
+    "save beside ranks'": (
+        "rank-0/manifest",
+        lambda memory, options: cloudckpt.save(state_of(), memory.uri("ranks"), no_dist=True, options=options),
+    ),
+    "unconditional save": (
+        "step-1/manifest",
+        lambda memory, options: cloudckpt.save(state_of(), memory.uri("step-1"), no_dist=True, options=options),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_one_listing_leaves_out_is_not_taken_for_absent(memory: Memory, name: str) -> None:
+    """If this fails, one listing that lacks an entry makes a call leave a checkpoint or a rank out, or replace it."""
+    pattern, look = LOOKS[name]
+
+    def made(wrap: Any) -> object:
+        for step in ("step-1", "step-2", *(f"ranks/rank-{rank}" for rank in range(3))):
+            with contextlib.suppress(CheckpointExistsError):
+                cloudckpt.save(state_of(), memory.uri(step), no_dist=True)
+        put(memory.at("torch").inner, ".metadata", b"torch's")
+        commit = "unconditional" if "unconditional" in name else "conditional"
+        try:
+            return look(memory, Options(wrap_store=wrap, commit=commit))
+        except CheckpointExistsError as error:
+            return str(error)
+
+    lies: list[str] = []
+    honest = made(lambda inner: inner)
+    assert made(lambda inner: Forgetful(inner, pattern, lies)) == honest
+    assert lies
+
+
+def test_a_fence_that_is_listed_too_large_is_no_checkpoint(memory: Memory) -> None:
+    """If this fails, a deleted step counts as committed, and retention removes a step that is."""
+    for step in ("step-1", "step-2"):
+        cloudckpt.save(state_of(), memory.uri(step), no_dist=True)
+    cloudckpt.delete(memory.uri("step-2"))
+    options = Options(wrap_store=lambda inner: Lying(inner, 5000))
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root, options=options)] == ["step-1"]
 
 
 # Sizes that a listing gets wrong.

@@ -6,7 +6,7 @@ listed, whoever wrote that data has a number that is taken, or decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -19,9 +19,11 @@ from cloudckpt._commit.resolve import (
     Log,
     list_entries,
     manifest_key,
+    ranks_of,
     read_entry,
     read_log,
     read_manifest,
+    settle,
 )
 from cloudckpt._commit.uploads import noting
 from cloudckpt._transfer.retry import Retrier
@@ -35,7 +37,8 @@ from cloudckpt.stores.base import Store, UploadInfo
 
 _MOST_REFUSALS = 10
 """In a row: then nothing there can be removed."""
-_NUM_FENCES = 8
+_PARTS = ("manifest", "data/", "rank-")
+"""The beginnings of the keys of a checkpoint, and of those of ranks that saved on their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,27 @@ def walk(
         if on_unlisted is None or not prefix:
             raise denied
     return inventory
+
+
+def walk_checkpoint(store: Store, retrier: Retrier, *, has_hidden_uploads: bool) -> tuple[Inventory, list[str]]:
+    """Return what cloudckpt wrote at `store`, a checkpoint's, and the prefixes of its log and of those of its ranks.
+
+    A listing of the folders has to have the same ranks, or two walks in a row: else one listing that lacks a rank would
+    leave that rank's part behind. Raises what `walk` raises, and `CheckpointChangedError`.
+    """
+
+    def look() -> tuple[Inventory, Hashable]:
+        inventory = walk(store, retrier, prefixes=_PARTS, has_hidden_uploads=has_hidden_uploads, on_unlisted=None)
+        walked = tuple(ranks_of(prefix.removesuffix("/") for prefix in inventory.locations))
+        listed = tuple(ranks_of(retrier.call(lambda: list(store.list_directories()))))
+        return inventory, None if inventory.locations and walked == listed else ("ranks", walked, listed)
+
+    inventory = settle(
+        look, changing=lambda: CheckpointChangedError(f"what lies at {store.uri} changes all the time", uri=store.uri)
+    )
+    ranks = ranks_of(prefix.removesuffix("/") for prefix in inventory.locations)
+    own = {"", *(f"rank-{rank}/" for rank in ranks)}
+    return inventory, [prefix for prefix in inventory.locations if prefix in own]
 
 
 def _objects(store: Store, prefixes: Sequence[str], *, has_hidden_uploads: bool) -> Inventory:

@@ -12,11 +12,9 @@ from collections import Counter
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
+from cloudckpt._commit.fence import MAX_FENCE_BYTES, is_fence
 from cloudckpt._forks import in_child
-from cloudckpt.errors import (
-    ObjectNotFoundError,
-    ShortObjectError,
-)
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 
 if TYPE_CHECKING:
     from cloudckpt._commit.resolve import Entry  # which imports this module
@@ -102,8 +100,8 @@ class CommitTimes:
         """Return when the manifest at `key` was committed; None where it has vanished, so that the caller looks again.
 
         One small read. The store's own time stands in for a manifest without a time or with one that is far ahead, for
-        one whose head is damaged, and for one that is listed twice and not found. Raises `StoreError` where the store
-        refuses the read.
+        one whose head is damaged, and for one that is listed twice and not found. A fence that a listing gave a wrong
+        size is no manifest: None. Raises `StoreError` where the store refuses the read.
         """
         url = store.url(key)
         place = (url, entry.modified_at, entry.size_bytes)
@@ -115,6 +113,8 @@ class CommitTimes:
                 lambda: _read_head(store, key, entry.size_bytes, retrier), (ObjectNotFoundError, _NoHeadError)
             )
         except _NoHeadError:
+            if _is_fence(store, key, retrier):
+                return None
             head = None
         except ObjectNotFoundError:
             self._num_vanished[url] += 1  # a count that another thread loses costs one more look
@@ -145,3 +145,14 @@ def _read_head(store: Store, key: str, size_bytes: int, retrier: Retrier) -> byt
     if not head.startswith(_BEGINNING):
         raise _NoHeadError
     return head
+
+
+def _is_fence(store: Store, key: str, retrier: Retrier) -> bool:
+    try:
+        return is_fence(retrier.call(lambda: store.read(key, max_bytes=MAX_FENCE_BYTES)))
+    except ObjectNotFoundError:
+        return False
+    except StoreError as error:
+        if type(error) is not StoreError:  # stores have no class of their own for what is too large
+            raise
+        return False

@@ -79,18 +79,20 @@ def _check_counts(store: Store, manifest: Manifest, *, number: int, retrier: Ret
 
 
 def _check_arrived(store: Store, manifest: Manifest, outcome: PutOutcome, *, number: int, retrier: Retrier) -> None:
-    """Something at the key may be what an earlier try of this very put left, with only its answer lost."""
+    """Return where this very put has arrived. No answer says that it has not: a proxy can refuse what it passed on."""
     key, error = manifest_key(number), outcome.error
     assert error is not None  # noqa: S101  # the caller saw to it
-    if not (outcome.is_taken or outcome.may_have_arrived):
-        raise error
-    found = _entry_at(store, number, retrier)
+    found, is_absent = _entry_at(store, number, retrier)
     if isinstance(found, Manifest) and found.attempt == manifest.attempt:
         return
+    if outcome.is_refused and (is_absent or found is not None):
+        raise error
+    if outcome.is_taken and found is not None:
+        raise (_fenced(store, key) if isinstance(found, Fence) else _lost(store, key)) from error
+    if outcome.is_taken and (_is_overtaken(store, number, retrier) if is_absent else not outcome.may_have_arrived):
+        raise _lost(store, key) from error
     # What lies there and cannot be read may be this very manifest, whose data must stay then.
-    if not outcome.is_taken or (found is None and outcome.may_have_arrived):
-        raise _unknown(store, key, error) from error
-    raise (_fenced(store, key) if isinstance(found, Fence) else _lost(store, key)) from error
+    raise _unknown(store, key, error) from error
 
 
 def remove_superseded(
@@ -130,14 +132,23 @@ def _data_keys(store: Store, number: int, retrier: Retrier) -> list[str]:
     return [stored.key for stored in found.objects] if isinstance(found, Manifest) else []
 
 
-def _entry_at(store: Store, number: int, retrier: Retrier) -> Manifest | Fence | None:
-    """The entry with that number; None where there is none that can be read."""
+def _entry_at(store: Store, number: int, retrier: Retrier) -> tuple[Manifest | Fence | None, bool]:
+    """Return the entry with that number, and whether two reads in a row found none. One that is damaged is neither."""
     try:
-        return read_entry(store, number, retrier)
+        found = read_entry(store, number, retrier) or read_entry(store, number, retrier)
     except StoreError as error:
         raise _unknown(store, manifest_key(number), error) from error
     except CheckpointError:
-        return None  # broken: somebody else's, or damaged since, or on its way
+        return None, False  # broken: somebody else's, or damaged since, or on its way
+    return found, found is None
+
+
+def _is_overtaken(store: Store, number: int, retrier: Retrier) -> bool:
+    """Return whether a higher number is there: an overwrite can have removed the entry that had this one."""
+    try:
+        return read_log(store, retrier).top > number
+    except (StoreError, CheckpointError) as error:
+        raise _unknown(store, manifest_key(number), error) from error
 
 
 def _lost(store: Store, key: str) -> CheckpointExistsError:

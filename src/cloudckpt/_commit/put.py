@@ -23,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores.base import Store
 
-# Errors that say the object was not written. Any other may have come after it was, unless it says that it did not.
+# Errors that say that the object was not written. Any other may have come after it was, unless it says that it did not.
 _REFUSALS = (
     AccessDeniedError,
     BucketNotFoundError,
@@ -49,6 +49,11 @@ class PutOutcome:
     def is_taken(self) -> bool:
         """Whether something lies at the key: perhaps what an earlier try left."""
         return isinstance(self.error, ObjectExistsError)
+
+    @property
+    def is_refused(self) -> bool:
+        """Every try ended with an answer that nothing was written. It need not be true: a proxy may have given it."""
+        return self.error is not None and not (self.is_taken or self.may_have_arrived)
 
 
 def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, retrier: Retrier) -> PutOutcome:
@@ -91,16 +96,16 @@ def lay_fence(store: Store, number: int, *, keeps: int | None, retrier: Retrier)
     outcome = put_entry(store, number, encode_fence(fence), conditional=True, retrier=retrier)
     if outcome.error is None:
         return True
-    if not (outcome.is_taken or outcome.may_have_arrived):
-        raise outcome.error
     try:
-        found = read_entry(store, number, retrier)
+        found = read_entry(store, number, retrier) or read_entry(store, number, retrier)
     except StoreError as error:
         raise _unknown(store, number, error) from error
     except CheckpointError:
         found = None
     if isinstance(found, Fence) and found.id == fence.id:
         return True
+    if outcome.is_refused:
+        raise outcome.error
     if not outcome.is_taken:
         raise _unknown(store, number, outcome.error) from outcome.error
     return False

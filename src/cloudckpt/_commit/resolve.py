@@ -118,6 +118,16 @@ def settle(look: Callable[[], tuple[_T, Hashable]], *, changing: Callable[[], Ch
     raise changing()
 
 
+def list_folders(store: Store, retrier: Retrier) -> list[str]:
+    """Return the names of the folders directly in `store`, as two listings in a row have them."""
+
+    def look() -> tuple[list[str], Hashable]:
+        names = sorted(retrier.call(lambda: list(store.list_directories())))
+        return names, ("folders", *names)
+
+    return settle(look, changing=lambda: _changing(store))
+
+
 def list_entries(store: Store, retrier: Retrier) -> tuple[Entry, ...]:
     """All entries there are, lowest first. Two listings in a row are empty where it returns none."""
 
@@ -307,12 +317,19 @@ def check_ours(store: Store, entries: Iterable[Entry], retrier: Retrier) -> None
             )
 
 
-def holds_torch_checkpoint(store: Store) -> bool:
-    """Whether a ``.metadata`` of torch's own writers lies there."""
-    return any(info.key == TORCH_METADATA_KEY for info in store.list(TORCH_METADATA_KEY))
+def holds_torch_checkpoint(store: Store, retrier: Retrier, *, is_confirmed: bool = True) -> bool:
+    """Return whether a ``.metadata`` of torch's own writers lies there.
+
+    `is_confirmed` is that of `read_log`.
+    """
+
+    def look() -> bool:
+        return any(info.key == TORCH_METADATA_KEY for info in store.list(TORCH_METADATA_KEY))
+
+    return retrier.call(look) or (is_confirmed and retrier.call(look))
 
 
-def holds_rank_checkpoints(store: Store, retrier: Retrier, *, is_confirmed: bool = False) -> bool:
+def holds_rank_checkpoints(store: Store, retrier: Retrier, *, is_confirmed: bool = True) -> bool:
     """Return whether ranks have saved there on their own, each under ``rank-<r>/``. Rank 0 is always one of them.
 
     `is_confirmed` is that of `read_log`.
@@ -343,7 +360,7 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
         )
     elif retrier.call(lambda: next(iter(store.list("rank-0/manifest")), None)) is not None:
         hint = f"ranks saved on their own there, and each has a checkpoint: name one, as {store.uri.rstrip('/')}/rank-0"
-    elif retrier.call(lambda: holds_torch_checkpoint(store)):
+    elif holds_torch_checkpoint(store, retrier):
         hint = (
             "one of torch's own writer lies there, of which cloudckpt.import_checkpoint(…, format='dcp') makes one of "
             "cloudckpt's"

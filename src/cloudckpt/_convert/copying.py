@@ -102,7 +102,7 @@ def is_taken(target: str | os.PathLike[str], *, options: Options) -> bool:
 
 def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tuple[Context, Context]]:
     """What ranks saved on their own. Rank 0 comes last: by it the others are found."""
-    if source.retrier.call(lambda: holds_torch_checkpoint(source.store)):
+    if holds_torch_checkpoint(source.store, source.retrier):
         raise CheckpointNotFoundError(
             f"{source.uri} holds a checkpoint of torch's own writer, which recorded no checksums to compare a copy "
             "with. Import it: cloudckpt import --format dcp, or cloudckpt.import_checkpoint",
@@ -136,8 +136,8 @@ def _lying_at(target: Context, pairs: Sequence[tuple[Context, Context]]) -> tupl
 
 def _holds_one(context: Context) -> bool:
     """Whether a checkpoint lies there itself, and not in folders of ranks."""
-    return read_log(context.store, context.retrier).counting is not None or context.retrier.call(
-        lambda: holds_torch_checkpoint(context.store)
+    return read_log(context.store, context.retrier).counting is not None or holds_torch_checkpoint(
+        context.store, context.retrier
     )
 
 

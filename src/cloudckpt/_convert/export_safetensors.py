@@ -75,7 +75,7 @@ def _manifest_at(source: Context) -> Manifest:
     try:
         return resolve(source.store, source.retrier).manifest
     except CheckpointNotFoundError as error:
-        if source.retrier.call(lambda: holds_torch_checkpoint(source.store)):
+        if holds_torch_checkpoint(source.store, source.retrier):
             raise CheckpointNotFoundError(
                 f"{source.uri} holds a checkpoint of torch's own writer, which cannot be read in pieces. Import it "
                 "first: cloudckpt import --format dcp, or cloudckpt.import_checkpoint",

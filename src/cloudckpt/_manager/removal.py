@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from cloudckpt._commit.collect import Place, walk
+from cloudckpt._commit.collect import Place, walk_checkpoint
 from cloudckpt._commit.condition import check_condition
 from cloudckpt._commit.garbage import attempt_time
 from cloudckpt._commit.remove import delete_checkpoint
-from cloudckpt._commit.resolve import ranks_of, resolve
+from cloudckpt._commit.resolve import resolve
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import parse_location
 from cloudckpt.errors import CheckpointError
 from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
-
-_PARTS = ("manifest", "data/", "rank-")
 
 
 def remove(uri: str, options: Options, *, alive_since: datetime) -> str | None:
@@ -32,13 +30,11 @@ def remove(uri: str, options: Options, *, alive_since: datetime) -> str | None:
     conditional = options.commit == "conditional"
     if conditional:
         check_condition(store, retrier)
-    inventory = walk(store, retrier, prefixes=_PARTS, has_hidden_uploads=location.scheme == "file", on_unlisted=None)
-    ranks = ranks_of(prefix.removesuffix("/") for prefix in inventory.locations)
+    inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
     places: list[Place] = []
-    for prefix in inventory.locations:
-        if prefix in {"", *(f"rank-{rank}/" for rank in ranks)}:
-            own: Store = open_store(location.child(prefix.rstrip("/")), options) if prefix else store
-            places.append(Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix)))
+    for prefix in prefixes:
+        own: Store = open_store(location.child(prefix.rstrip("/")), options) if prefix else store
+        places.append(Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix)))
     for place in places:
         if _is_written_to(place, retrier, alive_since=alive_since):
             return "another save is writing there"

@@ -145,7 +145,7 @@ class Steps:
 
         def look(name: str) -> None:
             step = step_in(name)
-            if step is not None and retrier.call(lambda: holds_torch_checkpoint(self._store(name))):
+            if step is not None and holds_torch_checkpoint(self._store(name), retrier):
                 found.add(step)
 
         self._each(self._folders(retrier), look, retrier)

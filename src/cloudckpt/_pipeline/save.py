@@ -100,9 +100,11 @@ class SaveJob:
         else:
             store, retrier = context.store, context.retrier
             log, *others = answers(
-                functools.partial(read_log, store, retrier, is_confirmed=False),  # the commit creates what is absent
-                functools.partial(retrier.call, lambda: holds_torch_checkpoint(store)),
-                functools.partial(holds_rank_checkpoints, store, retrier),
+                # A conditional commit creates what is absent, so that one look is enough.
+                functools.partial(read_log, store, retrier, is_confirmed=context.options.commit != "conditional"),
+                # Two looks for each, at once.
+                *[functools.partial(holds_torch_checkpoint, store, retrier, is_confirmed=False)] * 2,
+                *[functools.partial(holds_rank_checkpoints, store, retrier, is_confirmed=False)] * 2,
                 num_at_once=1 if context.location.scheme in _NEAR else context.first_connections,
             )
             entries = log.entries

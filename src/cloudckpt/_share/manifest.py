@@ -43,8 +43,8 @@ def find_manifest(
         try:
             manifest = resolve(store(), retrier).manifest
         except CheckpointNotFoundError as error:
-            is_torchs = any(retrier.call(lambda: holds_torch_checkpoint(store())) for _ in range(2))
-            is_of_ranks = not is_torchs and holds_rank_checkpoints(store(), retrier, is_confirmed=True)
+            is_torchs = holds_torch_checkpoint(store(), retrier)
+            is_of_ranks = not is_torchs and holds_rank_checkpoints(store(), retrier)
             return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs, is_of_ranks=is_of_ranks), None
         return ManifestLookup(uri=uri, document=encode(manifest) if is_broadcast else None), manifest
     except Exception as error:  # noqa: BLE001  # each rank raises it

@@ -71,7 +71,7 @@ def test_what_a_probe_could_not_remove_is_no_checkpoint(s3_server: S3Server, buc
         put(store, f"{probing.KEY_PREFIX}0123456789abcdef", b"left")
     retrier = Retrier(retries=0, timeout_s=WAIT_S)
     assert resolve.list_entries(step, retrier) == ()
-    assert not resolve.holds_torch_checkpoint(step)
+    assert not resolve.holds_torch_checkpoint(step, retrier)
     assert not resolve.holds_rank_checkpoints(step, retrier)
     assert cloudckpt.list_checkpoints(f"s3://{bucket}/run", options=options) == []
     cloudckpt.save({"weight": torch.ones(2)}, step.uri, options=options)

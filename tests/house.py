@@ -1,0 +1,177 @@
+"""Print how large the code base is, beside the bars that it has to keep: ``make house``."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "cloudckpt"
+_SUPPRESSION = re.compile(r"#\s*(?:noqa|type:\s*ignore)\b")
+_INDIRECT = re.compile(r"(?:Of|What|Whether|As|Where|Who|How|Until)\b")
+_RANKS_FOLDERS = ("_ranks", "distributed")
+
+
+def main() -> int:
+    """Print the table. Returns 1 where a bar is missed, else 0."""
+    put_frames, read_frames = count_frames()
+    rows: list[tuple[str, int, str, int]] = [
+        ("lines in src/", count_lines(ROOT / "src"), "≤", 29_000),
+        ("modules", len(list(modules())), "≤", 170),
+        ("modules imported by exactly one other module", len(imported_once()), "≤", 40),
+        ("lines of the ranks' protocol", sum(count_lines(PACKAGE / name) for name in _RANKS_FOLDERS), "≤", 500),
+        ("frames of ours between save() and boto3", put_frames, "≤", 8),
+        ("frames of ours between a ranged read and the socket", read_frames, "≤", 9),
+        ("noqa and type: ignore in src/", count_suppressions(), "≤", 120),
+        ("docstrings that begin with Of, What, Whether, …", len(list(indirect_docstrings())), "≤", 40),
+        ("lines of tests", count_lines(ROOT / "tests"), "≤", 38_000),
+        ("mutants in the table", count_mutants(), "≥", 40),
+        ("names in cloudckpt.__all__", count_public_names(), "≤", 45),
+    ]
+    missed = 0
+    for name, value, sign, bar in rows:
+        is_kept = value <= bar if sign == "≤" else value >= bar
+        missed += not is_kept
+        print(f"{name:<55} {value:>7,}   {sign} {bar:>6,}   {'' if is_kept else 'missed'}".rstrip())
+    print("The times of `make test` and `.ci/run`: .ci/run prints them. Whether each mutant is caught: make mutants.")
+    return 1 if missed else 0
+
+
+def modules() -> Iterator[Path]:
+    """Yield the package's modules."""
+    return PACKAGE.rglob("*.py")
+
+
+def count_lines(folder: Path) -> int:
+    """Count the lines of all Python files below `folder`, empty ones too."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))
+
+
+def count_suppressions() -> int:
+    """Count the comments that silence ruff or mypy."""
+    return sum(len(_SUPPRESSION.findall(path.read_text(encoding="utf-8"))) for path in modules())
+
+
+def name_of(path: Path) -> str:
+    """Return a module's dotted name."""
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_once() -> list[str]:
+    """Return the names of the modules that exactly one other module imports."""
+    known = {name_of(path) for path in modules()}
+    importers: defaultdict[str, set[str]] = defaultdict(set)
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for imported in _imports(node):
+                module = imported if imported in known else imported.rpartition(".")[0]
+                if module in known and module != name_of(path):
+                    importers[module].add(name_of(path))
+    return sorted(module for module, by in importers.items() if len(by) == 1)
+
+
+def _imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def indirect_docstrings() -> Iterator[str]:
+    """Yield each docstring that begins with a word that puts off its subject; those below names count too."""
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            body = getattr(node, "body", None)
+            for statement in body if isinstance(body, list) else []:
+                is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+                if is_text and isinstance(text := statement.value.value, str) and _INDIRECT.match(text.strip()):
+                    yield text
+
+
+def count_mutants() -> int:
+    """Count the deliberate defects that the tests are held to."""
+    from tests.mutants.table import MUTANTS  # noqa: PLC0415  # the table is of this checkout alone
+
+    return len(MUTANTS)
+
+
+def count_public_names() -> int:
+    """Count the names that ``from cloudckpt import *`` gives."""
+    import cloudckpt  # noqa: PLC0415  # imports torch
+
+    return len(cloudckpt.__all__)
+
+
+def count_frames() -> tuple[int, int]:
+    """Count the package's frames above boto3 in a save, and above the socket in a load, on an embedded S3 server.
+
+    A call that is made in a thread has the frames of that thread and those of the caller that waits for it.
+    """
+    import botocore.client  # noqa: PLC0415  # as above
+    import torch  # noqa: PLC0415
+    import urllib3.response  # noqa: PLC0415
+
+    import cloudckpt  # noqa: PLC0415
+    from cloudckpt.testing.servers import moto_server  # noqa: PLC0415
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+    state = {"weights": torch.arange(1 << 20, dtype=torch.float32)}
+    with moto_server() as server:
+        server.create_bucket("frames")
+        uri = "s3://frames/step-1"
+        options = cloudckpt.Options(storage_options=server.storage_options)
+        put = _deepest(
+            botocore.client.BaseClient,
+            "_make_api_call",
+            lambda: cloudckpt.save(state, uri, no_dist=True, options=options),
+            is_counted=lambda arguments: arguments[1] == "PutObject" and "/data/" in arguments[2]["Key"],
+        )
+        read = _deepest(
+            urllib3.response.HTTPResponse,
+            "readinto",
+            lambda: cloudckpt.load(state, uri, no_dist=True, options=options),
+            is_counted=lambda _: True,
+        )
+    return put, read
+
+
+def _deepest(
+    kind: type, method: str, call: Callable[[], object], *, is_counted: Callable[[tuple[Any, ...]], bool]
+) -> int:
+    """Return the most frames of the package that were on the stacks when `kind.method` was called within `call`."""
+    original, counts = getattr(kind, method), [0]
+
+    def counting(*arguments: Any, **keywords: Any) -> Any:
+        if is_counted(arguments):
+            stacks = sys._current_frames()  # Python's only way to another thread's stack
+            threads = {threading.get_ident(), threading.main_thread().ident or 0}
+            counts.append(sum(_count_of_package(stacks[ident]) for ident in threads))
+        return original(*arguments, **keywords)
+
+    setattr(kind, method, counting)
+    try:
+        call()
+    finally:
+        setattr(kind, method, original)
+    return max(counts)
+
+
+def _count_of_package(frame: Any) -> int:
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename.startswith(str(PACKAGE))
+        frame = frame.f_back
+    return count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

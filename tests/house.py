@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
 import sys
 import threading
 import warnings
@@ -118,7 +119,6 @@ def count_frames() -> tuple[int, int]:
     """
     import botocore.client  # noqa: PLC0415  # as above
     import torch  # noqa: PLC0415
-    import urllib3.response  # noqa: PLC0415
 
     import cloudckpt  # noqa: PLC0415
     from cloudckpt.testing.servers import moto_server  # noqa: PLC0415
@@ -136,8 +136,8 @@ def count_frames() -> tuple[int, int]:
             is_counted=lambda arguments: arguments[1] == "PutObject" and "/data/" in arguments[2]["Key"],
         )
         read = _deepest(
-            urllib3.response.HTTPResponse,
-            "readinto",
+            socket.socket,
+            "recv_into",
             lambda: cloudckpt.load(state, uri, no_dist=True, options=options),
             is_counted=lambda _: True,
         )

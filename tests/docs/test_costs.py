@@ -12,7 +12,7 @@ import torch
 from tests.docs.tables import ROOT
 
 import cloudckpt
-from cloudckpt.options import FIRST_CONNECTIONS, GIB, MIB, Options
+from cloudckpt.options import DEFAULT_CONNECTIONS, GIB, MIB, Options
 from cloudckpt.testing.servers import GCSServer, S3Server, fake_gcs_server
 from cloudckpt.testing.wire import Seen, Wire
 
@@ -23,7 +23,7 @@ DOCUMENT = (ROOT / "docs" / "cost.md").read_text()
 
 def bytes_of_each(num_bytes: int, *, least_bytes: int) -> int:
     """The size of a rank's parts or requests, as the document has it."""
-    return min(max(num_bytes // (4 * FIRST_CONNECTIONS), least_bytes), 64 * MIB)
+    return min(max(num_bytes // (4 * DEFAULT_CONNECTIONS), least_bytes), 64 * MIB)
 
 
 def save_requests(rank_bytes: int, *, num_ranks: int = 1, object_bytes: int = 4 * GIB, on_gcs: bool) -> tuple[int, int]:

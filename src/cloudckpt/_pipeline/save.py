@@ -103,7 +103,7 @@ class SaveJob:
                 functools.partial(read_log, store, retrier, is_confirmed=False),  # the commit creates what is absent
                 functools.partial(retrier.call, lambda: holds_torch_checkpoint(store)),
                 functools.partial(holds_rank_checkpoints, store, retrier),
-                num_at_once=1 if context.location.scheme in _NEAR else context.first_connections,
+                num_at_once=1 if context.location.scheme in _NEAR else context.connections,
             )
             entries = log.entries
             if log.counting is not None or any(others):

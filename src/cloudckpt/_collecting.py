@@ -1,4 +1,9 @@
-"""Python's cyclic garbage collector, while many objects are made that are no garbage."""
+"""Make Python's cyclic garbage collector run rarely while a call blocks the main thread.
+
+Planning makes some twenty containers for each tensor, none of them garbage. At Python's own threshold of 700 new
+containers, a save of 20,000 small tensors takes twice the processor time, and so does a load
+(``docs/design/013-save-balance.md``).
+"""
 
 from __future__ import annotations
 
@@ -7,52 +12,25 @@ import gc
 import threading
 from collections.abc import Iterator
 
-from cloudckpt._forks import in_child
-
-# Planning makes some twenty containers for each tensor. At Python's own threshold of 700, a collection, with now and
-# then one of all that the process has, took 40 % of the time of planning a save of 20,000 tensors.
 _THRESHOLD = 100_000
-
-_lock = threading.Lock()
-_num_inside = 0
-_before: tuple[int, int, int] | None = None
 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collections only after every 100,000 new containers. Garbage, of whichever thread, is still bounded so."""
-    _enter()
+    """Collect only after 100,000 new containers, if the main thread is the caller; else change nothing.
+
+    The thresholds belong to the whole process. The main thread that calls this waits for a save, a load or a snapshot,
+    so no training loop runs beside it. The work of a background save runs in other threads, and leaves the thresholds
+    alone. Garbage of other threads stays bounded.
+    """
+    before = gc.get_threshold()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not 0 < before[0] < _THRESHOLD:
+        yield
+        return
+    gc.set_threshold(_THRESHOLD, *before[1:])
     try:
         yield
     finally:
-        _leave()
-
-
-def _enter() -> None:
-    global _num_inside, _before  # noqa: PLW0603  # the threshold is the process's, too
-    with _lock:
-        _num_inside += 1
-        threshold = gc.get_threshold()
-        if _num_inside == 1 and 0 < threshold[0] < _THRESHOLD:
-            _before = threshold
-            gc.set_threshold(_THRESHOLD, *threshold[1:])
-
-
-def _leave() -> None:
-    global _num_inside, _before  # noqa: PLW0603
-    with _lock:
-        _num_inside -= 1
-        if _num_inside == 0 and _before is not None:
-            if gc.get_threshold()[0] == _THRESHOLD:  # else somebody else has set it meanwhile
-                gc.set_threshold(*_before)
-            _before = None
-
-
-@in_child
-def _begin_anew() -> None:
-    """In a child, in which the threads that were inside do not go on."""
-    global _lock, _num_inside, _before  # noqa: PLW0603
-    _lock = threading.Lock()
-    if _before is not None and gc.get_threshold()[0] == _THRESHOLD:
-        gc.set_threshold(*_before)
-    _num_inside, _before = 0, None
+        if gc.get_threshold()[0] == _THRESHOLD:  # otherwise the user's program has set it meanwhile
+            gc.set_threshold(*before)

@@ -13,7 +13,7 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location, parse_location
 from cloudckpt._workers import each_done
 from cloudckpt.errors import CheckpointChangedError, InvalidURIError
-from cloudckpt.options import FIRST_CONNECTIONS, Options
+from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
@@ -85,7 +85,7 @@ def _look(
     for _ in each_done(
         [name for name in names if name not in found],
         look,
-        num_threads=options.connections or FIRST_CONNECTIONS,
+        num_threads=options.connections or DEFAULT_CONNECTIONS,
         name="cloudckpt-list",
         on_failure=retrier.stop,
     ):

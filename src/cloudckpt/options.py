@@ -24,10 +24,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
-FIRST_CONNECTIONS = 8
-"""Where `Options.connections` is None, to begin with."""
-MOST_CONNECTIONS = 32
-"""Where `Options.connections` is None, of one rank."""
+DEFAULT_CONNECTIONS = 16
+"""Requests in flight of one rank, if `Options.connections` is None and the rank's host has few ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +42,9 @@ class Options:
     retries: int = 5
     """How often a call that failed in passing is tried again, within `timeout_s` of its last progress."""
     connections: int | None = None
-    """Requests in flight at once, per rank. None: 8 to begin with, and up to 32 for as long as more of them bring more;
-    fewer where a host has many ranks (``LOCAL_WORLD_SIZE``), and where the store asks to slow down. For a path, as many
-    as the rank has cores, from 2 to 8."""
+    """Most requests in flight at once, per rank. None: 16, or fewer where a host has more than eight ranks
+    (``LOCAL_WORLD_SIZE``), which share 128; for a path, as many as the rank has cores, from 2 to 8. While the store
+    asks to slow down, or requests time out, there are fewer."""
     part_bytes: int = 64 * MIB
     """Largest part of an upload; smaller saves have smaller ones, down to 16 MiB. Grows by itself where an object would
     need too many."""

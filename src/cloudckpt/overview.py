@@ -34,7 +34,7 @@ from cloudckpt.errors import (
     CheckpointError,
     UnsupportedFormatError,
 )
-from cloudckpt.options import FIRST_CONNECTIONS, Options
+from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores.base import ObjectInfo, Store, UploadInfo
 from cloudckpt.stores.open import open_store
 
@@ -105,7 +105,7 @@ def _look_again(
     for _ in each_done(
         [name for name in places if name not in found],
         look_at,
-        num_threads=options.connections or FIRST_CONNECTIONS,
+        num_threads=options.connections or DEFAULT_CONNECTIONS,
         name="cloudckpt-survey",
         on_failure=retrier.stop,
     ):

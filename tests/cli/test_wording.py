@@ -15,7 +15,7 @@ from cloudckpt.cli._wording import PYTHON, as_typed
 
 PACKAGE = Path(cloudckpt.__file__).parent
 _ONLY_PYTHON = (
-    *("_background", "_manager", "_process", "_share", "cli", "costs.py", "integrations", "manager.py", "newest.py"),
+    *("_background", "_manager", "_process", "_share", "cli", "integrations", "manager.py", "newest.py"),
     *("preemption.py", "testing"),
 )
 """Of these, no command is made; or they speak as a command does already."""

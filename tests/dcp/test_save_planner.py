@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import pickle
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from cloudckpt._collecting import rare_collections
 from cloudckpt._dcp.save_planner import BalancedSavePlanner, Held, assign_ranks, entries_of
 from cloudckpt.errors import StateDictMismatchError
 
@@ -194,34 +191,3 @@ def test_stateful_objects_are_asked_for_their_state() -> None:
     planner = BalancedSavePlanner(entries=entries_of({"counter": Counter()}))
     planner.set_up_planner({}, is_coordinator=True)
     assert [item.index.fqn for item in planner.create_local_plan().items] == ["counter.count"]
-
-
-def test_the_collector_comes_back_as_it_was() -> None:
-    """If this fails, a save changes for good how often Python looks for garbage, also one that fails."""
-    before = gc.get_threshold()
-    both_inside = threading.Barrier(2, timeout=30)
-
-    def inside() -> None:
-        with rare_collections():
-            both_inside.wait()
-
-    other = threading.Thread(target=inside)
-    with pytest.raises(KeyError), rare_collections():  # noqa: PT012  # what else is in it cannot raise that
-        assert gc.get_threshold()[0] > before[0]
-        other.start()
-        both_inside.wait()
-        raise KeyError
-    other.join(30)
-    assert not other.is_alive()
-    assert gc.get_threshold() == before
-
-
-def test_a_threshold_set_meanwhile_stays() -> None:
-    """If this fails, a save undoes what the user's program set while it ran."""
-    before = gc.get_threshold()
-    try:
-        with rare_collections():
-            gc.set_threshold(1234)
-        assert gc.get_threshold()[0] == 1234
-    finally:
-        gc.set_threshold(*before)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cloudckpt
-from cloudckpt import _opentelemetry, costs, options, report
+from cloudckpt import _opentelemetry, options, report
 from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt._pipeline import lifecycle
 
@@ -70,26 +70,6 @@ def metrics_table() -> str:
     return table(("metric", "kind", "unit", "what it counts"), rows)
 
 
-def costs_table() -> str:
-    """What some models cost."""
-    rows = []
-    for what, gib, ranks, minutes, keep in (
-        ("a small model, hourly", 2, 1, 60, 3),
-        ("7 billion parameters, with AdamW, hourly", 78, 8, 60, 3),
-        ("70 billion, the same, every half hour", 782, 64, 30, 3),
-        ("70 billion, the same, every 10 minutes", 782, 64, 10, 3),
-        ("405 billion, the same, hourly", 4526, 1024, 60, 3),
-    ):
-        for prices in (costs.S3_STANDARD, costs.GCS_STANDARD):
-            cost = costs.monthly(gib << 30, every_minutes=minutes, keep=keep, ranks=ranks, prices=prices)
-            service = prices.name.partition(" ")[0]
-            requests = f"{cost.per_save.num_writes + cost.per_save.num_reads:,}"
-            dollars = (f"{cost.request_dollars:,.2f}", f"{cost.storage_dollars:,.2f}", f"{cost.dollars:,.2f}")
-            rows.append((what, service, f"{gib:,}", f"{ranks:,}", requests, *dollars))
-    heads = ("checkpoints, three kept", "at", "GiB each", "ranks", "requests a save")
-    return table((*heads, "$ a month: requests", "storage", "together"), rows)
-
-
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "dtypes": ("docs/format.md", dtype_table),
     "options": ("docs/options.md", options_table),
@@ -97,7 +77,6 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "records": ("docs/telemetry.md", records_table),
     "spans": ("docs/telemetry.md", spans_table),
     "metrics": ("docs/telemetry.md", metrics_table),
-    "costs": ("docs/cost.md", costs_table),
 }
 """Each table's name in the document's comments, the document, and what makes the table."""
 

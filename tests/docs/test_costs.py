@@ -1,152 +1,114 @@
-"""The cost model counts the requests that saves and loads make, and the document shows what it says."""
+"""The formulas of `docs/cost.md` give the requests that saves and loads make, and its tables follow from them."""
 
 from __future__ import annotations
 
-import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
+from tests.docs.tables import ROOT
 
 import cloudckpt
-from cloudckpt import costs
-from cloudckpt._pipeline import context as contexts
-from cloudckpt._pipeline.context import Context
-from cloudckpt._pipeline.sizes import part_bytes_of
-from cloudckpt._transfer.width import KnownWidths
-from cloudckpt._uri import parse_location
-from cloudckpt.options import GIB, MIB, Options
-from cloudckpt.stores.gcs.session import GCSSession
-from cloudckpt.stores.s3.client import S3Client
-from cloudckpt.testing.servers import GCSServer, S3Server, clean_environment, fake_gcs_server
+from cloudckpt.options import DEFAULT_CONNECTIONS, GIB, MIB, Options
+from cloudckpt.testing.servers import GCSServer, S3Server, fake_gcs_server
 from cloudckpt.testing.wire import Seen, Wire
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
-READS = {"GetObject", "HeadObject", "objects.get", "objects.get_media"}
-FREE = {"DeleteObject", "DeleteObjects", "AbortMultipartUpload", "objects.delete", "batch"}
+DOCUMENT = (ROOT / "docs" / "cost.md").read_text()
 
 
-def counted(apis: Counter[str]) -> costs.Requests:
-    reads = sum(count for api, count in apis.items() if api in READS)
-    free = sum(count for api, count in apis.items() if api in FREE)
-    return costs.Requests(num_writes=apis.total() - reads - free, num_reads=reads)
+def bytes_of_each(num_bytes: int, *, least_bytes: int) -> int:
+    """The size of a rank's parts or requests, as the document has it."""
+    return min(max(num_bytes // (4 * DEFAULT_CONNECTIONS), least_bytes), 64 * MIB)
 
 
-@pytest.mark.parametrize(
-    ("num_mib", "object_mib"), [(1, 4096), (17, 4096), (33, 16), (70, 64)], ids=["put", "parts", "objects", "both"]
-)
-def test_s3_makes_the_requests_that_are_counted(
-    s3_bucket: S3Server, monkeypatch: pytest.MonkeyPatch, num_mib: int, object_mib: int
-) -> None:
-    """If this fails, the model tells a user another number of requests than the bill will have."""
-    made: Counter[str] = Counter()
-    call = S3Client.call
-
-    def watched(self: Any, api: str, **members: Any) -> Any:
-        made[api] += 1
-        return call(self, api, **members)
-
-    options = Options(object_bytes=object_mib * MIB, share_reads="never")
-    cloudckpt.save({"probed": 1}, "s3://bucket/probed", options=options)  # moto is tried out at the first save
-    state = {f"t{i}": torch.ones(MIB // 4) for i in range(num_mib)}
-    monkeypatch.setattr(contexts, "_known_widths", KnownWidths())
-    monkeypatch.setattr(S3Client, "call", watched)
-    cloudckpt.save(state, "s3://bucket/c", options=options)
-    expected = costs.save_requests(num_mib * MIB, options=options)
-    assert counted(made) == expected, made
-    made.clear()
-    monkeypatch.setattr(contexts, "_known_widths", KnownWidths())
-    cloudckpt.load(state, "s3://bucket/c", options=options)
-    loaded, expected = counted(made), costs.load_requests(num_mib * MIB, options=options)
-    assert loaded.num_writes == expected.num_writes, made
-    assert expected.num_reads <= loaded.num_reads <= expected.num_reads + num_mib // object_mib + 1, made
+def save_requests(rank_bytes: int, *, num_ranks: int = 1, object_bytes: int = 4 * GIB, on_gcs: bool) -> tuple[int, int]:
+    """Writes and reads of a save, as the document has them."""
+    part_bytes = bytes_of_each(rank_bytes, least_bytes=16 * MIB)
+    num_full, rest_bytes = divmod(rank_bytes, object_bytes)
+    num_writes = num_reads = 0
+    for num_bytes in [object_bytes] * num_full + [rest_bytes] * bool(rest_bytes or not num_full):
+        num_parts = num_bytes // part_bytes + 1
+        num_writes += 1 if num_parts == 1 else num_parts + 2
+        num_writes += -(-num_parts // 32) if on_gcs and num_parts > 32 else 0
+        num_reads += num_parts > 1
+    return 6 + num_ranks * num_writes, num_ranks * num_reads
 
 
-def seen(requests: Sequence[Seen]) -> costs.Requests:
-    """By what HTTP says alone: listings have a query of their own, and what is removed is free."""
+def billed(requests: Sequence[Seen]) -> tuple[int, int]:
+    """Writes and reads by their HTTP heads. Deletions, one by one or in a batch, are free."""
     kinds: Counter[str] = Counter()
-    for request in requests:
-        is_read = request.method in ("GET", "HEAD") and "list-type" not in request.target
-        kinds["free" if request.method == "DELETE" else "read" if is_read else "write"] += 1
-    return costs.Requests(num_writes=kinds["write"], num_reads=kinds["read"])
+    for method, target in ((request.method, urlsplit(request.target)) for request in requests):
+        is_listing = "list-type" in target.query or target.path.endswith("/o")
+        is_free = method == "DELETE" or target.path.startswith("/batch")
+        kinds["free" if is_free else "read" if method in ("GET", "HEAD") and not is_listing else "write"] += 1
+    return kinds["write"], kinds["read"]
 
 
-@pytest.mark.parametrize("num_mib", [1, 40])
-def test_a_server_sees_the_requests_that_are_counted(s3_bucket: S3Server, num_mib: int) -> None:
-    """If this fails, the model, the reports and the bill tell of three different numbers of requests."""
+def state_of(num_mib: int) -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.ones(MIB // 4) for i in range(num_mib)}
+
+
+@pytest.mark.parametrize(("num_mib", "object_mib"), [(1, 4096), (33, 4096), (70, 64)], ids=["put", "parts", "both"])
+def test_s3_gets_the_requests_that_are_documented(s3_bucket: S3Server, num_mib: int, object_mib: int) -> None:
+    """If this fails, the document or a report tells a user another number of requests than the bill will have."""
     with Wire(s3_bucket.endpoint_url) as wire:
-        options = Options(storage_options={**s3_bucket.storage_options, "endpoint_url": wire.url})
-        cloudckpt.save({"probed": 1}, "s3://bucket/probed", options=options)
-        state = {f"t{i}": torch.ones(MIB // 4) for i in range(num_mib)}
-        expected = costs.save_requests(num_mib * MIB, options=options)
+        storage_options = {**s3_bucket.storage_options, "endpoint_url": wire.url}
+        options = Options(storage_options=storage_options, object_bytes=object_mib * MIB)
+        cloudckpt.save({"probed": 1}, "s3://bucket/probed", options=options)  # the five requests of a first save
+        expected = save_requests(num_mib * MIB, object_bytes=object_mib * MIB, on_gcs=False)
         for overwrite in (False, True):
             before = len(wire.requests)
-            report = cloudckpt.save(state, "s3://bucket/c", overwrite=overwrite, options=options).report
+            report = cloudckpt.save(state_of(num_mib), "s3://bucket/c", overwrite=overwrite, options=options).report
             assert report is not None
             made = wire.requests[before:]
-            assert report.num_requests == len(made)
-            assert seen(made) == expected + costs.Requests(num_reads=3 * overwrite), made
+            if not overwrite:  # the removal of several objects counts as one
+                assert report.num_requests == len(made)
+            assert billed(made) == (expected[0], expected[1] + 3 * overwrite), made
+        before = len(wire.requests)
+        cloudckpt.load(state_of(num_mib), "s3://bucket/c", options=options)
+        num_writes, num_reads = billed(wire.requests[before:])
+        expected_reads = 1 - (-num_mib * MIB // bytes_of_each(num_mib * MIB, least_bytes=8 * MIB))
+        assert num_writes == 1
+        assert expected_reads <= num_reads <= expected_reads + num_mib // object_mib + 1, wire.requests[before:]
 
 
 @pytest.fixture
-def gcs_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GCSServer]:
-    environment = clean_environment()
-    for name in os.environ.keys() - environment.keys():
-        monkeypatch.delenv(name)
+def gcs_server() -> Iterator[GCSServer]:
     with fake_gcs_server() as server:
         server.create_bucket("bucket")
         yield server
 
 
-@pytest.mark.parametrize("num_mib", [1, 17, 70])
-def test_gcs_makes_the_requests_that_are_counted(
-    gcs_server: GCSServer, monkeypatch: pytest.MonkeyPatch, num_mib: int
-) -> None:
-    """If this fails, the model tells a user of GCS another number of operations than the bill will have."""
-    made: Counter[str] = Counter()
-    call = GCSSession.call
-
-    def watched(self: Any, operation: str, api: str, key: str, ask: Any) -> Any:
-        made[api] += bool(key) or api != "objects.insert"  # without a key the client is only asked where it sends to
-        return call(self, operation, api, key, ask)
-
-    # Parts of 1 MiB, so that they are composed in a tree.
-    options = Options(storage_options=gcs_server.storage_options, part_bytes=MIB)
-    cloudckpt.save({"probed": 1}, "gs://bucket/probed", options=options)
-    state = {f"t{i}": torch.ones(MIB // 4) for i in range(num_mib)}
-    monkeypatch.setattr(GCSSession, "call", watched)
-    cloudckpt.save(state, "gs://bucket/c", options=options)
-    expected = costs.save_requests(num_mib * MIB, composes=True, options=options)
-    assert counted(made) == expected, made
+@pytest.mark.parametrize("num_mib", [1, 33])
+def test_gcs_gets_the_requests_that_are_documented(gcs_server: GCSServer, num_mib: int) -> None:
+    """If this fails, the document tells a user of GCS another number of operations than the bill will have."""
+    with Wire(gcs_server.storage_options["endpoint_url"]) as wire:
+        options = Options(storage_options={**gcs_server.storage_options, "endpoint_url": wire.url})
+        cloudckpt.save({"probed": 1}, "gs://bucket/probed", options=options)
+        before = len(wire.requests)
+        cloudckpt.save(state_of(num_mib), "gs://bucket/c", options=options)
+        assert billed(wire.requests[before:]) == save_requests(num_mib * MIB, on_gcs=True), wire.requests[before:]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("num_bytes", [MIB, 256 * MIB, GIB, 80 * GIB])
-def test_parts_are_those_of_a_save(monkeypatch: pytest.MonkeyPatch, num_bytes: int, *, on_gpu: bool) -> None:
-    """If this fails, saves have larger or smaller parts than the model reckons with."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    context = Context(parse_location("s3://bucket/run"), Options(), rank=0)
-    assert costs._part_bytes(num_bytes, 1, Options(), on_gpu=on_gpu) == part_bytes_of(
-        context, num_bytes, are_copied=on_gpu
-    )
+def rows_after(head: str) -> list[list[str]]:
+    table = re.search(rf"^\| {re.escape(head)}.*\n\|[ -|]*\n((?:\|.*\n)+)", DOCUMENT, re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
 
 
-def test_dollars_are_requests_and_storage() -> None:
-    """If this fails, the sum is not what the prices make of the counts."""
-    cost = costs.monthly(100 * GIB, every_minutes=60, keep=2, ranks=8)
-    assert cost.num_saves == 730
-    assert cost.storage_dollars == pytest.approx(200 * 0.023)
-    writes = 730 * cost.per_save.num_writes / 1000 * 0.005
-    assert cost.request_dollars == pytest.approx(writes + 730 * cost.per_save.num_reads / 1000 * 0.0004)
-    kept = costs.monthly(100 * GIB, every_minutes=60, keep=2, prices=costs.GCS_STANDARD, soft_delete_days=7)
-    assert kept.stored_gib == pytest.approx(200 + 2 * 100 * 7 * 24)
-
-
-def test_the_document_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """If this fails, the document's example is not what a user sees."""
-    costs.main(["--gib", "140", "--ranks", "64", "--every-minutes", "30", "--keep", "5"])
-    assert capsys.readouterr().out in (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
+def test_the_table_follows_from_the_formulas() -> None:
+    """If this fails, the document's dollars are not what its prices make of its counts."""
+    prices = {row[0].split()[0]: [float(cell.strip("$")) for cell in row[1:]] for row in rows_after("list price")}
+    for _, service, gib, ranks, saves, requests, for_requests, for_storage in rows_after("checkpoint "):
+        rank_bytes = int(gib.replace(",", "")) * GIB // int(ranks.replace(",", ""))
+        counts = save_requests(rank_bytes, num_ranks=int(ranks.replace(",", "")), on_gcs=service == "GCS")
+        assert requests == f"{counts[0]:,} and {counts[1]:,}"
+        write_price, read_price, gib_price = prices[service]
+        dollars = int(saves.replace(",", "")) * (counts[0] * write_price + counts[1] * read_price) / 1000
+        assert for_requests == f"{dollars:,.2f}"
+        assert for_storage == f"{3 * int(gib.replace(',', '')) * gib_price:,.2f}"

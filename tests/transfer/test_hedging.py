@@ -11,10 +11,10 @@ import pytest
 from tests.oracles import slow_crc32c
 from tests.wrapped import permanent
 
+from cloudckpt._transfer.concurrency import ConcurrencyLimit
 from cloudckpt._transfer.hedged import HedgedStore
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.peers import LEAST_S
-from cloudckpt._transfer.width import Bounds, Width
 from cloudckpt.errors import InterruptedReadError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.stores._calls import follow
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
@@ -80,7 +80,7 @@ def clock() -> Clock:
 @pytest.fixture
 def hedger(clock: Clock) -> Hedger:
     """One that knows what requests take: a second."""
-    return with_peers(Hedger(Width(Bounds(first=4, most=4)), budget_bytes=2 * SIZE_BYTES, clock=clock), clock)
+    return with_peers(Hedger(ConcurrencyLimit(4), budget_bytes=2 * SIZE_BYTES, clock=clock), clock)
 
 
 def with_peers(hedger: Hedger, clock: Clock) -> Hedger:
@@ -252,7 +252,7 @@ def test_nothing_is_made_twice_while_the_store_asks_to_slow_down(hedger: Hedger,
             hedger.watch()
             first.answer("first")
             call.result()
-    assert hedger.width() == 2
+    assert hedger.connections() == 2
     before = hedger.num_hedges
     with lines(1) as (first,):
         call = InThread(lambda: make(hedger, "x", first.ask))
@@ -349,39 +349,18 @@ def test_a_loser_that_lands_late_fails_no_upload(hedger: Hedger, was_hedged: obj
         hedged.complete_multipart("k", "u", [uploaded])
 
 
-def test_what_width_pays_is_told(clock: Clock) -> None:
-    """If this fails, the next save begins as if nothing were known of the store; or where it had asked to slow down."""
-    told: list[int] = []
-    hedger = Hedger(Width(Bounds(first=2, most=8)), budget_bytes=0, on_width=told.append, clock=clock)
-
-    def in_a_second() -> str:
-        clock.now_s += 1
-        return "done"
-
-    for number in range(20):
-        make(hedger, number, in_a_second)
-    assert told == [4, 8]
-
-    def too_much() -> str:
-        raise ThrottledError("slow down", key="k", operation="put")
-
-    with pytest.raises(ThrottledError):
-        make(hedger, "refused", too_much)
-    assert told == [4, 8, 4]
-
-
 def test_requests_that_time_out_together_are_followed_by_fewer(clock: Clock) -> None:
-    """If this fails, a server that leaves half of the requests waiting gets as many again."""
-    told: list[int] = []
-    hedger = Hedger(Width(Bounds(first=8, most=8)), budget_bytes=SIZE_BYTES, clock=clock, on_width=told.append)
+    """If this fails, a server that leaves half of the requests waiting gets as many again, or one for all time."""
+    hedger = Hedger(ConcurrencyLimit(8), budget_bytes=SIZE_BYTES, clock=clock)
 
     def late() -> str:
         clock.now_s += 20
         raise StoreTimeoutError("no progress", key="k", operation="put")
 
-    for number in range(2):
-        assert hedger.width() == 8
-        with pytest.raises(StoreTimeoutError):
-            make(hedger, number, late)
-    assert hedger.width() == 4
-    assert told == [4]
+    with pytest.raises(StoreTimeoutError):
+        make(hedger, "late", late)
+    assert hedger.connections() == 4
+    clock.now_s += 1
+    for number in range(4 + 5 + 6 + 7):
+        make(hedger, number, lambda: "done")
+    assert hedger.connections() == 8

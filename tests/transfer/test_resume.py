@@ -11,11 +11,11 @@ from tests.transfer.test_upload import LIMITS, PART_BYTES, TILE_BYTES, Bytes, da
 from tests.wrapped import FaultyStore, permanent, transient
 
 from cloudckpt._manifest.receipts import ObjectReceipt
+from cloudckpt._transfer.concurrency import ConcurrencyLimit
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.resume import find_leftovers
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.upload import UploadSession
-from cloudckpt._transfer.width import Bounds, Width
 from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.base import Part, Store, UploadedPart
@@ -40,7 +40,7 @@ def session_of(store: Store) -> UploadSession:
         store,
         Retrier(retries=3, timeout_s=100),
         cleaner=Retrier(retries=3, timeout_s=100),
-        hedger=Hedger(Width(Bounds(first=2, most=2)), budget_bytes=0),
+        hedger=Hedger(ConcurrencyLimit(2), budget_bytes=0),
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         resumable=True,

@@ -14,10 +14,10 @@ from tests.transfer.conftest import FakeClock
 from tests.wrapped import FaultyStore, permanent
 
 from cloudckpt._manifest.receipts import ObjectReceipt
+from cloudckpt._transfer.concurrency import ConcurrencyLimit
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.upload import UploadSession
-from cloudckpt._transfer.width import Bounds, Width
 from cloudckpt.errors import (
     AccessDeniedError,
     ChecksumRefusedError,
@@ -69,7 +69,7 @@ def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
 
 
 def hedger_of(connections: int) -> Hedger:
-    return Hedger(Width(Bounds(first=connections, most=connections)), budget_bytes=0)
+    return Hedger(ConcurrencyLimit(connections), budget_bytes=0)
 
 
 def session_of(

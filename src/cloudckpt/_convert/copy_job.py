@@ -193,7 +193,7 @@ class CopyJob:
         return each_done(
             numbers,
             work,
-            num_threads=self._target.first_connections,
+            num_threads=self._target.connections,
             name="cloudckpt-copy",
             # One call can take thousands of requests: none of them begins any more.
             on_failure=lambda: self._target.retrier.stop(CloudckptError("the copy of another object failed")),

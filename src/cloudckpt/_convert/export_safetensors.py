@@ -57,7 +57,7 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Done:
     # can only be unpacked whole.
     budget_bytes = plan.options.read_bytes // 2
     reader = CheckpointReader(
-        source, manifest, budget_bytes=budget_bytes // target.first_connections, kept_bytes=budget_bytes
+        source, manifest, budget_bytes=budget_bytes // target.connections, kept_bytes=budget_bytes
     )
     with files.upload(budget_bytes=budget_bytes) as submit:
         try:

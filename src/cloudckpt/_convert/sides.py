@@ -48,8 +48,8 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
 
 
 def part_bytes_for(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
-    """Of uploads whose every part is held in memory: so that there is one for each connection to begin with."""
-    share_bytes = max(budget_bytes // target.first_connections, min(_LEAST_PART_BYTES, budget_bytes))
+    """Of uploads whose every part is held in memory: so that there is one for each connection."""
+    share_bytes = max(budget_bytes // target.connections, min(_LEAST_PART_BYTES, budget_bytes))
     return max(min(target.options.part_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 

@@ -26,7 +26,7 @@ from cloudckpt._transfer.retry import Retrier
 from cloudckpt._uri import Location
 from cloudckpt._workers import each_done
 from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, CheckpointError
-from cloudckpt.options import FIRST_CONNECTIONS, Options
+from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
@@ -213,7 +213,7 @@ class Steps:
             except CheckpointError as error:
                 found[uri] = replace(found[uri], problem=str(error))
 
-        width = min(self._options.connections or FIRST_CONNECTIONS, _MOST_MANIFESTS)
+        width = min(self._options.connections or DEFAULT_CONNECTIONS, _MOST_MANIFESTS)
         for _ in each_done(committed, look, num_threads=width, name="cloudckpt-metrics", on_failure=retrier.stop):
             pass
         return [found[one.uri] for one in seen]
@@ -225,7 +225,7 @@ class Steps:
         return [name for name in names if step_in(name) is not None]
 
     def _each(self, names: Sequence[str], look: Callable[[str], None], retrier: Retrier) -> None:
-        width = self._options.connections or FIRST_CONNECTIONS
+        width = self._options.connections or DEFAULT_CONNECTIONS
         for _ in each_done(names, look, num_threads=width, name="cloudckpt-steps", on_failure=retrier.stop):
             pass
 

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 
 from cloudckpt import _forks
 from cloudckpt._trace import watchers
 from cloudckpt._trace.recorder import Recorder
+from cloudckpt._transfer.concurrency import ConcurrencyLimit, connections_of_rank
 from cloudckpt._transfer.hedged import HedgedStore
 from cloudckpt._transfer.hedging import Hedger
 from cloudckpt._transfer.retry import Retrier
 from cloudckpt._transfer.traced import TracedStore
-from cloudckpt._transfer.width import KnownWidths, Width, bounds_of
 from cloudckpt._uri import Location
 from cloudckpt._workers import num_cores_of_rank, ranks_of_host
-from cloudckpt.options import FIRST_CONNECTIONS, Options
+from cloudckpt.options import Options
 from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
 _log = logging.getLogger("cloudckpt")
 
-_SCHEMES_OF_CONNECTIONS = ("s3", "gs")
 _LEAST_FOR_FILES = 2  # while one waits for its device, another can copy
-
-_known_widths = KnownWidths()
-
-
-@_forks.in_child
-def _forget_after_fork() -> None:
-    """A thread that is not in the child may have held its lock."""
-    global _known_widths  # noqa: PLW0603  # as above
-    _known_widths = KnownWidths()
+_MOST_FOR_FILES = 8
 
 
 class Context:
@@ -49,25 +39,14 @@ class Context:
         connections = options.connections
         if connections is None and location.scheme == "file":
             connections = _threads_for_files()
-        bounds = bounds_of(
-            connections, ranks_of_host=ranks_of_host(), is_remote=location.scheme in _SCHEMES_OF_CONNECTIONS
-        )
-        self.first_connections = bounds.first
-        self.most_connections = bounds.most
-        self.known_connections: int | None = None
-        """Where to begin, by what an earlier save or load of this process came to."""
-        on_width: Callable[[int], None] = _ignore
-        if bounds.first < bounds.most:
-            where = (location.scheme, location.authority, str(options.storage_options.get("endpoint_url")))
-            known = _known_widths.of(where)
-            # Twice as many have to prove that they pay each time: what did so by chance is not kept.
-            self.known_connections = None if known is None else max(known // 2, min(known, bounds.first))
-            on_width = functools.partial(_known_widths.note, where)
+        self.connections = connections_of_rank(connections, ranks_of_host=ranks_of_host())
+        """Most requests in flight at once."""
         # Where only few requests fit into what a load may hold, none of it is left for second ones.
         self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
-        width = Width(bounds, begin_at=self.known_connections)
         self.hedger = Hedger(
-            width, budget_bytes=self.hedge_bytes, on_width=on_width, on_hedge=lambda: self.announce("hedge")
+            ConcurrencyLimit(self.connections),
+            budget_bytes=self.hedge_bytes,
+            on_hedge=lambda: self.announce("hedge"),
         )
         self.on_sent: Callable[[int], None] = _ignore
         """Told the size of each part that the store has."""
@@ -140,4 +119,4 @@ def _ignore(_number: int) -> None:
 
 def _threads_for_files() -> int:
     """As many as this rank has cores: a file's bytes are copied by the CPU, and threads beyond only cost it more."""
-    return min(max(num_cores_of_rank(), _LEAST_FOR_FILES), FIRST_CONNECTIONS)
+    return min(max(num_cores_of_rank(), _LEAST_FOR_FILES), _MOST_FOR_FILES)

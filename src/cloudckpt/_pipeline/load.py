@@ -186,7 +186,7 @@ class LoadJob:
             return each_done(
                 some,
                 fetch_request,
-                num_threads=self._context.hedger.width,
+                num_threads=self._context.hedger.connections,
                 name="cloudckpt-read",
                 on_failure=stop,
                 watch=self._context.hedger.watch,

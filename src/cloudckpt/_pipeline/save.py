@@ -105,7 +105,7 @@ class SaveJob:
                 # Two looks for each, at once.
                 *[functools.partial(holds_torch_checkpoint, store, retrier, is_confirmed=False)] * 2,
                 *[functools.partial(holds_rank_checkpoints, store, retrier, is_confirmed=False)] * 2,
-                num_at_once=1 if context.location.scheme in _NEAR else context.first_connections,
+                num_at_once=1 if context.location.scheme in _NEAR else context.connections,
             )
             entries = log.entries
             if log.counting is not None or any(others):

@@ -15,6 +15,7 @@ _PARTS_FOR_EACH_CONNECTION = 4
 _SMALL_PART_BYTES = 16 * MIB
 _REQUESTS_FOR_EACH_CONNECTION = 4
 _SMALL_REQUEST_BYTES = 8 * MIB
+_SHARED_READS = 8  # of a load that hands bytes on; smaller requests would cost more CPU than more of them bring
 
 
 def part_bytes_of(context: Context, num_bytes: int, *, are_copied: bool) -> int:
@@ -25,10 +26,10 @@ def part_bytes_of(context: Context, num_bytes: int, *, are_copied: bool) -> int:
     options = context.options
     most_bytes = options.part_bytes
     if are_copied:  # each part in flight has a buffer
-        most_bytes = min(most_bytes, options.staging_bytes // context.most_connections)
+        most_bytes = min(most_bytes, options.staging_bytes // context.connections)
     return request_bytes_for(
         num_bytes,
-        connections=context.first_connections,
+        connections=context.connections,
         for_each=_PARTS_FOR_EACH_CONNECTION,
         least_bytes=_SMALL_PART_BYTES,
         most_bytes=most_bytes,
@@ -41,7 +42,6 @@ def request_bytes_of(context: Context, wants: Sequence[Want], copied: Sequence[b
     With `shares` the load hands other bytes on, for which half of its memory is kept.
     """
     options = context.options
-    connections = context.known_connections or context.first_connections
     wanted_bytes = copied_bytes = 0
     for want in wants:
         num_bytes = want.end - want.begin
@@ -49,12 +49,12 @@ def request_bytes_of(context: Context, wants: Sequence[Want], copied: Sequence[b
         copied_bytes += num_bytes * copied[want.consumer]
     most_bytes = options.request_bytes
     if shares:
-        most_bytes = min(most_bytes, options.read_bytes // 4 // context.first_connections)
+        most_bytes = min(most_bytes, options.read_bytes // 4 // min(context.connections, _SHARED_READS))
     elif 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
-        most_bytes = min(most_bytes, (options.read_bytes - context.hedge_bytes) // connections)
+        most_bytes = min(most_bytes, (options.read_bytes - context.hedge_bytes) // context.connections)
     return request_bytes_for(
         wanted_bytes,
-        connections=connections,
+        connections=context.connections,
         for_each=_REQUESTS_FOR_EACH_CONNECTION,
         least_bytes=_SMALL_REQUEST_BYTES,
         most_bytes=most_bytes,

@@ -47,7 +47,7 @@ class VerifyJob:
         self._contents: list[Contents] = []
         self._arena = Arena(budget_bytes=context.options.read_bytes)
         self._read_bytes = max(
-            min(context.options.request_bytes, context.options.read_bytes // context.first_connections),
+            min(context.options.request_bytes, context.options.read_bytes // context.connections),
             _MIN_READ_BYTES,
         )
         # Filled by many threads, a list by one of them at a time.
@@ -72,7 +72,7 @@ class VerifyJob:
         done = each_done(
             items,
             work,
-            num_threads=context.first_connections,
+            num_threads=context.connections,
             name="cloudckpt-verify",
             on_failure=context.retrier.stop,
         )

@@ -130,7 +130,7 @@ def _groups(
         object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
     if not context.store.capabilities.multipart:
         # An object is then one part: it is staged whole, and only several of them go out side by side.
-        share_bytes = options.staging_bytes // context.first_connections
+        share_bytes = options.staging_bytes // context.connections
         object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
     firsts = [i for i in range(len(items)) if i not in ties]
     followers: defaultdict[int, list[int]] = defaultdict(list)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 from cloudckpt._threads import Event
+from cloudckpt._transfer.concurrency import ConcurrencyLimit
 from cloudckpt._transfer.peers import Peers, hedges_allowed
-from cloudckpt._transfer.width import Width
 from cloudckpt.errors import StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.stores._calls import CallScope
 
@@ -52,26 +52,24 @@ class _Call(Generic[_T]):
 
 
 class Hedger:
-    """Makes requests, tells `width` what they took, and has stragglers made again, each no more than once.
+    """Make requests, tell `limit` how they end, and make stragglers again, each no more than once.
 
     `watch` looks for stragglers; somebody has to call it, again and again. Only a request whose connection can be
     closed is made twice, since whichever of the two loses is ended before its caller goes on: so no loser sends from,
     or writes into, memory that its caller has let go of, and a thread waits for one no longer than a new connection
-    may take. Second requests hold no more than `budget_bytes`. `on_width` is told of each settled change of the width,
-    and `on_hedge` of each second request, in the thread that watches. Safe to share between threads.
+    may take. Second requests hold no more than `budget_bytes`. `on_hedge` is told of each second request, in the thread
+    that watches. Safe to share between threads.
     """
 
     def __init__(
         self,
-        width: Width,
+        limit: ConcurrencyLimit,
         *,
         budget_bytes: int,
-        on_width: Callable[[int], None] = lambda _: None,
         on_hedge: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._width = width
-        self._on_width = on_width
+        self._limit = limit
         self._on_hedge = on_hedge
         self._budget_bytes = budget_bytes
         self._clock = clock
@@ -93,9 +91,9 @@ class Hedger:
         """Whether the request `name` was made a second time."""
         return name in self._hedged
 
-    def width(self) -> int:
-        """How many requests should be in flight now."""
-        return self._width.width
+    def connections(self) -> int:
+        """Return how many requests may be in flight now."""
+        return self._limit.current
 
     def call(
         self,
@@ -142,7 +140,8 @@ class Hedger:
             if isinstance(failure, ThrottledError):
                 self._slow_down(call.begun_s)
             elif isinstance(failure, StoreTimeoutError):
-                self._timed_out(call.begun_s)
+                with self._lock:
+                    self._limit.decrease(begun_s=call.begun_s, now_s=self._clock())
             raise failure
         finally:
             del failure  # which holds this frame, and what it holds
@@ -207,22 +206,11 @@ class Hedger:
     def _succeeded(self, call: _Call[_T]) -> None:
         with self._lock:
             ended_s = self._clock()
-            before = self._width.settled
-            self._width.done(begun_s=call.begun_s, ended_s=ended_s, num_bytes=call.num_bytes)
-            if self._width.settled != before:
-                self._on_width(self._width.settled)
+            self._limit.record_success(begun_s=call.begun_s)
             self._peers[call.kind].add(num_bytes=call.num_bytes, took_s=ended_s - call.begun_s)
 
     def _slow_down(self, begun_s: float) -> None:
         with self._lock:
             now_s = self._clock()
-            self._width.throttled(begun_s=begun_s, ended_s=now_s)
-            self._on_width(self._width.settled)
+            self._limit.decrease(begun_s=begun_s, now_s=now_s)
             self._calm_until_s = now_s + _CALM_S
-
-    def _timed_out(self, begun_s: float) -> None:
-        with self._lock:
-            before = self._width.settled
-            self._width.timed_out(begun_s=begun_s, ended_s=self._clock())
-            if self._width.settled != before:
-                self._on_width(self._width.settled)

@@ -71,7 +71,7 @@ class UploadSession:
         self._tile_bytes = tile_bytes
         self._hedger = hedger
         self._resumable = resumable
-        self._salvage = Salvage(store, retrier, tile_bytes=tile_bytes, connections=hedger.width())
+        self._salvage = Salvage(store, retrier, tile_bytes=tile_bytes, connections=hedger.connections())
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
@@ -172,7 +172,7 @@ class UploadSession:
                 raise self._failure
 
     def _new_workers(self) -> Workers:
-        return Workers(self._hedger.width, name="cloudckpt-upload", watch=self._hedger.watch)
+        return Workers(self._hedger.connections, name="cloudckpt-upload", watch=self._hedger.watch)
 
     def finish(self) -> list[ObjectReceipt]:
         """Wait for every object submitted, and return their receipts in the order of submission."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cloudckpt._uri import Location, parse_location
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.options import MOST_CONNECTIONS, Options
+from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +46,7 @@ def _opened(location: Location, options: Options) -> Store:
             location.path,
             storage_options=options.storage_options,
             timeout_s=options.timeout_s,
-            connections=options.connections or MOST_CONNECTIONS,
+            connections=options.connections or DEFAULT_CONNECTIONS,
         )
     if location.scheme == "gs":
         from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
@@ -56,7 +56,7 @@ def _opened(location: Location, options: Options) -> Store:
             location.path,
             storage_options=options.storage_options,
             timeout_s=options.timeout_s,
-            connections=options.connections or MOST_CONNECTIONS,
+            connections=options.connections or DEFAULT_CONNECTIONS,
         )
     if location.scheme == "file":
         from cloudckpt.stores.local import LocalStore  # noqa: PLC0415

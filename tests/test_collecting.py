@@ -1,0 +1,109 @@
+"""The garbage collector's thresholds: they change while a call blocks the main thread, and never beside training."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import cloudckpt
+from cloudckpt._collecting import rare_collections
+from cloudckpt.options import Options
+
+STATE = {f"t{number}": torch.ones(4) for number in range(100)}
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[tuple[int, int, int]]:
+    """The thresholds that the program has set, which it has again afterwards."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(701, *thresholds[1:])
+    yield gc.get_threshold()
+    gc.set_threshold(*thresholds)
+
+
+@pytest.fixture
+def changes(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The thread of each change of the thresholds."""
+    threads: list[threading.Thread] = []
+    set_threshold = gc.set_threshold
+
+    def record(*thresholds: int) -> None:
+        threads.append(threading.current_thread())
+        set_threshold(*thresholds)
+
+    monkeypatch.setattr(gc, "set_threshold", record)
+    return threads
+
+
+def test_the_thresholds_come_back(before: tuple[int, int, int]) -> None:
+    """If this fails, a save changes for good how often Python looks for garbage, also one that fails."""
+    with contextlib.suppress(KeyError), rare_collections():
+        assert gc.get_threshold() == (100_000, *before[1:])
+        with rare_collections():
+            pass
+        assert gc.get_threshold() == (100_000, *before[1:])
+        raise KeyError
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("threshold", [0, 1234, 200_000])
+def test_a_threshold_of_the_programs_stays(threshold: int) -> None:
+    """If this fails, a save undoes what the user's program set while it ran, or turns a collector on that is off."""
+    with rare_collections():
+        gc.set_threshold(threshold)
+        with rare_collections():
+            assert gc.get_threshold()[0] in (threshold, 100_000)
+    assert gc.get_threshold()[0] == threshold
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_call_on_the_main_thread_changes_them(
+    verb: str, changes: list[threading.Thread], before: tuple[int, ...]
+) -> None:
+    """If this fails, saves and loads of many small tensors take twice the processor time."""
+    cloudckpt.save(STATE, "memory://collecting/c", overwrite=True)
+    if verb == "load":
+        changes.clear()
+        cloudckpt.load(dict(STATE), "memory://collecting/c")
+    assert changes
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_background_save_leaves_them_alone(
+    changes: list[threading.Thread], before: tuple[int, ...], *, overlap: bool
+) -> None:
+    """If this fails, a background save changes how the training loop beside it is collected."""
+    may_begin = threading.Event()
+    thresholds: list[tuple[int, ...]] = []
+
+    def watch(_event: cloudckpt.Event) -> None:
+        if threading.current_thread() is threading.main_thread():  # at the snapshot, which blocks it
+            return
+        assert may_begin.wait(60)
+        thresholds.append(gc.get_threshold())
+
+    options = Options(on_event=watch, async_overlap=overlap)
+    saving = cloudckpt.async_save(STATE, f"memory://collecting/{overlap}", options=options)
+    changed_by, on_return = set(changes), gc.get_threshold()
+    changes.clear()
+    may_begin.set()
+    saving.result(60)
+    assert changed_by <= {threading.main_thread()}  # while the snapshot was planned
+    assert on_return == before
+    assert not changes
+    assert set(thresholds) == {before}
+
+
+def test_a_save_in_another_thread_leaves_them_alone(changes: list[threading.Thread]) -> None:
+    """If this fails, a save that the program makes in a thread changes how its training loop is collected."""
+    thread = threading.Thread(target=cloudckpt.save, args=(STATE, "memory://collecting/thread"))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not changes

@@ -1,0 +1,94 @@
+"""One answer that lacks what is there, at either end of a copy or conversion: it changes nothing but the requests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.convert.conftest import Root
+from tests.convert.states import bits, loaded, store_at, torch_saved
+
+import cloudckpt
+from cloudckpt.errors import ObjectNotFoundError
+from cloudckpt.options import Options
+from cloudckpt.stores.base import ObjectInfo, Store
+from cloudckpt.testing import damage
+from cloudckpt.testing.wrapping import WrappedStore
+
+
+class Lies:
+    """Tells one lie about keys that contain `key`: the `nth` answer that could show them lacks them.
+
+    `operations` are those that lie: a listing leaves them out, a HEAD says that there is none, or, with `more_bytes`,
+    says another size. `times` answers from there on lie.
+    """
+
+    def __init__(self, key: str, *operations: str, nth: int = 1, times: int = 1, more_bytes: int = 0) -> None:
+        self.key = key
+        self.more_bytes = more_bytes
+        self._operations = operations
+        self._due = range(nth, nth + times)
+        self._num_asked = dict.fromkeys(operations, 0)
+        self.num_told = 0
+
+    def __call__(self, inner: Store) -> Store:
+        return _Lying(inner, self)
+
+    def is_due(self, operation: str) -> bool:
+        """Whether this answer, which could show such a key, is to lie."""
+        if operation not in self._operations:
+            return False
+        self._num_asked[operation] += 1
+        is_due = self._num_asked[operation] in self._due
+        self.num_told += is_due
+        return is_due
+
+
+class _Lying(WrappedStore):
+    def __init__(self, inner: Store, lies: Lies) -> None:
+        super().__init__(inner)
+        self._lies = lies
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        found = [*super().list(prefix)]
+        lacking = [info for info in found if self._lies.key not in self.url(info.key)]
+        yield from lacking if lacking != found and self._lies.is_due("list") else found
+
+    def list_directories(self) -> Iterator[str]:
+        found = [*super().list_directories()]
+        lacking = [name for name in found if self._lies.key not in name]
+        yield from lacking if lacking != found and self._lies.is_due("list_directories") else found
+
+    def head(self, key: str) -> ObjectInfo:
+        found = super().head(key)
+        if self._lies.key in key and self._lies.is_due("head"):
+            if not self._lies.more_bytes:
+                raise ObjectNotFoundError("not found", key=self.url(key), operation="head")
+            return dataclasses.replace(found, size_bytes=found.size_bytes + self._lies.more_bytes)
+        return found
+
+
+_TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
+
+
+@pytest.mark.parametrize("more_bytes", [-1000, 1000])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_an_import_of_a_file_goes_on_though_a_head_says_another_size(root_of: Root, more_bytes: int, nth: int) -> None:
+    """If this fails, a file that is whole is called short, or replaced."""
+    root, state = root_of("memory"), {"w": torch.arange(5000.0)}
+    damage.overwrite(store_at(f"{root}/old"), "m.pt", torch_saved(state))
+    lies = Lies("m.pt", "head", nth=nth, more_bytes=more_bytes)
+    cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
+    assert lies.num_told == 1
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
+def test_an_import_of_a_file_reads_again_what_became_shorter(root_of: Root) -> None:
+    """If this fails, all that is said is that a range lies outside of an object."""
+    root, state = root_of("memory"), {"w": torch.arange(5000.0)}
+    damage.overwrite(store_at(f"{root}/old"), "m.pt", torch_saved(state))
+    lies = Lies("m.pt", "head", times=2, more_bytes=1000)
+    cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from safetensors.torch import save as safetensors_bytes
 from tests.convert.conftest import Root
 from tests.convert.states import bits, loaded, store_at, torch_saved
 
@@ -71,6 +72,19 @@ class _Lying(WrappedStore):
 
 
 _TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_import_has_every_file_though_a_listing_lacks_one(root_of: Root, nth: int) -> None:
+    """If this fails, a model is imported without some of its tensors."""
+    root = root_of("memory")
+    state = {f"t{i}": torch.full((100,), float(i)) for i in range(2)}
+    for name, tensor in state.items():
+        damage.overwrite(store_at(f"{root}/old"), f"{name}.safetensors", safetensors_bytes({name: tensor}))
+    lies = Lies("t1.safetensors", "list", nth=nth)
+    report = cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=Options(wrap_store=lies))
+    assert (lies.num_told, report.num_tensors) == (1, 2)
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
 
 
 @pytest.mark.parametrize("more_bytes", [-1000, 1000])

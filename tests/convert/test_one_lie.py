@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save as safetensors_bytes
 from tests.convert.conftest import Root
-from tests.convert.states import bits, loaded, store_at, torch_saved
+from tests.convert.states import bits, contents, loaded, save, store_at, torch_saved
 
 import cloudckpt
 from cloudckpt.errors import ObjectNotFoundError
@@ -72,6 +73,19 @@ class _Lying(WrappedStore):
 
 
 _TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root, format_: Any, nth: int) -> None:
+    """If this fails, the export has what rank 0 saved, and all else is lost without a word."""
+    root = root_of("memory")
+    for rank in range(2):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    lies = Lies("rank-0", "list", nth=nth)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x", format=format_, options=Options(wrap_store=lies))
+    assert contents(f"{root}/out") == {}
 
 
 @pytest.mark.parametrize("nth", [1, 2])

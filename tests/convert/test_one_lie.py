@@ -75,6 +75,42 @@ class _Lying(WrappedStore):
 _TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
 
 
+def test_a_copy_has_all_ranks_though_one_listing_lacks_one(root_of: Root) -> None:
+    """If this fails, the copy of what ranks saved on their own lacks a rank, and nobody is told."""
+    root = root_of("memory")
+    for rank in range(3):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    for nth in (1, 2):
+        lies = Lies("rank-2", "list_directories", nth=nth)
+        report = cloudckpt.copy(f"{root}/step-1", f"{root}/copy-{nth}", options=Options(wrap_store=lies))
+        assert (lies.num_told, len(report.attempts)) == (1, 3)
+
+
+def test_a_copy_sees_a_strange_rank_though_one_listing_lacks_it(root_of: Root) -> None:
+    """If this fails, ranks of two saves lie beside each other."""
+    root = root_of("memory")
+    for rank in range(2):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    for rank in (0, 5):
+        save({"w": torch.full((10,), 7)}, f"{root}/copy/rank-{rank}")
+    cloudckpt.delete(f"{root}/copy/rank-0")
+    cloudckpt.copy(f"{root}/step-1/rank-0", f"{root}/copy/rank-0")
+    lies = Lies("rank-5", "list_directories")
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(f"{root}/step-1", f"{root}/copy", target_options=Options(wrap_store=lies, resume=True))
+    assert lies.num_told == 1
+
+
+def test_a_copy_of_ranks_with_a_gap_is_refused(root_of: Root) -> None:
+    """If this fails, a rank that is gone is missing in the copy, too, without a word."""
+    root = root_of("memory")
+    for rank in (0, 2):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"up to rank-2.*rank-1 is not there"):
+        cloudckpt.copy(f"{root}/step-1", f"{root}/copy")
+    assert contents(f"{root}/copy") == {}
+
+
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("format_", ["torch", "dcp"])
 def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root, format_: Any, nth: int) -> None:

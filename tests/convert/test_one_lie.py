@@ -75,6 +75,39 @@ class _Lying(WrappedStore):
 _TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
 
 
+@pytest.mark.parametrize(
+    ("operations", "nth", "times"),
+    [(("list",), 1, 1), (("list",), 2, 1), (("list",), 1, 99), (("list", "head"), 1, 99)],
+    ids=["first", "second", "listings", "listings and HEADs"],
+)
+@pytest.mark.parametrize("format_", [*_TARGETS])
+def test_an_export_leaves_alone_what_a_listing_lacks(
+    root_of: Root, format_: Any, operations: tuple[str, ...], nth: int, times: int
+) -> None:
+    """If this fails, an export without overwrite has replaced somebody's file."""
+    root, name = root_of("memory"), _TARGETS[format_]
+    save({"w": torch.ones(100)}, f"{root}/step-1")
+    damage.overwrite(store_at(f"{root}/out"), name, b"precious")
+    lies = Lies(name, *operations, nth=nth, times=times)
+    where = f"{root}/out/{name}" if format_ == "torch" else f"{root}/out"
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.export_checkpoint(f"{root}/step-1", where, format=format_, target_options=Options(wrap_store=lies))
+    assert lies.num_told
+    assert contents(f"{root}/out")[name] == b"precious"
+
+
+def test_an_export_over_an_earlier_one_removes_what_one_listing_lacks(root_of: Root) -> None:
+    """If this fails, the index of the earlier export names files that are gone."""
+    root = root_of("memory")
+    save({"a": torch.ones(40), "b": torch.zeros(40)}, f"{root}/step-1")
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", max_shard_bytes=100)
+    lies = Lies("index.json", "list")
+    cloudckpt.export_checkpoint(
+        f"{root}/step-1", f"{root}/out", overwrite=True, target_options=Options(wrap_store=lies)
+    )
+    assert (lies.num_told, set(contents(f"{root}/out"))) == (1, {"model.safetensors"})
+
+
 def test_a_copy_has_all_ranks_though_one_listing_lacks_one(root_of: Root) -> None:
     """If this fails, the copy of what ranks saved on their own lacks a rank, and nobody is told."""
     root = root_of("memory")

@@ -39,8 +39,13 @@ def export_torch(plan: ExportPlan, progress: Progress) -> Done:
         torch.save(state_dict, path)
         size_bytes = os.path.getsize(path)  # noqa: PTH202
         progress.expect(size_bytes)
-        files.clear()
-        files.upload_file(name, path, size_bytes=size_bytes, budget_bytes=plan.options.read_bytes)
+        files.clear([name])
+        files.upload_only(
+            name,
+            lambda arena: FileBody(path, arena, size_bytes=size_bytes),
+            size_bytes=size_bytes,
+            budget_bytes=plan.options.read_bytes,
+        )
     return Done(num_tensors=done[0], num_values=done[1], files=files.written)
 
 
@@ -61,7 +66,7 @@ def export_dcp(plan: ExportPlan, progress: Progress) -> Done:
         dcp_save(state_dict, storage_writer=_Writer(scratch, sync_files=False), no_dist=True)
         sizes = {name: os.path.getsize(os.path.join(scratch, name)) for name in sorted(os.listdir(scratch))}  # noqa: PTH118, PTH202, PTH208
         progress.expect(sum(sizes.values()))
-        files.clear()
+        files.clear(sizes)
         with files.upload(budget_bytes=plan.options.read_bytes) as submit:
             for name, size_bytes in sizes.items():
                 if name != _METADATA:

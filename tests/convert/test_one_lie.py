@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -189,3 +190,33 @@ def test_an_import_of_a_file_reads_again_what_became_shorter(root_of: Root) -> N
     lies = Lies("m.pt", "head", times=2, more_bytes=1000)
     cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
     assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
+_EMPTY = [
+    ({"w": torch.ones(2), "x": [{}, 1]}, "x.0"),
+    ({"w": torch.ones(2), "x": [torch.ones(1), {}]}, "x.1"),
+    ({"w": torch.ones(2), "x": {}}, "x"),
+    ({"w": torch.ones(2), "x": {"y": {"z": {}}}}, "x.y.z"),
+]
+
+
+@pytest.mark.parametrize(("state", "path"), _EMPTY, ids=[path for _, path in _EMPTY])
+def test_what_torchs_own_format_would_lose_is_refused_and_named(
+    root_of: Root, state: dict[str, Any], path: str
+) -> None:
+    """If this fails, a structure comes back as another one: None in place of what is empty."""
+    root = root_of("memory")
+    save(state, f"{root}/step-1")
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"at '{path}': .*format 'torch'"):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
+    assert contents(f"{root}/out") == {}
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x.pt", format="torch")
+    found = torch.load(io.BytesIO(contents(f"{root}/out")["x.pt"]), weights_only=True)
+    assert bits(found) == bits(state)
+
+
+def test_what_torchs_own_format_keeps_is_exported(root_of: Root) -> None:
+    """If this fails, empty lists and tuples, which torch keeps, are refused with the others."""
+    root = root_of("memory")
+    save({"w": torch.ones(2), "x": [], "y": [torch.ones(1), []], "z": (), "u": ({}, 1), "v": [[], [[]]]}, f"{root}/a")
+    cloudckpt.export_checkpoint(f"{root}/a", f"{root}/out", format="dcp")

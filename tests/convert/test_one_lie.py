@@ -171,6 +171,17 @@ def test_an_import_has_every_file_though_a_listing_lacks_one(root_of: Root, nth:
     assert bits(loaded(state, f"{root}/step-1")) == bits(state)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_import_of_safetensors_goes_on_though_a_head_says_another_size(root_of: Root, nth: int) -> None:
+    """If this fails, a file that nobody touched is called replaced."""
+    root, state = root_of("memory"), {"w": torch.arange(500.0)}
+    damage.overwrite(store_at(f"{root}/old"), "w.safetensors", safetensors_bytes(state))
+    lies = Lies("w.safetensors", "head", nth=nth, more_bytes=1000)
+    cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=Options(wrap_store=lies))
+    assert lies.num_told == 1
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
 @pytest.mark.parametrize("more_bytes", [-1000, 1000])
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
 def test_an_import_of_a_file_goes_on_though_a_head_says_another_size(root_of: Root, more_bytes: int, nth: int) -> None:

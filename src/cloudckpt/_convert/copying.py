@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
 from cloudckpt._commit.commit_time import ns_of
-from cloudckpt._commit.resolve import holds_torch_checkpoint, manifest_key, ranks_of, read_log, read_manifest, resolve
+from cloudckpt._commit.resolve import (
+    holds_torch_checkpoint,
+    manifest_key,
+    ranks_of,
+    read_log,
+    read_manifest,
+    resolve,
+    settle,
+)
 from cloudckpt._convert.copy_job import Copied, CopyJob
 from cloudckpt._convert.progress import OnProgress, Progress
 from cloudckpt._convert.reports import CopyReport
@@ -108,9 +116,16 @@ def _of_ranks(source: Context, target: Context, *, overwrite: bool) -> list[tupl
             "with. Import it: cloudckpt import --format dcp, or cloudckpt.import_checkpoint",
             uri=source.uri,
         )
-    ranks = {*ranks_of(source.retrier.call(lambda: list(source.store.list_directories())))}
+    ranks = _ranks_at(source)
     if not ranks:
         resolve(source.store, source.retrier)  # which says what lies there instead
+    lacking = sorted({*range(max(ranks, default=0))} - ranks)
+    if lacking:
+        raise CheckpointNotFoundError(
+            f"ranks saved on their own at {source.uri}, up to rank-{max(ranks)}, and rank-{lacking[0]} is not there: "
+            "nothing was copied. Copy another checkpoint, or each rank that is there by its own URI",
+            uri=source.uri,
+        )
     pairs = [(_at_rank(source, rank), _at_rank(target, rank)) for rank in sorted(ranks, reverse=True)]
     copied, strange = _lying_at(target, pairs)
     # An earlier copy had come to its end where rank 0's is there, and nothing else.
@@ -125,13 +140,26 @@ def _lying_at(target: Context, pairs: Sequence[tuple[Context, Context]]) -> tupl
     """The ranks that are committed at the target: those that an earlier copy may have left, and those of others."""
     sources = {one.rank: one for one, _ in pairs}
     copied, strange = set[int](), set[int]()
-    for rank in {*sources, *ranks_of(target.retrier.call(lambda: list(target.store.list_directories())))}:
+    for rank in {*sources, *_ranks_at(target)}:
         there, source = _at_rank(target, rank), sources.get(rank)
         if read_log(there.store, there.retrier).counting is None:
             continue
         is_copied = target.options.resume and source is not None and _copy_at(there, _saved_at(source)) is not None
         (copied if is_copied else strange).add(rank)
     return copied, strange
+
+
+def _ranks_at(context: Context) -> set[int]:
+    """The ranks that have folders there, as two looks in a row list them: one may lack some."""
+
+    def look() -> tuple[set[int], Hashable]:
+        ranks = ranks_of(context.retrier.call(lambda: list(context.store.list_directories())))
+        return {*ranks}, ("ranks", *ranks)
+
+    def changing() -> CheckpointChangedError:
+        return CheckpointChangedError(f"{context.uri} lists other ranks each time. Copy again", uri=context.uri)
+
+    return settle(look, changing=changing)
 
 
 def _holds_one(context: Context) -> bool:

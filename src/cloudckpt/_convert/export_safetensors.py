@@ -52,20 +52,26 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Done:
     files.check()
     index = index_of(shards)
     progress.expect(sum(shard.layout.size_bytes for shard in shards) + (len(index) if len(shards) > 1 else 0))
-    files.clear()
+    files.clear([*(shard.name for shard in shards), *([INDEX_NAME] if len(shards) > 1 else [])])
     # A half for the parts that are sent, the other for what is read beside them: whole tiles, and gaps; or chunks that
     # can only be unpacked whole.
     budget_bytes = plan.options.read_bytes // 2
     reader = CheckpointReader(
         source, manifest, budget_bytes=budget_bytes // target.connections, kept_bytes=budget_bytes
     )
-    with files.upload(budget_bytes=budget_bytes) as submit:
-        try:
-            for shard in shards:
-                submit(shard.name, functools.partial(_body_of, shard, fqns, reader))
-        except BaseException:
-            reader.stop()
-            raise
+    try:
+        if len(shards) == 1:
+            (shard,) = shards
+            size_bytes = shard.layout.size_bytes
+            body_in = functools.partial(_body_of, shard, fqns, reader)
+            files.upload_only(shard.name, body_in, size_bytes=size_bytes, budget_bytes=budget_bytes)
+        else:
+            with files.upload(budget_bytes=budget_bytes) as submit:
+                for shard in shards:
+                    submit(shard.name, functools.partial(_body_of, shard, fqns, reader))
+    except BaseException:
+        reader.stop()
+        raise
     if len(shards) > 1:
         files.put_last(INDEX_NAME, index)
     return Done(num_tensors=len(fqns), num_values=0, files=files.written, left_out=left_out)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from cloudckpt._convert.bodies import FileBody
 from cloudckpt._convert.files import Files
+from cloudckpt._convert.names import shown
 from cloudckpt._convert.plan import Done, ExportPlan
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import folder_and_name
@@ -39,8 +42,13 @@ def export_torch(plan: ExportPlan, progress: Progress) -> Done:
         torch.save(state_dict, path)
         size_bytes = os.path.getsize(path)  # noqa: PTH202
         progress.expect(size_bytes)
-        files.clear()
-        files.upload_file(name, path, size_bytes=size_bytes, budget_bytes=plan.options.read_bytes)
+        files.clear([name])
+        files.upload_only(
+            name,
+            lambda arena: FileBody(path, arena, size_bytes=size_bytes),
+            size_bytes=size_bytes,
+            budget_bytes=plan.options.read_bytes,
+        )
     return Done(num_tensors=done[0], num_values=done[1], files=files.written)
 
 
@@ -58,10 +66,11 @@ def export_dcp(plan: ExportPlan, progress: Progress) -> Done:
     files.check()
     state_dict, done = _loaded(plan)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
+        _check_nesting(state_dict, plan)
         dcp_save(state_dict, storage_writer=_Writer(scratch, sync_files=False), no_dist=True)
         sizes = {name: os.path.getsize(os.path.join(scratch, name)) for name in sorted(os.listdir(scratch))}  # noqa: PTH118, PTH202, PTH208
         progress.expect(sum(sizes.values()))
-        files.clear()
+        files.clear(sizes)
         with files.upload(budget_bytes=plan.options.read_bytes) as submit:
             for name, size_bytes in sizes.items():
                 if name != _METADATA:
@@ -78,6 +87,32 @@ class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """With text alone."""
         return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
+
+
+def _check_nesting(state_dict: dict[str, Any], plan: ExportPlan) -> None:
+    """Raises `UnsupportedValueError` for empty containers that torch's planners leave out and do not give back."""
+    lost = [*_lost(state_dict, unflatten_state_dict(*flatten_state_dict(state_dict)), ())]
+    if lost:
+        raise UnsupportedValueError(
+            f"torch's own format has no place for the empty containers of {plan.source.uri} at "
+            f"{shown(['.'.join(map(str, path)) for path in lost])}: a load would lack them, or have None there. "
+            "Nothing was written. Export in the format 'torch', which keeps them, or leave them out with include",
+            uri=plan.source.uri,
+        )
+
+
+def _lost(value: object, back: object, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The paths of what holds nothing in `value` and is not in `back`, which torch has made of it."""
+    if value is back or not isinstance(value, (Mapping, list, tuple)):
+        return
+    if not value and type(value) is not type(back):
+        yield path
+    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(back, Mapping):
+            other = back.get(str(key))
+        else:
+            other = back[key] if isinstance(back, list) and key < len(back) else None
+        yield from _lost(each, other, (*path, key))
 
 
 def _loaded(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:

@@ -6,15 +6,21 @@ import contextlib
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from cloudckpt._convert.bodies import FileBody
+from cloudckpt._commit.resolve import settle
 from cloudckpt._convert.progress import Progress
 from cloudckpt._convert.sides import part_bytes_for, upload_session
 from cloudckpt._pipeline.context import Context
 from cloudckpt._stage.arena import Arena
 from cloudckpt._transfer.resume import Body
-from cloudckpt.errors import CheckpointExistsError, ObjectExistsError, StoreError
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from cloudckpt.stores._body import crc32c_of
 
 _log = logging.getLogger("cloudckpt")
@@ -52,8 +58,11 @@ class Files:
 
     def check(self) -> None:
         """Raises `CheckpointExistsError` where something is there already that may not be replaced."""
-        found = self._found()
-        if found and not self._overwrite:
+        if not self._overwrite:
+            self._refuse(self._found())
+
+    def _refuse(self, found: Sequence[str]) -> None:
+        if found:
             more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
             raise CheckpointExistsError(
                 f"{', '.join(self._target.store.url(name) for name in found[:_MAX_SHOWN])}{more} is there already, and "
@@ -61,10 +70,16 @@ class Files:
                 uri=self._target.uri,
             )
 
-    def clear(self) -> None:
-        """Remove what is to be replaced."""
-        target, found = self._target, self._found() if self._overwrite else []
-        doomed = sorted(found, key=lambda name: name not in self._entries)
+    def clear(self, names: Iterable[str]) -> None:
+        """Remove what is to be replaced; or, where nothing may be, make sure that nothing lies at `names`.
+
+        Raises as `check` does: a HEAD tells of what a listing may have left out.
+        """
+        target = self._target
+        if not self._overwrite:
+            self._refuse([name for name in names if self._is_there(name)])
+            return
+        doomed = sorted(self._found(), key=lambda name: name not in self._entries)
         if doomed:
             target.retrier.call(lambda: target.store.delete(doomed))
 
@@ -85,34 +100,46 @@ class Files:
             yield submit
             self.written |= {receipt.key: receipt.size_bytes for receipt in session.finish()}
 
-    def upload_file(self, name: str, path: str, *, size_bytes: int, budget_bytes: int) -> None:
-        """One local file, whose size is `size_bytes`."""
-        with self.upload(budget_bytes=budget_bytes) as submit:
-            submit(name, lambda arena: FileBody(path, arena, size_bytes=size_bytes))
+    def upload_only(self, name: str, body_in: Callable[[Arena], Body], *, size_bytes: int, budget_bytes: int) -> None:
+        """The one file of an export, of `size_bytes`. It is created where it goes in one request: as in `put_last`."""
+        store = self._target.store
+        part_bytes = part_bytes_for(self._target, budget_bytes=budget_bytes, tile_bytes=self._tile_bytes)
+        in_parts = store.capabilities.multipart and size_bytes > min(part_bytes, store.limits.max_put_bytes)
+        if in_parts or not self._creates():
+            with self.upload(budget_bytes=budget_bytes) as submit:
+                submit(name, body_in)
+            return
+        with (
+            contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
+            body_in(arena).open(0, size_bytes) as views,
+        ):
+            self._put_last(name, views)
+        self._target.emit("save.part_uploaded", key=name, num_bytes=size_bytes)
+        self._target.emit("save.object_uploaded", key=name, num_bytes=size_bytes)
 
     def put_last(self, name: str, content: bytes) -> None:
         """The file by which readers find the others. Where one came to be there meanwhile, it stays."""
-        try:
-            self._put_last(name, content)
-        except StoreError:
-            self._remove([name, *self.written])  # it may be there all the same
-            raise
+        self._put_last(name, [memoryview(content)])
 
-    def _put_last(self, name: str, content: bytes) -> None:
-        target, views = self._target, [memoryview(content)]
-        crc32c = crc32c_of(views)
-        is_creating = not self._overwrite and target.options.commit == "conditional" and self._can_create()
+    def _put_last(self, name: str, views: Sequence[memoryview]) -> None:
+        target, crc32c, size_bytes = self._target, crc32c_of(views), sum(view.nbytes for view in views)
+        is_creating = self._creates()
         try:
             target.retrier.call(lambda: target.store.put(name, views, crc32c=crc32c, if_absent=is_creating))
         except ObjectExistsError as error:
-            if target.retrier.call(lambda: target.store.read(name, max_bytes=1 << 40)) != content:
+            # It may be ours, where the answer to an earlier try was lost. Where that cannot be told, it stays.
+            if target.retrier.call(lambda: target.store.read(name, max_bytes=1 << 40)) != b"".join(views):
+                mixed = " The files of the two may be mixed:" if self.written else " To keep both,"
                 raise CheckpointExistsError(
-                    f"{target.store.url(name)} came to be there while this export ran, and was left alone. The files "
-                    "of the two may be mixed: export to a place of its own",
+                    f"{target.store.url(name)} came to be there while this export ran, and was left alone.{mixed} "
+                    "export to a place of its own",
                     uri=target.uri,
                 ) from error
-        self.written[name] = len(content)
-        self._progress.add(len(content))
+        except StoreError:
+            self._remove([name, *self.written])  # it may be there all the same
+            raise
+        self.written[name] = size_bytes
+        self._progress.add(size_bytes)
 
     def _remove(self, names: Sequence[str]) -> None:
         target = self._target
@@ -122,6 +149,28 @@ class Files:
             _log.warning("could not remove what a failed export left: %s", error)
 
     def _found(self) -> list[str]:
+        """What lies there, as two looks in a row list it: one may lack some of it."""
+
+        def look() -> tuple[list[str], Hashable]:
+            names = self._listed()
+            return names, ("found", *names)
+
+        def changing() -> CheckpointChangedError:
+            return CheckpointChangedError(
+                f"{self._target.uri} lists other files each time: nothing was written. Export to a place of its own",
+                uri=self._target.uri,
+            )
+
+        return settle(look, changing=changing)
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self._target.retrier.call(lambda: self._target.store.head(name))
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def _listed(self) -> list[str]:
         target = self._target
         # By what the names begin with: beside the file, there may be a bucket's worth of others.
         prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
@@ -129,5 +178,9 @@ class Files:
         names = {info.key for info in infos if "/" not in info.key}
         return sorted(name for name in names if any(fnmatch.fnmatchcase(name, each) for each in self._patterns))
 
-    def _can_create(self) -> bool:
-        return self._target.new_retrier().call(self._target.store.probe).conditional_create
+    def _creates(self) -> bool:
+        """Whether the file that decides may only be created, and the store can do so."""
+        target = self._target
+        if self._overwrite or target.options.commit != "conditional":
+            return False
+        return target.new_retrier().call(target.store.probe).conditional_create

@@ -7,11 +7,12 @@ import dataclasses
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
 
+from cloudckpt._commit.resolve import settle
 from cloudckpt._convert.names import shown
 from cloudckpt._convert.plan import Done, ImportPlan
 from cloudckpt._convert.progress import Progress
@@ -26,6 +27,7 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ObjectNotFoundError,
+    ShortObjectError,
     UnsafePickleError,
     UnsupportedValueError,
 )
@@ -106,7 +108,7 @@ def _read(plan: ImportPlan) -> Iterator[tuple[dict[str, Any], Callable[[], None]
 
         def look() -> tuple[dict[str, Any], ObjectInfo]:
             try:
-                info = context.retrier.call(lambda: context.store.head(name))
+                info = _head(context, name)
             except ObjectNotFoundError as error:
                 raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
             if plan.source.scheme != "file":
@@ -114,15 +116,24 @@ def _read(plan: ImportPlan) -> Iterator[tuple[dict[str, Any], Callable[[], None]
             return _unpickled(path, plan), info
 
         # No checksum covers the file, and each answer may be wrong once.
-        state_dict, info = context.retrier.confirmed(look, (CheckpointNotFoundError, CorruptCheckpointError))
+        doubted = (CheckpointNotFoundError, CorruptCheckpointError, ShortObjectError)
+        state_dict, info = context.retrier.confirmed(look, doubted)
 
         def check_unchanged() -> None:
-            if plan.source.scheme == "file":
-                now = context.retrier.call(lambda: context.store.head(name))
-                if not now.is_same_write(info):
-                    raise _replaced(plan.source.uri)
+            if plan.source.scheme == "file" and not _head(context, name).is_same_write(info):
+                raise _replaced(plan.source.uri)
 
         yield state_dict, check_unchanged
+
+
+def _head(context: Context, name: str) -> ObjectInfo:
+    """What two HEADs in a row say of the file: one with a wrong size would cut it, or seem to tell of another write."""
+
+    def look() -> tuple[ObjectInfo, Hashable]:
+        info = context.retrier.call(lambda: context.store.head(name))
+        return info, (info.size_bytes, info.version or info.modified_at)
+
+    return settle(look, changing=lambda: _replaced(context.store.url(name)))
 
 
 def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
@@ -131,7 +142,7 @@ def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
             piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
             fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
             file.write(piece)
-    if not context.retrier.call(lambda: context.store.head(name)).is_same_write(info):
+    if not _head(context, name).is_same_write(info):
         raise _replaced(context.store.url(name))
 
 

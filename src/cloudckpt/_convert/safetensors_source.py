@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from cloudckpt._commit.resolve import TORCH_METADATA_KEY, manifest_number
+from cloudckpt._commit.resolve import TORCH_METADATA_KEY, manifest_number, settle
 from cloudckpt._convert.bodies import TensorBytes
 from cloudckpt._convert.names import shown
 from cloudckpt._convert.safetensors_header import FileTensor, parsed_header
@@ -112,8 +112,8 @@ class SafetensorsSource:
         """Raises `CheckpointChangedError` where a file was replaced since it was looked at first."""
         context = self._context
         for file in {found.file.key: found.file for found in self._found.values()}.values():
-            info = context.retrier.call(lambda key=file.key: context.store.head(key))  # type: ignore[misc]  # mypy cannot see the default
-            if not info.is_same_write(file):
+            # Two HEADs have to say so: one may be wrong.
+            if not any(self._head(file.key).is_same_write(file) for _ in range(2)):
                 raise CheckpointChangedError(
                     f"{context.store.url(file.key)} was replaced while it was read, so nothing was committed. Import "
                     "again",
@@ -122,13 +122,12 @@ class SafetensorsSource:
 
     def _files(self) -> tuple[list[ObjectInfo], dict[str, str] | None]:
         """The files, and what the index says lies where, if there is one."""
-        context, name = self._context, self._name
+        name = self._name
         if name is not None and name.endswith(_SUFFIX):
             return [self._head(name)], None
         index_name = name
         if index_name is None:
-            keys = sorted(info.key for info in context.retrier.call(lambda: list(context.store.list())))
-            here = sorted({key for key in keys if "/" not in key} | _linked(context.location))
+            keys, here = settle(self._listed, changing=self._changing)
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
             if not indices:
                 names = [key for key in here if key.endswith(_SUFFIX)]
@@ -144,6 +143,19 @@ class SafetensorsSource:
             index_name = INDEX_NAME if INDEX_NAME in indices else indices[0]
         weight_map = self._index(index_name)
         return [self._head(key) for key in sorted(set(weight_map.values()))], weight_map
+
+    def _listed(self) -> tuple[tuple[list[str], list[str]], Hashable]:
+        """All keys, and the files of the folder. Without an index these say what there is: one look may lack some."""
+        context = self._context
+        keys = sorted(info.key for info in context.retrier.call(lambda: list(context.store.list())))
+        here = sorted({key for key in keys if "/" not in key} | _linked(context.location))
+        return (keys, here), None if INDEX_NAME in here else ("no index", *here)
+
+    def _changing(self) -> CheckpointChangedError:
+        return CheckpointChangedError(
+            f"{self._location.uri} lists other files each time, and no index says which there are. Import again",
+            uri=self._location.uri,
+        )
 
     def _index(self, name: str) -> dict[str, str]:
         context, url = self._context, self._context.store.url(name)

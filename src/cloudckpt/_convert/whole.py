@@ -33,7 +33,7 @@ def load_whole(
     `CheckpointNotFoundError` for what ranks saved on their own, of which a load takes only one's.
     """
     store, retrier = open_store(source, options), Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    if holds_rank_checkpoints(store, retrier):
+    if holds_rank_checkpoints(store, retrier, is_confirmed=True):
         resolve(store, retrier)  # which says so, unless it is a folder beside a checkpoint
     planner = _Planner(source.uri, include)
     load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, options=options)

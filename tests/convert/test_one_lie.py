@@ -1,0 +1,233 @@
+"""One answer that lacks what is there, at either end of a copy or conversion: it changes nothing but the requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save as safetensors_bytes
+from tests.convert.conftest import Root
+from tests.convert.states import bits, contents, loaded, save, store_at, torch_saved
+
+import cloudckpt
+from cloudckpt.errors import ObjectNotFoundError
+from cloudckpt.options import Options
+from cloudckpt.stores.base import ObjectInfo, Store
+from cloudckpt.testing import damage
+from cloudckpt.testing.wrapping import WrappedStore
+
+
+class Lies:
+    """Tells one lie about keys that contain `key`: the `nth` answer that could show them lacks them.
+
+    `operations` are those that lie: a listing leaves them out, a HEAD says that there is none, or, with `more_bytes`,
+    says another size. `times` answers from there on lie.
+    """
+
+    def __init__(self, key: str, *operations: str, nth: int = 1, times: int = 1, more_bytes: int = 0) -> None:
+        self.key = key
+        self.more_bytes = more_bytes
+        self._operations = operations
+        self._due = range(nth, nth + times)
+        self._num_asked = dict.fromkeys(operations, 0)
+        self.num_told = 0
+
+    def __call__(self, inner: Store) -> Store:
+        return _Lying(inner, self)
+
+    def is_due(self, operation: str) -> bool:
+        """Whether this answer, which could show such a key, is to lie."""
+        if operation not in self._operations:
+            return False
+        self._num_asked[operation] += 1
+        is_due = self._num_asked[operation] in self._due
+        self.num_told += is_due
+        return is_due
+
+
+class _Lying(WrappedStore):
+    def __init__(self, inner: Store, lies: Lies) -> None:
+        super().__init__(inner)
+        self._lies = lies
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        found = [*super().list(prefix)]
+        lacking = [info for info in found if self._lies.key not in self.url(info.key)]
+        yield from lacking if lacking != found and self._lies.is_due("list") else found
+
+    def list_directories(self) -> Iterator[str]:
+        found = [*super().list_directories()]
+        lacking = [name for name in found if self._lies.key not in name]
+        yield from lacking if lacking != found and self._lies.is_due("list_directories") else found
+
+    def head(self, key: str) -> ObjectInfo:
+        found = super().head(key)
+        if self._lies.key in key and self._lies.is_due("head"):
+            if not self._lies.more_bytes:
+                raise ObjectNotFoundError("not found", key=self.url(key), operation="head")
+            return dataclasses.replace(found, size_bytes=found.size_bytes + self._lies.more_bytes)
+        return found
+
+
+_TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
+
+
+@pytest.mark.parametrize(
+    ("operations", "nth", "times"),
+    [(("list",), 1, 1), (("list",), 2, 1), (("list",), 1, 99), (("list", "head"), 1, 99)],
+    ids=["first", "second", "listings", "listings and HEADs"],
+)
+@pytest.mark.parametrize("format_", [*_TARGETS])
+def test_an_export_leaves_alone_what_a_listing_lacks(
+    root_of: Root, format_: Any, operations: tuple[str, ...], nth: int, times: int
+) -> None:
+    """If this fails, an export without overwrite has replaced somebody's file."""
+    root, name = root_of("memory"), _TARGETS[format_]
+    save({"w": torch.ones(100)}, f"{root}/step-1")
+    damage.overwrite(store_at(f"{root}/out"), name, b"precious")
+    lies = Lies(name, *operations, nth=nth, times=times)
+    where = f"{root}/out/{name}" if format_ == "torch" else f"{root}/out"
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.export_checkpoint(f"{root}/step-1", where, format=format_, target_options=Options(wrap_store=lies))
+    assert lies.num_told
+    assert contents(f"{root}/out")[name] == b"precious"
+
+
+def test_an_export_over_an_earlier_one_removes_what_one_listing_lacks(root_of: Root) -> None:
+    """If this fails, the index of the earlier export names files that are gone."""
+    root = root_of("memory")
+    save({"a": torch.ones(40), "b": torch.zeros(40)}, f"{root}/step-1")
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", max_shard_bytes=100)
+    lies = Lies("index.json", "list")
+    cloudckpt.export_checkpoint(
+        f"{root}/step-1", f"{root}/out", overwrite=True, target_options=Options(wrap_store=lies)
+    )
+    assert (lies.num_told, set(contents(f"{root}/out"))) == (1, {"model.safetensors"})
+
+
+def test_a_copy_has_all_ranks_though_one_listing_lacks_one(root_of: Root) -> None:
+    """If this fails, the copy of what ranks saved on their own lacks a rank, and nobody is told."""
+    root = root_of("memory")
+    for rank in range(3):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    for nth in (1, 2):
+        lies = Lies("rank-2", "list_directories", nth=nth)
+        report = cloudckpt.copy(f"{root}/step-1", f"{root}/copy-{nth}", options=Options(wrap_store=lies))
+        assert (lies.num_told, len(report.attempts)) == (1, 3)
+
+
+def test_a_copy_sees_a_strange_rank_though_one_listing_lacks_it(root_of: Root) -> None:
+    """If this fails, ranks of two saves lie beside each other."""
+    root = root_of("memory")
+    for rank in range(2):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    for rank in (0, 5):
+        save({"w": torch.full((10,), 7)}, f"{root}/copy/rank-{rank}")
+    cloudckpt.delete(f"{root}/copy/rank-0")
+    cloudckpt.copy(f"{root}/step-1/rank-0", f"{root}/copy/rank-0")
+    lies = Lies("rank-5", "list_directories")
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        cloudckpt.copy(f"{root}/step-1", f"{root}/copy", target_options=Options(wrap_store=lies, resume=True))
+    assert lies.num_told == 1
+
+
+def test_a_copy_of_ranks_with_a_gap_is_refused(root_of: Root) -> None:
+    """If this fails, a rank that is gone is missing in the copy, too, without a word."""
+    root = root_of("memory")
+    for rank in (0, 2):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"up to rank-2.*rank-1 is not there"):
+        cloudckpt.copy(f"{root}/step-1", f"{root}/copy")
+    assert contents(f"{root}/copy") == {}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("format_", ["torch", "dcp"])
+def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root, format_: Any, nth: int) -> None:
+    """If this fails, the export has what rank 0 saved, and all else is lost without a word."""
+    root = root_of("memory")
+    for rank in range(2):
+        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
+    lies = Lies("rank-0", "list", nth=nth)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x", format=format_, options=Options(wrap_store=lies))
+    assert contents(f"{root}/out") == {}
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_import_has_every_file_though_a_listing_lacks_one(root_of: Root, nth: int) -> None:
+    """If this fails, a model is imported without some of its tensors."""
+    root = root_of("memory")
+    state = {f"t{i}": torch.full((100,), float(i)) for i in range(2)}
+    for name, tensor in state.items():
+        damage.overwrite(store_at(f"{root}/old"), f"{name}.safetensors", safetensors_bytes({name: tensor}))
+    lies = Lies("t1.safetensors", "list", nth=nth)
+    report = cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=Options(wrap_store=lies))
+    assert (lies.num_told, report.num_tensors) == (1, 2)
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_import_of_safetensors_goes_on_though_a_head_says_another_size(root_of: Root, nth: int) -> None:
+    """If this fails, a file that nobody touched is called replaced."""
+    root, state = root_of("memory"), {"w": torch.arange(500.0)}
+    damage.overwrite(store_at(f"{root}/old"), "w.safetensors", safetensors_bytes(state))
+    lies = Lies("w.safetensors", "head", nth=nth, more_bytes=1000)
+    cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=Options(wrap_store=lies))
+    assert lies.num_told == 1
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
+@pytest.mark.parametrize("more_bytes", [-1000, 1000])
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_an_import_of_a_file_goes_on_though_a_head_says_another_size(root_of: Root, more_bytes: int, nth: int) -> None:
+    """If this fails, a file that is whole is called short, or replaced."""
+    root, state = root_of("memory"), {"w": torch.arange(5000.0)}
+    damage.overwrite(store_at(f"{root}/old"), "m.pt", torch_saved(state))
+    lies = Lies("m.pt", "head", nth=nth, more_bytes=more_bytes)
+    cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
+    assert lies.num_told == 1
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
+def test_an_import_of_a_file_reads_again_what_became_shorter(root_of: Root) -> None:
+    """If this fails, all that is said is that a range lies outside of an object."""
+    root, state = root_of("memory"), {"w": torch.arange(5000.0)}
+    damage.overwrite(store_at(f"{root}/old"), "m.pt", torch_saved(state))
+    lies = Lies("m.pt", "head", times=2, more_bytes=1000)
+    cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
+    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
+
+
+_EMPTY = [
+    ({"w": torch.ones(2), "x": [{}, 1]}, "x.0"),
+    ({"w": torch.ones(2), "x": [torch.ones(1), {}]}, "x.1"),
+    ({"w": torch.ones(2), "x": {}}, "x"),
+    ({"w": torch.ones(2), "x": {"y": {"z": {}}}}, "x.y.z"),
+]
+
+
+@pytest.mark.parametrize(("state", "path"), _EMPTY, ids=[path for _, path in _EMPTY])
+def test_what_torchs_own_format_would_lose_is_refused_and_named(
+    root_of: Root, state: dict[str, Any], path: str
+) -> None:
+    """If this fails, a structure comes back as another one: None in place of what is empty."""
+    root = root_of("memory")
+    save(state, f"{root}/step-1")
+    with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"at '{path}': .*format 'torch'"):
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
+    assert contents(f"{root}/out") == {}
+    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x.pt", format="torch")
+    found = torch.load(io.BytesIO(contents(f"{root}/out")["x.pt"]), weights_only=True)
+    assert bits(found) == bits(state)
+
+
+def test_what_torchs_own_format_keeps_is_exported(root_of: Root) -> None:
+    """If this fails, empty lists and tuples, which torch keeps, are refused with the others."""
+    root = root_of("memory")
+    save({"w": torch.ones(2), "x": [], "y": [torch.ones(1), []], "z": (), "u": ({}, 1), "v": [[], [[]]]}, f"{root}/a")
+    cloudckpt.export_checkpoint(f"{root}/a", f"{root}/out", format="dcp")

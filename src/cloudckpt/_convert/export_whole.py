@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,29 +91,48 @@ class _Writer(FileSystemWriter):
 
 
 def _check_nesting(state_dict: dict[str, Any], plan: ExportPlan) -> None:
-    """Raises `UnsupportedValueError` for empty containers that torch's planners leave out and do not give back."""
+    """Warn of empty containers that torch's planners leave out: the key is missing then, as that of SGD's ``state``.
+
+    Raises `UnsupportedValueError` for those in a list or tuple, where something else would stand in their place.
+    """
     lost = [*_lost(state_dict, unflatten_state_dict(*flatten_state_dict(state_dict)), ())]
-    if lost:
+    what = f"torch's own format has no place for the empty containers of {plan.source.uri} at"
+    misplaced = [_dotted(path) for path, is_in_sequence in lost if is_in_sequence]
+    if misplaced:
         raise UnsupportedValueError(
-            f"torch's own format has no place for the empty containers of {plan.source.uri} at "
-            f"{shown(['.'.join(map(str, path)) for path in lost])}: a load would lack them, or have None there. "
-            "Nothing was written. Export in the format 'torch', which keeps them, or leave them out with include",
+            f"{what} {shown(misplaced)}: a load would have None there. Nothing was written. Export in the format "
+            "'torch', which keeps them, or leave them out with include",
             uri=plan.source.uri,
+        )
+    if lost:
+        warnings.warn(
+            f"{what} {shown([_dotted(path) for path, _ in lost])}: a load gives these keys back only to a state dict "
+            "that has them. The format 'torch' keeps them",
+            stacklevel=2,
         )
 
 
-def _lost(value: object, back: object, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The paths of what holds nothing in `value` and is not in `back`, which torch has made of it."""
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _lost(
+    value: object, back: object, path: tuple[Any, ...], *, is_in_sequence: bool = False
+) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """Yield the paths of what is empty in `value` and missing in `back`, which torch has made of it.
+
+    Each comes with whether it is an element of a list or tuple.
+    """
     if value is back or not isinstance(value, (Mapping, list, tuple)):
         return
     if not value and type(value) is not type(back):
-        yield path
+        yield path, is_in_sequence
     for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
         if isinstance(back, Mapping):
             other = back.get(str(key))
         else:
             other = back[key] if isinstance(back, list) and key < len(back) else None
-        yield from _lost(each, other, (*path, key))
+        yield from _lost(each, other, (*path, key), is_in_sequence=not isinstance(value, Mapping))
 
 
 def _loaded(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:

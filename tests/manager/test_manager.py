@@ -27,7 +27,8 @@ from cloudckpt import AsyncSave, CheckpointManager, Options
 from cloudckpt._commit import commit_time
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores._body import crc32c_of
-from cloudckpt.testing.faults import Absent, Fault, Faults, Rule, Short
+from cloudckpt.stores.base import Store
+from cloudckpt.testing.faults import Absent, Call, Fault, Faults, Rule, Short, WrappedStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -534,6 +535,39 @@ def test_steps_of_torchs_writer_are_no_fresh_start(tmp_path: Path) -> None:
     again = manager.restore(state)
     assert again is not None
     assert again.step == 101
+
+
+class Hiding(WrappedStore):
+    """Its listings come empty where `is_hidden` says so."""
+
+    def __init__(self, inner: Store, is_hidden: Callable[[Call], bool]) -> None:
+        super().__init__(inner)
+        self._is_hidden = is_hidden
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        return [] if self._is_hidden(call) else action()
+
+
+def hiding(operation: str, key: str, *, nth: int) -> Options:
+    """The `nth` such call, of all stores together, comes empty."""
+    num_calls = iter(range(1, 10_000))
+
+    def is_hidden(call: Call) -> bool:
+        return (call.operation, call.key) == (operation, key) and next(num_calls) == nth
+
+    return Options(connections=1, wrap_store=lambda inner: Hiding(inner, is_hidden))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize(("operation", "key"), [("list", ".metadata"), ("list_directories", "")])
+def test_one_listing_that_lacks_torchs_steps_is_no_fresh_start(
+    tmp_path: Path, operation: str, key: str, nth: int
+) -> None:
+    """If this fails, one bogus listing lets a job that moves to the manager train from nothing."""
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "step-20", no_dist=True)
+    options = hiding(operation, key, nth=nth)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"has saved the steps 20\. Import them"):
+        CheckpointManager(tmp_path, no_dist=True, options=options).restore({"w": torch.zeros(4)})
 
 
 def test_a_folder_of_others_is_no_reason_not_to_begin(memory: Memory) -> None:

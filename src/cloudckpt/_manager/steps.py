@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Literal, TypeVar
 
 from cloudckpt import _forks
 from cloudckpt._commit.commit_time import CommitTimes
@@ -29,6 +30,8 @@ from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, Checkpoi
 from cloudckpt.options import FIRST_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
+
+_T = TypeVar("_T")
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 _MOST_MANIFESTS = 4
@@ -138,18 +141,31 @@ class Steps:
 
     def of_torch(self) -> list[int]:
         """Those that a writer of torch's own has saved, the lowest first, whatever else is committed. Raises
-        `StoreError`.
+        `StoreError`, and `CheckpointChangedError` where no two looks agree.
         """
+
+        def look(name: str, retrier: Retrier) -> Literal[True] | None:
+            return retrier.call(lambda: holds_torch_checkpoint(self._store(name))) or None
+
+        return sorted(self._foreign(look))
+
+    def _foreign(self, look: Callable[[str, Retrier], _T | None]) -> dict[int, _T]:
+        """The steps in whose folders `look` finds something, with what it finds, once two looks at all agree."""
         retrier = self._retrier()
-        found: set[int] = set()
 
-        def look(name: str) -> None:
-            step = step_in(name)
-            if step is not None and retrier.call(lambda: holds_torch_checkpoint(self._store(name))):
-                found.add(step)
+        def look_at_all() -> tuple[dict[str, _T], Hashable]:
+            found: dict[str, _T] = {}
+            names = self._folders(retrier)
 
-        self._each(self._folders(retrier), look, retrier)
-        return sorted(found)
+            def look_at(name: str) -> None:
+                if (answer := look(name, retrier)) is not None:
+                    found[name] = answer
+
+            self._each(names, look_at, retrier)
+            return found, (tuple(sorted(names)), tuple(sorted(found.items())))
+
+        found = settle(look_at_all, changing=self._changing)
+        return {step_at(self.at(name)): found[name] for name in sorted(found)}
 
     def seen(self, *, step: int | None = None, without: Iterable[str] = ()) -> list[Seen]:
         """Return what the folders hold, of all steps or of one, but for those at the URIs in `without`.

@@ -1349,6 +1349,78 @@ def test_ranks_on_their_own(memory: Memory) -> None:
     assert_holds(state, 2.0)
 
 
+@contextlib.contextmanager
+def ranks_faked(num_ranks: int) -> Iterator[None]:
+    """Managers take this process for rank 0 of so many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointManager, "_num_ranks", lambda _: num_ranks)
+        yield
+
+
+def save_rank(memory: Memory, step: int, rank: int) -> None:
+    """As that rank saves it on its own."""
+    cloudckpt.save(state_of(float(step)), memory.uri(f"step-{step}/rank-{rank}"), no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("is_saved_alone", "mode"), [(True, "use_collectives=False on 1 rank"), (False, "use_collectives=True")]
+)
+def test_steps_in_the_other_mode_are_no_fresh_start(memory: Memory, mode: str, *, is_saved_alone: bool) -> None:
+    """If this fails, a job that is started again with another use_collectives trains from nothing."""
+    save_all(CheckpointManager(memory.root, use_collectives=not is_saved_alone), 7, 12)
+    state = state_of(-1.0)
+    words = rf"a manager with {mode} has saved the steps 7, 12\. Restore them in the same way"
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=words):
+        CheckpointManager(memory.root, use_collectives=is_saved_alone).restore(state)
+    assert_holds(state, -1.0)
+
+
+def test_steps_of_fewer_ranks_on_their_own_are_no_fresh_start(memory: Memory) -> None:
+    """If this fails, a job of ranks that save on their own trains from nothing once it is given more of them."""
+    for rank in (0, 1):
+        save_rank(memory, 7, rank)
+    with (
+        ranks_faked(4),
+        pytest.raises(
+            cloudckpt.CheckpointNotFoundError, match="use_collectives=False on 2 ranks has saved the steps 7"
+        ),
+    ):
+        CheckpointManager(memory.root, use_collectives=False).restore(state_of())
+
+
+@pytest.mark.parametrize("saved", [(1,), (1, 2), (0, 2)])
+def test_a_step_that_not_all_ranks_have_saved_is_no_reason_not_to_begin(memory: Memory, saved: tuple[int, ...]) -> None:
+    """If this fails, a job of ranks that save on their own, which died in its first save, cannot be started again."""
+    for rank in saved:
+        save_rank(memory, 7, rank)
+    with ranks_faked(4):
+        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
+
+
+def test_a_step_that_a_rank_has_begun_to_save_is_no_reason_not_to_begin(memory: Memory) -> None:
+    """If this fails, a job whose last rank died in its first save is told that fewer ranks saved it whole."""
+    for rank in (0, 1, 2):
+        save_rank(memory, 7, rank)
+    memory.at("step-7/rank-2").inner.delete(["manifest.json"])
+    with ranks_faked(4):
+        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize(
+    ("operation", "key"), [("list", "manifest"), ("list", "rank-0/manifest"), ("list_directories", "")]
+)
+@pytest.mark.parametrize("is_saved_alone", [True, False])
+def test_one_listing_that_lacks_the_other_form_is_no_fresh_start(
+    memory: Memory, operation: str, key: str, nth: int, *, is_saved_alone: bool
+) -> None:
+    """If this fails, one bogus listing lets a job that is started with another use_collectives train from nothing."""
+    save_all(CheckpointManager(memory.root, use_collectives=not is_saved_alone), 7)
+    options = hiding(operation, key, nth=nth)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="has saved the steps 7"):
+        CheckpointManager(memory.root, use_collectives=is_saved_alone, options=options).restore(state_of())
+
+
 class Counting:
     """A Stateful object."""
 

@@ -149,6 +149,32 @@ class Steps:
 
         return sorted(self._foreign(look))
 
+    def in_other_form(self) -> dict[int, int]:
+        """Those that a manager in the other mode, or of fewer ranks, has saved, where `found` finds none.
+
+        The values are the numbers of ranks that saved on their own; 0 where all ranks saved one checkpoint together.
+        Where a rank has begun to save on its own and has not committed, the step is unfinished, and none of these for
+        such a manager. Raises as `of_torch` does.
+        """
+
+        def is_committed(store: Store, retrier: Retrier, prefix: str = "") -> bool:
+            log = read_log(store, retrier, prefix=prefix, is_confirmed=False, is_lenient=True)
+            return log.counting is not None
+
+        def look(name: str, retrier: Retrier) -> int | None:
+            store = self._store(name)
+            if self._alone_ranks is None:
+                if not is_committed(store, retrier, "rank-0/"):
+                    return None
+                return max(1, len(ranks_of(retrier.call(lambda: list(store.list_directories())))))
+            if is_committed(store, retrier):
+                return 0
+            ranks = ranks_of(retrier.call(lambda: list(store.list_directories())))
+            is_whole = ranks == list(range(len(ranks))) and 0 < len(ranks) < self._alone_ranks()
+            return len(ranks) if is_whole and all(is_committed(store, retrier, f"rank-{r}/") for r in ranks) else None
+
+        return self._foreign(look)
+
     def _foreign(self, look: Callable[[str, Retrier], _T | None]) -> dict[int, _T]:
         """The steps in whose folders `look` finds something, with what it finds, once two looks at all agree."""
         retrier = self._retrier()

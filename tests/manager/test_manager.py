@@ -1160,6 +1160,26 @@ def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, m
     assert numbers(manager) == [4, 300]
 
 
+@pytest.mark.parametrize(("num_days_back", "num_warnings"), [(0.9, 0), (2.0, 1)])
+def test_a_save_that_a_clock_set_back_puts_behind_an_older_one_warns(
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_days_back: float,
+    num_warnings: int,
+) -> None:
+    """If this fails, nobody hears why a job goes back to an older step days later, when the clock has caught up."""
+    now_ns = commit_time._now_ns()
+    save_all(CheckpointManager(memory.root), 100)
+    monkeypatch.setattr(commit_time, "_newest_ns", 0)
+    monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns - int(num_days_back * 86_400 * 10**9))
+    manager = CheckpointManager(memory.root)
+    assert manager.latest() is not None
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        save_all(manager, 101)
+    assert sum("step 101 is not later than one under" in one.message for one in caplog.records) == num_warnings
+
+
 def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, each removed step leaves an object for ever, and every listing of the root gets longer."""
     manager = CheckpointManager(memory.root, keep_last=1)

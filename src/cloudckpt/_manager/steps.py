@@ -91,7 +91,7 @@ class Steps:
         self._options = options
         self._alone_ranks = alone_ranks
         self._lock = threading.Lock()
-        self._times = CommitTimes()
+        self.times = CommitTimes()
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
         _forks.watch(self)
 
@@ -288,7 +288,7 @@ class Steps:
         return Seen(uri=self.at(name), top=log.top, fenced_at=fenced_at)
 
     def _committed(self, name: str, store: Store, entry: Entry, top: int, retrier: Retrier) -> Seen | None:
-        moment = self._times.read(store, manifest_key(entry.number), entry, retrier)
+        moment = self.times.read(store, manifest_key(entry.number), entry, retrier)
         if moment is None:
             return None
         info = StepInfo(step=step_at(name), uri=self.at(name), committed_at=moment)

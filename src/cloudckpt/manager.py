@@ -185,6 +185,8 @@ class CheckpointManager:
             "options": self._options_for(step, numbers),
         }
         is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
+        if is_coordinator and self._steps.times.is_clock_behind():
+            _log.warning("step %d is not later than one under %s, which is a day ahead of the clock", step, self.root)
         call = async_save if self._is_async else save
         uri = self.uri_of(step)
         if uri != self._steps.uri_of(step):

@@ -27,7 +27,8 @@ from cloudckpt import AsyncSave, CheckpointManager, Options
 from cloudckpt._commit import commit_time
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores._body import crc32c_of
-from cloudckpt.testing.faults import Absent, Fault, Faults, Rule, Short
+from cloudckpt.stores.base import Store
+from cloudckpt.testing.faults import Absent, Call, Fault, Faults, Rule, Short, WrappedStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -534,6 +535,39 @@ def test_steps_of_torchs_writer_are_no_fresh_start(tmp_path: Path) -> None:
     again = manager.restore(state)
     assert again is not None
     assert again.step == 101
+
+
+class Hiding(WrappedStore):
+    """Its listings come empty where `is_hidden` says so."""
+
+    def __init__(self, inner: Store, is_hidden: Callable[[Call], bool]) -> None:
+        super().__init__(inner)
+        self._is_hidden = is_hidden
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        return [] if self._is_hidden(call) else action()
+
+
+def hiding(operation: str, key: str, *, nth: int) -> Options:
+    """The `nth` such call, of all stores together, comes empty."""
+    num_calls = iter(range(1, 10_000))
+
+    def is_hidden(call: Call) -> bool:
+        return (call.operation, call.key) == (operation, key) and next(num_calls) == nth
+
+    return Options(connections=1, wrap_store=lambda inner: Hiding(inner, is_hidden))
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize(("operation", "key"), [("list", ".metadata"), ("list_directories", "")])
+def test_one_listing_that_lacks_torchs_steps_is_no_fresh_start(
+    tmp_path: Path, operation: str, key: str, nth: int
+) -> None:
+    """If this fails, one bogus listing lets a job that moves to the manager train from nothing."""
+    dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "step-20", no_dist=True)
+    options = hiding(operation, key, nth=nth)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"has saved the steps 20\. Import them"):
+        CheckpointManager(tmp_path, no_dist=True, options=options).restore({"w": torch.zeros(4)})
 
 
 def test_a_folder_of_others_is_no_reason_not_to_begin(memory: Memory) -> None:
@@ -1126,6 +1160,26 @@ def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, m
     assert numbers(manager) == [4, 300]
 
 
+@pytest.mark.parametrize(("num_days_back", "num_warnings"), [(0.9, 0), (2.0, 1)])
+def test_a_save_that_a_clock_set_back_puts_behind_an_older_one_warns(
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_days_back: float,
+    num_warnings: int,
+) -> None:
+    """If this fails, nobody hears why a job goes back to an older step days later, when the clock has caught up."""
+    now_ns = commit_time._now_ns()
+    save_all(CheckpointManager(memory.root), 100)
+    monkeypatch.setattr(commit_time, "_newest_ns", 0)
+    monkeypatch.setattr(commit_time, "_now_ns", lambda: now_ns - int(num_days_back * 86_400 * 10**9))
+    manager = CheckpointManager(memory.root)
+    assert manager.latest() is not None
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        save_all(manager, 101)
+    assert sum("step 101 is not later than one under" in one.message for one in caplog.records) == num_warnings
+
+
 def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, each removed step leaves an object for ever, and every listing of the root gets longer."""
     manager = CheckpointManager(memory.root, keep_last=1)
@@ -1313,6 +1367,78 @@ def test_ranks_on_their_own(memory: Memory) -> None:
     assert restored is not None
     assert (restored.step, restored.uri) == (2, memory.uri("step-2"))
     assert_holds(state, 2.0)
+
+
+@contextlib.contextmanager
+def ranks_faked(num_ranks: int) -> Iterator[None]:
+    """Managers take this process for rank 0 of so many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointManager, "_num_ranks", lambda _: num_ranks)
+        yield
+
+
+def save_rank(memory: Memory, step: int, rank: int) -> None:
+    """As that rank saves it on its own."""
+    cloudckpt.save(state_of(float(step)), memory.uri(f"step-{step}/rank-{rank}"), no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("is_saved_alone", "mode"), [(True, "use_collectives=False on 1 rank"), (False, "use_collectives=True")]
+)
+def test_steps_in_the_other_mode_are_no_fresh_start(memory: Memory, mode: str, *, is_saved_alone: bool) -> None:
+    """If this fails, a job that is started again with another use_collectives trains from nothing."""
+    save_all(CheckpointManager(memory.root, use_collectives=not is_saved_alone), 7, 12)
+    state = state_of(-1.0)
+    words = rf"a manager with {mode} has saved the steps 7, 12\. Restore them in the same way"
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=words):
+        CheckpointManager(memory.root, use_collectives=is_saved_alone).restore(state)
+    assert_holds(state, -1.0)
+
+
+def test_steps_of_fewer_ranks_on_their_own_are_no_fresh_start(memory: Memory) -> None:
+    """If this fails, a job of ranks that save on their own trains from nothing once it is given more of them."""
+    for rank in (0, 1):
+        save_rank(memory, 7, rank)
+    with (
+        ranks_faked(4),
+        pytest.raises(
+            cloudckpt.CheckpointNotFoundError, match="use_collectives=False on 2 ranks has saved the steps 7"
+        ),
+    ):
+        CheckpointManager(memory.root, use_collectives=False).restore(state_of())
+
+
+@pytest.mark.parametrize("saved", [(1,), (1, 2), (0, 2)])
+def test_a_step_that_not_all_ranks_have_saved_is_no_reason_not_to_begin(memory: Memory, saved: tuple[int, ...]) -> None:
+    """If this fails, a job of ranks that save on their own, which died in its first save, cannot be started again."""
+    for rank in saved:
+        save_rank(memory, 7, rank)
+    with ranks_faked(4):
+        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
+
+
+def test_a_step_that_a_rank_has_begun_to_save_is_no_reason_not_to_begin(memory: Memory) -> None:
+    """If this fails, a job whose last rank died in its first save is told that fewer ranks saved it whole."""
+    for rank in (0, 1, 2):
+        save_rank(memory, 7, rank)
+    memory.at("step-7/rank-2").inner.delete(["manifest.json"])
+    with ranks_faked(4):
+        assert CheckpointManager(memory.root, use_collectives=False).restore(state_of()) is None
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize(
+    ("operation", "key"), [("list", "manifest"), ("list", "rank-0/manifest"), ("list_directories", "")]
+)
+@pytest.mark.parametrize("is_saved_alone", [True, False])
+def test_one_listing_that_lacks_the_other_form_is_no_fresh_start(
+    memory: Memory, operation: str, key: str, nth: int, *, is_saved_alone: bool
+) -> None:
+    """If this fails, one bogus listing lets a job that is started with another use_collectives train from nothing."""
+    save_all(CheckpointManager(memory.root, use_collectives=not is_saved_alone), 7)
+    options = hiding(operation, key, nth=nth)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="has saved the steps 7"):
+        CheckpointManager(memory.root, use_collectives=is_saved_alone, options=options).restore(state_of())
 
 
 class Counting:

@@ -866,6 +866,14 @@ _MANAGER = (
         tests=("tests/manager/test_manager.py::test_a_step_that_may_not_be_looked_at_is_not_passed_over",),
     ),
     Mutant(
+        name="one-look-finds-no-other-form",
+        breaks="G10: one listing that lacks a step of torch's writer, or of the other mode, is a fresh start.",
+        file="_manager/steps.py",
+        old="        found = settle(look_at_all, changing=self._changing)",
+        new="        found, _ = look_at_all()",
+        tests=("tests/manager/test_manager.py::test_one_listing_that_lacks_the_other_form_is_no_fresh_start",),
+    ),
+    Mutant(
         name="trouble-is-damage",
         breaks="G4: load_latest goes back to an older checkpoint because the store did not answer.",
         file="newest.py",

@@ -140,10 +140,25 @@ class Restorer:
                 "a run that begins anew another root",
                 uri=self._root,
             )
+        if not found and (in_other_form := self.steps.in_other_form()):
+            raise self._in_other_form(in_other_form)
         if not found and (others := self._others()):
             names = ", ".join(others[:_MOST_SHOWN])
             _log.warning("no step is committed under %s, but checkpoints with other names are: %s", self._root, names)
         return found
+
+    def _in_other_form(self, found: dict[int, int]) -> CheckpointNotFoundError:
+        """The error that names the highest of these steps, and the others of its form."""
+        num_ranks = found[max(found)]
+        steps = _shown(sorted(step for step, other in found.items() if other == num_ranks))
+        ranks = f"use_collectives=False on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        by = f"a manager with {ranks if num_ranks else 'use_collectives=True'}"
+        return CheckpointNotFoundError(
+            f"no step that this manager could load is committed under {self._root}, but {by} has saved the steps "
+            f"{steps}. Restore them in the same way; or delete them (cloudckpt rm) if they are of a save that not all "
+            "ranks ended; or give a run that begins anew another root",
+            uri=self._root,
+        )
 
     def _others(self) -> list[str]:
         """The names of checkpoints that are no steps: for a hint, so no failure counts."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Literal, TypeVar
 
 from cloudckpt import _forks
 from cloudckpt._commit.commit_time import CommitTimes
@@ -29,6 +30,8 @@ from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, Checkpoi
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
+
+_T = TypeVar("_T")
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
 _MOST_MANIFESTS = 4
@@ -88,7 +91,7 @@ class Steps:
         self._options = options
         self._alone_ranks = alone_ranks
         self._lock = threading.Lock()
-        self._times = CommitTimes()
+        self.times = CommitTimes()
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
         _forks.watch(self)
 
@@ -138,18 +141,57 @@ class Steps:
 
     def of_torch(self) -> list[int]:
         """Those that a writer of torch's own has saved, the lowest first, whatever else is committed. Raises
-        `StoreError`.
+        `StoreError`, and `CheckpointChangedError` where no two looks agree.
         """
+
+        def look(name: str, retrier: Retrier) -> Literal[True] | None:
+            return holds_torch_checkpoint(self._store(name), retrier, is_confirmed=False) or None
+
+        return sorted(self._foreign(look))
+
+    def in_other_form(self) -> dict[int, int]:
+        """Those that a manager in the other mode, or of fewer ranks, has saved, where `found` finds none.
+
+        The values are the numbers of ranks that saved on their own; 0 where all ranks saved one checkpoint together.
+        Where a rank has begun to save on its own and has not committed, the step is unfinished, and none of these for
+        such a manager. Raises as `of_torch` does.
+        """
+
+        def is_committed(store: Store, retrier: Retrier, prefix: str = "") -> bool:
+            log = read_log(store, retrier, prefix=prefix, is_confirmed=False, is_lenient=True)
+            return log.counting is not None
+
+        def look(name: str, retrier: Retrier) -> int | None:
+            store = self._store(name)
+            if self._alone_ranks is None:
+                if not is_committed(store, retrier, "rank-0/"):
+                    return None
+                return max(1, len(ranks_of(retrier.call(lambda: list(store.list_directories())))))
+            if is_committed(store, retrier):
+                return 0
+            ranks = ranks_of(retrier.call(lambda: list(store.list_directories())))
+            is_whole = ranks == list(range(len(ranks))) and 0 < len(ranks) < self._alone_ranks()
+            return len(ranks) if is_whole and all(is_committed(store, retrier, f"rank-{r}/") for r in ranks) else None
+
+        return self._foreign(look)
+
+    def _foreign(self, look: Callable[[str, Retrier], _T | None]) -> dict[int, _T]:
+        """The steps in whose folders `look` finds something, with what it finds, once two looks at all agree."""
         retrier = self._retrier()
-        found: set[int] = set()
 
-        def look(name: str) -> None:
-            step = step_in(name)
-            if step is not None and holds_torch_checkpoint(self._store(name), retrier):
-                found.add(step)
+        def look_at_all() -> tuple[dict[str, _T], Hashable]:
+            found: dict[str, _T] = {}
+            names = self._folders(retrier)
 
-        self._each(self._folders(retrier), look, retrier)
-        return sorted(found)
+            def look_at(name: str) -> None:
+                if (answer := look(name, retrier)) is not None:
+                    found[name] = answer
+
+            self._each(names, look_at, retrier)
+            return found, (tuple(sorted(names)), tuple(sorted(found.items())))
+
+        found = settle(look_at_all, changing=self._changing)
+        return {step_at(self.at(name)): found[name] for name in sorted(found)}
 
     def seen(self, *, step: int | None = None, without: Iterable[str] = ()) -> list[Seen]:
         """Return what the folders hold, of all steps or of one, but for those at the URIs in `without`.
@@ -246,7 +288,7 @@ class Steps:
         return Seen(uri=self.at(name), top=log.top, fenced_at=fenced_at)
 
     def _committed(self, name: str, store: Store, entry: Entry, top: int, retrier: Retrier) -> Seen | None:
-        moment = self._times.read(store, manifest_key(entry.number), entry, retrier)
+        moment = self.times.read(store, manifest_key(entry.number), entry, retrier)
         if moment is None:
             return None
         info = StepInfo(step=step_at(name), uri=self.at(name), committed_at=moment)

@@ -284,8 +284,21 @@ def reuses(root: Path, mode: str) -> None:
     stager.close()
 
 
+def destroys(root: Path, mode: str) -> None:
+    """A child whose parent has destroyed the process group that it saved with, which cloudckpt may have held last."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    cloudckpt.async_save(state(1.0), root / "one", options=Options(async_mode=mode)).result(WAIT_S)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+    def body() -> None:
+        child(lambda: None)  # a grandchild frees no more than a child
+
+    child(body)
+
+
 CASES: dict[str, Callable[[Path, str], None]] = {
-    case.__name__: case for case in (waits, commits, exits, saves, loaders, retains, removes, unwinds, ranks, reuses)
+    case.__name__: case
+    for case in (waits, commits, exits, saves, loaders, retains, removes, unwinds, ranks, reuses, destroys)
 }
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch's own format has no place:UserWarning")  # for SGD's state
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     """If this fails, an optimizer begins anew after a load, an export or an import, and nobody is told."""

@@ -22,6 +22,7 @@ class Inherited(Protocol):
         """In the child, before anything else runs there. It must take no lock, and touch nothing outside."""
 
 
+_never_freed: list[object] = []
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -35,6 +36,11 @@ def in_child(call: Callable[[], None]) -> Callable[[], None]:
 def watch(one: Inherited) -> None:
     """Have `one` told in every child that is forked while it lives: for what belongs to an object."""
     _inherited.add(one)
+
+
+def never_free(one: object) -> None:
+    """Keep `one` as long as a child runs: the destructor of a gloo group waits for threads that a child lacks."""
+    _never_freed.append(one)
 
 
 @in_child

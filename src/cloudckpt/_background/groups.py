@@ -7,7 +7,7 @@ import datetime as dt
 import torch
 import torch.distributed as dist
 
-from cloudckpt._forks import in_child
+from cloudckpt._forks import in_child, never_free
 from cloudckpt._ranks.group import check_is_rank, exists
 
 
@@ -16,7 +16,12 @@ class Twins:
 
     def __init__(self) -> None:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        in_child(self._groups.clear)
+        in_child(self._forget)
+
+    def _forget(self) -> None:
+        """In a child, which is none of its parent's ranks."""
+        never_free(self._groups)
+        self._groups = {}
 
     def of(self, source: dist.ProcessGroup, *, timeout_s: float | None = None) -> dist.ProcessGroup:
         """That of the ranks of `source`. Collective on the first call; then its collectives take up to `timeout_s`."""

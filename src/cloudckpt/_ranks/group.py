@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 
-from cloudckpt._forks import in_child
+from cloudckpt._forks import in_child, never_free
 from cloudckpt._ranks.meetings import Meetings
 from cloudckpt._ranks.met_group import MetGroup, c10d, new_group
 from cloudckpt._ranks.signs import GROUP_DESTROYED
@@ -44,6 +44,7 @@ _num_calls: dict[_Key, int] = {}
 def _forget_after_fork() -> None:
     """A child is none of its parent's ranks."""
     global _lock, _of_the_parent  # noqa: PLW0603
+    never_free((_of_the_parent, dict(_companies), dict(_groups), dict(_num_calls)))
     _of_the_parent = dist.group.WORLD if dist.is_available() else None
     _lock = threading.RLock()
     _companies.clear()

@@ -185,7 +185,8 @@ def _overtaken(store: Store, log: Log, number: int) -> OvertakenError:
 
 def _unknown(store: Store, key: str, why: object) -> CommitUnknownError:
     return CommitUnknownError(
-        f"the commit of {store.url(key)} was sent, but whether it arrived could not be found out: {why}. "
-        "Its data was kept. When the store answers, look (cloudckpt.latest) before you save there again",
+        f"the commit of {store.url(key)} was sent, but whether it arrived could not be found out: "
+        f"{str(why).rstrip('.')}. Its data was kept. When the store answers, look (cloudckpt.latest) before you "
+        "save there again",
         uri=store.uri,
     )

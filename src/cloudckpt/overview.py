@@ -60,7 +60,7 @@ def survey(
     right counts as committed, but where what it says of objects cannot be; with `check`, all that it says of each
     tensor is looked at too, as a load does, which takes some twenty times the computing.
 
-    Makes one listing of the root's directories and one of unfinished uploads, and for each directory one of its
+    Makes two listings of the root's directories and two of unfinished uploads, and for each directory one of its
     manifests, one of its data, and one read of the manifest that counts, `Options.connections` at once: listings take
     a request for each thousand keys. What is replaced meanwhile is looked at again, and so is each directory where
     nothing is committed. Unfinished uploads that may not be listed are left out; a directory that may not be looked at

@@ -108,9 +108,9 @@ def test_requests_are_few_and_known(memory: Memory) -> None:
         for operation in ("list_directories", "list_uploads", "list", "read", "head", "read_into", "put", "delete")
     }
     assert counts == {
-        "list_directories": 1,
-        "list_uploads": 1,
-        "list": 2 * num_checkpoints + 1,
+        "list_directories": 2,  # one listing may lack a folder
+        "list_uploads": 2,
+        "list": 2 * num_checkpoints + 2,
         "read": num_checkpoints,
         "head": 0,
         "read_into": 0,

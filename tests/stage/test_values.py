@@ -320,10 +320,21 @@ STATE_OF_ONE_BYTE = (1, (1,), np.dtype("u1"), False, b"1")
         opcodes(bytearray(b"x")) + opcodes(1) + pickle.APPEND,
         opcodes(np.arange(3)) + opcodes(0) + opcodes(1) + pickle.SETITEM,
         opcodes(list) + opcodes(()) + pickle.NEWOBJ,
+        opcodes(os.getcwd),
         pickle.dumps(os.getcwd, 4)[2:-1],
         pickle.BYTEARRAY8 + struct.pack("<Q", HUGE),
     ],
-    ids=["fills an array twice", "changes a class", "calls torch", "appends", "sets", "makes", "later", "huge"],
+    ids=[
+        "fills an array twice",
+        "changes a class",
+        "calls torch",
+        "appends",
+        "sets",
+        "makes",
+        "names",
+        "later",
+        "huge",
+    ],
 )
 def test_hostile_opcodes_are_refused(code: bytes) -> None:
     """If this fails, a pickle that no pickler writes frees memory that is in use, or changes a class of the process."""

@@ -115,7 +115,7 @@ def count_public_names() -> int:
 def count_frames() -> tuple[int, int]:
     """Count the package's frames above boto3 in a save, and above the socket in a load, on an embedded S3 server.
 
-    A call that is made in a thread has the frames of that thread and those of the caller that waits for it.
+    The frames of the thread that makes the request count; for a put, those of the caller that waits for it as well.
     """
     import botocore.client  # noqa: PLC0415  # as above
     import torch  # noqa: PLC0415
@@ -134,18 +134,25 @@ def count_frames() -> tuple[int, int]:
             "_make_api_call",
             lambda: cloudckpt.save(state, uri, no_dist=True, options=options),
             is_counted=lambda arguments: arguments[1] == "PutObject" and "/data/" in arguments[2]["Key"],
+            with_caller=True,
         )
         read = _deepest(
             socket.socket,
             "recv_into",
             lambda: cloudckpt.load(state, uri, no_dist=True, options=options),
-            is_counted=lambda _: True,
+            is_counted=lambda _: threading.current_thread() is not threading.main_thread(),
+            with_caller=False,
         )
     return put, read
 
 
 def _deepest(
-    kind: type, method: str, call: Callable[[], object], *, is_counted: Callable[[tuple[Any, ...]], bool]
+    kind: type,
+    method: str,
+    call: Callable[[], object],
+    *,
+    is_counted: Callable[[tuple[Any, ...]], bool],
+    with_caller: bool,
 ) -> int:
     """Return the most frames of the package that were on the stacks when `kind.method` was called within `call`."""
     original, counts = getattr(kind, method), [0]
@@ -153,7 +160,7 @@ def _deepest(
     def counting(*arguments: Any, **keywords: Any) -> Any:
         if is_counted(arguments):
             stacks = sys._current_frames()  # Python's only way to another thread's stack
-            threads = {threading.get_ident(), threading.main_thread().ident or 0}
+            threads = {threading.get_ident(), *([threading.main_thread().ident or 0] if with_caller else [])}
             counts.append(sum(_count_of_package(stacks[ident]) for ident in threads))
         return original(*arguments, **keywords)
 

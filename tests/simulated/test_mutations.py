@@ -49,7 +49,7 @@ def lost_answers_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What it takes to meet the error, so that the search is short.
 PLANTS: dict[Plant, dict[str, Any]] = {
-    gc_without_a_fence: {"kinds": ("save", "gc"), "fates": ("done",), "num_steps": (4, 99)},
+    gc_without_a_fence: {"kinds": ("save", "gc"), "fates": ("done",), "num_steps": (6, 99)},
     put_without_the_condition: {"kinds": ("save",), "fates": ("done",)},
     lost_answers_are_failures: {},
 }

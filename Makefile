@@ -21,7 +21,7 @@ TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test coverage test-gpu faults mutants house servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
+.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -34,14 +34,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## Train, kill, resume, reshard: the main job, on an embedded store. DEMO_ARGS="--uri s3://…" for yours.
 	$(BIN)/python -m examples.demo $(DEMO_ARGS)
 
-test: $(INSTALLED) ## Run the tests, but for those of the lanes below.
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults"
+test: $(INSTALLED) ## Run the tests, but for those of the lanes below. Takes minutes.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults and not slow"
 
-coverage: $(INSTALLED) ## Run the same tests with coverage, of branches and of every rank; takes about twice as long.
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults" --cov --cov-report=term:skip-covered --cov-fail-under=90
+KIT := tests/benchmarks tests/docs tests/examples tests/mutants tests/terraform tests/testing
+kit: $(INSTALLED) ## Test the documents, examples, benchmarks, Terraform modules and the test kit itself.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults" $(KIT)
 
-faults: $(INSTALLED) ## Kill ranks, flip bits, interleave calls, stall stores: what the guarantees were tried with.
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m faults
+coverage: $(INSTALLED) ## Run the same tests and the slow ones with coverage, of branches and of every rank.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not faults" --places local,s3 --cov --cov-report=term:skip-covered --cov-fail-under=90
+
+faults: $(INSTALLED) ## Run what takes longer: kill ranks, flip bits, interleave calls, stall stores.
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "faults or slow"
 
 mutants: $(INSTALLED) ## Apply each deliberate defect of tests/mutants to a copy, and expect the tests to catch it.
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
@@ -69,8 +73,9 @@ servers: $(SERVERS_INSTALLED) ## Install the servers that `make integration` and
 integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3 $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/cli tests/doctor -k rgw --places rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/cli tests/doctor -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places ministack $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places fake-gcs $(INTEGRATION_ARGS)
 
@@ -79,12 +84,14 @@ soak: $(INSTALLED) servers ## Let many writers and readers loose for minutes, wi
 	$(BIN)/python -m pytest tests/soak -s -p no:logging
 
 exhaustive: export CLOUDCKPT_EXHAUSTIVE := 1
+exhaustive: export CLOUDCKPT_HYPOTHESIS := thorough
 exhaustive: export CLOUDCKPT_KILLS := all
 exhaustive: export CLOUDCKPT_ALL_FATES := 1
 exhaustive: export CLOUDCKPT_SCHEDULES ?= 20000
 exhaustive: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that the other targets sample; takes hours.
-	$(BIN)/python -m pytest tests/commit tests/simulated tests/ranks/test_schedules.py tests/e2e/test_crash.py tests/e2e/test_waiting.py tests/e2e/test_time_bounds.py tests/integration/test_kills.py --timeout 7200 $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/commit tests/simulated tests/distributed/test_schedules.py tests/e2e/test_crash.py tests/e2e/test_waiting.py tests/e2e/test_time_bounds.py tests/integration/test_kills.py --timeout 7200 $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest -m hypothesis $(PYTEST_ARGS)
 
 azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
 	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0

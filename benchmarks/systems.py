@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks import training
 from benchmarks.outcomes import Outcome, Running, Settings
@@ -243,7 +245,7 @@ class Cloudckpt(System):
     schemes = ("s3", "gs")
     module = "cloudckpt"
     distributions = ("torch", "cloudckpt", "boto3", "botocore", "awscrt")
-    own_options: ClassVar[Mapping[str, Any]] = {}
+    own_arguments: ClassVar[Mapping[str, Any]] = {}
 
     def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
         self.library.save(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
@@ -255,12 +257,14 @@ class Cloudckpt(System):
 
     def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
         started_s = time.perf_counter()
-        handle = self.library.async_save(state_dict, uri, no_dist=self.settings.no_dist, options=self._options())
+        handle = self.library.async_save(
+            state_dict, uri, no_dist=self.settings.no_dist, options=self._options(), **self.own_arguments
+        )
         handle.staged.result()
         return Running(blocking_s=time.perf_counter() - started_s, is_done=handle.done, result=handle.result)
 
     def _options(self) -> Any:
-        options = {**self.own_options, **self.settings.options}
+        options = {**self.settings.options}
         if self.settings.connections is not None:
             options["connections"] = self.settings.connections
         return self.library.Options(storage_options=self._storage_options(), **options)
@@ -272,10 +276,15 @@ class Cloudckpt(System):
 
 
 class CloudckptProcess(Cloudckpt):
-    """The same, whose saves in the background upload in a process of their own."""
+    """The same, whose saves in the background are made by torch's process."""
 
     name = "cloudckpt-process"
-    own_options: ClassVar[Mapping[str, Any]] = {"async_mode": "process"}
+    own_arguments: ClassVar[Mapping[str, Any]] = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
+
+    def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
+        if not dist.is_initialized():  # torch's process needs it, also for one rank
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return super().begin(state_dict, uri)
 
 
 class CloudckptPath(Cloudckpt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 
@@ -18,14 +19,15 @@ _numbers = itertools.count()
 secrets_watch.install()
 
 # Derandomised: a failure on one machine is a failure on all. No deadline: a loaded machine is not a defect.
-settings.register_profile(
-    "cloudckpt",
-    derandomize=True,
-    deadline=None,
-    max_examples=100,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.load_profile("cloudckpt")
+for _name, _num_examples in (("quick", 20), ("thorough", 100)):
+    settings.register_profile(
+        _name,
+        derandomize=True,
+        deadline=None,
+        max_examples=_num_examples,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+settings.load_profile(os.environ.get("CLOUDCKPT_HYPOTHESIS", "quick"))
 
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them are about.
@@ -43,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Here, because pytest asks only the outermost conftest in time."""
     parser.addoption(
         "--places",
-        default="local,s3",
+        default="local",
         help="where the end-to-end tests save, by commas: local, s3 (moto, in process), or a server of the "
         "integration tests: rgw, ministack, fake-gcs. What is tied to another place is not run. Default: %(default)s",
     )
@@ -52,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _looks_follow_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of cases are about damage, and each would wait before the damage is believed."""
-    monkeypatch.setattr("cloudckpt._transfer.retry._FIRST_LOOK_DELAY_S", 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._FIRST_LOOK_DELAY_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -70,5 +72,5 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     """Every ``memory://`` location, watched; retries do not wait."""
     opened = Memory(f"watched-{next(_numbers)}")
     monkeypatch.setattr("cloudckpt.stores.memory.MemoryStore", opened.open)
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     return opened

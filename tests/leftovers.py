@@ -17,7 +17,7 @@ import pytest
 
 _END_S = 30.0
 _POLL_S = 0.05
-_FOR_A_PROCESS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"cloudckpt._process")
+_FOR_A_PROCESS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 """What is started for the whole of a process, and ends with it."""
 
 

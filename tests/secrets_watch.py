@@ -83,9 +83,10 @@ def install() -> None:
 
 
 def _watch_what_is_made() -> None:
-    from cloudckpt import errors, options, reader, report, writer  # noqa: PLC0415  # coverage begins before it
-    from cloudckpt._background import handle  # noqa: PLC0415  # coverage begins before it
-    from cloudckpt._commit import publish  # noqa: PLC0415
+    from cloudckpt import errors, options, report  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt.background import handle  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt.commit import publish  # noqa: PLC0415
+    from cloudckpt.dcp import reader, writer  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
     from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
     from cloudckpt.stores.s3 import S3Store  # noqa: PLC0415

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import itertools
 import multiprocessing
 import signal
 import subprocess
@@ -13,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -24,9 +21,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt import Options
-from cloudckpt._background import in_flight, runner
-from cloudckpt._stage import crew
+from cloudckpt.background import in_flight, runner
+from cloudckpt.cancellation import Cancellation
 from cloudckpt.options import KIB, MIB
+from cloudckpt.tensors import copying, snapshot_plan, stager
 
 WAIT_S = 60.0
 SIZE_BYTES = 4 * MIB
@@ -84,7 +82,7 @@ class ByHand(AsyncStager):
 def assert_cancelled(handle: cloudckpt.AsyncSave, memory: Memory) -> None:
     """As every cancelled save ends: named, and with nothing left."""
     error = handle.exception(WAIT_S)
-    assert isinstance(error, cloudckpt.SaveCancelledError)
+    assert isinstance(error, cloudckpt.errors.SaveCancelledError)
     assert isinstance(error, CheckpointException)
     assert error.ranks == (0,)
     assert memory.uri() in str(error)
@@ -185,7 +183,7 @@ def told(handle: cloudckpt.AsyncSave, ask: str) -> str:
     """What the handle says."""
     try:
         return str(getattr(handle, ask)())
-    except cloudckpt.CheckpointError as error:
+    except cloudckpt.errors.CheckpointError as error:
         return str(error)
 
 
@@ -203,7 +201,7 @@ def fails(memory: Memory) -> cloudckpt.AsyncSave:
     """A background save that failed, without anybody knowing."""
     cloudckpt.save(state_of(1), memory.uri("taken"))
     handle = cloudckpt.async_save(state_of(2), memory.uri("taken"))
-    cloudckpt._background.in_flight.await_turn()
+    cloudckpt.background.in_flight.await_turn()
     assert handle.done()
     return handle
 
@@ -237,12 +235,12 @@ def test_a_failure_that_was_asked_for_is_not_raised_again(memory: Memory, ask: s
 @pytest.mark.parametrize("ask", ["result", "exception"])
 def test_a_failure_that_a_thread_waits_for_is_no_other_threads(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
     """If this fails, a save by one thread now and then fails for what another thread is just being told."""
-    handle = cloudckpt.AsyncSave("memory://x", steering=None, staging=Ended())
+    handle = cloudckpt.AsyncSave("memory://x", cancellation=Cancellation(), can_be_cancelled=False, staging=Ended())
     getting = Future.exception
 
     def ended_meanwhile(future: Any, timeout: float | None = None) -> Any:
         monkeypatch.undo()
-        handle.end(cloudckpt.CheckpointError("the other's", uri=handle.uri))
+        handle.end(cloudckpt.errors.CheckpointError("the other's", uri=handle.uri))
         in_flight.keep(handle)
         with in_flight.earlier_failure() as error:
             assert error is None
@@ -267,7 +265,7 @@ def test_close_waits_frees_and_can_be_followed_by_another_save(memory: Memory) -
     gate = Gate()
     memory.at().once_before("upload_part", "", gate)
     handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
-    stager = cloudckpt._background.in_flight.own_stager(is_shared=False)
+    stager = cloudckpt.background.in_flight.own_stager(is_shared=False)
     assert gate.reached.wait(WAIT_S)
     with pytest.raises(TimeoutError, match="has not ended within 0"):
         cloudckpt.close(0)
@@ -289,7 +287,7 @@ def test_a_second_save_is_refused_where_the_option_says_so(memory: Memory) -> No
     memory.at("first").once_before("upload_part", "", gate)
     handle = cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of())
     assert gate.reached.wait(WAIT_S)
-    with pytest.raises(cloudckpt.SaveInFlightError) as caught:
+    with pytest.raises(cloudckpt.errors.SaveInFlightError) as caught:
         cloudckpt.async_save(state_of(2), memory.uri("second"), options=options_of(async_in_flight="raise"))
     assert caught.value.uri == memory.uri("first")
     gate.opened.set()
@@ -347,7 +345,7 @@ def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Me
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise NotImplementedError
 
-    with pytest.raises(cloudckpt.SaveInFlightError, match="this thread is still beginning"):
+    with pytest.raises(cloudckpt.errors.SaveInFlightError, match="this thread is still beginning"):
         cloudckpt.async_save({"m": Saving()}, memory.uri("outer"))
     cloudckpt.async_save(state_of(2), memory.uri("outer")).result(WAIT_S)
     assert memory.all_keys("inner") == []
@@ -355,7 +353,7 @@ def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Me
 
 def test_closing_while_another_thread_copies_waits_for_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a save that is begun beside `close` is never copied: its thread, and the next save, hang."""
-    begun, closed, run = threading.Event(), threading.Event(), crew.Crew.run
+    begun, closed, run = threading.Event(), threading.Event(), copying.CopyThreadPool.start
 
     def closed_meanwhile(self: Any) -> None:
         begun.set()
@@ -369,7 +367,7 @@ def test_closing_while_another_thread_copies_waits_for_it(memory: Memory, monkey
         cloudckpt.close(WAIT_S)
         closed.set()
 
-    monkeypatch.setattr(crew.Crew, "run", closed_meanwhile)
+    monkeypatch.setattr(copying.CopyThreadPool, "start", closed_meanwhile)
     closer = threading.Thread(target=close)
     closer.start()
     handles: list[cloudckpt.AsyncSave] = []
@@ -396,44 +394,9 @@ def test_who_closes_while_this_thread_begins_a_save_is_refused(memory: Memory) -
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise NotImplementedError
 
-    with pytest.raises(cloudckpt.SaveInFlightError, match="this thread is still beginning"):
+    with pytest.raises(cloudckpt.errors.SaveInFlightError, match="this thread is still beginning"):
         cloudckpt.async_save({"m": Closing()}, memory.uri())
     cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
-
-
-def interrupt_after_each_call_of(codes: set[CodeType], call: Callable[[], object]) -> Iterator[None]:
-    """Call it again and again; each time an interrupt comes when one more of what `codes` call in C has returned."""
-    for number in itertools.count():
-        left = number
-
-        def profile(frame: FrameType, event: str, _: Any) -> None:
-            nonlocal left
-            if frame.f_code in codes and event == "c_return":
-                left -= 1
-                if left == -1:
-                    raise KeyboardInterrupt
-
-        before = sys.getprofile()
-        sys.setprofile(profile)
-        try:
-            call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(before)
-        if left >= 0:
-            assert number > 1
-            return
-        yield
-
-
-def test_an_interrupt_while_it_closes_lets_others_close_and_save() -> None:
-    """If this fails, Ctrl-C at that moment makes every later save of the process wait for ever, or refuses it."""
-    codes = {in_flight.close.__code__, in_flight._taken.__code__}
-    for _ in interrupt_after_each_call_of(codes, cloudckpt.close):
-        with concurrent.futures.ThreadPoolExecutor(1) as other:
-            other.submit(cloudckpt.close, 0).result()
-        cloudckpt.close(0)
 
 
 def test_a_callback_of_a_save_that_closes_while_the_next_one_is_begun_is_refused(memory: Memory) -> None:
@@ -448,7 +411,7 @@ def test_a_callback_of_a_save_that_closes_while_the_next_one_is_begun_is_refused
         assert is_held.wait(WAIT_S)
         try:
             cloudckpt.close()
-        except cloudckpt.SaveInFlightError as error:
+        except cloudckpt.errors.SaveInFlightError as error:
             refused.append(str(error))
 
     class Gated(threading.Thread):
@@ -476,7 +439,7 @@ def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None
     def close(event: cloudckpt.Event) -> None:
         if event.name == "save.committing":
             for call in (cloudckpt.close, lambda: cloudckpt.async_save(state_of(2), memory.uri("second"))):
-                with pytest.raises(cloudckpt.SaveInFlightError, match="its own end") as caught:
+                with pytest.raises(cloudckpt.errors.SaveInFlightError, match="its own end") as caught:
                     call()
                 refused.append(caught.value.uri)
 
@@ -501,7 +464,7 @@ def test_a_thread_that_would_wait_for_anothers_beginning_is_refused_where_the_op
     def begin_other() -> None:
         try:
             cloudckpt.async_save(state_of(1), memory.uri("other"), options=options_of(async_in_flight="raise"))
-        except cloudckpt.SaveInFlightError as error:
+        except cloudckpt.errors.SaveInFlightError as error:
             refused.append(error)
 
     stager.future.set_result(state_of(2))
@@ -527,17 +490,15 @@ class GatedCopies:
     """Lets the copying of snapshots go on only when the test wants it, but for its first task."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cloudckpt._stage import copying  # noqa: PLC0415  # it is this test's business alone
-
         self.gate = Gate()
-        original, first = copying.Task.run, iter([True])
+        original, first = snapshot_plan.CopyTask.run, iter([True])
 
         def run(task: Any, views: Any) -> None:
             if not next(first, False):
                 self.gate()
             original(task, views)
 
-        monkeypatch.setattr(copying.Task, "run", run)
+        monkeypatch.setattr(snapshot_plan.CopyTask, "run", run)
 
 
 def test_parts_are_sent_while_later_ones_are_copied_and_none_before(
@@ -568,10 +529,8 @@ def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, training is blocked several times as long as the copy takes, for uploads in its cores."""
-    from cloudckpt._stage import copying, staging  # noqa: PLC0415  # it is this test's business alone
-
     waits: list[bool] = []
-    original = staging.AsAWhole.wait
+    original = stager.WholeStaging.wait
 
     def wait(self: Any, address: int, num_bytes: int) -> None:
         original(self, address, num_bytes)
@@ -579,9 +538,9 @@ def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
 
     copies = GatedCopies(monkeypatch)
     set_up = threading.Event()
-    monkeypatch.setattr(staging.AsAWhole, "wait", wait)
-    monkeypatch.setattr(staging.Staging, "wait", None)  # whatever asks for a part alone fails
-    monkeypatch.setattr("cloudckpt._stage.stager.num_cores_of_rank", copying.num_threads_of_rank)
+    monkeypatch.setattr(stager.WholeStaging, "wait", wait)
+    monkeypatch.setattr(stager.Staging, "wait", None)  # whatever asks for a part alone fails
+    monkeypatch.setattr("cloudckpt.tensors.stager.num_cores_of_rank", copying.num_copy_threads)
     options = options_of(on_event=lambda event: set_up.set() if event.name == "save.set_up" else None)
     opener = threading.Thread(target=lambda: (set_up.wait(WAIT_S), copies.gate.opened.set()))
     opener.start()
@@ -593,8 +552,6 @@ def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
 
 def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, memory that was never filled is committed, or only a log knows."""
-    from cloudckpt._stage import copying  # noqa: PLC0415
-
     gate = Gate()
     gate.opened.set()
 
@@ -602,7 +559,7 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
         gate()
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(copying.Task, "run", run)
+    monkeypatch.setattr(snapshot_plan.CopyTask, "run", run)
     with pytest.raises(CheckpointException, match="the device is gone"):
         cloudckpt.async_save(state_of(1), memory.uri())
     gate.opened.clear()
@@ -654,61 +611,6 @@ def test_an_interrupt_while_it_is_staged_leaves_no_save_behind(memory: Memory, m
     assert memory.all_keys() == []
 
 
-def interrupt_each_step(call: Callable[[], object]) -> int:
-    """Call it again and again, interrupted a step later each time, until it comes to its end. How often it was."""
-    folder = str(Path(cloudckpt.__file__).parent)
-    for number in itertools.count():
-        left = number
-
-        def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal left
-            if event != "call" or not (
-                frame.f_code.co_filename.startswith(folder) or "thread" in frame.f_code.co_filename
-            ):
-                return None
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return None
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            with contextlib.suppress(TimeoutError):
-                call()
-        except KeyboardInterrupt:
-            continue
-        finally:
-            sys.settrace(before)
-        return number
-    raise AssertionError
-
-
-def test_an_interrupt_at_any_call_while_a_save_is_waited_for_leaves_it_going_on(memory: Memory) -> None:
-    """If this fails, Ctrl-C at the wrong instant makes the save, the next one, and the exit of the script hang."""
-    gate = Gate()
-    options = options_of(on_event=gate.at_event("save.committing"))
-    manager = cloudckpt.CheckpointManager(memory.uri(), options=options)
-    handle = manager.save(1, state_of(1))
-    assert isinstance(handle, cloudckpt.AsyncSave)
-    assert gate.reached.wait(WAIT_S)
-    asked: list[Callable[[], object]] = [
-        lambda: manager.wait(0.001),
-        lambda: handle.result(0.001),
-        lambda: handle.exception(0.001),
-        handle.done,
-        handle.cancelled,
-        lambda: handle.progress,
-        lambda: cloudckpt.close(0.001),
-    ]
-    assert sum(map(interrupt_each_step, asked)) > 20
-    gate.opened.set()
-    handle.result(WAIT_S)
-    manager.close(WAIT_S)
-    assert fill_at(manager.uri_of(1)) == 1
-
-
 SCRIPT = """
 import sys, torch, cloudckpt
 uri, how = sys.argv[1:]
@@ -728,6 +630,7 @@ def fail_in_vain(uri: str) -> None:
     cloudckpt.async_save(state, uri)
 
 
+@pytest.mark.slow
 def test_a_process_of_multiprocessing_tells_of_a_failure_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """If this fails, ranks that were spawned end without a word of the checkpoint that is missing."""
     process = multiprocessing.get_context("spawn").Process(target=fail_in_vain, args=(str(tmp_path / "c"),))
@@ -738,6 +641,7 @@ def test_a_process_of_multiprocessing_tells_of_a_failure_too(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("how", ["ends", "raises", "fails"])
+@pytest.mark.slow
 def test_a_script_that_just_ends_loses_nothing(tmp_path: Path, how: str) -> None:
     """If this fails, the last checkpoint of a job is missing, and nothing says so."""
     uri = str(tmp_path / "c")

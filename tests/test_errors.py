@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt import errors
-from cloudckpt._api.failures import causes_of, failure_of
-from cloudckpt._commit.publish import OvertakenError
+from cloudckpt.commit.publish import OvertakenError
+from cloudckpt.dcp.protocol import failure_of
 from cloudckpt.errors import (
     MAX_MESSAGE_CHARS,
     AccessDeniedError,
@@ -82,7 +82,9 @@ def test_the_drawing_shows_the_real_tree() -> None:
 def test_the_list_is_sorted_and_complete() -> None:
     """If this fails, some error cannot be imported from where the documentation says."""
     defined = {
-        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, BaseException) and value.__module__ == errors.__name__
     }
     assert list(errors.__all__) == sorted(defined)
 
@@ -92,13 +94,6 @@ def test_every_error_says_what_it_means(kind: type[CloudckptError]) -> None:
     """If this fails, a user has to read the source to know what a class stands for."""
     assert kind.__doc__
     assert kind.__doc__ != CloudckptError.__doc__ or kind is CloudckptError
-
-
-def test_store_errors_name_key_and_operation() -> None:
-    """If this fails, handlers have to search messages."""
-    error = made(InterruptedReadError)
-    assert isinstance(error, InterruptedReadError)
-    assert (error.key, error.operation, error.received_bytes) == ("s3://bucket/key", "put", 17)
 
 
 class _Unpicklable(Exception):  # noqa: N818
@@ -140,16 +135,6 @@ def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
         assert f"[rank 0] {kind.__name__}: what failed" in str(copy)
 
 
-def test_different_causes_have_only_the_base_in_common() -> None:
-    """If this fails, a handler for one rank's failure swallows another's."""
-    failure = failure_of(
-        failed_with(rank_0=made(AccessDeniedError), rank_1=made(CheckpointNotFoundError)), what="saving x"
-    )
-    assert isinstance(failure, CloudckptError)
-    assert not isinstance(failure, (StoreError, CheckpointError))
-    assert {type(cause) for cause in causes_of(failure)} == {AccessDeniedError, CheckpointNotFoundError}
-
-
 def test_causes_of_others_come_with_their_traceback() -> None:
     """If this fails, a bug in a planner cannot be found from what the user sees."""
     failure = failure_of(failed_with(rank_1=ZeroDivisionError("division by zero")), what="loading x")
@@ -164,16 +149,6 @@ def test_failures_of_many_ranks_stay_readable() -> None:
     causes = {f"rank_{rank}": made(CheckpointExistsError) for rank in range(100)}
     headline = str(failure_of(failed_with(**causes), what="saving x")).splitlines()[0]
     assert headline == f"saving x failed at step 'write' on 100 ranks ({', '.join(map(str, range(16)))}, …):"
-
-
-def test_what_this_rank_saw_replaces_what_torch_made_of_it() -> None:
-    """If this fails, a missing checkpoint looks like a failed assertion."""
-    seen = made(CheckpointNotFoundError)
-    torchs = failed_with(rank_0=AssertionError("metadata is None"), rank_1=AssertionError("metadata is None"))
-    failure = failure_of(torchs, what="loading x", local_cause=seen, local_rank=1)
-    assert isinstance(failure, CheckpointNotFoundError)
-    assert failure.failures[1][0] is seen
-    assert isinstance(failure.failures[0][0], AssertionError)
 
 
 def test_an_overtaken_save_is_both() -> None:

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from cloudckpt._flat import Nesting, as_json, check_names, flattened, from_json, nested, put
 from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.nesting import Nesting, assign, check_names, flatten, path_from_json, path_to_json, unflatten
 
 URI = "memory://flat"
 PLAIN = torch.zeros(2)
@@ -68,9 +68,9 @@ def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
         planner.set_up_planner(state, is_coordinator=True)
     except ValueError:  # which it raises for nothing else
         with pytest.raises(UnsupportedValueError, match="two entries"):
-            flattened(state, uri=URI)
+            flatten(state, uri=URI)
         return
-    flat = flattened(state, uri=URI)
+    flat = flatten(state, uri=URI)
     assert list(flat.entries) == list(planner.state_dict)
     assert all(flat.entries[name] is value for name, value in planner.state_dict.items())
     assert dict(Nesting.of(flat, uri=URI)) == planner.mappings
@@ -81,7 +81,7 @@ def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
 def test_older_names_are_names_of_containers(state: dict[Any, Any]) -> None:
     """If this fails, entries that torch before 2.4 saved under other names are not found in a checkpoint."""
     try:
-        flat = flattened(state, uri=URI)
+        flat = flatten(state, uri=URI)
     except UnsupportedValueError:
         return
     _version._derived_version = "2_3"
@@ -115,12 +115,12 @@ def looks_into(values: list[Any]) -> bool:
 def test_what_was_made_flat_is_nested_as_it_was(state: dict[Any, Any]) -> None:
     """If this fails, an exported state dict has other keys or another form than the one that was saved."""
     try:
-        flat = flattened(state, uri=URI)
+        flat = flatten(state, uri=URI)
     except UnsupportedValueError:
         return
     nesting = Nesting.of(flat, uri=URI)
-    paths = {**nesting, **{name: from_json(as_json(path)) for name, path in nesting.typed.items()}}
-    rebuilt = nested(flat.entries, paths, [from_json(as_json(path)) for path in nesting.empty])
+    paths = {**nesting, **{name: path_from_json(path_to_json(path)) for name, path in nesting.typed.items()}}
+    rebuilt = unflatten(flat.entries, paths, [path_from_json(path_to_json(path)) for path in nesting.empty])
     assert form(rebuilt) == form(state)
 
 
@@ -128,13 +128,13 @@ def test_what_was_made_flat_is_nested_as_it_was(state: dict[Any, Any]) -> None:
 def test_a_value_is_put_where_it_came_from(state: dict[Any, Any]) -> None:
     """If this fails, a loaded value stands beside the entry that it is of, under the text of its key."""
     try:
-        flat = flattened(state, uri=URI)
+        flat = flatten(state, uri=URI)
     except UnsupportedValueError:
         return
     fresh = {name: torch.zeros(1) for name in flat.entries}
     for name, value in fresh.items():
-        put(state, flat.paths[name], value)
-    again = flattened(state, uri=URI).entries
+        assign(state, flat.paths[name], value)
+    again = flatten(state, uri=URI).entries
     assert list(again) == list(fresh)
     assert all(again[name] is value for name, value in fresh.items())
 
@@ -158,10 +158,10 @@ def test_a_value_is_put_where_it_came_from(state: dict[Any, Any]) -> None:
 )
 def test_keys_are_restored(key: Any, restored: Any) -> None:
     """If this fails, a key that can be saved comes back as another one."""
-    flat = flattened({"v": {key: PLAIN}}, uri=URI)
+    flat = flatten({"v": {key: PLAIN}}, uri=URI)
     nesting = pickle.loads(pickle.dumps(Nesting.of(flat, uri=URI)))  # as it goes from rank to rank
     ((name, path),) = nesting.items()
-    (found,) = nested({name: 1}, {name: nesting.typed.get(name, path)})["v"]
+    (found,) = unflatten({name: 1}, {name: nesting.typed.get(name, path)})["v"]
     assert (type(found), found) == (type(restored), restored)
     assert found == key
     assert hash(found) == hash(key)
@@ -173,7 +173,7 @@ def test_keys_are_restored(key: Any, restored: Any) -> None:
 def test_a_key_that_cannot_be_restored_is_refused_by_name(key: Any) -> None:
     """If this fails, a state dict is saved that no export can rebuild, or that no other process can load."""
     for state in ({"v": {key: PLAIN}}, {"v": {key: {}}}):
-        flat = flattened(state, uri=URI)
+        flat = flatten(state, uri=URI)
         inner = key[0] if key == (Color.RED,) else key
         with pytest.raises(UnsupportedValueError, match=rf"(?s)of \['v'\]\[.*is a {type(inner).__name__}, which"):
             Nesting.of(flat, uri=URI)
@@ -183,7 +183,7 @@ def test_a_key_that_cannot_be_restored_is_refused_by_name(key: Any) -> None:
 def test_what_is_no_text_is_refused_in_keys(state: dict[str, Any]) -> None:
     """If this fails, all data is uploaded, and then the manifest cannot be written."""
     with pytest.raises(UnsupportedValueError, match=r"\\ud"):
-        Nesting.of(flattened(state, uri=URI), uri=URI)
+        Nesting.of(flatten(state, uri=URI), uri=URI)
 
 
 def test_names_of_text_are_told_from_others() -> None:
@@ -198,17 +198,17 @@ def test_what_holds_itself_is_refused() -> None:
     state: dict[str, Any] = {"w": PLAIN}
     state["self"] = [state]
     with pytest.raises(UnsupportedValueError, match="holds itself"):
-        flattened(state, uri=URI)
+        flatten(state, uri=URI)
 
 
 def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
     """If this fails, what other ranks than the first saved cannot be nested again."""
     one, two = (
-        Nesting.of(flattened(state, uri=URI), uri=URI)
+        Nesting.of(flatten(state, uri=URI), uri=URI)
         for state in ({"a": {0: 1}, "e": {}, "x": [{}]}, {"a": {1: 1}, "e": {}, "x": [{}, {"y": 2}]})
     )
     both = Nesting.merged([one, two])
-    rebuilt = nested({"a.0": 1, "a.1": 1, "x.1.y": 2}, {**both, **both.typed}, both.empty)
+    rebuilt = unflatten({"a.0": 1, "a.1": 1, "x.1.y": 2}, {**both, **both.typed}, both.empty)
     assert rebuilt == {"a": {0: 1, 1: 1}, "e": {}, "x": [{}, {"y": 2}]}
     assert len(both.empty) == 2
 
@@ -228,4 +228,4 @@ def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
 def test_paths_that_contradict_each_other_are_an_error(paths: dict[str, tuple[Any, ...]]) -> None:
     """If this fails, of two entries that stand at one place one is lost without a word."""
     with pytest.raises(ValueError, match=r"\['x'\]|the state dict is"):
-        nested({"a": PLAIN, "b": PLAIN}, paths)
+        unflatten({"a": PLAIN, "b": PLAIN}, paths)

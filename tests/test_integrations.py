@@ -14,13 +14,13 @@ from tests.in_memory import Memory, state_of
 
 import cloudckpt
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.integrations._needs import TRIED
-from cloudckpt.integrations._opaque import packed, unpacked
-from cloudckpt.integrations._taken import steps_under
+from cloudckpt.integrations._requirements import TESTED_VERSIONS
+from cloudckpt.integrations._state import deserialize, serialize
+from cloudckpt.integrations.existing_steps import find_steps
 
 _REQUIREMENTS = Path(__file__).parent / "frameworks" / "requirements.txt"
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
-_MODULES = {name.partition("[")[0]: name for name in TRIED}
+_MODULES = {name.partition("[")[0]: name for name in TESTED_VERSIONS}
 
 
 @pytest.mark.parametrize("module", _MODULES)
@@ -31,16 +31,16 @@ def test_a_framework_that_is_not_installed(module: str) -> None:
     wanted = _MODULES[module]
     # transformers' module builds on accelerate's, and says so first.
     named = "accelerate" if module == "transformers" else wanted
-    with pytest.raises(cloudckpt.MissingDependencyError) as caught:
+    with pytest.raises(cloudckpt.errors.MissingDependencyError) as caught:
         importlib.import_module(f"cloudckpt.integrations.{module}")
     assert isinstance(caught.value, ImportError)
-    assert f"pip install '{named}=={TRIED[named]}'" in str(caught.value)
+    assert f"pip install '{named}=={TESTED_VERSIONS[named]}'" in str(caught.value)
 
 
 def test_the_versions_are_those_that_were_tried() -> None:
     """A user would be told to install a version that no test has run with."""
     pinned = dict(line.split("==") for line in _REQUIREMENTS.read_text().splitlines() if "==" in line)
-    assert {name: pinned[name] for name in TRIED} == TRIED
+    assert {name: pinned[name] for name in TESTED_VERSIONS} == TESTED_VERSIONS
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -49,26 +49,28 @@ def test_only_steps_are_in_the_way_of_training(memory: Memory) -> None:
     for name in ("step-10", "step-9", "step-09", "somebodys"):
         cloudckpt.save(state_of(), memory.uri(name))
     memory.at("").fail("list", key_part="somebodys", error=lambda: _DENIED, times=100)
-    assert steps_under(memory.root, cloudckpt.Options()) == [9, 10]
+    assert find_steps(memory.root, cloudckpt.Options()) == [9, 10]
     memory.at("step-9").fail("list", error=lambda: _DENIED, times=100)
     with pytest.raises(AccessDeniedError):  # it might be in the way
-        steps_under(memory.root, cloudckpt.Options())
+        find_steps(memory.root, cloudckpt.Options())
 
 
 def test_steps_of_torchs_own_writer_are_in_the_way_too(tmp_path: Path) -> None:
     """If this fails, training that goes on from step 1 comes hours later to a step that no save may replace."""
     cloudckpt.save(state_of(), tmp_path / "step-1")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-2", no_dist=True)
-    assert steps_under(str(tmp_path), cloudckpt.Options()) == [1, 2]
+    assert find_steps(str(tmp_path), cloudckpt.Options()) == [1, 2]
 
 
 def test_what_could_run_code_is_not_unpickled() -> None:
     """State that a framework keeps would be refused without a word of which checkpoint, why, and what to do."""
     with pytest.warns(UserWarning, match=r"state\.ratio.* is of class fractions\.Fraction"):
-        data = packed({"ratio": Fraction(1, 3), "step": 3})
-    with pytest.raises(cloudckpt.UnsafePickleError, match=r"add_safe_globals, or give weights_only=False") as caught:
-        unpacked(data, uri="s3://bucket/run/last.ckpt")
+        data = serialize({"ratio": Fraction(1, 3), "step": 3})
+    with pytest.raises(
+        cloudckpt.errors.UnsafePickleError, match=r"add_safe_globals, or give weights_only=False"
+    ) as caught:
+        deserialize(data, uri="s3://bucket/run/last.ckpt")
     assert caught.value.uri == "s3://bucket/run/last.ckpt"
     assert "fractions.Fraction" in str(caught.value)
-    assert unpacked(data, allow_pickle=True) == {"ratio": Fraction(1, 3), "step": 3}
-    assert unpacked(packed({"step": 3})) == {"step": 3}
+    assert deserialize(data, allow_pickle=True) == {"ratio": Fraction(1, 3), "step": 3}
+    assert deserialize(serialize({"step": 3})) == {"step": 3}

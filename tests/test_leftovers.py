@@ -58,6 +58,7 @@ def run(test: str, tmp_path: Path, *arguments: str, end_s: float) -> subprocess.
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.slow
 def test_a_run_leaves_no_file(tmp_path: Path, workers: str) -> None:
     """If this fails, each run of the suite leaves hundreds of folders in the machine's temporary directory."""
     done = run(_TIDY, tmp_path, "-n", workers, end_s=60.0)
@@ -69,6 +70,7 @@ def test_a_run_leaves_no_file(tmp_path: Path, workers: str) -> None:
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.slow
 def test_a_process_that_stays_fails_the_run(tmp_path: Path, workers: str) -> None:
     """If this fails, a test may leave processes that slow whatever runs next, and nobody hears of it."""
     done = run(_UNTIDY, tmp_path, "-n", workers, end_s=0.2)

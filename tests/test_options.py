@@ -36,7 +36,6 @@ WRONG: list[tuple[str, Any]] = [
     ("part_bytes", "32MiB"),
     ("verify", "no"),
     ("verify", None),
-    ("async_mode", "fork"),
     ("async_in_flight", "cancel"),
     ("async_overlap", 1),
     ("metadata", None),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import signal
 from pathlib import Path
@@ -16,7 +15,7 @@ from awscrt.checksums import crc32c
 from tests.in_memory import Memory
 
 import cloudckpt
-from cloudckpt.stores.local import durable
+from cloudckpt.stores.local import files
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:
@@ -124,47 +123,28 @@ def test_a_mismatch_of_every_key_is_told_at_once(memory: Memory) -> None:
     """A forgotten 'module.' is the commonest mistake; looking for near names of all keys would take hours."""
     state = {f"layers.{i}.attention.weight": torch.zeros(1) for i in range(3000)}
     cloudckpt.save(state, memory.uri())
-    with pytest.raises(cloudckpt.StateDictMismatchError, match="and 2990 more"):
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="and 2990 more"):
         cloudckpt.load({f"module.{name}": tensor for name, tensor in state.items()}, memory.uri())
 
 
 def test_options_beside_a_writer_or_reader_are_refused(memory: Memory) -> None:
     """They would be ignored, and with overwrite=True the error would advise what was just done."""
-    with pytest.raises(cloudckpt.InvalidOptionError, match="pass them to it"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="pass them to it"):
         cloudckpt.save(_state(1), storage_writer=cloudckpt.ObjectStoreWriter(memory.uri()), overwrite=True)
-    with pytest.raises(cloudckpt.InvalidOptionError, match="pass them to it"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="pass them to it"):
         cloudckpt.load(_state(1), storage_reader=cloudckpt.ObjectStoreReader(memory.uri()), allow_pickle=True)
-
-
-def test_a_fork_while_a_save_runs_can_save_itself(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """The child has none of the parent's threads, and would wait for its save for ever."""
-    # pytest writes every record to a file. Whose thread is in the middle of that at the fork, has its lock for ever.
-    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
-    logging.disable(logging.CRITICAL)
-    cloudckpt.async_save(_state(1), tmp_path / "parent")
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(60)
-            cloudckpt.async_save(_state(2), tmp_path / "child").result(50)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
-    assert _loaded(str(tmp_path / "child")) == 2
 
 
 def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Taken for a refusal, it would remove the data of a checkpoint that everybody can see."""
-    real = durable.fsync_directory
+    real = files.fsync_directory
 
     def broken(directory: str) -> None:
         if (tmp_path / "c" / "manifest.json").exists():
             raise OSError(errno.EIO, "input/output error")
         real(directory)
 
-    monkeypatch.setattr(durable, "fsync_directory", broken)
+    monkeypatch.setattr(files, "fsync_directory", broken)
     with contextlib.suppress(cloudckpt.errors.CloudckptError):
         cloudckpt.save(_state(1), tmp_path / "c")
     assert _loaded(str(tmp_path / "c")) == 1

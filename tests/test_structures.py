@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt._dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

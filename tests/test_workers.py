@@ -148,6 +148,7 @@ def test_somebody_watches_while_there_is_work_and_nobody_afterwards():
 
 
 @pytest.mark.parametrize("how", ["cloudckpt.async_save(sd, uri)", "dcp.async_save(sd, storage_writer=W(uri))"])
+@pytest.mark.slow
 def test_a_background_save_outlives_the_end_of_the_script(tmp_path, how):
     """A thread pool of the standard library refuses work at exit, so the last checkpoint of a script would be lost."""
     script = f"""

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import cloudckpt
 from cloudckpt import Event, ObjectStoreReader, ObjectStoreWriter, Options
-from cloudckpt._stage.arena import Arena
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointExistsError,
@@ -32,6 +31,7 @@ from cloudckpt.errors import (
     UnsupportedValueError,
 )
 from cloudckpt.stores.base import Capabilities, Store
+from cloudckpt.tensors.host_memory import Arena
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -341,7 +341,7 @@ class Meeting(WrappedStore):
 
 def test_a_far_store_is_asked_all_at_once(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, each save waits two answers longer before it begins; or it no longer sees what lies there."""
-    monkeypatch.setattr("cloudckpt._pipeline.save._NEAR", frozenset())
+    monkeypatch.setattr("cloudckpt.pipeline.save._NEAR", frozenset())
     together = threading.Barrier(3, timeout=60)
     cloudckpt.save(state_of(4.0), memory.uri(), options=Options(wrap_store=lambda store: Meeting(store, together)))
     assert_holds(loaded(memory.uri()), 4.0)

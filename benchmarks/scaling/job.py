@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt._manifest.receipts import ItemReceipts, ObjectReceipt
-from cloudckpt._manifest.torch_dtypes import dtype_name
-from cloudckpt._plan.layout import Entry, lay_out, storage_order
+from cloudckpt.format.model import ItemReceipts, ObjectReceipt
+from cloudckpt.format.safetensors import Entry, lay_out, sort_for_storage
+from cloudckpt.format.torch_metadata import dtype_name
 
 TILE_BYTES = 2**20
 ATTEMPT = "20260131T235959123Z-1f2e3d4c5b6a"
@@ -113,7 +113,7 @@ class Job:
     def results_of(self, plan: SavePlan, rank: int) -> list[WriteResult]:
         """What that rank says it wrote, where all of the global `plan` for it went into one object."""
         entries = [_entry(item) for item in plan.items]
-        order = storage_order(entries)
+        order = sort_for_storage(entries)
         layout = lay_out([entries[i] for i in order])
         stored_in = ObjectReceipt(
             key=f"data/{ATTEMPT}/{rank}-0.safetensors",

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
 from cloudckpt._collecting import rare_collections
-from cloudckpt._dcp.narrow import narrowed
-from cloudckpt._manifest.build import manifest_of
-from cloudckpt._manifest.codec import decode, encode
-from cloudckpt._manifest.torch_metadata import metadata_of
-from cloudckpt._manifest.validate import problems_of
+from cloudckpt.dcp.load_planner import narrow_metadata
+from cloudckpt.format.build import build_manifest
+from cloudckpt.format.codec import decode, encode
+from cloudckpt.format.torch_metadata import make_metadata
+from cloudckpt.format.validation import find_problems
 
 URI = "memory://simulated/job"
 
@@ -89,7 +89,7 @@ def _save(job: Job, clock: Clock, sizes_bytes: dict[str, int], *, with_planning:
         made = (job.results_of(job.plan_of(rank, with_values=not rank), rank) for rank in range(job.num_ranks))
         results = _gathered(made, clock, sizes_bytes)
     with clock.phase(BUILD):
-        manifest = manifest_of(
+        manifest = build_manifest(
             metadata,
             results,
             uri=URI,
@@ -138,13 +138,13 @@ def _load(job: Job, document: bytes, clock: Clock) -> None:
     with clock.phase(DECODE):
         manifest = decode(document, uri=URI)
     with clock.phase(VALIDATE):
-        problems_of(manifest)
+        find_problems(manifest)
     with clock.phase(METADATA):
-        metadata = metadata_of(manifest, checkpoint_id=URI, load_id="simulated")
+        metadata = make_metadata(manifest, checkpoint_id=URI, load_id="simulated")
     for name, num_ranks in ((PLAN_SAME, job.num_ranks), (PLAN_RESHARDED, job.num_ranks // 2)):
         wanted = _shards(job, num_ranks // 2 + 3, num_ranks)
         with clock.phase(name):
-            plan = create_default_local_load_plan(wanted, narrowed(metadata, wanted))
+            plan = create_default_local_load_plan(wanted, narrow_metadata(metadata, wanted))
             for item in plan.items:
                 metadata.storage_data[item.storage_index]
     wanted = _shards(job, job.num_ranks // 2 + 3, job.num_ranks)

@@ -1,39 +1,56 @@
-"""Saving and loading by URI. Each takes every keyword of its torch counterpart and behaves as that does."""
+"""Saving and loading by URI. Each function takes the keywords of its torch counterpart, and behaves as that does."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.storage import StorageWriter
 
-from cloudckpt._api.beginning import in_company_of, location_of, require_state_dict
-from cloudckpt._api.failures import raise_own_interrupt, rank_in
-from cloudckpt._api.loading import load
-from cloudckpt._api.saved import SavedMetadata
-from cloudckpt._api.saving import RefusingPlanner, failed, saved
-from cloudckpt._background.adopted import Adopted
-from cloudckpt._background.asking import in_flight_on
-from cloudckpt._background.groups import background_group, require_cpu_backend
-from cloudckpt._background.handle import AsyncSave
-from cloudckpt._background.in_flight import await_turn, earlier_failure, turn
-from cloudckpt._background.runner import BackgroundSave, staged_with
-from cloudckpt._background.torchs_process import begin_in_torchs_process
-from cloudckpt._dcp.save_planner import entries_of
-from cloudckpt._ranks.company import failure_by_loss
-from cloudckpt._ranks.group import Call, begin, pass_over
-from cloudckpt._uri import parse_location
-from cloudckpt.errors import InvalidOptionError, InvalidURIError, RankLostError
+from cloudckpt.background.handle import AsyncSave
+from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, turn
+from cloudckpt.background.process import require_process_support
+from cloudckpt.background.runner import (
+    BackgroundSave,
+    ExternalStaging,
+    background_group,
+    begin_staging,
+    require_cpu_backend,
+)
+from cloudckpt.dcp.protocol import (
+    GroupContext,
+    SavedMetadata,
+    causes_of,
+    end_failed_save,
+    failure_of,
+    raise_own_interrupt,
+    rank_in,
+    run_load,
+    run_save,
+)
+from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.save_planner import state_of
+from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.distributed.guarded_group import (
+    CollectiveCall,
+    as_checkpoint_exception,
+    begin_call,
+    guarded_collectives,
+    leave_call,
+)
+from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError, RankLostError
 from cloudckpt.options import Options
-from cloudckpt.writer import ObjectStoreWriter
+from cloudckpt.report import LoadReport
+from cloudckpt.uri import parse_location, redacted
 
-__all__ = ["async_save", "load", "save"]
+__all__ = ["async_save", "load", "require_state_dict", "save"]
 
 StateDict = dict[str, Any]
 
@@ -43,7 +60,7 @@ def save(
     uri: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
+    storage_writer: ObjectStoreWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -53,43 +70,96 @@ def save(
 ) -> SavedMetadata:
     """Save `state_dict` to `uri` from all ranks; returns once it is committed (`torch.distributed.checkpoint.save`).
 
-    Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that is there already is left alone
-    and makes it fail, unless `overwrite`, which replaces it at the instant of the commit.
+    Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that exists there is left alone, and
+    makes the save fail, unless `overwrite`, which replaces it at the instant of the commit.
 
     With ``use_collectives=False`` each rank commits a checkpoint of its own under ``<uri>/rank-<r>/``, and loads that
     one back. Sharded entries are then refused with `IncompleteSaveError`: no rank has all of them. Tensors that are not
     dense are always refused with `UnsupportedValueError`.
 
     `checkpoint_id` is torch's name for `uri`. Raises torch's ``CheckpointException``, on every rank, with the causes
-    by rank; it is also an instance of the causes' class where they have one in common, such as
-    `CheckpointExistsError`. Raises `InvalidURIError`, or ``TypeError`` for what is no dict, before anything else. Where
-    a rank dies or hangs, or does not come within `Options.timeout_s`, the others get `RankLostError`; a rank that is
-    slow but alive is waited for.
+    by rank; it is also an instance of the causes' class if they have one in common, such as `CheckpointExistsError`.
+    Raises `InvalidURIError`, or ``TypeError`` for a `state_dict` that is no dict, before anything else. If a rank dies
+    or hangs, or does not come within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but
+    alive is waited for.
     """
     require_state_dict(state_dict, doing="saving")
     try:
         if storage_writer is not None:
-            await_turn()  # the save in flight may be one of the same writer
+            await_turn()  # the save in flight may use the same writer
         writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     except BaseException as error:
-        if _is_interrupt(error) and not _is_alone(storage_writer, no_dist=no_dist, use_collectives=use_collectives):
-            pass_over(process_group, "foreground")
+        if _is_interrupt(error) and not no_dist and use_collectives:
+            leave_call(process_group, "foreground", error)
         raise
-    is_balanced = planner is None and isinstance(writer, ObjectStoreWriter)
     try:
         with earlier_failure() as earlier:
-            return saved(
-                lambda: entries_of(state_dict) if is_balanced and earlier is None else state_dict,
+            return run_save(
+                state_dict,
                 writer,
-                planner=planner if earlier is None else RefusingPlanner(earlier),
-                company=in_company_of(writer, process_group, doing="saving", alone=no_dist or not use_collectives),
-                process_group=process_group,
+                planner=planner,
+                group_context=_guard(writer, process_group, doing="saving", alone=no_dist or not use_collectives),
                 no_dist=no_dist,
                 use_collectives=use_collectives,
+                refusal=earlier,
             )
     except CheckpointException as error:
         raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
         raise
+
+
+def load(
+    state_dict: StateDict,
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: ObjectStoreReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    allow_pickle: bool = False,
+    options: Options | None = None,
+) -> LoadReport:
+    """Load the checkpoint at `uri` into `state_dict`, in place (`torch.distributed.checkpoint.load`).
+
+    Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks
+    load the same save; if it is overwritten meanwhile, the load begins once more. Plain Python and
+    numpy values load, and objects of classes that ``torch.serialization.add_safe_globals`` has allowed. `allow_pickle`
+    admits all others, which may run any code, and checkpoints of torch's own writers.
+
+    Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
+    `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, `RankLostError`, … After an error, what
+    the tensors hold is undefined. Returns this rank's report.
+    """
+    require_state_dict(state_dict, doing="loading")
+    reader = storage_reader
+    if reader is None:
+        reader = ObjectStoreReader(_location(uri, checkpoint_id), options=options, allow_pickle=allow_pickle)
+    elif allow_pickle or options is not None:
+        raise InvalidOptionError("allow_pickle and options belong to the reader: pass them to it, not beside it")
+    elif not isinstance(reader, ObjectStoreReader):
+        raise _foreign_storage("storage_reader", "load", reader)
+    elif uri is not None or checkpoint_id is not None:
+        reader.reset(_location(uri, checkpoint_id))
+    for is_last in (False, True):
+        try:
+            run_load(
+                state_dict,
+                reader,
+                planner=planner,
+                group_context=_guard(reader, process_group, doing="loading", alone=no_dist),
+                no_dist=no_dist,
+            )
+            break
+        except CheckpointException as error:
+            # All ranks get the same failures, so all of them try again, or none does.
+            if not is_last and any(isinstance(cause, CheckpointChangedError) for cause in causes_of(error)):
+                reader.reset()
+                continue
+            raise_own_interrupt(error, rank_in(process_group, no_dist=no_dist))
+            raise failure_of(error, what=f"loading {reader.checkpoint_id}") from None
+    assert reader.report is not None  # noqa: S101  # the reader makes one
+    return reader.report
 
 
 def async_save(
@@ -97,7 +167,7 @@ def async_save(
     uri: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
+    storage_writer: ObjectStoreWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
@@ -109,8 +179,8 @@ def async_save(
 ) -> AsyncSave:
     """Like `save`, in the background: returns once `state_dict` is copied, so that training may go on.
 
-    `Options.async_overlap` returns before that, and `Options.async_mode` moves the work to a process of its own, as
-    ``AsyncCheckpointerType.PROCESS`` does. The copy lies in memory that is kept for the next one, until
+    `Options.async_overlap` returns before that. ``AsyncCheckpointerType.PROCESS`` moves the work to a process that
+    torch starts (``docs/async.md`` has the differences). The copy lies in memory that is kept for the next one, until
     `cloudckpt.close`. The save's collectives run on a gloo group of their own, so they cannot get mixed up with
     training's. A save that is still running is waited for first, or refused (`Options.async_in_flight`). What goes
     wrong is raised by the handle's `AsyncSave.result`; if nobody asks it, by the next save, on all ranks. Where the
@@ -122,16 +192,16 @@ def async_save(
     """
     require_state_dict(state_dict, doing="saving")
     # Before anything else: the save in flight may be one of the same writer.
-    chosen = storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else options or Options()
-    is_alone = _is_alone(storage_writer, no_dist=no_dist, use_collectives=use_collectives)
+    chosen = options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else Options())
+    is_alone = no_dist or not use_collectives
     first_with = functools.partial(
         _in_flight_here if is_alone else in_flight_on,
         process_group=process_group,
-        uri=_named(uri, checkpoint_id, storage_writer),
+        uri=_shown_location(uri, checkpoint_id, storage_writer),
         timeout_s=chosen.timeout_s,
     )
     with turn(chosen.async_in_flight, first_with=first_with):
-        call: Call | None = None
+        call: CollectiveCall | None = None
         save: BackgroundSave | None = None
         is_counted = is_alone
         try:
@@ -139,55 +209,46 @@ def async_save(
             writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
             if async_stager is None and isinstance(writer, AsyncStager):
                 async_stager = writer
-            in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS or chosen.async_mode == "process"
-            by_torch = in_process and not isinstance(writer, ObjectStoreWriter)
-            if not (no_dist or by_torch):
+            by_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
+            if by_process:
+                require_process_support(writer, no_dist=no_dist)
+            if not no_dist:
                 require_cpu_backend(process_group)
-                if use_collectives and isinstance(writer, ObjectStoreWriter):
+                if use_collectives:
                     is_counted = True
                     call = _begun_in_background(writer, process_group)
                 process_group = call.group if call is not None else background_group(process_group)
             with earlier_failure() as earlier:
-                if by_torch:
-                    if earlier is not None:
-                        raise earlier  # noqa: TRY301  # there is no call to end
-                    return begin_in_torchs_process(
-                        state_dict,
-                        writer,
-                        planner=planner,
-                        process_group=process_group,
-                        async_stager=async_stager,
-                        no_dist=no_dist,
-                        use_collectives=use_collectives,
-                    )
                 save_of = functools.partial(
                     BackgroundSave,
                     writer=writer,
-                    in_process=in_process,
+                    by_process=by_process,
                     call=call,
                     process_group=process_group,
                     no_dist=no_dist,
                     use_collectives=use_collectives,
                 )
                 if earlier is not None:
-                    save = save_of(staging=Adopted.failed(earlier), planner=None)
+                    save = save_of(staging=ExternalStaging.failed(earlier), planner=None)
                     save.begin(is_overlapped=False)
-            staging = staged_with(async_stager, entries_of(state_dict), is_shared=in_process)
-            is_overlapped = staging.is_overlapped if isinstance(staging, Adopted) else chosen.async_overlap
+            staging = begin_staging(
+                async_stager, {key: state_of(value) for key, value in state_dict.items()}, by_process=by_process
+            )
+            is_overlapped = staging.is_overlapped if isinstance(staging, ExternalStaging) else chosen.async_overlap
             save = save_of(staging=staging, planner=planner)
             return save.begin(is_overlapped=is_overlapped)
         except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
             if _is_interrupt(error) and not is_counted:
-                pass_over(process_group, "background")
-            _leave(save, call)
+                leave_call(process_group, "background", error)
+            _leave(save, call, error)
             raise
 
 
-def _leave(save: BackgroundSave | None, call: Call | None) -> None:
+def _leave(save: BackgroundSave | None, call: CollectiveCall | None, error: BaseException) -> None:
     if save is not None:
-        save.abandon()
+        save.abandon(error)
     elif call is not None:
-        call.end(has_left=True)
+        call.end(error)
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -195,20 +256,15 @@ def _is_interrupt(error: BaseException) -> bool:
     return not isinstance(error, Exception)
 
 
-def _is_alone(storage_writer: StorageWriter | None, *, no_dist: bool, use_collectives: bool) -> bool:
-    """Whether the ranks make no call together in which they wait for one another."""
-    return no_dist or not use_collectives or not isinstance(storage_writer, ObjectStoreWriter | None)
-
-
-def _named(
-    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None, writer: StorageWriter | None
+def _shown_location(
+    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None, writer: ObjectStoreWriter | None
 ) -> str:
-    """The one spelling of where it is saved to, or, where it cannot be, what was given instead."""
+    """Return the URI that is saved to; what was given if it is none: that is raised once all ranks have answered."""
     if uri is None and checkpoint_id is None:
         return str(getattr(writer, "checkpoint_id", ""))
     try:
-        return parse_location(location_of(uri, checkpoint_id)).uri
-    except (InvalidURIError, TypeError):  # it is raised once all ranks have said whether a save is in flight
+        return parse_location(_location(uri, checkpoint_id)).uri
+    except (InvalidURIError, TypeError):
         return f"{uri}, {checkpoint_id}"
 
 
@@ -216,25 +272,70 @@ def _in_flight_here(mine: str | None, **_: object) -> tuple[int, str] | None:
     return None if mine is None else (0, mine)
 
 
-def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> Call | None:
+def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessGroup | None) -> CollectiveCall | None:
     try:
-        return begin(process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.timeout_s)
+        return begin_call(
+            process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
+        )
     except RankLostError as error:
-        raise failed(failure_by_loss(error), writer) from None
+        raise end_failed_save(as_checkpoint_exception(error), writer) from None
+
+
+def require_state_dict(state_dict: object, *, doing: str) -> None:
+    """Raise ``TypeError`` for an object that is no state dict, such as a module."""
+    kind = MutableMapping if doing == "loading" else Mapping
+    if not isinstance(state_dict, kind):
+        hint = " Pass {'model': model}, or model.state_dict()" if hasattr(state_dict, "state_dict") else ""
+        raise TypeError(f"{doing} takes a state dict, which is a dict, and not a {type(state_dict).__name__}.{hint}")
+
+
+def _guard(
+    storage: ObjectStoreWriter | ObjectStoreReader, process_group: dist.ProcessGroup | None, *, doing: str, alone: bool
+) -> GroupContext:
+    """Return the context for one call; in it no rank waits for one that is lost, unless each rank is `alone`."""
+    if alone:
+        return nullcontext(process_group)
+    return guarded_collectives(
+        process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s
+    )
+
+
+def _location(
+    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
+) -> str | os.PathLike[str]:
+    if uri is not None and checkpoint_id is not None and uri != checkpoint_id:
+        raise InvalidURIError(
+            "uri and checkpoint_id are two names for one thing, but differ: "
+            f"{redacted(uri)!r}, {redacted(checkpoint_id)!r}"
+        )
+    chosen = uri if uri is not None else checkpoint_id
+    if chosen is None:
+        raise InvalidURIError("no location was given: pass a URI such as 's3://bucket/run/step-100', or a path")
+    return chosen
+
+
+def _foreign_storage(keyword: str, call: str, storage: object) -> TypeError:
+    kind = "ObjectStoreWriter" if call == "save" else "ObjectStoreReader"
+    return TypeError(
+        f"{keyword} is a {type(storage).__name__}, but cloudckpt takes an {kind}. Pass other storages to "
+        f"torch.distributed.checkpoint.{call}"
+    )
 
 
 def _writer(
     uri: str | os.PathLike[str] | None,
     checkpoint_id: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
+    storage_writer: ObjectStoreWriter | None,
     *,
     overwrite: bool,
     options: Options | None,
-) -> StorageWriter:
-    if storage_writer is not None and (overwrite or options is not None):
-        raise InvalidOptionError("overwrite and options belong to the writer: pass them to it, not beside it")
+) -> ObjectStoreWriter:
     if storage_writer is None:
-        return ObjectStoreWriter(location_of(uri, checkpoint_id), options=options, overwrite=overwrite)
+        return ObjectStoreWriter(_location(uri, checkpoint_id), options=options, overwrite=overwrite)
+    if overwrite or options is not None:
+        raise InvalidOptionError("overwrite and options belong to the writer: pass them to it, not beside it")
+    if not isinstance(storage_writer, ObjectStoreWriter):
+        raise _foreign_storage("storage_writer", "save", storage_writer)
     if uri is not None or checkpoint_id is not None:
-        storage_writer.reset(location_of(uri, checkpoint_id))
+        storage_writer.reset(_location(uri, checkpoint_id))
     return storage_writer

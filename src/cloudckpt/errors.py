@@ -1,4 +1,4 @@
-"""Every error that cloudckpt raises.
+"""All errors that cloudckpt raises.
 
 Classes follow what a handler would do, not where the error came from::
 
@@ -6,9 +6,10 @@ Classes follow what a handler would do, not where the error came from::
     ├── InvalidURIError (ValueError)        fix the URI
     ├── InvalidOptionError (ValueError)     fix the option
     ├── MissingDependencyError (ImportError) install the extra that the message names
+    ├── ForkedProcessError (RuntimeError)   start the process with "spawn" or "forkserver"
     ├── StoreError                          one call to a store failed; has .key and .operation
-    │   ├── ObjectNotFoundError             nothing lies at the key
-    │   ├── ObjectExistsError               create-if-absent found something there
+    │   ├── ObjectNotFoundError             no object has the key
+    │   ├── ObjectExistsError               an object has the key already
     │   ├── BucketNotFoundError             create the bucket, or fix its name
     │   ├── AccessDeniedError               grant the permission that the message names
     │   ├── CredentialsError                find, renew or correct the credentials
@@ -27,7 +28,6 @@ Classes follow what a handler would do, not where the error came from::
         ├── RankLostError (TimeoutError)    a rank died, hangs or never came: .ranks; restart, load what is committed
         ├── SaveInFlightError               a background save still runs: wait for its handle, or cancel it
         ├── SaveCancelledError              `AsyncSave.cancel` ended the save: .ranks; save again if it was wrong
-        ├── UploadProcessError              the process that uploads was lost: save again
         ├── GarbageLeftError                gc could not remove everything: .report says what is left
         ├── IncompleteSaveError             what was written is not what was planned
         ├── CorruptCheckpointError          bytes differ from what was saved: load an older one
@@ -47,6 +47,7 @@ import pickle
 import re
 import traceback
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "CommitUnknownError",
     "CorruptCheckpointError",
     "CredentialsError",
+    "ForkedProcessError",
     "GarbageLeftError",
     "IncompleteSaveError",
     "InterruptedReadError",
@@ -84,7 +86,6 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedOperationError",
     "UnsupportedValueError",
-    "UploadProcessError",
 ]
 
 
@@ -95,14 +96,14 @@ MAX_MESSAGE_CHARS = 4000
 def bounded(text: str) -> str:
     """Return `text` in bounds and without control characters.
 
-    Messages name tensors, keys and extensions, which come out of manifests: anybody may have put anything there, of any
-    length. Long words and long texts lose their middle, so that what failed and what to do next stay.
+    Messages name tensors, keys and extensions, which come from manifests that anybody may have written. Long words and
+    long texts lose their middle: the beginning says what failed, the end what to do next.
     """
     return printable(_cut(_LONG_WORD.sub(lambda word: _cut(word[0], 300), text), MAX_MESSAGE_CHARS))
 
 
 def printable(text: str) -> str:
-    """Return `text` without what a terminal would obey."""
+    """Return `text` with control characters escaped, which a terminal would obey."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
@@ -115,6 +116,35 @@ def _cut(text: str, max_chars: int) -> str:
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters] … {text[-half:]}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """Advice to pass one argument. The library shows it as Python code, the command line as one of its flags.
+
+    ``advice`` is a sentence with ``{option}`` in place of the argument. ``option`` is the keyword of the call, or
+    ``Options.`` and the name of a field. ``value`` is Python code.
+    """
+
+    advice: str
+    option: str
+    value: str = "…"
+
+    def as_python(self) -> str:
+        """Return the advice for a caller of the library: ``pass overwrite=True``, ``raise Options(timeout_s=…)``."""
+        head, dot, name = self.option.rpartition(".")
+        code = f"{name}={self.value}"
+        return self.advice.format(option=f"{head}({code})" if dot else code)
+
+    def as_flag(self, flag: str) -> str:
+        """Return the advice for a user of a command that has `flag`."""
+        return self.advice.format(option=flag)
+
+
+OVERWRITE_HINT = Hint(
+    advice="Choose another URI, or pass {option} to replace the checkpoint.", option="overwrite", value="True"
+)
+ALLOW_PICKLE_HINT = Hint(advice="If you trust who wrote it, pass {option}.", option="allow_pickle", value="True")
+
+
 def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]) -> CloudckptError:
     error = cls.__new__(cls, message)
     error.args = (message,)
@@ -123,19 +153,38 @@ def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]
 
 
 class CloudckptError(Exception):
-    """Base of every error here. The message says what failed, on what, and what to do next."""
+    """Base of all errors here. The message says what failed, on what, and what to do next.
 
-    def __init__(self, message: str) -> None:
+    ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code.
+    """
+
+    hint: Hint | None = None
+
+    def __init__(self, message: str, *, hint: Hint | None = None) -> None:
         super().__init__(bounded(message))
+        if hint is not None:
+            self.hint = hint
+
+    @property
+    def message(self) -> str:
+        """Description of the failure, its object and its cause, without the hint."""
+        return str(self.args[0])
 
     @property
     def failures(self) -> Mapping[int, tuple[BaseException, traceback.StackSummary]]:
-        """Of a whole save or load: what each rank met, by rank, and where. Empty for the failure of a single call."""
+        """Exception and traceback by rank. Empty unless the error is the failure of a whole save or load."""
         return {}
+
+    def with_advice(self, advice: str) -> str:
+        """Return the message, followed by `advice`."""
+        return f"{self.message.rstrip('.')}. {advice}"
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else self.with_advice(self.hint.as_python())
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call cls(*args), which breaks every subclass with keywords of its own.
-        return _rebuild, (type(self), str(self), dict(self.__dict__))
+        return _rebuild, (type(self), self.message, dict(self.__dict__))
 
 
 class InvalidURIError(CloudckptError, ValueError):
@@ -150,11 +199,15 @@ class MissingDependencyError(CloudckptError, ImportError):
     """The store needs a package that is not installed."""
 
 
+class ForkedProcessError(CloudckptError, RuntimeError):
+    """The process was forked from one that has used cloudckpt, and lacks the threads and connections of that."""
+
+
 class StoreError(CloudckptError):
     """One call to a store failed.
 
-    ``key`` is the full address of the object (never with credentials) and ``operation`` the call. ``had_no_effect``
-    where it is known that the call changed nothing: a disk was full before the object appeared, say.
+    ``key`` is the full address of the object, without credentials, and ``operation`` the call. ``had_no_effect`` is
+    True if the call certainly changed nothing, for example because the disk was full.
     """
 
     had_no_effect: bool = False
@@ -166,11 +219,11 @@ class StoreError(CloudckptError):
 
 
 class ObjectNotFoundError(StoreError):
-    """Nothing lies at the key."""
+    """No object has the key."""
 
 
 class ObjectExistsError(StoreError):
-    """Create-if-absent found an object at the key."""
+    """Create-if-absent was refused: an object has the key already."""
 
 
 class BucketNotFoundError(StoreError):
@@ -178,22 +231,22 @@ class BucketNotFoundError(StoreError):
 
 
 class AccessDeniedError(StoreError):
-    """The credentials are known, but may not do this."""
+    """The credentials are valid, and lack a permission."""
 
     unlisted: tuple[str, ...] = ()
-    """Of a listing that has given all else: the key prefixes, each with its slash, that could not be looked into."""
+    """The key prefixes, each with its slash, that a listing could not read. It returned all other keys."""
 
 
 class CredentialsError(StoreError):
-    """There are no credentials, or the store does not know them, or they have expired."""
+    """There are no credentials, or they are unknown to the store or expired."""
 
 
 class ShortObjectError(StoreError):
-    """The object ends before the range that was asked for."""
+    """The object ends before the requested range."""
 
 
 class ChecksumRefusedError(StoreError):
-    """The store found other bytes than the checksum that came with them says."""
+    """The store received bytes that do not match the checksum sent with them."""
 
 
 class UnsupportedOperationError(StoreError):
@@ -201,7 +254,7 @@ class UnsupportedOperationError(StoreError):
 
 
 class TransientStoreError(StoreError):
-    """The call failed in a way that a later call may not."""
+    """The call failed, and a later one may succeed."""
 
 
 class ThrottledError(TransientStoreError):
@@ -209,7 +262,7 @@ class ThrottledError(TransientStoreError):
 
 
 class InterruptedReadError(TransientStoreError):
-    """A response body broke off. The first ``received_bytes`` bytes did arrive."""
+    """A response body ended early. Its first ``received_bytes`` bytes arrived."""
 
     def __init__(self, message: str, *, key: str, operation: str, received_bytes: int) -> None:
         super().__init__(message, key=key, operation=operation)
@@ -219,17 +272,19 @@ class InterruptedReadError(TransientStoreError):
 class StoreTimeoutError(TransientStoreError, TimeoutError):
     """The store made no progress within the configured time."""
 
+    hint = Hint(advice="To wait longer, pass {option}.", option="Options.timeout_s")
+
 
 class CheckpointError(CloudckptError):
-    """Something about one checkpoint. ``uri`` names it."""
+    """A failure that concerns one checkpoint, which ``uri`` names."""
 
-    def __init__(self, message: str, *, uri: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, uri: str, hint: Hint | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.uri = uri
 
 
 class CheckpointExistsError(CheckpointError):
-    """A checkpoint is committed at the URI already; it was left untouched."""
+    """A checkpoint is committed at the URI already. It was not changed."""
 
 
 class CheckpointNotFoundError(CheckpointError):
@@ -241,7 +296,7 @@ class CheckpointChangedError(CheckpointError):
 
 
 class CommitUnknownError(CheckpointError):
-    """The answer to the commit was lost and could not be found out. Nothing was removed."""
+    """The store's answer to the commit was lost, so the checkpoint may exist. Nothing was removed."""
 
 
 class RankLostError(CheckpointError, TimeoutError):
@@ -263,15 +318,11 @@ class SaveInFlightError(CheckpointError):
 
 
 class SaveCancelledError(CheckpointError):
-    """The save was cancelled before its commit. ``ranks`` are those that did it; nothing of it is visible."""
+    """The save was cancelled before its commit, by ``ranks``. Readers see nothing of it."""
 
     def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message, uri=uri)
         self.ranks = ranks
-
-
-class UploadProcessError(CheckpointError):
-    """The process that uploads (`Options.async_mode`) ended or hung, before any commit; or it could not be started."""
 
 
 class GarbageLeftError(CheckpointError):
@@ -283,15 +334,15 @@ class GarbageLeftError(CheckpointError):
 
 
 class IncompleteSaveError(CheckpointError):
-    """What the ranks wrote is not what was planned, so nothing was committed."""
+    """The ranks wrote something else than was planned, so nothing was committed."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes are not the bytes that were saved. ``problems`` has every one that was found, a sentence each."""
+    """Stored bytes differ from the bytes that were saved. ``problems`` has a sentence for each difference found."""
 
-    def __init__(self, message: str, *, uri: str, problems: Iterable[str] = ()) -> None:
-        super().__init__(message, uri=uri)
-        self.problems = tuple(map(bounded, problems)) or (str(self),)
+    def __init__(self, message: str, *, uri: str, problems: Iterable[str] = (), hint: Hint | None = None) -> None:
+        super().__init__(message, uri=uri, hint=hint)
+        self.problems = tuple(map(bounded, problems)) or (self.message,)
 
 
 class InvalidManifestError(CorruptCheckpointError):
@@ -299,20 +350,18 @@ class InvalidManifestError(CorruptCheckpointError):
 
 
 class UnsupportedFormatError(CheckpointError):
-    """The checkpoint was written in a newer major version of the format, through an extension not known here, or by
-    torch's own writer and, as it seems, in a newer version.
-    """
+    """The checkpoint needs a newer cloudckpt, an extension that is not installed, or a newer torch."""
 
 
 class UnsupportedValueError(CheckpointError):
-    """The state dict holds a value that the format cannot store, or a tensor without memory to load into; or what was
-    saved is whole, and no such object can be made of it here.
+    """The state dict has a value that the format cannot store, or a tensor without memory; or a saved object is whole
+    and cannot be rebuilt on this machine.
     """
 
 
 class StateDictMismatchError(CheckpointError):
-    """The state dict does not fit: it has entries that the checkpoint lacks, or has in another shape, or as a tensor
-    where a value is wanted, or the reverse; or ranks that save have different things under one name.
+    """The state dict does not fit the checkpoint: an entry is missing there, or has another shape or kind. In a save,
+    ranks have different entries under one name.
     """
 
 
@@ -321,16 +370,16 @@ class NoConditionalCommitError(CheckpointError):
 
 
 class UnsafePickleError(CheckpointError):
-    """Reading would unpickle bytes from the store, which can run any code."""
+    """A load would have to unpickle bytes from the store, which can run any code."""
 
 
 def portable(error: Exception) -> Exception:
     """`error` itself if it survives pickling, else a `CloudckptError` with its text.
 
-    ``torch.distributed`` pickles exceptions; one that does not come back leaves the other ranks hanging.
+    ``torch.distributed`` pickles exceptions, and one that cannot be unpickled leaves the other ranks hanging.
     """
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  # our own bytes
-    except Exception:  # noqa: BLE001  # whatever it is, it does not travel
+    except Exception:  # noqa: BLE001  # any failure means that it does not survive
         return CloudckptError(f"{type(error).__name__}: {error}")
     return error

@@ -1,4 +1,4 @@
-"""Everything that can be tuned, with its default, once."""
+"""Define all options with their defaults."""
 
 from __future__ import annotations
 
@@ -25,94 +25,94 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 DEFAULT_CONNECTIONS = 16
-"""Requests in flight of one rank, if `Options.connections` is None and the rank's host has few ranks."""
+"""Number of requests of one rank in flight, if `Options.connections` is None and the rank's host has few ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to save and load. Sizes are in bytes, times in seconds.
+    """Options of saves and loads. Sizes are in bytes, times in seconds.
 
-    Raises `InvalidOptionError`, with every problem at once, where a value cannot work.
+    Raises:
+        InvalidOptionError: A value is invalid. The message lists every problem.
+
     """
 
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What the store's own client takes: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``)."""
+    """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``)."""
     timeout_s: float = 60.0
-    """The longest that anything waits without progress."""
+    """Maximum time without progress, for every wait."""
     retries: int = 5
-    """How often a call that failed in passing is tried again, within `timeout_s` of its last progress."""
+    """Number of retries after a transient failure, within `timeout_s` of the last progress."""
     connections: int | None = None
-    """Most requests in flight at once, per rank. None: 16, or fewer where a host has more than eight ranks
-    (``LOCAL_WORLD_SIZE``), which share 128; for a path, as many as the rank has cores, from 2 to 8. While the store
-    asks to slow down, or requests time out, there are fewer."""
+    """Maximum number of requests of one rank in flight. None stands for 16; for less if a host has more than eight
+    ranks (``LOCAL_WORLD_SIZE``), which share 128; and for a path, for the number of cores of the rank, from 2 to 8.
+    The number is halved when the store asks to slow down or requests time out, and grows again after that."""
     part_bytes: int = 64 * MIB
-    """Largest part of an upload; smaller saves have smaller ones, down to 16 MiB. Grows by itself where an object would
-    need too many."""
+    """Maximum size of a part of an upload. Small saves use smaller parts, down to 16 MiB. Parts grow if an object would
+    have more of them than the store allows."""
     object_bytes: int = 4 * GIB
-    """A rank's tensors are packed into objects of about this size; a larger tensor gets one of its own."""
+    """Approximate size of the objects that a rank packs its tensors into. A larger tensor gets an object of its own."""
     tile_bytes: int = 1 * MIB
-    """One CRC32C is kept for each so many bytes; the smallest unit that a load verifies and so reads."""
+    """Number of bytes that share one CRC32C. A load reads and verifies whole tiles."""
     staging_bytes: int = 512 * MIB
-    """Most memory that a save uses for copies of what cannot be sent from where it lies (GPU, strided tensors)."""
+    """Maximum memory that a save uses to copy tensors that cannot be sent in place (GPU, strided tensors)."""
     read_bytes: int = 256 * MIB
-    """Most memory that a load uses besides the tensors themselves."""
+    """Maximum memory that a load uses besides the tensors themselves."""
     request_bytes: int = 64 * MIB
-    """Largest ranged read; longer runs are split into parallel ones, and smaller loads into smaller ones, down to
+    """Maximum size of a ranged read. Longer ranges are read in parallel. Small loads use smaller reads, down to
     8 MiB."""
     max_gap_bytes: int = 512 * KIB
-    """Two wanted ranges that lie no further apart are read as one, since a request would cost more than the gap."""
+    """Maximum gap between two ranges that are read with one request, because a second request would cost more."""
     max_over_read: float = 0.1
-    """Larger gaps are read where that saves requests, while they come to no more than this share of what is wanted."""
+    """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes."""
     share_reads: Literal["auto", "always", "never"] = "auto"
-    """When one rank reads bytes that several ranks of its machine load, and passes them on in shared memory:
-    ``"auto"`` if four or more ranks want the same 16 MiB or more, from other than local files; ``"always"`` if two or
-    more ranks want the same; or ``"never"``."""
+    """Condition under which one rank reads bytes that several ranks of its host load, and passes them on in shared
+    memory. ``"auto"``: four or more ranks want the same 16 MiB or more, and the store is not a path. ``"always"``: two
+    or more ranks want the same bytes. ``"never"``: each rank reads for itself."""
     verify: bool = True
-    """Check every byte that is read against the checksum recorded at save."""
+    """Verify every byte that is read against the checksum of the save."""
     commit: Literal["conditional", "unconditional"] = "conditional"
-    """``"unconditional"`` accepts a store that cannot create-if-absent, and with it lost overwrite protection."""
-    async_mode: Literal["thread", "process"] = "thread"
-    """Where the work of an async save is done: in threads of this process, or, where training needs the interpreter to
-    itself, in a process of its own, which reads the copy in shared memory; plans are still made here."""
+    """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     async_in_flight: Literal["wait", "raise"] = "wait"
-    """What `async_save` does while another one runs: wait for its end, or raise `SaveInFlightError` at once: on
-    all ranks, where it still runs on any of them. All have to have the same here."""
+    """Behavior of `async_save` while another save runs on any rank: wait for its end, or raise `SaveInFlightError` on
+    all ranks. It must be equal on all ranks."""
     async_overlap: bool = False
-    """Whether `async_save` returns at once, while it still copies: then nothing of the state dict may change before
-    `AsyncSave.staged` is done. Otherwise it returns when everything is copied."""
+    """If True, `async_save` returns before the state dict is copied, and the state dict must not change until
+    `AsyncSave.staged` is done. If False, it returns after the copy."""
     resume: bool = False
-    """Take up what a save with this option that was killed left here: of what is still the same, only the parts that
-    are missing are sent. A save that fails then removes nothing."""
+    """If True, a save continues one with this option that was killed: it sends only the parts that are missing or have
+    changed. A save that fails then removes nothing."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The user's own JSON values, kept in the manifest."""
+    """JSON values of the user, stored in the manifest."""
     extensions: Sequence[Any] = ()
-    """Transforms of what is stored, such as ``cloudckpt.Zstandard()``: torch's `StreamTransformExtension` objects. A
-    save applies them in this order; a load undoes what the manifest names, by these where it does not know them."""
+    """Transforms of the stored bytes, such as ``cloudckpt.Zstandard()``: torch's `StreamTransformExtension` objects. A
+    save applies them in this order. A load undoes the transforms that the manifest names; it looks for unknown names
+    here."""
     on_event: Callable[[Event], None] | None = None
-    """Called at each step, always in this process, and by the thread that made the step or one that waits for it. Must
-    be quick."""
+    """Called with each event, in the thread that made the step or in one that waits for it. It must return quickly.
+    Saves by torch's process pickle it, and call it in that process."""
     trace: str | os.PathLike[str] | None = None
-    """A local file for a timeline, which Perfetto and chrome://tracing open; the next save or load replaces it.
-    ``{rank}`` and ``{verb}`` are filled in; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on."""
+    """Local file for a timeline that Perfetto and chrome://tracing open. The next save or load replaces it. ``{rank}``
+    and ``{verb}`` are replaced; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on."""
     wrap_store: Callable[[Store], Store] | None = None
     """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls. Picklable for
     async saves by process, in which it is called there."""
 
     def __post_init__(self) -> None:
-        # A value of the wrong type cannot be compared with a bound, so types come first.
-        problems = _wrong(self, _TYPES)
+        # Types come first, because a value of the wrong type cannot be compared with a bound.
+        problems = _find_problems(self, _TYPES)
         if not problems:
-            problems = _wrong(self, _BOUNDS)
+            problems = _find_problems(self, _BOUNDS)
         if problems:
-            raise InvalidOptionError("Options: " + "; ".join(problems))
-        for name in _WHOLE_NUMBERS:  # of numpy, say, which are no int where it matters
+            raise InvalidOptionError("; ".join(problems))
+        for name in _WHOLE_NUMBERS:  # numpy's integers are not int
             value = getattr(self, name)
             if value is not None and type(value) is not int:
                 object.__setattr__(self, name, int(value))
 
 
 _Rule: TypeAlias = tuple[str, Callable[[Options], bool], str]
-"""An option's name, whether it is good, and what it must be."""
+"""Name of an option, check of its value, and description of a valid value."""
 
 
 def _of_type(name: str, kind: type[Any], what: str) -> _Rule:
@@ -153,7 +153,7 @@ def _is_trace(name: str) -> bool:
 
 
 def _are_extensions(value: object) -> bool:
-    """By what they can do: torch's class is not known here."""
+    """Check by duck typing, because this module does not import torch."""
     parts = ("transform_to", "transform_from", "get_descriptor", "registry_name")
     return isinstance(value, (list, tuple)) and all(
         not isinstance(one, type) and all(callable(getattr(one, part, None)) for part in parts) for one in value
@@ -171,7 +171,7 @@ _WHOLE_NUMBERS = (
     "request_bytes",
     "max_gap_bytes",
 )
-_MOST_OVER_READ = 1000.0
+_MAX_OVER_READ = 1000.0
 
 _TYPES: tuple[_Rule, ...] = (
     _of_type("storage_options", Mapping, "a mapping"),
@@ -208,10 +208,9 @@ _BOUNDS: tuple[_Rule, ...] = (
     ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
     ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
     ("share_reads", lambda options: options.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'"),
-    ("async_mode", lambda options: options.async_mode in ("thread", "process"), "'thread' or 'process'"),
     ("async_in_flight", lambda options: options.async_in_flight in ("wait", "raise"), "'wait' or 'raise'"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
-    ("max_over_read", lambda options: 0 <= options.max_over_read <= _MOST_OVER_READ, "from 0 to 1000"),
+    ("max_over_read", lambda options: 0 <= options.max_over_read <= _MAX_OVER_READ, "from 0 to 1000"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
     (
         "trace",
@@ -226,13 +225,15 @@ _BOUNDS: tuple[_Rule, ...] = (
 )
 
 
-def _wrong(options: Options, rules: Iterable[_Rule]) -> list[str]:
+def _find_problems(options: Options, rules: Iterable[_Rule]) -> list[str]:
     return [
-        f"{name} must be {what}, not {_shown(options, name)}" for name, is_good, what in rules if not is_good(options)
+        f"{name} must be {what}, not {_format_value(options, name)}"
+        for name, is_good, what in rules
+        if not is_good(options)
     ]
 
 
-def _shown(options: Options, name: str) -> str:
+def _format_value(options: Options, name: str) -> str:
     value = getattr(options, name)
-    # Storage options can hold secrets, whatever they are.
+    # Any storage option may hold a secret.
     return f"a {type(value).__name__}" if name == "storage_options" else reprlib.repr(value)

@@ -17,7 +17,7 @@ from benchmarks.transport import Turns
 from tests.stores.scripted import ScriptedServer, reply
 
 from benchmarks import servers, transport, wires
-from cloudckpt import BucketNotFoundError
+from cloudckpt.errors import BucketNotFoundError
 
 PART_BYTES = 5 * MIB  # S3 takes none that are smaller, but for the last
 NUM_PARTS = 3

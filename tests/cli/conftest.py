@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,12 @@ from tests.e2e.places import Place
 
 import cloudckpt
 from cloudckpt.cli import main
-from cloudckpt.cli._wording import PYTHON
+
+PYTHON = re.compile(
+    r"\b(?:overwrite|skip_non_tensors|dry_run|allow_pickle|anonymous)(?:=| is )(?:True|False)\b"
+    r"|\b(?:storage_options|older_than|timeout_s|deadline_s|max_shard_bytes)\b|\b(?:cloudckpt\.[a-z_]+|ObjectStoreReader)\("
+)
+"""Advice that nobody can follow at a prompt."""
 
 HERE = Path(__file__).parent
 

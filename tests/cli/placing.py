@@ -7,14 +7,10 @@ from pathlib import Path
 import pytest
 from tests.e2e.conftest import _places_of
 
-DEFAULT = ("local", "s3", "fake-gcs")
-"""A path, moto's S3, and the GCS emulator."""
-
 
 def names_of(config: pytest.Config) -> tuple[str, ...]:
-    """Those that ``--places`` names, or these three."""
-    chosen = config.getoption("--places")
-    return DEFAULT if chosen == "local,s3" else tuple(name.strip() for name in chosen.split(","))
+    """Return the places that ``--places`` names."""
+    return tuple(name.strip() for name in config.getoption("--places").split(","))
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

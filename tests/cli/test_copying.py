@@ -17,7 +17,7 @@ from tests.cli.test_documented import members_of
 from tests.e2e.places import LocalPlace, Place
 
 import cloudckpt
-from cloudckpt._convert import copying
+from cloudckpt.convert import copying
 from cloudckpt.options import Options
 from cloudckpt.testing.faults import Denied, Faults, Rule
 
@@ -88,7 +88,7 @@ def test_a_copy_that_broke_off_goes_on(local: LocalPlace, run: Run, monkeypatch:
         assert ended.code == 0, ended.err
         assert ended.document["num_reused_bytes"] == (ended.document["num_bytes"] if option else 0)
     shown = run("cp", "--all", local.uri("run"), local.uri("there"), "--resume")
-    assert (shown.code, "is there already" in shown.err) == (0, True)
+    assert (shown.code, "exists already" in shown.err) == (0, True)
 
 
 def test_a_copy_that_was_done_is_success_and_nothing_else_that_is_there(local: LocalPlace, run: Run) -> None:
@@ -100,7 +100,7 @@ def test_a_copy_that_was_done_is_success_and_nothing_else_that_is_there(local: L
     for more in ((), ("--overwrite",)):
         ended = run("cp", uri, there, "--resume", "--json", *more)
         assert (ended.code, ended.document["was_there"]) == (0, True), ended.err
-        assert "there already" in run("cp", uri, there, "--resume", *more).err
+        assert "exists already" in run("cp", uri, there, "--resume", *more).err
     assert run("cp", uri, there).code == 6
     assert local.contents() == before
     save(local.uri("run/step-2"))
@@ -125,7 +125,7 @@ def test_what_ends_a_copy_of_all_leaves_what_was_done_told(
 
     def copied(source: str, *arguments: Any, **more: Any) -> Any:
         if source.endswith("step-2"):
-            raise cloudckpt.CredentialsError("they have expired", key=source, operation="list")
+            raise cloudckpt.errors.CredentialsError("they have expired", key=source, operation="list")
         return copy(source, *arguments, **more)
 
     monkeypatch.setattr(copying, "copy", copied)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import cloudckpt
-from cloudckpt._compare import blocks
-from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES
+from cloudckpt.format.model import ITEMSIZE_BYTES
+from cloudckpt.inspect import blocks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "1.0" / "once"
 

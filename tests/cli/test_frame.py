@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer.main
 
 import cloudckpt
+from cloudckpt import types
 from cloudckpt.cli._app import app
 
 COMMANDS = [command.name for command in app.registered_commands]
@@ -64,17 +66,19 @@ print("numpy" in sys.modules)
     assert "step-1" in done.stdout
 
 
-def test_what_is_lazy_is_what_type_checkers_see() -> None:
+@pytest.mark.parametrize("module", [cloudckpt, types], ids=["cloudckpt", "types"])
+def test_what_is_lazy_is_what_type_checkers_see(module: ModuleType) -> None:
     """If this fails, a public name can be imported but has no type, or has a type and cannot be imported."""
-    tree = ast.parse(Path(cloudckpt.__file__).read_text())
+    assert module.__file__
+    tree = ast.parse(Path(module.__file__).read_text())
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     typed = {
         node.module: sorted(alias.name for alias in node.names)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
     }
-    assert typed == {module: sorted(names.split()) for module, names in cloudckpt._LAZY.items()}
-    assert set(cloudckpt.__all__) <= set(dir(cloudckpt))
+    assert typed == {module: sorted(names.split()) for module, names in module._LAZY.items()}
+    assert set(module.__all__) <= set(dir(module))
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
@@ -127,14 +131,3 @@ main(["ls", sys.argv[1]])
     )
     assert done.returncode == 2
     assert done.stderr == "The command line needs Typer and Rich: pip install 'cloudckpt[cli]'\n"
-
-
-def test_completion_can_be_shown() -> None:
-    """If this fails, the shell cannot complete commands."""
-    done = run(
-        "--show-completion",
-        "bash",
-        environment={"SHELL": "/bin/bash", "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert "_CLOUDCKPT_COMPLETE" in done.stdout

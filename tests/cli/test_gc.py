@@ -50,16 +50,6 @@ def test_a_dry_run_wins(place: Place, run: Run) -> None:
     assert place.contents() == before
 
 
-def test_what_could_not_be_removed_is_named(local: Place, run: Run) -> None:
-    """If this fails, a job that cleans up every night fails every night, and nobody knows."""
-    leave_unfinished(local, "step-1", attempt=_OLD)
-    save(local.uri("step-2"))
-    local.write("step-1/manifest.json", b'{"format":"cloudckpt","version":[9,0]}' + b" " * 200)
-    ended = run("gc", local.root, "--older-than", "0s", "--yes")
-    assert "left alone" in ended.out
-    assert ended.code == 0
-
-
 @pytest.mark.parametrize(("answer", "num_left"), [("y\n", 0), ("n\n", 2)])
 def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, num_left: int) -> None:
     """If this fails, garbage goes although the user said no, or stays although he said yes."""

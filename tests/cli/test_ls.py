@@ -1,10 +1,9 @@
-"""``cloudckpt ls``, and the survey that it shows."""
+"""``cloudckpt ls``, and `list_checkpoints(all=True)`, which it shows."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from tests.in_memory import Memory
 from tests.wrapped import permanent
 
 import cloudckpt
-from cloudckpt._commit.attempt import new_attempt_id
-from cloudckpt._commit.fence import encode_fence, new_fence
+from cloudckpt.commit.attempts import new_attempt_id
+from cloudckpt.commit.fences import encode_fence, new_fence
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.wrapping import WrappedStore
 
@@ -77,14 +76,6 @@ def test_a_path_that_leads_nowhere_is_wrong_usage(tmp_path: Path, run: Run, comm
     assert "remove" not in ended.err
 
 
-def test_a_checkpoint_itself_can_be_listed(place: Place, run: Run) -> None:
-    """If this fails, who names a checkpoint and not the folder above is told that there is none."""
-    save(place.uri("step-1"))
-    assert [(one["name"], one["state"]) for one in run("ls", place.uri("step-1"), "--json").document] == [
-        ("step-1", "committed")
-    ]
-
-
 def test_where_nothing_lies_there_is_nothing_to_list(place: Place, run: Run) -> None:
     """If this fails, a script before the first save stops with an error."""
     ended = run("ls", place.uri("nothing"))
@@ -101,7 +92,7 @@ def test_requests_are_few_and_known(memory: Memory) -> None:
         save(memory.uri(f"step-{step}"))
     for store in memory.stores.values():
         store.calls.clear()
-    found = cloudckpt.survey(memory.root)
+    found = cloudckpt.list_checkpoints(memory.root, all=True)
     assert [one.name for one in found] == [f"step-{step}" for step in range(num_checkpoints)]
     counts = {
         operation: sum(store.count(operation) for store in memory.stores.values())
@@ -133,30 +124,14 @@ def test_a_save_that_began_before_the_commit_is_over(place: Place) -> None:
     attempt = new_attempt_id()
     save(place.uri("step-1"))
     leave_unfinished(place, "step-1", attempt=attempt)
-    states = sorted(one.state for one in cloudckpt.survey(place.root))
+    states = sorted(one.state for one in cloudckpt.list_checkpoints(place.root, all=True))
     assert states == ["committed", "garbage"]
-
-
-def test_how_long_is_alive_can_be_chosen(place: Place) -> None:
-    """If this fails, slow saves are taken for dead ones."""
-    leave_unfinished(place, "step-1", attempt=new_attempt_id())
-    assert [one.state for one in cloudckpt.survey(place.root, alive_within=timedelta(0))] == ["garbage"]
-    assert [one.state for one in cloudckpt.survey(place.root)] == ["in progress"]
 
 
 @pytest.mark.parametrize("text", ["1 fortnight", "-3h", "h", "nan"])
 def test_a_time_that_is_none_is_refused(text: str, run: Run, tmp_path: object) -> None:
     """If this fails, a typing error decides what counts as garbage."""
     assert run("ls", str(tmp_path), f"--alive-within={text}").code == 2
-
-
-def test_torchs_own_checkpoints_are_told_apart(local: Place, run: Run) -> None:
-    """If this fails, who moves from torch's writer does not see his old checkpoints, or takes them for garbage."""
-    local.write("step-1/.metadata", b"a pickle, which nobody opens here")
-    local.write("step-1/__0_0.distcp", b"x" * 1000)
-    (one,) = run("ls", local.root, "--json").document
-    assert (one["name"], one["state"], one["num_bytes"]) == ("step-1", "torch", 1033)
-    assert run("ls", local.uri("step-1"), "--json").document == [one]
 
 
 @pytest.mark.parametrize("name", ["step-1", ""])
@@ -176,7 +151,7 @@ def test_uploads_that_may_not_be_listed_hide_nothing_else(memory: Memory) -> Non
     save(memory.uri("step-1"))
     root = memory.open(memory.root.removeprefix("memory://"), "")
     root.fail("list_uploads", error=lambda: permanent("list_uploads"), times=100)
-    assert [one.state for one in cloudckpt.survey(memory.root)] == ["committed"]
+    assert [one.state for one in cloudckpt.list_checkpoints(memory.root, all=True)] == ["committed"]
 
 
 class _Overtaken(WrappedStore):
@@ -201,10 +176,10 @@ class _Overtaken(WrappedStore):
             self._happens()
 
 
-def _surveyed(root: str, call: str, happens: Callable[[], None]) -> list[tuple[str, str]]:
+def _states_after(root: str, call: str, happens: Callable[[], None]) -> list[tuple[str, str]]:
     calls = [call]
     options = cloudckpt.Options(wrap_store=lambda inner: _Overtaken(inner, calls, happens))
-    found = cloudckpt.survey(root, options=options)
+    found = cloudckpt.list_checkpoints(root, options=options, all=True)
     assert not calls
     return [(one.name, one.state) for one in found]
 
@@ -217,21 +192,21 @@ def test_a_checkpoint_that_is_superseded_meanwhile_does_not_leave_an_empty_list(
         save(f"{tmp_path}/step-2")
         cloudckpt.delete(tmp_path / "step-1")
 
-    assert _surveyed(str(tmp_path), "list", go_on) == [("step-2", "committed")]
+    assert _states_after(str(tmp_path), "list", go_on) == [("step-2", "committed")]
 
 
 def test_a_checkpoint_that_is_overwritten_meanwhile_is_committed(tmp_path: Path) -> None:
     """If this fails, a checkpoint that could be loaded all the time is shown as unfinished, and ``rm`` finds none."""
     save(f"{tmp_path}/step-1")
     overwrite = functools.partial(save, f"{tmp_path}/step-1", overwrite=True)
-    assert _surveyed(str(tmp_path), "read", overwrite) == [("step-1", "committed")]
+    assert _states_after(str(tmp_path), "read", overwrite) == [("step-1", "committed")]
 
 
 def test_a_manifest_that_somebody_removed_by_hand_is_damage(tmp_path: Path) -> None:
-    """If this fails, the survey waits for what will not come back, or calls it a save that goes on."""
+    """If this fails, the listing waits for what will not come back, or calls it a save that goes on."""
     save(f"{tmp_path}/step-1")
     (tmp_path / "step-1" / "manifest.1.json").write_bytes(encode_fence(new_fence(keeps=0)))
-    assert [one.state for one in cloudckpt.survey(tmp_path)] == ["committed"]
+    assert [one.state for one in cloudckpt.list_checkpoints(tmp_path, all=True)] == ["committed"]
     (tmp_path / "step-1" / "manifest.json").unlink()
-    (found,) = cloudckpt.survey(tmp_path)
+    (found,) = cloudckpt.list_checkpoints(tmp_path, all=True)
     assert (found.state, "by other means" in found.problem) == ("damaged", True)

@@ -43,13 +43,6 @@ def test_every_damaged_object_is_named(place: Place, run: Run) -> None:
     assert (document["is_whole"], len(document["problems"])) == (False, 2)
 
 
-def test_what_is_not_there_is_not_whole_and_not_damaged(place: Place, run: Run) -> None:
-    """If this fails, a script takes a typing error for damage, or for a good checkpoint."""
-    ended = run("verify", place.uri("nothing"))
-    assert (ended.code, ended.out) == (3, "")
-    assert "no checkpoint is committed" in ended.err
-
-
 def test_progress_comes_to_the_whole(place: Place) -> None:
     """If this fails, a bar stands still or ends before the end."""
     save(place.uri(), options=cloudckpt.Options(object_bytes=1))

@@ -1,4 +1,4 @@
-"""What takes part in the life of a checkpoint, in terms of the real functions of `cloudckpt._commit`."""
+"""What takes part in the life of a checkpoint, in terms of the real functions of `cloudckpt.commit`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ import re
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
-from cloudckpt._commit.collect import Place, collect, walk
-from cloudckpt._commit.publish import OvertakenError, publish, remove_superseded
-from cloudckpt._commit.remove import delete_checkpoint
-from cloudckpt._commit.resolve import manifest_key, manifest_number, read_log, resolve
-from cloudckpt._manifest.codec import decode, encode
-from cloudckpt._manifest.model import Manifest, StoredObject
-from cloudckpt._transfer.retry import Retrier
+from cloudckpt.commit.collect import Place, collect, delete_checkpoint, walk
+from cloudckpt.commit.log import manifest_key, manifest_number, read_log, resolve
+from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -24,6 +20,9 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from cloudckpt.format.codec import decode, encode
+from cloudckpt.format.model import Manifest, StoredObject
+from cloudckpt.io.retry import Retrier
 
 
 def manifest_for(attempt: str) -> Manifest:
@@ -58,7 +57,7 @@ def committed(number: int, attempt: str) -> World:
 
 
 def saver(attempt: str, *, overwrite: bool = False, writes: bool = False) -> Actor:
-    """A save from its set-up on, as `cloudckpt._pipeline.save` puts it together.
+    """A save from its set-up on, as `cloudckpt.pipeline.save` puts it together.
 
     Without `writes` its data lies there already. That is as good while nobody else can name it; gc can.
     """

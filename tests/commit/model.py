@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from cloudckpt._transfer.retry import Retrier
 from cloudckpt.errors import AccessDeniedError, ObjectExistsError, ObjectNotFoundError, TransientStoreError
+from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.base import ObjectInfo, Views
 from cloudckpt.stores.memory import MemoryStore
 

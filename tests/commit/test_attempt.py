@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cloudckpt._commit.attempt import ATTEMPT, data_key, data_prefix, new_attempt_id, resumable_as
+from cloudckpt.commit.attempts import ATTEMPT, data_key, data_prefix, new_attempt_id, parse_number
 
 
 @pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])
@@ -13,7 +13,7 @@ def test_what_is_drawn_is_recognised(number):
     drawn = [new_attempt_id(resumable_as=number) for _ in range(200)]
     assert len(set(drawn)) == len(drawn)
     assert all(ATTEMPT.fullmatch(attempt) for attempt in drawn)
-    assert {resumable_as(attempt) for attempt in drawn} == {number}
+    assert {parse_number(attempt) for attempt in drawn} == {number}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_what_is_drawn_is_recognised(number):
 def test_what_nobody_draws_is_no_attempt(name):
     """A folder of the user's under data/ would be swept, or taken up."""
     assert ATTEMPT.fullmatch(name) is None
-    assert resumable_as(name) is None
+    assert parse_number(name) is None
 
 
 def test_the_keys_of_one_rank_begin_like_no_others():

@@ -18,8 +18,8 @@ from tests.wrapped import permanent, transient
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt._commit import commit_time
-from cloudckpt._commit.commit_time import datetime_of, draw_commit_time_ns, note_commit_time_ns
+from cloudckpt.commit import commit_time
+from cloudckpt.commit.commit_time import datetime_of, draw_commit_time_ns, note_commit_time_ns
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
@@ -54,7 +54,7 @@ def names(root: str) -> list[str]:
     listed = [info.name for info in cloudckpt.list_checkpoints(root)]
     newest = cloudckpt.latest(root)
     assert (newest and newest.name) == (listed[-1] if listed else None)
-    assert [one.name for one in cloudckpt.survey(root)] == listed
+    assert [one.name for one in cloudckpt.list_checkpoints(root, all=True)] == listed
     return listed
 
 
@@ -135,7 +135,9 @@ def test_a_manager_takes_the_later_of_one_second(
         one.save(step, state_of(float(step)))
         one.wait(60)
         assert [info.step for info in one.steps()] == [step]
-        assert [one.name for one in cloudckpt.survey(memory.root) if one.state == "committed"] == [f"step-{step}"]
+        assert [one.name for one in cloudckpt.list_checkpoints(memory.root, all=True) if one.state == "committed"] == [
+            f"step-{step}"
+        ]
     restored = manager().restore(state_of())
     assert restored is not None
     assert restored.step == 8
@@ -216,7 +218,7 @@ def test_a_head_that_cannot_be_read(
     store = memory.at("" if by_manager is False else "step-1")
     store.fail("read_into", key_part="manifest", error=error, times=times)
     if expected == "error":
-        with pytest.raises(cloudckpt.StoreError):
+        with pytest.raises(cloudckpt.errors.StoreError):
             look()
     else:
         assert look() == (SECOND if expected == "store" else committed_at)

@@ -23,12 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt._commit import resolve as finding
-from cloudckpt._commit.resolve import list_entries, manifest_key, max_manifest_bytes, read_log, resolve
-from cloudckpt._manager.steps import Steps
-from cloudckpt._manifest.codec import encode
-from cloudckpt._transfer.retry import Retrier
-from cloudckpt._uri import parse_location
+from cloudckpt.commit import log as finding
+from cloudckpt.commit.log import list_entries, manifest_key, max_manifest_bytes, read_log, resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -38,10 +34,14 @@ from cloudckpt.errors import (
     StoreError,
     UnsupportedValueError,
 )
+from cloudckpt.format.codec import encode
+from cloudckpt.io.retry import Retrier
+from cloudckpt.manager.steps import Steps
 from cloudckpt.stores.base import ObjectInfo, Store
-from cloudckpt.stores.local import LocalStore, walk
+from cloudckpt.stores.local import LocalStore, files
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.wrapping import Call
+from cloudckpt.uri import parse_location
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -97,7 +97,7 @@ class Overwritten:
         self.store = LocalStore(f"{root}/step-2")
         self._number, self._num_looks, self._at = 0, 0, frozenset[int]()
         put(self.store, "manifest.json", encode(manifest_for("a0")))
-        real = walk._object_status
+        real = files._object_status
 
         def status(entry: os.DirEntry[str], root: str) -> os.stat_result | None:
             if entry.name.startswith("manifest"):
@@ -106,7 +106,7 @@ class Overwritten:
                     self._overwrite()
             return real(entry, root)
 
-        monkeypatch.setattr(walk, "_object_status", status)
+        monkeypatch.setattr(files, "_object_status", status)
 
     def _overwrite(self) -> None:
         self._number += 1
@@ -124,7 +124,7 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
     monkeypatch.setattr("os.fsync", lambda file: None)  # saves time, and nothing dies here
     overwritten = Overwritten(tmp_path, monkeypatch)
     uri, store = f"{tmp_path}/step-2", overwritten.store
-    steps = Steps(parse_location(str(tmp_path)), Options(), alone_ranks=None)
+    steps = Steps(parse_location(str(tmp_path)), Options(), get_num_ranks=None)
 
     @settings(examples, max_examples=15)
     @given(st.frozensets(st.integers(1, 8), max_size=6))
@@ -134,8 +134,8 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
             lambda: read_log(store, retrier()).counting is not None,
             lambda: list_entries(store, retrier()),
             lambda: cloudckpt.latest(tmp_path),
-            lambda: steps.found(with_metrics=True),
-            lambda: [one for one in cloudckpt.survey(tmp_path) if one.state == "committed"],
+            lambda: steps.find_committed(with_metrics=True),
+            lambda: [one for one in cloudckpt.list_checkpoints(tmp_path, all=True) if one.state == "committed"],
             lambda: cloudckpt.describe(uri),
         ]
         for number, look in enumerate(looks):
@@ -184,11 +184,11 @@ def test_what_is_found_was_the_newest_at_some_moment(at: frozenset[int], has_old
         put(inner, "step-0/manifest.json", encode(manifest_for("a")))
     training = Training(inner)
     options = Options(connections=1, wrap_store=lambda store: Ticking(store, training.tick))
-    steps = Steps(parse_location(inner.uri), options, alone_ranks=None)
+    steps = Steps(parse_location(inner.uri), options, get_num_ranks=None)
     looks: list[Callable[[], str]] = [
         lambda: latest.name if (latest := cloudckpt.latest(inner.uri, options=options)) else "none",
-        lambda: f"step-{steps.found(with_metrics=False)[0].step}",
-        lambda: f"step-{max(steps.found(with_metrics=True), key=lambda info: info.step).step}",
+        lambda: f"step-{steps.find_committed(with_metrics=False)[0].step}",
+        lambda: f"step-{max(steps.find_committed(with_metrics=True), key=lambda info: info.step).step}",
     ]
     for look in looks:
         before = training.newest
@@ -267,9 +267,11 @@ class Forgetful(WrappedStore):
 
 
 LOOKS: dict[str, tuple[str, Callable[[Memory, Options], object]]] = {
-    "survey": (
+    "list_checkpoints(all=True)": (
         "step-2$",
-        lambda memory, options: [one.name for one in cloudckpt.survey(memory.root, options=options)][-3:],
+        lambda memory, options: [
+            one.name for one in cloudckpt.list_checkpoints(memory.root, options=options, all=True)
+        ][-3:],
     ),
     "verify of ranks": (
         "rank-2$",
@@ -366,7 +368,7 @@ def test_manifests_listed_with_no_bytes_are_found_by_all(memory: Memory) -> None
     latest = cloudckpt.latest(memory.root, options=options)
     assert latest is not None
     assert latest.name == "step-1"
-    assert [one.state for one in cloudckpt.survey(memory.root, options=options)] == ["committed"]
+    assert [one.state for one in cloudckpt.list_checkpoints(memory.root, options=options, all=True)] == ["committed"]
     with pytest.raises(CheckpointExistsError):
         cloudckpt.save(state_of(2.0), memory.uri("step-1"), options=options)
     state = state_of(-1.0)
@@ -405,7 +407,10 @@ def test_what_is_too_large_for_a_manifest_is_passed_over_unread(
         assert restored is not None
         assert restored.step == 1
         assert [info.step for info in manager.steps()] == [1, 2]
-    assert {one.name: one.state for one in cloudckpt.survey(tmp_path)} == {"step-1": "committed", "step-2": "damaged"}
+    assert {one.name: one.state for one in cloudckpt.list_checkpoints(tmp_path, all=True)} == {
+        "step-1": "committed",
+        "step-2": "damaged",
+    }
     cloudckpt.gc(tmp_path, older_than=0, dry_run=False)
     assert cloudckpt.load(state_of(), tmp_path / "step-1")
 
@@ -494,7 +499,7 @@ READERS: dict[str, Callable[[str, Options], object]] = {
     "load_latest": lambda root, options: cloudckpt.load_latest(state_of(), root, options=options),
     "restore": restored,
     "latest": lambda root, options: cloudckpt.latest(root, options=options),
-    "survey": lambda root, options: cloudckpt.survey(root, options=options),
+    "list_checkpoints(all=True)": lambda root, options: cloudckpt.list_checkpoints(root, options=options, all=True),
     "verify": lambda root, options: cloudckpt.verify(f"{root}/step-1", options=options),
     "describe": lambda root, options: cloudckpt.describe(f"{root}/step-1", options=options),
     "copy": lambda root, options: cloudckpt.copy(f"{root}/step-1", f"{root}/copy", options=options),
@@ -611,6 +616,7 @@ def load_what_rank_0_cannot_find(uri: str, kind: str) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", ["MemoryError", "UnportableError"])
+@pytest.mark.slow
 def test_what_rank_0_cannot_find_fails_all_ranks_alike(tmp_path: Path, kind: str) -> None:
     """If this fails, each rank looks for its own checkpoint, and says that there is none."""
     cloudckpt.save(state_of(1.0), tmp_path / "checkpoint")

@@ -26,11 +26,15 @@ takes_minutes = pytest.mark.skipif(
 )
 
 
+pytestmark = pytest.mark.timeout(900)
+"""Some explorations take minutes on a busy machine."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_to_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time has no part in the protocol, nor have the ids that are drawn."""
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
-    monkeypatch.setattr("cloudckpt._commit.fence._new_id", IDS.draw)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.commit.fences._new_id", IDS.draw)
 
 
 def inspect(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:
@@ -146,6 +150,7 @@ def test_overwrites_with_lost_answers() -> None:
     assert ("B", "C") in winners_of(result)
 
 
+@pytest.mark.slow
 def test_three_overwriters() -> None:
     """If this fails, overwriters that come one upon the other confirm a commit that does not count."""
     result = checked(
@@ -201,6 +206,7 @@ def test_the_next_save_after_a_death_succeeds() -> None:
         "zombie and writer",
     ],
 )
+@pytest.mark.slow
 def test_deletion_leaves_whole_checkpoints_or_none(others: list[Actor]) -> None:
     """If this fails, a deletion beside saves and loads leaves a manifest whose data is gone (G1)."""
     is_zombie = any("zombie" in actor.__qualname__ for actor in others)
@@ -220,6 +226,7 @@ def test_a_save_that_was_overtaken_keeps_its_data() -> None:
     assert any(outcomes[0] == "A overtaken" for outcomes in result.outcomes)
 
 
+@pytest.mark.slow
 def test_tidying_up_does_not_outlive_a_deletion() -> None:
     """If this fails, an overwriter that stood still while its checkpoint was deleted removes the one that came next."""
 
@@ -256,6 +263,7 @@ def test_tidying_up_does_not_outlive_a_deletion() -> None:
         "two collectors, a lost answer and a death",
     ],
 )
+@pytest.mark.slow
 def test_collecting_takes_nothing_that_counts_or_can_come_to_count(
     actors: list[Actor], num_faults: int, num_kills: int
 ) -> None:
@@ -268,6 +276,7 @@ def test_collecting_takes_nothing_that_counts_or_can_come_to_count(
 
 
 @pytest.mark.parametrize("keeps", [None, 0])
+@pytest.mark.slow
 def test_collecting_behind_a_fence(keeps: int | None) -> None:
     """If this fails, gc forgets what the last gc kept, or a save cannot go on where gc or a deletion has been."""
     before = committed(0, "A") if keeps == 0 else ()

@@ -10,9 +10,8 @@ from awscrt.checksums import crc32c
 from tests.commit.actors import data_key_of, manifest_for
 from tests.wrapped import FaultyStore, permanent
 
-from cloudckpt._commit.attempt import data_key, new_attempt_id
-from cloudckpt._commit.publish import OvertakenError, publish, remove_superseded
-from cloudckpt._commit.resolve import (
+from cloudckpt.commit.attempts import data_key, new_attempt_id
+from cloudckpt.commit.log import (
     MOST_LOOKS,
     Resolved,
     holds_torch_checkpoint,
@@ -21,9 +20,7 @@ from cloudckpt._commit.resolve import (
     manifest_number,
     resolve,
 )
-from cloudckpt._manifest.codec import encode
-from cloudckpt._manifest.validate import is_safe_key
-from cloudckpt._transfer.retry import Retrier
+from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -37,6 +34,9 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from cloudckpt.format.codec import encode
+from cloudckpt.format.validation import is_safe_key
+from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import Faults, FlippedBits, Rule
@@ -44,7 +44,7 @@ from cloudckpt.testing.faults import Faults, FlippedBits, Rule
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     return FaultyStore(MemoryStore(f"publish-{request.node.name}"))
 
 

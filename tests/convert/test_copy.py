@@ -156,7 +156,7 @@ def test_a_service_that_may_not_copy_is_done_without(root_of: Root) -> None:
 class _Choosy(WrappedStore):
     """Copies by its service, but for the `refused`-th object, of which it says `error`."""
 
-    def __init__(self, inner: Any, refused: int, error: type[cloudckpt.StoreError]) -> None:
+    def __init__(self, inner: Any, refused: int, error: type[cloudckpt.errors.StoreError]) -> None:
         super().__init__(inner)
         self.refused, self.error, self.num_asked = refused, error, 0
 
@@ -167,9 +167,9 @@ class _Choosy(WrappedStore):
         return self.inner.copy_from(source_url, target_key, tried=tried)
 
 
-@pytest.mark.parametrize("error", [cloudckpt.AccessDeniedError, cloudckpt.ObjectNotFoundError])
+@pytest.mark.parametrize("error", [cloudckpt.errors.AccessDeniedError, cloudckpt.errors.ObjectNotFoundError])
 def test_one_object_that_the_service_does_not_copy_ends_nothing_else(
-    root_of: Root, error: type[cloudckpt.StoreError]
+    root_of: Root, error: type[cloudckpt.errors.StoreError]
 ) -> None:
     """If this fails, one object under a key of its own makes all others go through this machine; or an upload that
     somebody has aborted is told as damage of the source.
@@ -203,7 +203,7 @@ class _Endless(WrappedStore):
             tried(self._is_under_way.set)
         if number == 2:
             self._is_under_way.wait()
-            raise cloudckpt.CredentialsError("expired", key=self.inner.url(target_key), operation="copy_from")
+            raise cloudckpt.errors.CredentialsError("expired", key=self.inner.url(target_key), operation="copy_from")
         return self.inner.copy_from(source_url, target_key, tried=tried)
 
 
@@ -212,7 +212,7 @@ def test_a_failure_does_not_wait_for_all_requests_of_another_object(root_of: Roo
     """If this fails, a copy that has failed, or was interrupted, goes on for the 2,000 parts of a large object."""
     source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
     save({f"w{number}": torch.full((500,), float(number)) for number in range(4)}, source, object_bytes=KIB)
-    with pytest.raises(cloudckpt.CredentialsError, match="expired"):
+    with pytest.raises(cloudckpt.errors.CredentialsError, match="expired"):
         cloudckpt.copy(source, target, target_options=Options(wrap_store=_Endless, connections=2))
     assert contents(target) == {}
 
@@ -239,7 +239,7 @@ def test_what_the_service_does_not_copy_is_tried_once(
     save(state, f"{root}/a", object_bytes=KIB, tile_bytes=4 * KIB)
     if leftovers:
         failing = Faults(Rule(fault=Denied(), operations={"put"}, key="manifest", times=None))
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(resume=True, wrap_store=failing))
         for key in sorted(contents(f"{root}/b"))[::2]:
             damage.remove(store_at(f"{root}/b"), key)
@@ -254,7 +254,7 @@ def test_what_the_service_does_not_copy_is_tried_once(
             return said
         if how == "damaged":
             return _damaging(inner, source_url, target_key)
-        raise cloudckpt.AccessDeniedError("not from there", key=target_key, operation="copy_from")
+        raise cloudckpt.errors.AccessDeniedError("not from there", key=target_key, operation="copy_from")
 
     options = Options(wrap_store=lambda inner: _TwoKinds(inner, copy), resume=leftovers)
     report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=options)
@@ -282,7 +282,7 @@ def test_the_side_that_denies_is_named(root_of: Root, side: str) -> None:
         wrap_store=Faults(Rule(fault=Denied(), operations={"read_into", "put", "upload_part"}, times=None))
     )
     which = {"options": denied} if side == "source" else {"target_options": denied}
-    with pytest.raises(cloudckpt.AccessDeniedError) as caught:
+    with pytest.raises(cloudckpt.errors.AccessDeniedError) as caught:
         cloudckpt.copy(source, target, **which)
     assert caught.value.key.startswith(source if side == "source" else target)
     assert contents(target) == {}
@@ -303,7 +303,7 @@ def test_a_source_that_changes_meanwhile_is_copied_anew(root_of: Root, times: in
 
     options = Options(wrap_store=Faults(Rule(fault=Tell(before=overwrite), operations={"read_into"}, times=None)))
     if times > 1:
-        with pytest.raises(cloudckpt.CheckpointChangedError):
+        with pytest.raises(cloudckpt.errors.CheckpointChangedError):
             cloudckpt.copy(source, target, options=options)
         assert contents(target) == {}
     else:
@@ -317,7 +317,7 @@ def test_a_source_that_changes_meanwhile_is_copied_anew(root_of: Root, times: in
 def test_places_inside_of_each_other_are_refused(tmp_path: Path, source: str, target: str) -> None:
     """If this fails, a copy lies where gc takes it for a part of its source."""
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(cloudckpt.InvalidURIError):
+    with pytest.raises(cloudckpt.errors.InvalidURIError):
         cloudckpt.copy(tmp_path / source, tmp_path / target.format(name=tmp_path.name))
 
 
@@ -429,6 +429,7 @@ cloudckpt.copy(sys.argv[1], sys.argv[2], target_options=Options(wrap_store=fault
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_leaves_what_gc_removes(tmp_path: Path) -> None:
     """If this fails, temporary files of a copy stay for ever, or a half of it is loaded."""
     source, target = tmp_path / "a", tmp_path / "b"
@@ -452,7 +453,7 @@ def test_a_copy_that_was_interrupted_goes_on(root_of: Root) -> None:
     state = {f"w{i}": torch.full((20_000,), i) for i in range(8)}
     save(state, source, object_bytes=KIB)
     failing = Faults(Rule(fault=Denied(), operations={"put"}, skip=5, times=None))
-    with pytest.raises(cloudckpt.AccessDeniedError):
+    with pytest.raises(cloudckpt.errors.AccessDeniedError):
         cloudckpt.copy(source, target, target_options=Options(resume=True, wrap_store=failing, connections=1))
     sent: list[int] = []
     counting = Faults(Rule(fault=Tell(before=lambda call: sent.append(call.num_bytes)), operations={"put"}, times=None))
@@ -473,6 +474,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_it_holds_no_more_than_it_may(tmp_path: Path) -> None:
     """If this fails, a copy of a checkpoint larger than the machine's memory is killed."""
     save({"w": torch.zeros(1000)}, f"{tmp_path}/a/small")

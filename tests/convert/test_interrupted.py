@@ -16,7 +16,8 @@ from tests.convert.states import bits, contents, loaded, save, store_at
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB, Options
-from cloudckpt.stores.s3 import copying
+from cloudckpt.stores.s3 import store as s3_store
+from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing.faults import BrokenConnection, Faults, FlippedBits, Rule, Tell, TruncatedBody
 
 KINDS = ["path", "s3", "gs", "memory"]
@@ -25,25 +26,26 @@ _WAIT_S = 60
 
 _INTERRUPTED = """
 import os, signal, sys
-from cloudckpt.cli import _sides, main
+from cloudckpt.cli import convert, main
 from cloudckpt.testing.faults import Faults, Rule, Tell
 import dataclasses
 
 command, source, target, operation, skip = sys.argv[1:6]
 interrupt = Tell(before=lambda call: os.kill(os.getpid(), signal.SIGINT))
 faults = Faults(Rule(fault=interrupt, operations={operation}, skip=int(skip)))
-of_both = _sides.options_of_both
+of_both = convert.options_of_both
 
 def faulty(*arguments, **more):
     one, other = of_both(*arguments, **more)
     return one, dataclasses.replace(other, wrap_store=faults, connections=2)
 
-_sides.options_of_both = faulty
+convert.options_of_both = faulty
 main([command, source, target, *sys.argv[6:]])
 """
 
 
 @pytest.mark.parametrize(("command", "skip"), [("cp", 0), ("cp", 2), ("export", 0), ("export", 2), ("import", 0)])
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path, command: str, skip: int) -> None:
     """If this fails, a command that is interrupted hangs, or leaves a half of what it was to make."""
     state = {f"w{i}": torch.full((5000,), i) for i in range(6)}
@@ -87,7 +89,7 @@ def test_of_two_copies_to_one_place_one_wins(root_of: Root, kind: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(_WAIT_S)
-    (winner,) = (number for number in outcomes if isinstance(outcomes[number], cloudckpt.CopyReport))
+    (winner,) = (number for number in outcomes if isinstance(outcomes[number], cloudckpt.types.CopyReport))
     assert isinstance(outcomes[1 - winner], cloudckpt.CheckpointExistsError)
     assert bits(loaded(states[winner], target)) == bits(states[winner])
     (attempt,) = outcomes[winner].attempts
@@ -102,7 +104,7 @@ def test_a_source_that_is_deleted_meanwhile(root_of: Root, what: str) -> None:
     gone = Tell(before=lambda _call: cloudckpt.delete(source))
     options = Options(wrap_store=Faults(Rule(fault=gone, operations={"read_into"}, key="data/")))
     if what == "copy":
-        with pytest.raises(cloudckpt.CheckpointChangedError, match="was removed while it was being copied"):
+        with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="was removed while it was being copied"):
             cloudckpt.copy(source, target, options=options)
     else:
         with pytest.raises(cloudckpt.CloudckptError) as caught:
@@ -143,24 +145,25 @@ def test_a_large_object_is_copied_by_the_service_in_parts(
     root_of: Root, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """If this fails, objects of more than 5 GiB cannot be copied by S3, which takes no larger ones in one request."""
-    monkeypatch.setattr(copying, "CHECKED_PART_BYTES", 5 * MIB)
+    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 5 * MIB)
     ranges: list[str] = []
-    copy_part = copying._copy_part
+    call = S3Session.call
 
-    def counted(*arguments: Any, **members: Any) -> Any:
-        ranges.append(f"{members['begin_bytes']}-{members['end_bytes']}")
-        return copy_part(*arguments, **members)
+    def counted(self: S3Session, operation: str, api: str, *arguments: Any, **members: Any) -> Any:
+        if api == "UploadPartCopy":
+            ranges.append(members["CopySourceRange"].removeprefix("bytes="))
+        return call(self, operation, api, *arguments, **members)
 
-    monkeypatch.setattr(copying, "_copy_part", counted)
+    monkeypatch.setattr(S3Session, "call", counted)
     root = root_of(kind)
     state = {"w": torch.arange(3 * MIB, dtype=torch.int32)}
     save(state, f"{root}/a")
     report = cloudckpt.copy(f"{root}/a", f"{root}/b")
     assert report.num_service_bytes + report.num_read_back_bytes == report.num_bytes
     assert sorted(ranges, key=lambda each: int(each.partition("-")[0])) == [
-        f"0-{5 * MIB}",
-        f"{5 * MIB}-{10 * MIB}",
-        f"{10 * MIB}-{report.num_bytes}",
+        f"0-{5 * MIB - 1}",
+        f"{5 * MIB}-{10 * MIB - 1}",
+        f"{10 * MIB}-{report.num_bytes - 1}",
     ]
     assert bits(loaded(state, f"{root}/b")) == bits(state)
     assert not list(store_at(f"{root}/b").list_uploads())

@@ -216,7 +216,7 @@ def test_what_torchs_own_format_would_lose_is_refused_and_named(
     """If this fails, a structure comes back as another one: None in place of what is empty."""
     root = root_of("memory")
     save(state, f"{root}/step-1")
-    with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"at '{path}': .*format 'torch'"):
+    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=rf"at '{path}': .*format 'torch'"):
         cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
     assert contents(f"{root}/out") == {}
     cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x.pt", format="torch")

@@ -83,7 +83,7 @@ def test_an_export_that_fails_leaves_nothing(root_of: Root, format_: Any) -> Non
     where = f"{target}/x/model.pt" if format_ == "torch" else f"{target}/x"
     for key in ["model"] if format_ == "torch" else ["distcp", "metadata"]:
         faults = Faults(Rule(fault=Denied(), operations={"put"}, key=key, times=None))
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.export_checkpoint(source, where, format=format_, target_options=Options(wrap_store=faults))
         assert contents(f"{target}/x") == {}
 
@@ -128,10 +128,10 @@ class _Evil:
 def test_pickles_are_code(tmp_path: Path) -> None:
     """If this fails, an import runs whatever the file says."""
     torch.save({"w": torch.ones(2), "x": _Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(cloudckpt.UnsafePickleError, match=r"uses .*deque.*allow_pickle"):
+    with pytest.raises(cloudckpt.errors.UnsafePickleError, match=r"uses .*deque.*allow_pickle"):
         cloudckpt.import_checkpoint(tmp_path / "evil.pt", tmp_path / "step-1", format="torch")
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "old", no_dist=True)
-    with pytest.raises(cloudckpt.UnsafePickleError):
+    with pytest.raises(cloudckpt.errors.UnsafePickleError):
         cloudckpt.import_checkpoint(tmp_path / "old", tmp_path / "step-1", format="dcp")
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="import"):
         cloudckpt.export_checkpoint(tmp_path / "old", tmp_path / "out")
@@ -144,26 +144,28 @@ def test_pickles_are_code(tmp_path: Path) -> None:
 def test_other_files_are_refused_in_words(tmp_path: Path, *, legacy: bool) -> None:
     """If this fails, a wrong path ends in a traceback of torch's."""
     torch.save([torch.ones(2)], tmp_path / "list.pt", _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(cloudckpt.UnsupportedValueError, match="list"):
+    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match="list"):
         cloudckpt.import_checkpoint(tmp_path / "list.pt", tmp_path / "step-1", format="torch")
     circle: dict[str, Any] = {"w": torch.ones(1)}
     circle["self"] = circle
     for odd in (circle, {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}):
         torch.save(odd, tmp_path / "odd.pt", _use_new_zipfile_serialization=not legacy)
         for prefix in ("", "model."):
-            with pytest.raises(cloudckpt.UnsupportedValueError, match=r"odd\.pt holds no state dict that can be saved"):
+            with pytest.raises(
+                cloudckpt.errors.UnsupportedValueError, match=r"odd\.pt holds no state dict that can be saved"
+            ):
                 cloudckpt.import_checkpoint(tmp_path / "odd.pt", tmp_path / "step-1", format="torch", add_prefix=prefix)
     (tmp_path / "cut.pt").write_bytes(torch_saved({"w": torch.ones(1000)})[:2000])
-    with pytest.raises((cloudckpt.CorruptCheckpointError, cloudckpt.UnsafePickleError)):
+    with pytest.raises((cloudckpt.CorruptCheckpointError, cloudckpt.errors.UnsafePickleError)):
         cloudckpt.import_checkpoint(tmp_path / "cut.pt", tmp_path / "step-1", format="torch")
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         cloudckpt.import_checkpoint(tmp_path / "none.pt", tmp_path / "step-1", format="torch")
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         cloudckpt.import_checkpoint(tmp_path / "none", tmp_path / "step-1", format="dcp", allow_pickle=True)
     wrong: Any = "onnx"
-    with pytest.raises(cloudckpt.InvalidOptionError, match="'onnx'"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="'onnx'"):
         cloudckpt.import_checkpoint(tmp_path / "cut.pt", tmp_path / "step-1", format=wrong)
-    with pytest.raises(cloudckpt.InvalidOptionError, match="'onnx'"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="'onnx'"):
         cloudckpt.export_checkpoint(tmp_path / "a", tmp_path / "b", format=wrong)
 
 
@@ -171,7 +173,7 @@ def test_a_file_of_torch_save_that_is_replaced_meanwhile_is_noticed(
     root_of: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this fails, a tensor is imported whose first half is of one file and whose second half is of another."""
-    monkeypatch.setattr("cloudckpt._convert.import_whole._PIECE_BYTES", 4096)
+    monkeypatch.setattr("cloudckpt.convert.imports._PIECE_BYTES", 4096)
     root = root_of("memory")
 
     def put(tensor: torch.Tensor) -> None:
@@ -181,7 +183,7 @@ def test_a_file_of_torch_save_that_is_replaced_meanwhile_is_noticed(
     faults = Faults(
         Rule(fault=Tell(before=lambda _: put(torch.zeros(5000))), operations={"read_into"}, skip=2, times=1)
     )
-    with pytest.raises(cloudckpt.CheckpointChangedError, match=r"state\.pt was replaced"):
+    with pytest.raises(cloudckpt.errors.CheckpointChangedError, match=r"state\.pt was replaced"):
         cloudckpt.import_checkpoint(
             f"{root}/old/state.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=faults)
         )
@@ -206,7 +208,7 @@ def test_a_file_that_is_replaced_while_it_is_saved_is_noticed(tmp_path: Path, fo
             file.write(b"otherend")
 
     faults = Faults(Rule(fault=Tell(before=overwrite), operations={"put"}, times=1))
-    with pytest.raises(cloudckpt.CheckpointChangedError, match="was replaced"):
+    with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="was replaced"):
         cloudckpt.import_checkpoint(
             source,
             tmp_path / "step-1",

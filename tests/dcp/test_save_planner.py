@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from cloudckpt._dcp.save_planner import BalancedSavePlanner, Held, assign_ranks, entries_of
+from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, state_of
 from cloudckpt.errors import StateDictMismatchError
 
 
 def planned(
     states: list[dict[str, Any]], *, declared: bool = False
 ) -> tuple[list[BalancedSavePlanner], list[SavePlan], Any]:
-    """What each rank's planner makes of its state, by way of a coordinator; with its tensors as ones of DTensors."""
-    planners = [BalancedSavePlanner(entries=entries_of(state)) for state in states]
-    for rank, planner in enumerate(planners):
-        planner.set_up_planner({}, StorageMeta(checkpoint_id="memory://here"), is_coordinator=rank == 0)
+    """Return the planners, plans and metadata of ranks with these states; tensors `declared` as parts of DTensors."""
+    planners = [BalancedSavePlanner() for _ in states]
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        planner.set_up_planner(state, StorageMeta(checkpoint_id="memory://here"), is_coordinator=rank == 0)
     local = [pickle.loads(pickle.dumps(planner.create_local_plan())) for planner in planners]
     if declared:
         local = [
@@ -98,14 +98,14 @@ def test_many_ranks_are_told_in_a_few_words() -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[Held], list[int]]:
+def jobs(draw: st.DrawFn) -> tuple[list[ReplicatedItem], list[int]]:
     """Items of any sizes, each on some of the ranks, and what each rank has beside them."""
     own_bytes = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=6))
     ranks = st.lists(st.integers(0, len(own_bytes) - 1), min_size=1, unique=True).map(tuple)
-    return draw(st.lists(st.builds(Held, ranks=ranks, num_bytes=st.integers(0, 400)), max_size=12)), own_bytes
+    return draw(st.lists(st.builds(ReplicatedItem, ranks=ranks, num_bytes=st.integers(0, 400)), max_size=12)), own_bytes
 
 
-def loads_of(items: Sequence[Held], ranks: Sequence[int], own_bytes: Sequence[int]) -> list[int]:
+def loads_of(items: Sequence[ReplicatedItem], ranks: Sequence[int], own_bytes: Sequence[int]) -> list[int]:
     loads = list(own_bytes)
     for item, rank in zip(items, ranks, strict=True):
         loads[rank] += item.num_bytes
@@ -114,7 +114,7 @@ def loads_of(items: Sequence[Held], ranks: Sequence[int], own_bytes: Sequence[in
 
 @given(jobs())
 @settings(deadline=None)
-def test_each_item_is_saved_by_a_rank_that_holds_it(job: tuple[list[Held], list[int]]) -> None:
+def test_each_item_is_saved_by_a_rank_that_holds_it(job: tuple[list[ReplicatedItem], list[int]]) -> None:
     """If this fails, an item is asked of a rank that does not have it, or two plans of one save differ."""
     items, own_bytes = job
     ranks = assign_ranks(items, own_bytes=own_bytes)
@@ -126,7 +126,7 @@ def test_each_item_is_saved_by_a_rank_that_holds_it(job: tuple[list[Held], list[
 @settings(deadline=None, max_examples=60)
 def test_no_rank_has_much_more_than_in_the_best_assignment(sizes: list[int], num_ranks: int) -> None:
     """If this fails, all ranks wait for one that could have left some of its tensors to others."""
-    items = [Held(ranks=tuple(range(num_ranks)), num_bytes=size) for size in sizes]
+    items = [ReplicatedItem(ranks=tuple(range(num_ranks)), num_bytes=size) for size in sizes]
     nothing = [0] * num_ranks
     every = itertools.product(range(num_ranks), repeat=len(items))
     best = min(max(loads_of(items, ranks, nothing)) for ranks in every)
@@ -137,7 +137,7 @@ def test_no_rank_has_much_more_than_in_the_best_assignment(sizes: list[int], num
 @settings(deadline=None)
 def test_what_only_one_rank_has_counts(sizes: list[int], own_bytes: list[int]) -> None:
     """If this fails, the rank with the largest shards saves the replicated tensors, too."""
-    items = [Held(ranks=tuple(range(len(own_bytes))), num_bytes=size) for size in sizes]
+    items = [ReplicatedItem(ranks=tuple(range(len(own_bytes))), num_bytes=size) for size in sizes]
     loads = loads_of(items, assign_ranks(items, own_bytes=own_bytes), own_bytes)
     mean_bytes = sum(loads) / len(loads)
     assert max(loads) <= max(*own_bytes, mean_bytes + max(sizes, default=0))
@@ -188,6 +188,6 @@ def test_stateful_objects_are_asked_for_their_state() -> None:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             raise AssertionError(state_dict)
 
-    planner = BalancedSavePlanner(entries=entries_of({"counter": Counter()}))
-    planner.set_up_planner({}, is_coordinator=True)
+    planner = BalancedSavePlanner()
+    planner.set_up_planner({"counter": state_of(Counter())}, is_coordinator=True)
     assert [item.index.fqn for item in planner.create_local_plan().items] == ["counter.count"]

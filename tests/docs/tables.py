@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cloudckpt
-from cloudckpt import _opentelemetry, options, report
-from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
-from cloudckpt._pipeline import lifecycle
+from cloudckpt import options, report
+from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
+from cloudckpt.pipeline import context
+from cloudckpt.telemetry import opentelemetry
 
 ROOT = Path(__file__).resolve().parents[2]
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
@@ -55,18 +56,18 @@ def events_table() -> str:
 
 def records_table() -> str:
     """Every event that is written to the log, with its level."""
-    rows = [(f"`{name}`", logging.getLevelName(level)) for name, level in lifecycle.LEVELS.items()]
+    rows = [(f"`{name}`", logging.getLevelName(level)) for name, level in context.LEVELS.items()]
     return table(("record", "level"), rows)
 
 
 def spans_table() -> str:
     """Every span of OpenTelemetry's."""
-    return table(("span", "what it covers"), [(f"`{name}`", what) for name, what in _opentelemetry.SPANS.items()])
+    return table(("span", "what it covers"), [(f"`{name}`", what) for name, what in opentelemetry.SPANS.items()])
 
 
 def metrics_table() -> str:
     """Every metric of OpenTelemetry's."""
-    rows = [(f"`{name}`", kind, f"`{unit}`", what) for name, (kind, unit, what) in _opentelemetry.METRICS.items()]
+    rows = [(f"`{name}`", kind, f"`{unit}`", what) for name, (kind, unit, what) in opentelemetry.METRICS.items()]
     return table(("metric", "kind", "unit", "what it counts"), rows)
 
 

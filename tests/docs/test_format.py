@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt._manifest.dtypes import ITEMSIZE_BYTES, SAFETENSORS_TAG
+from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 TILE_BYTES = 4096
@@ -376,7 +376,7 @@ def test_a_broken_rule_is_refused_by_both_readers(tmp_path: Path, rule: str) -> 
     rewritten(tmp_path / "c", BROKEN[rule])
     with pytest.raises(FormatError):
         Checkpoint(tmp_path / "c")
-    with pytest.raises((cloudckpt.InvalidManifestError, cloudckpt.UnsupportedFormatError)):
+    with pytest.raises((cloudckpt.errors.InvalidManifestError, cloudckpt.errors.UnsupportedFormatError)):
         cloudckpt.load({"half": torch.zeros(5, dtype=torch.bfloat16)}, tmp_path / "c")
 
 

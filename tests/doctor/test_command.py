@@ -11,7 +11,7 @@ from cloudckpt.testing.servers import clean_environment
 
 def test_all_is_well(place: Place, run: Run) -> None:  # noqa: F811  # the fixture
     """If this fails, a script that asks before it trains is told no."""
-    ended = run("doctor", place.uri(), "--no-measure")
+    ended = run("doctor", place.uri())
     assert ended.code == 0
     assert "create-if-absent works" in ended.out
     assert "✓" in ended.out

@@ -12,7 +12,7 @@ from typing import Any
 from tests.e2e.places import LocalPlace, Place
 
 import cloudckpt
-from cloudckpt import GarbageReport
+from cloudckpt.types import GarbageReport
 
 MAX_FENCE_BYTES = 128
 

@@ -28,7 +28,6 @@ from tests.wrapped import Call, WrappedStore
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt._process.host import upload_process
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.wire import Rule, Seen, Tell, Wire
@@ -115,7 +114,9 @@ class Killer:
     num_seen: int = 0
 
     def __call__(self, event: cloudckpt.Event) -> None:
-        enlist(self.job, event.rank)  # an upload process begins only with the save
+        if event.name in ("save.begun", "save.staged", "save.done", "save.failed"):
+            return  # by process, the training process reports these, which is not to die
+        enlist(self.job, event.rank)
         kill = self.job.kill
         if event.rank != kill.watching_rank or event.name != kill.moment.event:
             return
@@ -133,9 +134,7 @@ def _armed(job: Job) -> Path:
 
 def enlist(job: Job, rank: int) -> None:
     """Leave the id of the process that saves, for whoever kills."""
-    pid = upload_process().pid if job.kill.how == "process" else os.getpid()
-    assert pid is not None
-    (job.scratch / f"{rank}.{pid}").touch()
+    (job.scratch / f"{rank}.{os.getpid()}").touch()
 
 
 def kill_victims(job: Job) -> None:
@@ -269,7 +268,7 @@ def die(job: Job) -> None:
     ends = dict(
         re.findall(r"^--- rank (\d+) (raised|did not report \(exit code \S+\))", str(caught.value), re.MULTILINE)
     )
-    # An upload process dies, and the rank whose it was lives to tell.
+    # The process that saves dies, and the rank whose it is lives to tell.
     killed = frozenset() if kill.how == "process" else kill.victims
     ended = {f"did not report (exit code -{number})" for number in (signal.SIGTERM.value, signal.SIGKILL.value)}
     lives = {"raised"} | (ended if kill.others == "end" else set())

@@ -30,7 +30,6 @@ CYCLE = 10
 NUM_WARM_CYCLES = 2
 LARGE_ITEMS = 256 * 1024
 
-Mode = Literal["thread", "process"]
 Leak = Literal["memory", "descriptor", "thread", "mapping", "child"]
 
 
@@ -90,13 +89,13 @@ def check_flat(found: list[Holding], *, most_rss_bytes: int) -> None:
     assert after.own_bytes - before.own_bytes <= MOST_OWN_BYTES, text
 
 
-def repeated_saves(root: str, num_saves: int, mode: Mode, leak: Leak | None = None) -> list[Holding]:
+def repeated_saves(root: str, num_saves: int, leak: Leak | None = None) -> list[Holding]:
     """Save a model that changes, in the background, and have some of the saves fail and some cancelled.
 
     What is held at the end of each cycle. Raises where what was committed cannot be loaded. With a `leak`, each save
     leaves something behind.
     """
-    saves = _Saves(root=root, options=cloudckpt.Options(async_mode=mode, metadata={"mode": mode}))
+    saves = _Saves(root=root, options=cloudckpt.Options(metadata={"run": "long"}))
     left: list[Any] = []
     found = []
     tracemalloc.start(1)
@@ -134,11 +133,11 @@ class _Saves:
         elif kind == 7:
             handle = self._begin(state, uri)
             is_cancelled = handle.cancel()
-            assert isinstance(handle.exception(WAIT_S), cloudckpt.SaveCancelledError) == is_cancelled
+            assert isinstance(handle.exception(WAIT_S), cloudckpt.errors.SaveCancelledError) == is_cancelled
             if not is_cancelled:
                 self._kept.append(uri)
         elif kind == 8:  # it cannot be saved
-            with _raising(cloudckpt.UnsupportedValueError):
+            with _raising(cloudckpt.errors.UnsupportedValueError):
                 self._begin({**state, "meta": torch.empty(4, device="meta")}, uri).result(WAIT_S)
         elif kind == 9:  # nobody asks, so that the next save tells
             self._begin(state, self._kept[-1])

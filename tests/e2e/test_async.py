@@ -124,6 +124,7 @@ def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.name)
+@pytest.mark.slow
 def test_every_way_to_save_asynchronously_commits_what_was_staged(place: Place, kind: AsyncCheckpointerType) -> None:
     """If this fails, an asynchronous save is torn by later training steps, or does not reach the store at all."""
     run_ranks(save_through_every_door, place.root, kind, world_size=2)

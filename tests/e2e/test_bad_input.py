@@ -81,7 +81,7 @@ def test_a_uri_that_names_nothing_is_refused(
 ) -> None:
     """If this fails, a typing error makes a local directory called 's3:' that nobody looks into."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(cloudckpt.InvalidURIError, match=named) as caught:
+    with pytest.raises(cloudckpt.errors.InvalidURIError, match=named) as caught:
         call(uri)
     assert isinstance(caught.value, ValueError)
     assert "secret" not in str(caught.value)
@@ -91,7 +91,7 @@ def test_a_uri_that_names_nothing_is_refused(
 @by_call
 def test_a_bucket_that_is_not_there_is_named(bucket: BucketPlace, call: Call) -> None:
     """If this fails, a mistyped bucket looks like a missing checkpoint, or like success."""
-    with pytest.raises(cloudckpt.BucketNotFoundError, match="no-such-bucket"):
+    with pytest.raises(cloudckpt.errors.BucketNotFoundError, match="no-such-bucket"):
         call(f"{bucket.scheme}://no-such-bucket/run")
 
 
@@ -130,7 +130,7 @@ def test_denied_access_says_what_is_denied(enforced: S3Place, call: Call, monkey
     name, secret = enforced.nobody  # type: ignore[attr-defined]
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", name)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    with pytest.raises(cloudckpt.AccessDeniedError, match=r"s3:[A-Z][A-Za-z]+") as caught:
+    with pytest.raises(cloudckpt.errors.AccessDeniedError, match=r"s3:[A-Z][A-Za-z]+") as caught:
         call(enforced.uri())
     assert enforced.bucket in str(caught.value)
     assert secret not in str(caught.value)
@@ -141,7 +141,7 @@ def test_wrong_credentials_are_named_as_such(enforced: S3Place, call: Call, monk
     """If this fails, an expired or mistyped key sends the user to look for missing files."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWNUNKNOWN00")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret")
-    with pytest.raises(cloudckpt.CredentialsError) as caught:
+    with pytest.raises(cloudckpt.errors.CredentialsError) as caught:
         call(enforced.uri())
     assert "very-secret" not in str(caught.value)
 
@@ -155,7 +155,7 @@ def test_missing_credentials_are_named_as_such(
         monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "nothing"))
-    with pytest.raises(cloudckpt.CredentialsError):
+    with pytest.raises(cloudckpt.errors.CredentialsError):
         call(s3.uri())
 
 
@@ -171,7 +171,7 @@ def test_an_endpoint_that_does_not_answer_is_given_up(bucket: BucketPlace, silen
     """If this fails, a dead store makes a job hang for ever, with its GPUs."""
     options = cloudckpt.Options(timeout_s=1.0, storage_options=bucket.options_at(silent_endpoint))
     begun_s = time.monotonic()
-    with pytest.raises(cloudckpt.StoreTimeoutError) as caught:
+    with pytest.raises(cloudckpt.errors.StoreTimeoutError) as caught:
         call(bucket.uri(), options)
     assert time.monotonic() - begun_s < WAIT_S
     assert isinstance(caught.value, TimeoutError)
@@ -184,7 +184,7 @@ def test_an_endpoint_that_refuses_connections_is_named(bucket: BucketPlace, call
         endpoint = f"http://127.0.0.1:{port}"
         options = cloudckpt.Options(timeout_s=2.0, retries=1, storage_options=bucket.options_at(endpoint))
         begun_s = time.monotonic()
-        with pytest.raises(cloudckpt.TransientStoreError, match=re.escape(endpoint.removeprefix("http://"))):
+        with pytest.raises(cloudckpt.errors.TransientStoreError, match=re.escape(endpoint.removeprefix("http://"))):
             call(bucket.uri(), options)
         assert time.monotonic() - begun_s < WAIT_S
 
@@ -223,7 +223,9 @@ def ask_too_much_on_one_rank(uri: str) -> None:
     state = values()
     if dist.get_rank() == 1:
         state["own"] = [{"hook": threading.Lock()}]
-    with pytest.raises(cloudckpt.UnsupportedValueError, match=r"\[rank 1\] .*'own\.0\.hook' \(of class _thread\.lock"):
+    with pytest.raises(
+        cloudckpt.errors.UnsupportedValueError, match=r"\[rank 1\] .*'own\.0\.hook' \(of class _thread\.lock"
+    ):
         cloudckpt.save(state, f"{uri}-2")
     state = values(0.0)
     if dist.get_rank() == 1:
@@ -245,10 +247,10 @@ def fail_on_ranks(uri: str, storage_options: dict[str, Any], scheme: str) -> Non
     options = cloudckpt.Options(timeout_s=5.0, storage_options=storage_options)
     with pytest.raises(CheckpointException) as caught:
         cloudckpt.save(values(), uri, options=options)
-    assert isinstance(caught.value, cloudckpt.StoreTimeoutError)
-    with pytest.raises(cloudckpt.BucketNotFoundError):
+    assert isinstance(caught.value, cloudckpt.errors.StoreTimeoutError)
+    with pytest.raises(cloudckpt.errors.BucketNotFoundError):
         cloudckpt.load(values(), f"{scheme}://no-such-bucket/run")
-    with pytest.raises(cloudckpt.InvalidURIError):
+    with pytest.raises(cloudckpt.errors.InvalidURIError):
         cloudckpt.save(values(), "abc://bucket/run")
 
 
@@ -264,12 +266,24 @@ def save_what_ranks_disagree_on(root: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for number, (kinds, error, said) in enumerate(
         [
-            ((torch.ones(4), "text"), cloudckpt.StateDictMismatchError, r"'x' is .*\[4\] on rank 0, a value on rank 1"),
-            (("text", torch.ones(4)), cloudckpt.StateDictMismatchError, r"'x' is a value on rank 0, .*\[4\] on rank 1"),
-            ((torch.ones(4), torch.ones(5)), cloudckpt.StateDictMismatchError, r"'x' is .*\[4\] .* \[5\] on rank 1"),
+            (
+                (torch.ones(4), "text"),
+                cloudckpt.errors.StateDictMismatchError,
+                r"'x' is .*\[4\] on rank 0, a value on rank 1",
+            ),
+            (
+                ("text", torch.ones(4)),
+                cloudckpt.errors.StateDictMismatchError,
+                r"'x' is a value on rank 0, .*\[4\] on rank 1",
+            ),
+            (
+                (torch.ones(4), torch.ones(5)),
+                cloudckpt.errors.StateDictMismatchError,
+                r"'x' is .*\[4\] .* \[5\] on rank 1",
+            ),
             (
                 (torch.ones(4), lambda: DTensor.from_local(torch.ones(2), mesh, [Shard(0)])),
-                cloudckpt.StateDictMismatchError,
+                cloudckpt.errors.StateDictMismatchError,
                 r"'x' is a tensor of .* on rank 0, a DTensor .* on rank 1",
             ),
             ((1, 2), None, ""),
@@ -284,7 +298,7 @@ def save_what_ranks_disagree_on(root: str) -> None:
             cloudckpt.save(state, f"{root}/{number}")
     # Tiles of two lengths in as many tiles each: of this the number of checksums says nothing.
     options = cloudckpt.Options(tile_bytes=4096 if rank else 4160)
-    with pytest.raises(cloudckpt.InvalidOptionError, match=r"tile_bytes=4096\) on rank 1 differs from 4160"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"tile_bytes=4096\) on rank 1 differs from 4160"):
         cloudckpt.save({f"of {rank}": torch.ones(1250)}, f"{root}/tiles", options=options)
 
 
@@ -311,9 +325,9 @@ def test_neither_or_both_locations_are_refused(place: Place) -> None:
 )
 def test_credentials_in_a_location_are_not_repeated(uri: str) -> None:
     """If this fails, a password that somebody wrote into a URI stands in the log of the job that failed by it."""
-    with pytest.raises(cloudckpt.InvalidURIError) as of_newest:
+    with pytest.raises(cloudckpt.errors.InvalidURIError) as of_newest:
         cloudckpt.load_latest(values(), uri, no_dist=True)
-    with pytest.raises(cloudckpt.InvalidURIError) as of_two:
+    with pytest.raises(cloudckpt.errors.InvalidURIError) as of_two:
         cloudckpt.save(values(), uri, checkpoint_id="memory://other/run")
     for error in (of_newest.value, of_two.value):
         assert "hush" not in f"{error} {error!r} {vars(error)}"

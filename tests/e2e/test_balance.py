@@ -29,6 +29,7 @@ def save_replicated(uri: str) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.slow
 def test_replicated_tensors_are_spread_by_bytes(place: Place, num_ranks: int) -> None:
     """If this fails, a DDP job waits for the rank that saves the largest tensors while the others are idle."""
     uri = place.uri()
@@ -63,6 +64,7 @@ def load_hybrid(uri: str) -> None:
         assert torch.equal(state[name].to_local(), tensor.to_local())
 
 
+@pytest.mark.slow
 def test_replicas_of_shards_are_spread_by_bytes(local: LocalPlace) -> None:
     """If this fails, one replica of an HSDP job saves what both hold, or the pieces of a shard come back mixed up."""
     uri = local.uri()

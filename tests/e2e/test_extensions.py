@@ -40,14 +40,15 @@ def loaded(uri: str, *extensions: Any) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("mode", ["save", "thread", "process"])
-def test_a_chain_goes_up_and_comes_back(place: Place, mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["save", "thread"])
+@pytest.mark.slow
+def test_a_chain_goes_up_and_comes_back(place: Place, mode: str) -> None:
     """If this fails, a compressed and encrypted checkpoint cannot be had on this store, in one of the ways to save."""
     uri, chain = place.uri(), [Zstandard(), Xor(KEY)]
     if mode == "save":
         cloudckpt.save(state_of(2.0), uri, no_dist=True, options=Options(extensions=chain, **SMALL))
     else:
-        options = Options(extensions=chain, async_mode=mode, **SMALL)
+        options = Options(extensions=chain, **SMALL)
         cloudckpt.async_save(state_of(2.0), uri, no_dist=True, options=options).result(120)
         cloudckpt.close()
     assert_is(loaded(uri, *chain), 2.0)
@@ -82,9 +83,13 @@ def test_without_the_extension_it_is_verified_copied_and_not_loaded(place: Place
     cloudckpt.copy(source, target)
     assert cloudckpt.verify(target).num_tensors == 4
     assert_is(loaded(target, Xor(KEY)), 2.0)
-    with pytest.raises(cloudckpt.UnsupportedFormatError, match=r"'tests.xor/1'.*Options\(extensions="):
+    with pytest.raises(
+        cloudckpt.errors.UnsupportedFormatError, match=r"'tests.xor/1'.*with the extension in the options"
+    ):
         loaded(target)
-    with pytest.raises(cloudckpt.UnsupportedFormatError, match=r"'tests.xor/1'.*Options\(extensions="):
+    with pytest.raises(
+        cloudckpt.errors.UnsupportedFormatError, match=r"'tests.xor/1'.*with the extension in the options"
+    ):
         cloudckpt.compare(source, target)
 
 

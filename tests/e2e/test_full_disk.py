@@ -68,6 +68,7 @@ print(json.dumps({"told": told, "left": left, "w": state["w"].unique().tolist()}
 
 
 @pytest.mark.parametrize("how", ["limit", "full"])
+@pytest.mark.slow
 def test_a_manifest_that_does_not_fit_was_not_committed(tmp_path: Path, how: str) -> None:
     """If this fails, a full disk looks like a commit that may have arrived: the data of a save that did not is left
     there, on the very disk that is full, and a supervisor has to look before it may try again.

@@ -13,36 +13,39 @@ from tests.e2e.harness import run_ranks
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 import cloudckpt
-from cloudckpt._ranks import group as ranks_group
+from cloudckpt.distributed import guarded_group
 
 pytestmark = pytest.mark.multirank
 
 
+def own_group() -> Any:
+    (guard,) = guarded_group._guards._guards
+    return guard._group()
+
+
 def save_and_look(root: str) -> None:
     cloudckpt.save({f"own-{dist.get_rank()}": torch.ones(10)}, f"{root}/c")
-    (group,) = ranks_group._groups.values()
+    group = own_group()
     assert group._get_sequence_number_for_group() >= 0  # torch's; it raises where there is no default backend
 
 
 def gather_as_torch_2_15_does(root: str) -> None:
     cloudckpt.save({f"own-{dist.get_rank()}": torch.ones(10)}, f"{root}/c")
-    (group,) = ranks_group._groups.values()
+    group = own_group()
     seen: list[str] = []
-    group.meetings.meet = lambda: seen.append("met")  # type: ignore[method-assign]  # the save is over: nobody gives signs
-    group.call_at_end(lambda: seen.append("ended"))
-    group._is_scattered = True
+    group.rendezvous.barrier = lambda: seen.append("met")  # type: ignore[method-assign]  # the save is over: nobody gives signs
     for dtype in (torch.long, torch.uint8):  # the sizes of objects, and what they hold
         gathered = torch.zeros(2, dtype=dtype)
         dist.all_gather_single(gathered, torch.tensor([dist.get_rank() + 5], dtype=dtype), group=group)
         assert gathered.tolist() == [5, 6]
-    assert seen == ["ended", "met", "ended"]
+    assert seen == ["met"]
 
 
 def make_each_collective(root: str) -> None:
     cloudckpt.save({f"own-{dist.get_rank()}": torch.ones(10)}, f"{root}/c")
-    (group,) = ranks_group._groups.values()
+    group = own_group()
     met: list[str] = []
-    group.meetings.meet = lambda: met.append(name)  # type: ignore[method-assign]  # the save is over: nobody gives signs
+    group.rendezvous.barrier = lambda: met.append(name)  # type: ignore[method-assign]  # the save is over: nobody gives signs
     wrapper = _DistWrapper(group, use_dist=True, coordinator_rank=0)
     rank, is_first = wrapper.get_rank(), wrapper.is_coordinator
     calls: dict[str, tuple[Callable[[], object], object]] = {
@@ -71,7 +74,7 @@ def test_ranks_meet_before_each_collective_of_dcps(tmp_path: Path) -> None:
 def test_ranks_meet_whichever_nccl_they_have(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If this fails, with an NCCL of torch 2.15's by its own name, a rank that is lost is waited for unnamed."""
     monkeypatch.setattr(dist, "get_backend_config", lambda _: f"cpu:gloo,cuda:{name}")
-    assert ranks_group._backends_of(Any) <= ranks_group._WATCHED_BACKENDS
+    assert guarded_group._backends_of(Any) <= guarded_group._GUARDED_BACKENDS
 
 
 @pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch 2.11 has no such collective")

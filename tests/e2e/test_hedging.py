@@ -11,7 +11,7 @@ import torch
 from tests.e2e.servers import FlakyS3, serve
 
 import cloudckpt
-from cloudckpt._transfer import peers
+from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
 from cloudckpt.testing.wire import Action, Rule, StallAnswer, StallRequest, Throttle, Wire
@@ -34,8 +34,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each of these would take seconds; and on a busy machine others may be slow, too."""
-    monkeypatch.setattr(peers, "LEAST_S", 0.2)
-    monkeypatch.setattr(peers, "_LEAST_ALLOWED", 100)
+    monkeypatch.setattr(hedging, "LEAST_S", 0.2)
+    monkeypatch.setattr(hedging, "_LEAST_ALLOWED", 100)
 
 
 def options_at(server: Server, url: str) -> cloudckpt.Options:

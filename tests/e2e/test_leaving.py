@@ -1,15 +1,12 @@
-"""Ranks that leave a save by force: by Ctrl-C at any moment, or by destroying the process group under it."""
+"""Ranks that leave a save by force: by Ctrl-C, or by destroying the process group under it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import random
-import sys
+import signal
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,16 +18,17 @@ from tests.e2e.places import Place
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt import _ranks, api
-from cloudckpt._background import runner
-from cloudckpt._ranks.met_group import MetGroup
+from cloudckpt import api
+from cloudckpt.background import runner
+from cloudckpt.distributed.guarded_group import GuardedProcessGroup
+from cloudckpt.distributed.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.multirank
 
 WAIT_S = 90.0
 TIMEOUT_S = 30.0
 SHORT_S = 3.0
-"""For what gloo holds ranks for."""
+"""For what a broken connection takes."""
 
 
 def values(fill: float) -> dict[str, torch.Tensor]:
@@ -61,7 +59,7 @@ def interrupted_at(moment: str) -> Any:
     if moment == "the call has begun":
         patch.setattr(api, "earlier_failure", interrupt)
     elif moment == "the copy has begun":
-        patch.setattr(runner, "Steering", interrupt)
+        patch.setattr(runner, "Cancellation", interrupt)
     elif moment == "the thread is about to start":
         patch.setattr(runner, "keep", lambda handle, thread: (runner_keep(handle, thread), interrupt()))
     return patch
@@ -132,184 +130,77 @@ def test_saves_of_both_kinds_go_on_after_a_loss_in_either(local: Place, purpose:
     assert {key.rpartition("/")[0] for key in local.manifest_keys()} == {"before/next", "before/last", "next", "last"}
 
 
-# --- An interrupt between a meeting and the collective for which the ranks met
+# --- Ctrl-C while the ranks wait for one another
 
 
-def leave_a_collective(root: str, who: int) -> None:
-    """On each rank: `who` is interrupted where gloo then holds the others, and its next save is of the other kind."""
+def interrupt_while_waiting(root: str, who: int) -> None:
+    """On each rank: Ctrl-C comes to `who` in each of its waits for the others, one save after the other."""
     save_again(f"{root}/before")
-    options = cloudckpt.Options(timeout_s=SHORT_S)
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
+    barrier, run = Rendezvous.barrier, GuardedProcessGroup._run
     patch = pytest.MonkeyPatch()
-
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    if dist.get_rank() == who:
-        patch.setattr(MetGroup, "_done", interrupt)
-    with pytest.raises((KeyboardInterrupt, cloudckpt.RankLostError)):
-        cloudckpt.save(values(1.0), f"{root}/not-made", options=options)
-    patch.undo()
-    cloudckpt.async_save(values(1.0), f"{root}/made", options=options).result(WAIT_S)
-    save_again(f"{root}/after")
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_who_leaves_a_collective_waits_for_those_whom_gloo_holds(local: Place, who: int) -> None:
-    """If this fails, a rank that was interrupted gives up the others, in a save of the other kind, just before they
-    come.
-    """
-    run_ranks(leave_a_collective, local.uri(), who, world_size=3, timeout_s=WAIT_S)
-
-
-# --- An interrupt at any line of what waits, and in the next call another one
-
-
-class InterruptAtLine:
-    """Ctrl-C at the line of this number of what waits for ranks, from where a call has its number on."""
-
-    FOLDER = Path(_ranks.__file__).parent
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.is_counting = False
-
-    def __enter__(self) -> None:
-        sys.settrace(self._traced)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _traced(self, frame: FrameType, event: str, _: object) -> Any:
-        path = Path(frame.f_code.co_filename)
-        if path.parent != self.FOLDER or path.name == "signs.py":
-            return None
-        self.is_counting |= frame.f_code.co_name == "_founded"
-        if event == "line" and self.is_counting:
-            self.number -= 1
-            if self.number == 0:
-                raise KeyboardInterrupt
-        return self._traced
-
-
-def interrupt_lines(root: str, purpose: str, seed: int) -> None:
-    """On each rank: one of them is interrupted in two calls in a row; the next one is made, in each round."""
-    drawn = random.Random(seed)
-
-    def save(name: str, timeout_s: float = TIMEOUT_S) -> None:
-        options = cloudckpt.Options(timeout_s=timeout_s)
-        if purpose == "background":
-            cloudckpt.async_save(values(1.0), f"{root}/{name}", options=options).result(WAIT_S)
-        else:
-            cloudckpt.save(values(1.0), f"{root}/{name}", options=options)
-
-    save("first")
     for number in range(6):
-        who, lines = drawn.randrange(2), [drawn.randrange(1, 250), drawn.randrange(1, 120)]
-        for line in lines:
-            interrupt = InterruptAtLine(line) if dist.get_rank() == who else contextlib.nullcontext()
-            with (
-                contextlib.suppress(KeyboardInterrupt, CheckpointException),
-                interrupt,
-            ):  # what it came to, is seen below
-                save(f"{number}-{line}", SHORT_S)
-        with contextlib.suppress(CheckpointException):  # as long as gloo holds a rank
-            save(f"{number}-again", SHORT_S)
-        dist.barrier()
-        save(f"{number}-made")
+        left = [number // 2]
 
+        def press(rendezvous: Rendezvous, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == -1:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+                while rendezvous._failure is None:  # the main thread notes it where it waits
+                    os.sched_yield()
 
-@pytest.mark.parametrize("purpose", ["foreground", "background"])
-def test_two_interrupts_in_a_row_put_no_rank_out_of_step(local: Place, purpose: str) -> None:
-    """If this fails, a second Ctrl-C at the wrong line makes every later save fail on all ranks."""
-    seed = int(os.environ.get("CLOUDCKPT_SEED", "3"))
-    print("seed", seed)
-    run_ranks(interrupt_lines, local.uri(), purpose, seed, world_size=2, timeout_s=2 * WAIT_S)
-
-
-# --- A rank that misses a call
-
-
-def miss_one(root: str, absent: tuple[int, ...]) -> None:
-    """On each rank: some fail before a save, by an error of their own; all meet, and save again."""
-    cloudckpt.save(values(1.0), f"{root}/first")
-    if dist.get_rank() not in absent:
-        with pytest.raises(cloudckpt.RankLostError, match="no sign of life"):
-            cloudckpt.save(values(1.0), f"{root}/missed", options=cloudckpt.Options(timeout_s=SHORT_S))
-    dist.barrier()
+        if dist.get_rank() == who:
+            if number % 2:
+                patch.setattr(Rendezvous, "barrier", lambda one, press=press: (press(one), barrier(one))[1])
+            else:
+                patch.setattr(
+                    GuardedProcessGroup,
+                    "_run",
+                    lambda one, work, press=press: (press(one.rendezvous), run(one, work))[1],
+                )
+            with pytest.raises(KeyboardInterrupt):
+                cloudckpt.save(values(1.0), f"{root}/left-{number}", options=options)
+            patch.undo()
+        else:
+            with pytest.raises(cloudckpt.RankLostError, match=r"left before the end .KeyboardInterrupt") as caught:
+                cloudckpt.save(values(1.0), f"{root}/left-{number}", options=options)
+            assert caught.value.ranks == (who,)
     save_again(root)
 
 
-@pytest.mark.parametrize("absent", [(0,), (1,), (0, 2)])
-def test_a_rank_that_missed_a_save_makes_the_next_one(local: Place, absent: tuple[int, ...]) -> None:
-    """If this fails, one error on one rank, which the program survives, makes every later save fail on all ranks."""
-    run_ranks(miss_one, local.root, absent, world_size=3, timeout_s=WAIT_S)
-    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"first", "next", "last"}
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_fails_one_save_on_all_ranks_and_the_next_is_made(local: Place, who: int) -> None:
+    """If this fails, Ctrl-C on one rank leaves the others in gloo for half an hour, or ends all later saves."""
+    run_ranks(interrupt_while_waiting, local.root, who, world_size=3, timeout_s=WAIT_S)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"before", "next", "last"}
 
 
-def miss_one_and_go_on(root: str, purpose: str, absent: int) -> None:
-    """On each rank: a loop that goes on after a save that failed. One misses one; nothing else joins them."""
-    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
-    for number in range(6):
-        if number == 1 and dist.get_rank() == absent:
-            continue
-        with contextlib.suppress(CheckpointException):  # what it came to, is seen below
-            if purpose == "background":
-                cloudckpt.async_save(values(1.0), f"{root}/{number}", options=options).result(WAIT_S)
-            else:
-                cloudckpt.save(values(1.0), f"{root}/{number}", options=options)
+# --- A rank whose connection fails
 
 
-@pytest.mark.parametrize("absent", [0, 1])
-@pytest.mark.parametrize("purpose", ["foreground", "background"])
-def test_a_rank_that_missed_a_save_and_is_ahead_is_met_again(local: Place, purpose: str, absent: int) -> None:
-    """If this fails, ranks that only saves join fail in each one, for ever, once one of them has missed one."""
-    run_ranks(miss_one_and_go_on, local.root, purpose, absent, world_size=2, timeout_s=WAIT_S)
-    assert {key.partition("/")[0] for key in local.manifest_keys()} >= {"0", "3", "4", "5"}
-
-
-# --- A rank whose connection fails when the others have all that they need
-
-
-def lose_the_last_word(root: str, purpose: str, who: int) -> None:
-    """On each rank: `who` fails in the last collective of its first save; all save again, in both ways."""
-    options = cloudckpt.Options(timeout_s=TIMEOUT_S)
-    save_again(f"{root}/before")  # as often on all ranks
-    patch, waits = pytest.MonkeyPatch(), [0]
-    done = MetGroup._done
-
-    def broken(group: MetGroup, collective: Any) -> Any:
-        work = done(group, collective)
-        waits[0] += 1
-        if waits[0] == count:
-            raise group.meetings.explain(RuntimeError("the connection is gone"))
-        return work
-
-    def saved_as(name: str) -> None:
-        if purpose == "background":
-            cloudckpt.async_save(values(1.0), f"{root}/{name}", options=options).result(WAIT_S)
-        else:
-            cloudckpt.save(values(1.0), f"{root}/{name}", options=options)
-
-    count = 0
-    patch.setattr(MetGroup, "_done", broken)
-    saved_as("counted")
-    count, waits[0] = waits[0] if dist.get_rank() == who else 0, 0
+def lose_the_connection(root: str, who: int) -> None:
+    """On each rank: a collective breaks on `who`; all later calls in the group fail at once."""
+    options = cloudckpt.Options(timeout_s=SHORT_S)
+    cloudckpt.save(values(1.0), f"{root}/before", options=options)
+    patch = pytest.MonkeyPatch()
     if dist.get_rank() == who:
-        with pytest.raises(cloudckpt.RankLostError):
-            saved_as("first")
+        patch.setattr(GuardedProcessGroup, "_run", _break)
+    for number in range(2):
+        with pytest.raises(cloudckpt.RankLostError, match="make a new one, or restart the job"):
+            cloudckpt.save(values(1.0), f"{root}/not-made-{number}", options=options)
         patch.undo()
-    else:
-        saved_as("first")
-    saved_as("second")
-    save_again(f"{root}/after")
+    dist.barrier()
+    cloudckpt.save(values(1.0), f"{root}/made", process_group=dist.new_group(), options=options)
 
 
-@pytest.mark.parametrize(("purpose", "who"), [("foreground", 1), ("background", 1), ("background", 2)])
-def test_a_rank_that_fails_after_all_others_have_ended_is_met_in_the_next_save(
-    local: Place, purpose: str, who: int
-) -> None:
-    """If this fails, the others begin a save without knowing that it has given them up: no later one is ever made."""
-    run_ranks(lose_the_last_word, local.uri(), purpose, who, world_size=3, timeout_s=WAIT_S)
+def _break(group: GuardedProcessGroup, _collective: object) -> None:
+    raise group.rendezvous.explain(RuntimeError("the connection is gone"))
+
+
+def test_a_broken_connection_ends_the_group_on_all_ranks(local: Place) -> None:
+    """If this fails, ranks mix up the bytes of two collectives after one has broken."""
+    run_ranks(lose_the_connection, local.root, 1, world_size=3, timeout_s=WAIT_S)
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"before", "made"}
 
 
 # --- The process group is destroyed

@@ -80,7 +80,7 @@ def _second_life(root: str) -> None:
     with CheckpointManager(root, keep_last=2) as manager:
         assert restored(manager) == 45
         with pytest.raises(
-            cloudckpt.CheckpointNotFoundError, match=r"step 20 is not committed .* the steps 10, 40, 45"
+            cloudckpt.CheckpointNotFoundError, match=r"step 20 is not committed .* the committed steps are 10, 40, 45"
         ):
             manager.restore(state_of(-1.0), 20)
         assert restored(manager, 40) == 40
@@ -97,6 +97,7 @@ def _second_life(root: str) -> None:
 
 
 @pytest.mark.multirank
+@pytest.mark.slow
 def test_a_job_goes_on_with_other_ranks(place: Place) -> None:
     """If this fails, an elastic restart loses its checkpoints, or ranks begin at different steps."""
     kept, *others = run_ranks(_first_life, place.root, world_size=2)

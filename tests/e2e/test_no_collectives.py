@@ -87,7 +87,9 @@ def save_sharded_alone(uri: str) -> None:
     for use in ({"use_collectives": False}, {"no_dist": True}):
         sharded = {"w": distribute_tensor(torch.ones(5), mesh, [Shard(0)]), "n": rank}
         target = f"{uri}/{next(iter(use))}" + (f"/{rank}" if "no_dist" in use else "")
-        with pytest.raises(cloudckpt.IncompleteSaveError, match=r"'w'.*\n?.*saved by all of their ranks together"):
+        with pytest.raises(
+            cloudckpt.errors.IncompleteSaveError, match=r"'w'.*\n?.*saved by all of their ranks together"
+        ):
             cloudckpt.save(sharded, target, **use)
         replicated = {"w": distribute_tensor(torch.ones(5), mesh, [Replicate()]), "n": rank}
         cloudckpt.save(replicated, target, **use)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.places import LocalPlace
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
-from cloudckpt import Options
 
 pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch before 2.15 knows of no such tensors")
 
@@ -42,7 +42,8 @@ def save(uri: str, verb: Verb) -> None:
         if verb == "save":
             cloudckpt.save(state, f"{uri}/{seed}")
         else:
-            cloudckpt.async_save(state, f"{uri}/{seed}", options=Options(async_mode=verb)).result()
+            kind = AsyncCheckpointerType[verb.upper()]
+            cloudckpt.async_save(state, f"{uri}/{seed}", async_checkpointer_type=kind).result()
 
 
 def load(uri: str) -> None:

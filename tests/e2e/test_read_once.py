@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt._share.ring import SharedMemoryRing
+from cloudckpt.distributed.shared_reads.ring import SharedMemoryRing
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.stores.base import Store
 
@@ -80,7 +80,7 @@ def test_the_manifest_is_read_by_the_coordinator_alone(place: Place) -> None:
 
 
 def load_what_is_damaged(uri: str) -> tuple[list[int], list[str], bool]:
-    with pytest.raises(cloudckpt.InvalidManifestError) as caught:
+    with pytest.raises(cloudckpt.errors.InvalidManifestError) as caught:
         cloudckpt.load(values(0.0), uri)
     failures: dict[int, Any] = caught.value.failures  # type: ignore[attr-defined]  # it is torch's exception, too
     names = [type(error).__name__ for error, _ in failures.values()]
@@ -182,6 +182,7 @@ def test_what_several_ranks_want_is_read_once(place: Place, num_ranks: int, veri
 
 
 @pytest.mark.parametrize("settings", [{"share_reads": "never"}, {"share_reads": "auto"}], ids=str)
+@pytest.mark.slow
 def test_ranks_share_only_where_it_pays_or_is_asked_for(place: Place, settings: dict[str, Any]) -> None:
     """If this fails, small loads wait for each other, or an option is not listened to."""
     run_ranks(save_model, place.uri(), world_size=2)
@@ -242,6 +243,7 @@ def save_and_load_disturbed(uri: str, deed: str) -> tuple[float, str, tuple[int,
 
 
 @pytest.mark.parametrize(("deed", "max_s"), [("killed", TIMEOUT_S["killed"]), ("stopped", 5 * TIMEOUT_S["stopped"])])
+@pytest.mark.slow
 def test_a_rank_that_ends_or_hangs_in_the_middle_is_named_in_time(
     local: LocalPlace, tmp_path: Path, deed: str, max_s: float
 ) -> None:
@@ -273,6 +275,7 @@ def load_with_failing_planner(uri: str) -> tuple[float, list[int], bool]:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_to_read_is_not_waited_for(place: Place) -> None:
     """If this fails, ranks wait all of their patience for the bytes of one whose planner has failed."""
     run_ranks(save_model, place.uri(), world_size=3)
@@ -331,6 +334,7 @@ def load_over_and_over(uri: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_load(local: LocalPlace) -> None:
     """If this fails, each load that shares leaves a descriptor, a thread or shared memory behind."""
     named_before = set(Path("/dev/shm").glob("*cloudckpt*"))  # noqa: S108  # to look there

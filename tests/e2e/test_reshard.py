@@ -137,6 +137,7 @@ def test_a_checkpoint_loads_in_another_layout(local: LocalPlace, saved: Layout, 
 
 
 @pytest.mark.multirank
+@pytest.mark.slow
 def test_a_checkpoint_on_a_bucket_loads_in_other_layouts(place: Place) -> None:
     """If this fails, resharding reads wrong byte ranges from an object store."""
     run_ranks(save_in, ROWS_4, place.uri(), world_size=4)

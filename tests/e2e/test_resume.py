@@ -17,10 +17,9 @@ from tests.e2e.resuming import check_changed, check_kill, check_kills, die, succ
 from tests.in_memory import assert_holds, loaded, state_of
 
 import cloudckpt
-from cloudckpt._commit.attempt import new_attempt_id
-from cloudckpt._commit.resuming import attempts_to_resume
-from cloudckpt._transfer.retry import Retrier
+from cloudckpt.commit.attempts import find_resumable_attempts, new_attempt_id
 from cloudckpt.errors import CloudckptError
+from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.faults
@@ -195,7 +194,7 @@ def test_attempts_of_another_number_are_not_taken_up() -> None:
         store.put(f"data/{attempt}/0-0.safetensors", [memoryview(b"")], crc32c=0)
     begun = new_attempt_id(resumable_as=1)
     store.create_multipart(f"data/{begun}/0-0.safetensors")
-    found = attempts_to_resume(store, 1, Retrier(retries=0, timeout_s=1))
+    found = find_resumable_attempts(store, 1, Retrier(retries=0, timeout_s=1))
     assert sorted(found) == sorted([*ids[1], begun])
     assert list(found) == sorted(found, reverse=True)
 

@@ -55,7 +55,7 @@ def test_objects_that_need_code_are_refused_by_name(place: Place) -> None:
     """If this fails, a load either runs code unasked, or leaves the user guessing which value stopped it."""
     cloudckpt.save({"model": torch.ones(3), "config": {"custom": Custom(5)}}, place.uri())
     state: dict[str, Any] = {"model": torch.zeros(3), "config": {"custom": None}}
-    with pytest.raises(cloudckpt.UnsafePickleError, match=r"config\.custom") as caught:
+    with pytest.raises(cloudckpt.errors.UnsafePickleError, match=r"config\.custom") as caught:
         cloudckpt.load(state, place.uri())
     assert "allow_pickle=True" in str(caught.value)
     assert state["config"]["custom"] is None
@@ -84,7 +84,7 @@ def test_a_malicious_object_does_not_run(place: Place, tmp_path: Path) -> None:
     for load in (lambda: cloudckpt.load(blank(), place.uri()), load_by_reader, load_by_keys):
         with pytest.raises(CheckpointException, match="evil") as caught:
             load()
-        assert isinstance(cause_of(caught.value), cloudckpt.UnsafePickleError)
+        assert isinstance(cause_of(caught.value), cloudckpt.errors.UnsafePickleError)
         assert not mark.exists()
     cloudckpt.list_checkpoints(place.root)
     cloudckpt.latest(place.root)
@@ -125,7 +125,7 @@ def load_what_torch_saved(uri: str) -> None:
             "step": None,
         }
 
-    with pytest.raises(cloudckpt.UnsafePickleError, match="allow_pickle=True") as caught:
+    with pytest.raises(cloudckpt.errors.UnsafePickleError, match="allow_pickle=True") as caught:
         cloudckpt.load(blank(), uri)
     assert isinstance(caught.value, CheckpointException)
     for load in (
@@ -171,12 +171,12 @@ def test_metadata_of_a_newer_torch_are_not_called_damaged_alone(
 ) -> None:
     """If this fails, a checkpoint that is all right is thrown away: only the torch that is to read it is too old."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_OfANewerTorch()))
-    with pytest.raises(cloudckpt.UnsupportedFormatError, match="or of a newer torch than this one"):
+    with pytest.raises(cloudckpt.errors.UnsupportedFormatError, match="or of a newer torch than this one"):
         cloudckpt.load({"w": torch.zeros(2)}, tmp_path, allow_pickle=True, no_dist=True)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_WithAnotherState()))
     with monkeypatch.context() as older:
         older.delattr(_WithAnotherState, "__setstate__")
-        with pytest.raises(cloudckpt.UnsupportedFormatError, match="state is not a dictionary"):
+        with pytest.raises(cloudckpt.errors.UnsupportedFormatError, match="state is not a dictionary"):
             cloudckpt.load({"w": torch.zeros(2)}, tmp_path, allow_pickle=True, no_dist=True)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_OfANewerTorch())[:-1])
     with pytest.raises(cloudckpt.CorruptCheckpointError, match="is damaged"):
@@ -194,7 +194,7 @@ def test_a_malicious_metadata_does_not_run(place: Place, tmp_path: Path) -> None
     """If this fails, a .metadata file put into a bucket runs code on every machine that looks there."""
     mark = tmp_path / "mark"
     place.write("checkpoint/.metadata", pickle.dumps(Malicious(mark)))
-    with pytest.raises(cloudckpt.UnsafePickleError, match="allow_pickle=True"):
+    with pytest.raises(cloudckpt.errors.UnsafePickleError, match="allow_pickle=True"):
         cloudckpt.load({"x": torch.zeros(1)}, place.uri())
     assert cloudckpt.list_checkpoints(place.root) == []
     assert cloudckpt.latest(place.root) is None
@@ -216,6 +216,6 @@ def test_what_cannot_be_stored_is_refused_by_name(
 ) -> None:
     """If this fails, the user sees a NotImplementedError from deep inside, or a checkpoint that lacks a value."""
     state = {"good": torch.ones(2), "block": {f"the_{name}": make()}}
-    with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"block\.the_{name}"):
+    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=rf"block\.the_{name}"):
         cloudckpt.save(state, local.uri())
     assert local.keys() == []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import cloudckpt
-from cloudckpt._stage.stager import PinnedStager
+from cloudckpt.tensors.stager import PinnedStager
 
 WAIT_S = 120  # another process has to import torch, on a machine that may be busy
 NUM_SAVES = 3
@@ -92,6 +92,7 @@ def test_torchs_processes_save_what_was_staged(place: Place, *, shared: bool) ->
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.name)
+@pytest.mark.slow
 def test_torchs_own_writer_saves_what_was_staged(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
     """If this fails, the stager is of use with our writer alone."""
     options = {"shared": kind is AsyncCheckpointerType.PROCESS}

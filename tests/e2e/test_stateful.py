@@ -66,6 +66,7 @@ def save_objects_as_they_are(uri: str, parallelism: Parallelism) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize(("parallelism", "num_ranks"), [("none", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4)])
+@pytest.mark.slow
 def test_objects_go_into_the_state_dict_as_they_are(place: Place, parallelism: Parallelism, num_ranks: int) -> None:
     """If this fails, users must call state_dict() and load_state_dict() themselves, unlike with torch."""
     run_ranks(save_objects_as_they_are, place.uri(), parallelism, world_size=num_ranks)
@@ -90,6 +91,7 @@ def save_with_torch_by_uri(uri: str) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.slow
 def test_torch_understands_uris_once_enabled(place: Place, num_ranks: int) -> None:
     """If this fails, programs that call dcp.save and dcp.load must be changed to use an object store."""
     uri = place.uri() if "://" in place.root else f"file://{place.uri()}"

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.options import MIB
-from cloudckpt.stores._probe import KEY_PREFIX
+from cloudckpt.stores.probe import KEY_PREFIX
 
 single_process = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 RANK_1_DATA = re.compile(r"/data/[^/]+/1-")
@@ -54,10 +54,11 @@ def save_while_rank_1_is_denied(root: str) -> None:
             save(values(), f"{root}/{name}")
         assert sorted(caught.value.failures) == [1]
         ((cause, _),) = caught.value.failures.values()
-        assert isinstance(cause, cloudckpt.AccessDeniedError)
+        assert isinstance(cause, cloudckpt.errors.AccessDeniedError)
 
 
 @pytest.mark.multirank
+@pytest.mark.slow
 def test_one_denied_object_fails_the_save_on_every_rank(s3: S3Place, s3_application: FlakyS3) -> None:
     """If this fails, a save that lost an object returns success, as others' do."""
     with s3_application.troubled(
@@ -75,7 +76,7 @@ def test_a_denied_part_leaves_nothing_behind(s3: S3Place, s3_application: FlakyS
     options = cloudckpt.Options(part_bytes=5 * MIB)
     with (
         s3_application.troubled(lambda _, url: "deny" if "partNumber=2" in url else None),
-        pytest.raises(cloudckpt.AccessDeniedError, match=r"data/[^/]+/0-0"),
+        pytest.raises(cloudckpt.errors.AccessDeniedError, match=r"data/[^/]+/0-0"),
     ):
         cloudckpt.save({"x": torch.zeros(4 * MIB)}, s3.uri(), options=options)
     assert s3.keys() == []
@@ -92,6 +93,7 @@ def save_and_load_through_trouble(uri: str) -> int:
 
 
 @pytest.mark.multirank
+@pytest.mark.slow
 def test_a_store_that_throttles_is_waited_for(s3: S3Place, s3_application: FlakyS3) -> None:
     """If this fails, a 503 that every busy bucket gives now and then fails a save, or is not reported."""
     # The probe of the endpoint is repeated too, but the reports do not count it.
@@ -152,7 +154,7 @@ def test_an_overwrite_whose_manifest_is_denied_keeps_the_old(s3: S3Place, s3_app
     before = s3.contents()
     with (
         s3_application.troubled(lambda method, url: "deny" if method == "PUT" and "manifest" in url else None),
-        pytest.raises(cloudckpt.AccessDeniedError, match="manifest"),
+        pytest.raises(cloudckpt.errors.AccessDeniedError, match="manifest"),
     ):
         cloudckpt.save({"other": torch.ones(5)}, s3.uri(), overwrite=True)
     assert s3.contents() == before

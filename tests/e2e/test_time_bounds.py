@@ -122,6 +122,6 @@ def test_a_store_that_stalls_is_given_up_in_time_on_all_ranks(
         told = run_ranks(go, step.way, uri, options_at(server, wire.url, timeout_s=TIMEOUT_S), world_size=2)
         assert wire.num_acted > 0
     for elapsed_s, error in told:
-        assert isinstance(error, cloudckpt.StoreTimeoutError | cloudckpt.CommitUnknownError), error
+        assert isinstance(error, cloudckpt.errors.StoreTimeoutError | cloudckpt.CommitUnknownError), error
         assert uri in str(error)
         assert elapsed_s < MOST_CALLS * TIMEOUT_S + SLACK_S

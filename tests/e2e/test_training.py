@@ -89,6 +89,7 @@ def test_resumed_training_equals_uninterrupted_training(
     "parallelism",
     PARALLELISMS,
 )
+@pytest.mark.slow
 def test_resumed_training_equals_uninterrupted_training_under_compile(
     local: LocalPlace, parallelism: Parallelism
 ) -> None:
@@ -120,6 +121,7 @@ def test_resumed_training_equals_uninterrupted_training_on_a_bucket(
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("parallelism", ["fsdp2", "ddp"])
+@pytest.mark.slow
 def test_four_ranks_resume(local: LocalPlace, parallelism: Parallelism) -> None:
     """If this fails, uneven shards (10 rows on 4 ranks) do not come back to the ranks that held them."""
     run_ranks(save_and_train_on, local.root, parallelism, "async", world_size=4)

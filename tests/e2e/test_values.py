@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
-from tests.stage.test_values import described
+from tests.tensors.test_values import described
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -347,7 +347,7 @@ def test_torchs_own_calls_can_be_given_consent(tmp_path: Path) -> None:
     cloudckpt.enable()
     try:
         dcp.save(state, checkpoint_id=uri)
-        with pytest.raises(CheckpointException, match=r"allow_pickle=True \(cloudckpt\.load, cloudckpt\.enable and"):
+        with pytest.raises(CheckpointException, match="allow_pickle=True"):
             dcp.load(loaded, checkpoint_id=uri)
         cloudckpt.enable(allow_pickle=True)
         dcp.load(loaded, checkpoint_id=uri)
@@ -384,7 +384,7 @@ def test_what_cannot_be_serialised_is_named(tmp_path: Path, way: str, state: dic
     with pytest.raises(CheckpointException, match=named) as caught:
         save_by(way, state, uri, options)
     ((cause, _),) = caught.value.failures.values()
-    assert isinstance(cause, cloudckpt.UnsupportedValueError)
+    assert isinstance(cause, cloudckpt.errors.UnsupportedValueError)
     assert "\n" not in str(cause)
     assert "Leave it out of the state dict" in str(cause)
     assert not [event.name for event in events if event.name in ("save.part_uploaded", "save.object_uploaded")]
@@ -460,9 +460,9 @@ def test_tensors_that_are_not_dense_are_refused_as_documented(local: LocalPlace,
     documented = next(line for line in MIGRATING.read_text().splitlines() if line.startswith(f"| {row}"))
     assert kind in documented
     for state in ({"model": {"bad": made(), "good": torch.ones(2)}}, {"model": {"bad": [made()], "good": 1}}):
-        with pytest.raises(cloudckpt.UnsupportedValueError, match=rf"cannot save 'model\.bad.*{advice}"):
+        with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=rf"cannot save 'model\.bad.*{advice}"):
             cloudckpt.save(state, local.uri())
-        with pytest.raises(cloudckpt.UnsupportedValueError, match=r"'model\.bad"):
+        with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=r"'model\.bad"):
             cloudckpt.async_save(state, local.uri()).result(60.0)
     assert local.keys() == []
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import cloudckpt
 from cloudckpt import Options, Zstandard
-from cloudckpt._stage.transforms import ReadTransforms
+from cloudckpt.tensors.extensions import ReadTransforms
 
 SMALL = {"tile_bytes": 4096, "part_bytes": 16384}
 
@@ -72,14 +72,15 @@ def manifest_of(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["save", "thread", "process"])
-def test_compressed_checkpoints_load_without_a_word(tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["save", "thread"])
+@pytest.mark.slow
+def test_compressed_checkpoints_load_without_a_word(tmp_path: Path, mode: str) -> None:
     """If this fails, a compressed checkpoint loses values in one of the ways to save it, or needs options."""
     uri = tmp_path / "c"
     if mode == "save":
         cloudckpt.save(state_of(3.0), uri, no_dist=True, options=Options(extensions=[Zstandard()], **SMALL))
     else:
-        options = Options(extensions=[Zstandard(level=1, threads=2)], async_mode=mode, **SMALL)
+        options = Options(extensions=[Zstandard(level=1, threads=2)], **SMALL)
         cloudckpt.async_save(state_of(3.0), uri, no_dist=True, options=options).result(120)
     assert_equal(loaded_from(uri), state_of(3.0))
     manifest = manifest_of(uri)
@@ -89,11 +90,10 @@ def test_compressed_checkpoints_load_without_a_word(tmp_path: Path, mode: Any) -
     assert cloudckpt.verify(uri).num_tensors == 6
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_chain_is_undone_from_its_end(tmp_path: Path, mode: Any) -> None:
+def test_a_chain_is_undone_from_its_end(tmp_path: Path) -> None:
     """If this fails, a cipher behind a compressor cannot be read, or compresses what is encrypted already."""
     uri, chain = tmp_path / "c", [Zstandard(), Xor(0x5A)]
-    options = Options(extensions=chain, async_mode=mode, **SMALL)
+    options = Options(extensions=chain, **SMALL)
     cloudckpt.async_save(state_of(2.0), uri, no_dist=True, options=options).result(120)
     assert_equal(loaded_from(uri, options=Options(extensions=chain)), state_of(2.0))
     assert_equal(loaded_from(uri, options=Options(extensions=chain[1:])), state_of(2.0))
@@ -114,11 +114,11 @@ def test_an_unknown_extension_is_named_before_anything_is_read(tmp_path: Path) -
     """If this fails, a user learns from a stack trace, or from wrong weights, that an extension is missing."""
     cloudckpt.save(state_of(2.0), tmp_path / "c", no_dist=True, options=Options(extensions=[Xor(7)]))
     read: list[Any] = []
-    with pytest.raises(dcp.api.CheckpointException, match=r"'tests.xor/1'.*Options\(extensions=") as raised:
+    with pytest.raises(dcp.api.CheckpointException, match=r"'tests.xor/1'.*extension in the options") as raised:
         loaded_from(tmp_path / "c", options=Options(on_event=read.append))
-    assert isinstance(raised.value, cloudckpt.UnsupportedFormatError)
+    assert isinstance(raised.value, cloudckpt.errors.UnsupportedFormatError)
     assert not [event for event in read if event.name == "load.range_read"]
-    with pytest.raises(cloudckpt.UnsupportedFormatError, match=r"'w' of u.*'stream.zstd/2'.*newer"):
+    with pytest.raises(cloudckpt.errors.UnsupportedFormatError, match=r"'w' of u.*'stream.zstd/2'.*newer"):
         ReadTransforms(None).check(["stream.zstd/2"], fqn="w", uri="u")
 
 
@@ -154,7 +154,7 @@ def test_torchs_own_keywords_and_classes_work_as_well(tmp_path: Path) -> None:
     state = state_of(0.0)
     dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(tmp_path / "c"), no_dist=True)
     assert_equal(state, state_of(2.0))
-    with pytest.raises(cloudckpt.InvalidOptionError, match="given twice"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="given twice"):
         cloudckpt.ObjectStoreWriter("x", _extensions=[TorchsZstandard()], options=Options(extensions=[Zstandard()]))
 
 
@@ -181,7 +181,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: p
     """If this fails, whoever has no zstandard installed is not told what to install."""
     cloudckpt.save({"w": torch.ones(500)}, tmp_path / "c", no_dist=True, options=Options(extensions=[Zstandard()]))
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(cloudckpt.MissingDependencyError, match=r"cloudckpt\[zstd\]"):
+    with pytest.raises(cloudckpt.errors.MissingDependencyError, match=r"cloudckpt\[zstd\]"):
         Zstandard()
     with pytest.raises(dcp.api.CheckpointException, match=r"'w' of .*'stream.zstd/1'.*cloudckpt\[zstd\]"):
         cloudckpt.load({"w": torch.zeros(500)}, tmp_path / "c", no_dist=True)
@@ -190,10 +190,12 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("wrong", [{"level": 23}, {"level": "1"}, {"threads": -1}, {"threads": True}])
 def test_wrong_settings_are_refused_at_once(wrong: Any) -> None:
     """If this fails, a wrong level fails only in the middle of a save."""
-    with pytest.raises(cloudckpt.InvalidOptionError, match=f"Zstandard: {next(iter(wrong))}"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match=f"Zstandard: {next(iter(wrong))}"):
         Zstandard(**wrong)
     for extensions in ([Zstandard], Zstandard(), ["zstd"], None):
-        with pytest.raises(cloudckpt.InvalidOptionError, match="extensions must be a list of StreamTransformExtension"):
+        with pytest.raises(
+            cloudckpt.errors.InvalidOptionError, match="extensions must be a list of StreamTransformExtension"
+        ):
             Options(extensions=extensions)  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(Zstandard(level=5))).level == 5
 
@@ -222,6 +224,7 @@ def reshard_compressed(root: str) -> None:
 
 
 @pytest.mark.multirank
+@pytest.mark.slow
 def test_compressed_shards_are_cut_anew(tmp_path: Path) -> None:
     """If this fails, a compressed checkpoint of sharded tensors cannot be loaded with another sharding."""
     run_ranks(reshard_compressed, str(tmp_path / "c"), world_size=2)

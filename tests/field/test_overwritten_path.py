@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt import CheckpointChangedError, CheckpointManager
+from cloudckpt import CheckpointManager
+from cloudckpt.errors import CheckpointChangedError
 
 pytestmark = [
     pytest.mark.faults,

@@ -97,7 +97,7 @@ def save_with_one_object_denied(uri: str, endpoint_url: str) -> None:
     )
     with pytest.raises(CheckpointException, match=r"data/[^/]+/1-3\.safetensors") as caught:
         cloudckpt.save(own_values(1.0), uri, options=options)
-    assert isinstance(caught.value, cloudckpt.AccessDeniedError)
+    assert isinstance(caught.value, cloudckpt.errors.AccessDeniedError)
     assert sorted(caught.value.failures) == [1]
     assert "s3:PutObject" in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_an_exception_in_the_middle_of_an_object(s3: S3Place, s3_server: S3Serve
     broken = Rule(action=S3_ACCESS_DENIED, method="PUT", path=f"partNumber={number}", times=None)
     with Wire(s3_server.endpoint_url, broken) as wire:
         options = cloudckpt.Options(storage_options=s3.options_at(wire.url), **IN_PARTS)
-        with pytest.raises(cloudckpt.AccessDeniedError):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError):
             cloudckpt.save(LARGE, s3.uri(), options=options)
         assert not [seen for seen in wire.requests if seen.method == "POST" and "uploadId=" in seen.target]
     assert s3.keys() == []
@@ -234,7 +234,7 @@ def test_denied_existence_check(s3: S3Place, s3_server: S3Server) -> None:
     denied = Rule(action=S3_ACCESS_DENIED, method="GET", times=None)
     with Wire(s3_server.endpoint_url, denied) as wire:
         options = cloudckpt.Options(storage_options=s3.options_at(wire.url))
-        with pytest.raises(cloudckpt.AccessDeniedError, match="s3:ListBucket"):
+        with pytest.raises(cloudckpt.errors.AccessDeniedError, match="s3:ListBucket"):
             cloudckpt.save({"x": torch.ones(3)}, s3.uri(), options=options)
     assert s3.keys() == []
 
@@ -242,6 +242,6 @@ def test_denied_existence_check(s3: S3Place, s3_server: S3Server) -> None:
 def test_denied_existence_check_on_a_path(local: LocalPlace) -> None:
     """What lies at the URI's place is a file → a typed error, not a checkpoint beside or over it."""
     local.write("checkpoint", b"a file of somebody's")
-    with pytest.raises(cloudckpt.StoreError, match="checkpoint"):
+    with pytest.raises(cloudckpt.errors.StoreError, match="checkpoint"):
         cloudckpt.save({"x": torch.ones(3)}, local.uri())
     assert local.read("checkpoint") == b"a file of somebody's"

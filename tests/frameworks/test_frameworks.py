@@ -107,8 +107,11 @@ def test_transformers_trainer_does_not_begin_where_steps_are(place: str, jobs: J
     """
     found = jobs.at(place, "trainer")["again"]
     root = f"{jobs.root_of(place, 'trainer')}/again"
-    assert f"training begins anew, but {root} has steps 2, 4 already. Go on from the newest (resume" in found["anew"]
-    assert f"training goes on from step 2, but {root} has step 4 already." in found["earlier"]
+    assert (
+        f"training starts from scratch, but {root} already has steps 2, 4. Continue from the newest step (resume"
+        in found["anew"]
+    )
+    assert f"training continues from step 2, but {root} already has step 4." in found["earlier"]
     assert found["untouched"] == [2, 4]
     assert found["num_overwrites"] == [1, 0]
     assert found["smaller"]["steps"] == [2, 4, 6, 8]
@@ -136,10 +139,12 @@ def test_torchtitan(mode: str, place: str, jobs: Jobs) -> None:
     assert found["resumed"]["first"] == 4
     assert found["part"]["losses"][:4] + found["resumed"]["losses"] == found["whole"]["losses"]
     assert found["kept"] == [8, 9]
-    assert "there are the steps 8, 9" in found["missing"]
+    assert "the committed steps are 8, 9" in found["missing"]
     assert found["initial"]["loaded"]
     root = f"{jobs.root_of(place, 'titan')}/{mode}"
-    assert found["earlier"].startswith(f"training goes on from step 8, but {root} has step 9 already. Go on from the")
+    assert found["earlier"].startswith(
+        f"training continues from step 8, but {root} already has step 9. Continue from the"
+    )
     assert (found["only"]["loaded"], found["only"]["first"]) == (True, 8)
 
 
@@ -171,8 +176,8 @@ def test_the_document(place_of_document: str, jobs: Jobs) -> None:
 
 def test_refusals() -> None:
     """What cannot be kept would be found out in training, not before."""
-    with pytest.raises(cloudckpt.InvalidOptionError, match="leave out save_distributed_checkpoint"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="Remove save_distributed_checkpoint"):
         CloudModelParallelStrategy(save_distributed_checkpoint=False)
-    with pytest.raises(cloudckpt.InvalidOptionError, match="leave out state_dict_type"):
+    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="Remove state_dict_type"):
         CloudFSDPStrategy(state_dict_type="full")
     assert CloudCheckpointManager.Config().overwrite is False

@@ -45,7 +45,7 @@ def hex_of(tensor: torch.Tensor) -> str:
 @pytest.mark.parametrize("kind", [".", "transformed"])
 def test_every_released_format_has_a_golden_checkpoint(kind: str) -> None:
     """If this fails, the tests here test nothing, or the version this code writes has no golden checkpoint."""
-    from cloudckpt._manifest.model import FORMAT_MAJOR, FORMAT_MINOR  # noqa: PLC0415  # an internal, for this alone
+    from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR  # noqa: PLC0415  # an internal, for this alone
 
     assert (HERE / kind / f"{FORMAT_MAJOR}.{FORMAT_MINOR}" / "SHA256SUMS").exists()
 

@@ -12,8 +12,8 @@ from tests.wrapped import permanent
 
 import cloudckpt
 from cloudckpt import Options
-from cloudckpt._stage.pinned import PINNED, PinnedBuffers
 from cloudckpt.options import MIB
+from cloudckpt.tensors.host_memory import PINNED, PinnedBuffers
 
 DEVICE = "cuda"
 TIMEOUT_S = 120

@@ -11,7 +11,7 @@ from tests.integration.contract_on import ContractOn
 
 from cloudckpt.errors import TransientStoreError
 from cloudckpt.stores.base import Store
-from cloudckpt.testing._contract_tools import content, put, read_range
+from cloudckpt.testing.contract_base import content, put, read_range
 
 
 class TestOnGCPStorageEmulator(ContractOn):

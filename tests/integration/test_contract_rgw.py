@@ -7,7 +7,7 @@ from tests.integration.contract_on import ContractOn, bucket_of
 
 from cloudckpt.errors import CredentialsError, TransientStoreError
 from cloudckpt.stores.base import Store
-from cloudckpt.testing._contract_tools import bodies_of, content, keys, put, upload
+from cloudckpt.testing.contract_base import content, keys, make_bodies, put, upload
 
 
 class TestOnCephRGW(ContractOn):
@@ -35,7 +35,7 @@ class TestOnCephRGW(ContractOn):
         """Ceph completes it and says that it could not: to what is its own it gives longer names, and those have a
         limit. If this fails, Ceph has been mended, and `longest_key_bytes` can go.
         """
-        key, bodies = "/".join(["n" * 200] * 5), bodies_of(store, 2)
+        key, bodies = "/".join(["n" * 200] * 5), make_bodies(store, 2)
         put(store, key, b"body")
         assert content(store, key) == b"body"
         with pytest.raises(TransientStoreError):

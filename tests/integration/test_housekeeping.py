@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.housekeeping.test_gc_on_stores import (
+from tests.commit.gc.test_gc_on_stores import (
     test_a_checkpoint_that_cannot_be_judged_is_left_alone,
     test_a_damaged_checkpoint_can_be_deleted,
     test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not,

@@ -35,7 +35,7 @@ def test_a_server_that_ignores_the_condition_is_refused(servers: Servers, use: U
     """If this fails, two jobs that save to one URI on such a server both believe that they have."""
     server = servers.up(name)
     bucket = use(server)
-    with pytest.raises(cloudckpt.NoConditionalCommitError) as caught:
+    with pytest.raises(cloudckpt.errors.NoConditionalCommitError) as caught:
         cloudckpt.save(values(), f"{bucket}/run/step-1")
     assert server.endpoint_url in str(caught.value)
     assert "commit='unconditional'" in str(caught.value)

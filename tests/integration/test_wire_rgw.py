@@ -30,7 +30,7 @@ def assert_holds(uri: str, fill: float, options: cloudckpt.Options) -> None:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from awscrt.checksums import crc32c
-from tests.manifest.samples import as_json, tiles_text
-from tests.stage.test_transforms import _Zip
+from tests.format.samples import as_json, tiles_text
+from tests.tensors.test_extensions import _Zip
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 
 import cloudckpt

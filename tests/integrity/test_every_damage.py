@@ -15,8 +15,8 @@ from tests.e2e.models import assert_same
 from tests.integrity.tiny import MANIFEST, OPTIONS, Tiny, blank, saved_on_two_ranks, values
 
 import cloudckpt
-from cloudckpt._manifest.codec import decode
 from cloudckpt.errors import CloudckptError, CorruptCheckpointError, InvalidManifestError, UnsupportedFormatError
+from cloudckpt.format.codec import decode
 
 pytestmark = [
     pytest.mark.faults,

@@ -14,13 +14,14 @@ import torch
 from awscrt.checksums import crc32c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.manifest.samples import as_json, json_values, tiles_text
+from tests.format.samples import as_json, json_values, tiles_text
 from tests.wrapped import Call, WrappedStore
 
 import cloudckpt
-from cloudckpt import CheckpointError, CorruptCheckpointError, InvalidManifestError, Options
-from cloudckpt._manifest.validate import is_safe_key
-from cloudckpt._plan.header import LENGTH_BYTES
+from cloudckpt import CorruptCheckpointError, Options
+from cloudckpt.errors import CheckpointError, InvalidManifestError
+from cloudckpt.format.safetensors import LENGTH_BYTES
+from cloudckpt.format.validation import is_safe_key
 from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.memory import MemoryStore

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.e2e.harness import ROOT
 
 
+@pytest.mark.slow
 def test_a_bucket_full_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None:
     """If this fails, whoever can write to the bucket owns every machine that lists, loads, verifies or cleans it."""
     answer = subprocess.run(

@@ -10,8 +10,8 @@ from tests.in_memory import Memory, state_of
 from tests.wrapped import permanent, transient
 
 import cloudckpt
-from cloudckpt import CheckpointChangedError, CorruptCheckpointError, Options
-from cloudckpt.errors import StoreError
+from cloudckpt import CorruptCheckpointError, Options
+from cloudckpt.errors import CheckpointChangedError, StoreError
 from cloudckpt.stores._body import crc32c_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

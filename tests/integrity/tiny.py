@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
 from cloudckpt import ObjectStoreReader, Options
-from cloudckpt._commit.resolve import resolve
-from cloudckpt._pipeline.context import Context
-from cloudckpt._pipeline.verify import VerifyJob
-from cloudckpt._uri import parse_location
+from cloudckpt.commit.log import resolve
+from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.verify import VerifyJob
 from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.uri import parse_location
 
 OPTIONS = Options(tile_bytes=4096, connections=1)
 MANIFEST = "manifest.json"

@@ -96,7 +96,7 @@ def test_tests_that_fail_by_themselves_catch_nothing(checkout: Path, capfd: pyte
 def test_the_table_fits_the_checkout() -> None:
     """If this fails, code or tests have moved away from under a deliberate defect: move it along."""
     problems = []
-    of_contract = "".join(path.read_text() for path in (CHECKOUT / "src/cloudckpt/testing").glob("_contract_*.py"))
+    of_contract = "".join(path.read_text() for path in (CHECKOUT / "src/cloudckpt/testing").glob("contract_*.py"))
     for one in MUTANTS:
         path = CHECKOUT / "src/cloudckpt" / one.file
         if (count := path.read_text().count(one.old) if path.is_file() else 0) != 1:

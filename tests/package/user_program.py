@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torchs_save
 import cloudckpt
 
 
-def train(root: str, state_dict: dict[str, Any], num_steps: int) -> cloudckpt.SavedMetadata | None:
+def train(root: str, state_dict: dict[str, Any], num_steps: int) -> cloudckpt.types.SavedMetadata | None:
     """Save beside training, and resume."""
-    options = cloudckpt.Options(connections=16, timeout_s=30.0, async_mode="thread")
+    options = cloudckpt.Options(connections=16, timeout_s=30.0)
     newest = cloudckpt.latest(root)
     first_step = 0
     if newest is not None:
@@ -24,7 +24,7 @@ def train(root: str, state_dict: dict[str, Any], num_steps: int) -> cloudckpt.Sa
     handle: cloudckpt.AsyncSave | None = None
     for step in range(first_step, num_steps):
         handle = cloudckpt.async_save(state_dict, f"{root}/step-{step}", options=options)
-        progress: cloudckpt.SaveProgress = handle.progress
+        progress: cloudckpt.types.SaveProgress = handle.progress
         print(progress)
         handle.staged.result()
     cloudckpt.close()
@@ -34,7 +34,7 @@ def train(root: str, state_dict: dict[str, Any], num_steps: int) -> cloudckpt.Sa
 def save(state_dict: dict[str, Any], path: Path) -> int:
     """Failures are classes with fields."""
     try:
-        saved: cloudckpt.SavedMetadata = cloudckpt.save(state_dict, path, overwrite=True)
+        saved: cloudckpt.types.SavedMetadata = cloudckpt.save(state_dict, path, overwrite=True)
     except cloudckpt.CheckpointExistsError as error:
         failures: Mapping[int, BaseException] = {rank: cause for rank, (cause, _) in error.failures.items()}
         print(failures)
@@ -48,8 +48,8 @@ def save(state_dict: dict[str, Any], path: Path) -> int:
 
 def housekeeping(root: str) -> list[str]:
     """What lies under a root."""
-    garbage: cloudckpt.GarbageReport = cloudckpt.gc(root, dry_run=True)
-    verified: cloudckpt.VerifyReport = cloudckpt.verify(f"{root}/step-1")
+    garbage: cloudckpt.types.GarbageReport = cloudckpt.gc(root, dry_run=True)
+    verified: cloudckpt.types.VerifyReport = cloudckpt.verify(f"{root}/step-1")
     print(garbage.num_bytes, verified)
     return [checkpoint.name for checkpoint in cloudckpt.list_checkpoints(root)]
 

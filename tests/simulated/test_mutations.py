@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests.simulated.test_schedules import no_waiting, search
 
-from cloudckpt import housekeeping
-from cloudckpt._commit import publish
+from cloudckpt.commit import publish
+from cloudckpt.inspect import removal
 
 pytestmark = pytest.mark.faults
 
@@ -22,12 +22,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def gc_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """gc removes what a running save wrote, and does not keep it from committing."""
-    collect: Any = housekeeping.collect
+    collect: Any = removal.collect
     monkeypatch.setattr(
-        housekeeping, "collect", lambda *args, **settings: collect(*args, **settings | {"conditional": False})
+        removal, "collect", lambda *args, **settings: collect(*args, **settings | {"conditional": False})
     )
     # The look before the commit would hide most of it.
-    monkeypatch.setattr("cloudckpt._pipeline.save.check_objects_present", lambda *args: None)
+    monkeypatch.setattr("cloudckpt.pipeline.save.check_objects_present", lambda *args: None)
 
 
 def put_without_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ FATES: tuple[Fate, ...] = ("done",) * 8 + ("lost", "unanswered", "late", "dies",
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time has no part in it, nor have torch's logs, which would take most of it."""
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
 
 
 class Schedules(RuleBasedStateMachine):

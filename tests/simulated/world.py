@@ -89,7 +89,7 @@ class World:
                 state = state_of(-1, num_elements)
                 try:
                     cloudckpt.load(state, self.uri, no_dist=True, options=options_for(wrap))
-                except cloudckpt.StateDictMismatchError:
+                except cloudckpt.errors.StateDictMismatchError:
                     continue
                 (value,) = {int(element) for tensor in state.values() for element in tensor.unique()}
                 return value
@@ -123,7 +123,7 @@ class World:
         actor.last_arrival_at = next(self._clock)
         try:
             actor.late.pop(0)()
-        except cloudckpt.StoreError as error:
+        except cloudckpt.errors.StoreError as error:
             self.trace.append(f"  and is refused: {error}")
 
     def run(self, actor: Actor) -> Actor:
@@ -167,9 +167,9 @@ class World:
         self._require(
             actor.error is None
             or actor.was_disturbed
-            or isinstance(actor.error, cloudckpt.CheckpointError)
+            or isinstance(actor.error, cloudckpt.errors.CheckpointError)
             # What gc takes away from a save that runs makes that fail, which is all that may happen to it.
-            or (isinstance(actor.error, cloudckpt.ObjectNotFoundError) and self._others_removed(actor)),
+            or (isinstance(actor.error, cloudckpt.errors.ObjectNotFoundError) and self._others_removed(actor)),
             f"{actor.name} failed for no reason: {actor.error!r}",
         )
         operations = [found for item in self._all if (found := self._operation(*item)) is not None]

@@ -292,7 +292,7 @@ def _save(
         outcome, text = "overtaken" if isinstance(error, cloudckpt.CheckpointExistsError) else "unknown", str(error)
     except cloudckpt.CheckpointExistsError as error:
         outcome, text = "refused", str(error)
-    except cloudckpt.StoreError as error:
+    except cloudckpt.errors.StoreError as error:
         outcome, text = "failed", str(error)
     else:
         outcome = "confirmed"
@@ -338,7 +338,7 @@ def _listed(clients: _Clients, root: str, dice: random.Random) -> str | None:
         known = {name for name, since_s in clients.roots[root].items() if since_s < begun_s}
         clients.num_lists += 1
     outcome, text = "", ""
-    listed: list[cloudckpt.CheckpointInfo] = []
+    listed: list[cloudckpt.types.CheckpointInfo] = []
     try:
         if dice.random() < 0.2:
             newest = cloudckpt.latest(root, options=options)
@@ -348,7 +348,7 @@ def _listed(clients: _Clients, root: str, dice: random.Random) -> str | None:
             listed = cloudckpt.list_checkpoints(root, options=options)
             missing = known - {info.name for info in listed}
             assert not missing, f"{root}: list_checkpoints() lacks {sorted(missing)}"
-    except cloudckpt.StoreError as error:
+    except cloudckpt.errors.StoreError as error:
         outcome, text = "failed", str(error)
     num_faults = clients.count(faults, now_s() - begun_s)
     if outcome:
@@ -363,9 +363,9 @@ def _load_one(clients: _Clients, uri: str, dice: random.Random) -> None:
     identity, text, num_retries = "", "", 0
     try:
         report = cloudckpt.load(state, uri, no_dist=True, options=clients.options(faults, retries=4))
-    except cloudckpt.CheckpointChangedError as error:
+    except cloudckpt.errors.CheckpointChangedError as error:
         outcome, text = "changed", str(error)
-    except cloudckpt.StoreError as error:
+    except cloudckpt.errors.StoreError as error:
         outcome, text = "failed", str(error)
     else:
         outcome = "whole"

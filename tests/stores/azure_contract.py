@@ -18,7 +18,7 @@ import torch
 import cloudckpt
 from cloudckpt.stores.fsspec_store import FsspecStore
 from cloudckpt.testing import StoreContract
-from cloudckpt.testing._contract_tools import ODD_KEYS, at_once, content, keys, put
+from cloudckpt.testing.contract_base import ODD_KEYS, content, keys, put, run_at_once
 from cloudckpt.testing.servers import Program, answers, clean_environment, reserved_port, running
 
 # Of aiohttp, about adlfs's way of sending: the event loop is adlfs's own, and nothing else waits for it.
@@ -87,7 +87,7 @@ def test_large_objects_are_created_if_absent(connection_string: str, container: 
     """Above 64 MiB a blob is made of blocks, by a request of its own: a large manifest could lose its race."""
     store = FsspecStore("az", f"az://{container}/run", storage_options={"connection_string": connection_string})
     bodies = [bytes([writer]) * (65 * MIB) for writer in range(3)]
-    results = at_once([functools.partial(put, store, "large", body, if_absent=True) for body in bodies])
+    results = run_at_once([functools.partial(put, store, "large", body, if_absent=True) for body in bodies])
     winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
     assert len(winners) == 1
     assert content(store, "large") == winners[0]

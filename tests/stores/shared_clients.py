@@ -1,11 +1,7 @@
-"""How clients are shared, forked and thrown away: a suite for S3 and for GCS, which keep them by the same code."""
+"""How clients are shared and thrown away: a suite for S3 and for GCS, which keep them by the same code."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
-import signal
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cloudckpt.stores import _clear_text
+from cloudckpt.stores import http_clients
 
 
 class ClientTests:
@@ -28,15 +24,13 @@ class ClientTests:
     """Of the environment, that leads its clients elsewhere."""
     another_class: str
     """Of storage."""
-    locks: tuple[Any, ...] = ()
-    """That a child must not wait for."""
 
     def opened(self, *, timeout_s: float = 20, **options: Any) -> Any:
         options = {**self.credentials, **options}
         return self.store_type("bucket", "", storage_options=options, timeout_s=timeout_s, connections=2)
 
     def client_of(self, store: Any) -> Any:
-        return self.clients.client_for(store._session._key, store._session._environment)
+        return self.clients.client_cache.client_for(store._session.client_key, store._session._environment)
 
     def test_stores_of_one_configuration_share_a_client(self, scripted: Any) -> None:
         """Each save would open its connections anew."""
@@ -44,11 +38,11 @@ class ClientTests:
         for _ in range(3):
             server.store().head("k")
         server.store(prefix="other").head("k")
-        assert len(self.clients._clients) == 1
+        assert len(self.clients.client_cache) == 1
         assert server.num_connections == 1
         server.store(storage_class=self.another_class).head("k")
         server.store(timeout_s=7).head("k")
-        assert len(self.clients._clients) == 3
+        assert len(self.clients.client_cache) == 3
 
     def test_threads_that_start_together_make_one_client(self, scripted: Any) -> None:
         """Each would look for credentials, and open connections of its own; boto3 cannot even make two at once."""
@@ -62,51 +56,21 @@ class ClientTests:
         with ThreadPoolExecutor(8) as pool:
             sizes = [future.result(30) for future in [pool.submit(ask) for _ in range(8)]]
         assert sizes == [10] * 8
-        assert len(self.clients._clients) == 1
+        assert len(self.clients.client_cache) == 1
 
     def test_only_so_many_clients_are_kept(self, scripted: Any) -> None:
         """A process that opens stores of ever new configurations would collect sockets without end."""
         server = scripted.serve(scripted.any_store())
         first = server.store()
         kept = self.client_of(first)
-        for number in range(self.clients._MOST_CLIENTS):
+        for number in range(http_clients._MOST_CLIENTS):
             self.client_of(server.store(timeout_s=100 + number))
-        assert len(self.clients._clients) == self.clients._MOST_CLIENTS
+        assert len(self.clients.client_cache) == http_clients._MOST_CLIENTS
         assert self.client_of(first) is not kept
-
-    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-    def test_a_forked_process_makes_its_own_client(self, scripted: Any) -> None:
-        """Parent and child would read each other's answers off one socket."""
-        server = scripted.serve(scripted.any_store())
-        store = server.store()
-        store.read("k", max_bytes=10)
-        reading, writing = os.pipe()
-        with contextlib.ExitStack() as at_work:  # as if other threads were in there
-            for lock in (self.clients._clients._lock, *self.locks):
-                at_work.enter_context(lock)
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    num_inherited = len(self.clients._clients)
-                    store.abort_multipart("k", store.create_multipart("k"))
-                    os.write(writing, b"%d %d" % (num_inherited, len(store.read("k", max_bytes=10))))
-                finally:
-                    os._exit(0)
-        os.close(writing)
-        try:
-            ready, _, _ = select.select([reading], [], [], 60)
-            assert ready, "the child hangs"
-            assert os.read(reading, 100) == b"0 10"
-        finally:
-            os.close(reading)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        store.read("k", max_bytes=10)
-        assert server.num_connections == 2
 
     def test_plain_http_to_another_machine_is_warned_about_once(self) -> None:
         """Weights would cross the network in the clear without anyone having decided so."""
-        _clear_text.warned_endpoints.clear()
+        http_clients._warned_endpoints.clear()
         with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
             self.client_of(self.opened(endpoint_url="http://store.example"))
         with warnings.catch_warnings():

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cloudckpt.stores._calls import CallScope, follow
+from cloudckpt.stores.http_clients import CallScope, follow
 
 
 def test_the_connection_in_use_is_ended_and_no_other() -> None:

@@ -12,7 +12,7 @@ import pytest
 from google.auth.credentials import AnonymousCredentials, Credentials
 
 from cloudckpt import errors
-from cloudckpt.stores import _clear_text
+from cloudckpt.stores import http_clients
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as gcs_clients
 from cloudckpt.stores.s3 import S3Store
@@ -30,21 +30,21 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     for name, value in clean.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_clear_text, "warned_endpoints", set())
+    monkeypatch.setattr(http_clients, "_warned_endpoints", set())
     yield
-    s3_clients._clients.clear()
-    gcs_clients._clients.clear()
+    s3_clients.client_cache.clear()
+    gcs_clients.client_cache.clear()
 
 
 def s3_client(**options: Any) -> Any:
     keys = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
     session = S3Store("bucket", "", storage_options={**keys, **options}, timeout_s=1, connections=1)._session
-    return s3_clients.client_for(session._key, session._environment)
+    return s3_clients.client_cache.client_for(session.client_key, session._environment)
 
 
 def gcs_client(**options: Any) -> Any:
     session = GCSStore("bucket", "", storage_options=options, timeout_s=1, connections=1)._session
-    return gcs_clients.client_for(session._key, session._environment)
+    return gcs_clients.client_cache.client_for(session.client_key, session._environment)
 
 
 class Token(Credentials):
@@ -88,7 +88,7 @@ def test_loopback_and_tls_are_not_warned_about(url: str) -> None:
     """If this fails, everybody who tests on their own machine learns to ignore the warning."""
     s3_client(endpoint_url=url)
     gcs_client(endpoint_url=url, anonymous=True)
-    assert _clear_text.warned_endpoints == set()
+    assert http_clients._warned_endpoints == set()
 
 
 @pytest.mark.parametrize("variable", ["STORAGE_EMULATOR_HOST", "API_ENDPOINT_OVERRIDE"])
@@ -107,5 +107,5 @@ def test_messages_say_where_a_variable_led(monkeypatch: pytest.MonkeyPatch) -> N
     """If this fails, an error names Google's own address where the requests went elsewhere, or shows a password."""
     monkeypatch.setenv("API_ENDPOINT_OVERRIDE", "https://me:hush@elsewhere.example")
     session = GCSStore("bucket", "", storage_options={}, timeout_s=1, connections=1)._session
-    where = gcs_clients.endpoint_of(session._key, dict(session._environment))
+    where = session._endpoint_for_messages()
     assert where == "https://***@elsewhere.example (from API_ENDPOINT_OVERRIDE)"

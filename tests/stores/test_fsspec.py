@@ -12,7 +12,6 @@ import gc
 import http.client
 import io
 import json
-import os
 import pickle
 import ssl
 import threading
@@ -43,12 +42,11 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
-from cloudckpt.stores import _fsspec_writing
-from cloudckpt.stores._fsspec_backends import Create, Instances, Source, backend_of
-from cloudckpt.stores._fsspec_errors import CLASS_TABLE, STATUS_TABLE, translate
+from cloudckpt.stores import fsspec_store
+from cloudckpt.stores.fsspec_backends import CLASS_TABLE, STATUS_TABLE, Create, Instances, Source, backend_of, translate
 from cloudckpt.stores.fsspec_store import FsspecStore, _modified_at
 from cloudckpt.testing import StoreContract
-from cloudckpt.testing._contract_tools import at_once, content, crc, keys, put
+from cloudckpt.testing.contract_base import content, crc, keys, put, run_at_once
 
 
 class TestContractOnMemory(StoreContract):
@@ -211,7 +209,7 @@ class TestFailuresInTheMiddle:
             return file
 
         monkeypatch.setattr(LocalFileSystem, "_open", open_)
-        monkeypatch.setattr(_fsspec_writing, "_CHUNK_BYTES", 10)
+        monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 10)
         with pytest.raises(StoreError, match="No space left"):
             put(store, "data/a", b"x" * 100)
         gc.collect()
@@ -319,23 +317,11 @@ class TestCapabilities:
 class TestInstances:
     """File systems hold connections and event loops, which neither forks nor, mostly, threads can share."""
 
-    def test_a_fork_gets_an_instance_of_its_own(self, monkeypatch):
-        """The event loop of the parent does not run in the child: the first call would wait for ever."""
-        for kind in (BucketFileSystem, MemoryFileSystem):
-            args = (uuid.uuid4().hex,) if kind is BucketFileSystem else ()
-            instances = Instances(Source(kind=kind, args=args))
-            before = instances.get()
-            assert instances.get() is before
-            pid = os.getpid()
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "getpid", lambda pid=pid: pid + 1)
-                assert instances.get() is not before
-
     def test_threads_share_asynchronous_instances_alone(self):
         """Two threads on one FTP connection read each other's answers."""
         for kind, args, shared in ((BucketFileSystem, ("x",), True), (MemoryFileSystem, (), False)):
             instances = Instances(Source(kind=kind, args=args))
-            ids = at_once([lambda instances=instances: instances.get()] * 4)
+            ids = run_at_once([lambda instances=instances: instances.get()] * 4)
             assert len({id(one) for one in ids}) == (1 if shared else 4)
 
     def test_nothing_is_shared_with_other_users_of_fsspec(self):
@@ -494,7 +480,7 @@ class TestErrors:
             rm_file=removed.append,
         )
         with pytest.raises(OSError, match="reset"):
-            _fsspec_writing.stream(filesystem, "a", [memoryview(b"new")])
+            fsspec_store._stream(filesystem, "a", [memoryview(b"new")])
         assert removed == []
 
     def test_classes_are_found_by_name_and_inheritance(self):
@@ -575,7 +561,7 @@ def test_creating_in_memory_is_safe_between_stores(monkeypatch):
         return found
 
     monkeypatch.setattr(MemoryFileSystem, "exists", exists)
-    results = at_once([functools.partial(put, store, "a", b"x", if_absent=True) for store in stores])
+    results = run_at_once([functools.partial(put, store, "a", b"x", if_absent=True) for store in stores])
     assert results.count(None) == 1
 
 
@@ -586,13 +572,13 @@ def test_a_missing_bucket_is_said_in_words(bucket, monkeypatch):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(BucketFileSystem, "_open", open_)
-    with pytest.raises(BucketNotFoundError, match="create it, or correct its name"):
+    with pytest.raises(BucketNotFoundError, match="Create it, or correct its name"):
         put(bucket, "a", b"body")
 
 
 def test_large_objects_are_streamed(bucket, monkeypatch):
     """A shard of gigabytes must not be joined into one copy on its way."""
-    monkeypatch.setattr(_fsspec_writing, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 1000)
     sizes: list[int] = []
     real = _Upload.write
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudckpt.stores._http_body import ViewsBody
+from cloudckpt.stores.http_body import ViewsBody
 
 MIB = 1 << 20
 

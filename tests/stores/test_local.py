@@ -32,18 +32,18 @@ from cloudckpt.errors import (
     TransientStoreError,
     UnsupportedOperationError,
 )
-from cloudckpt.stores.local import LocalStore, durable
+from cloudckpt.stores.local import LocalStore, files
 from cloudckpt.stores.local.errors import ERRNO_TABLE, translate
 from cloudckpt.testing import StoreContract
-from cloudckpt.testing._contract_tools import (
+from cloudckpt.testing.contract_base import (
     WAIT_S,
-    at_once,
     content,
     crc,
     keys,
-    parts_of,
+    make_parts,
     put,
     read_range,
+    run_at_once,
     upload_part,
 )
 
@@ -170,7 +170,7 @@ def test_a_multipart_upload_is_durable_before_it_returns(tmp_path, trace):
     """As for a put: what was uploaded in parts is fsync'ed whole before it appears."""
     store = LocalStore(tmp_path / "root")
     upload_id = store.create_multipart("a")
-    uploaded = upload_part(store, "a", upload_id, parts_of([b"body"])[0], b"body")
+    uploaded = upload_part(store, "a", upload_id, make_parts([b"body"])[0], b"body")
     store.complete_multipart("a", upload_id, [uploaded])
     visible = trace.index(("replace", f"{tmp_path}/root/a"))
     assert any(call == "fsync" and path.endswith("/a") for call, path in trace[:visible])
@@ -294,7 +294,7 @@ def test_pruning_and_writing_do_not_disturb_each_other(store):
 def test_writers_make_their_directories_side_by_side(store):
     """All ranks create the same directories at the same moment."""
     for round_ in range(20):
-        results = at_once(
+        results = run_at_once(
             [functools.partial(put, store, f"{round_}/data/{n}", b"body", if_absent=True) for n in range(8)]
         )
         assert results == [None] * 8
@@ -385,10 +385,10 @@ def test_a_file_that_shrinks_is_short(store, tmp_path):
 def test_an_upload_with_bytes_missing_is_not_completed(store):
     """A part whose write was lost leaves a hole; the size shows it."""
     upload_id = store.create_multipart("a")
-    parts = parts_of([b"1234", b"56"])
+    parts = make_parts([b"1234", b"56"])
     uploaded = [upload_part(store, "a", upload_id, parts[0], b"1234")]
     second = upload_part(store, "a", upload_id, parts[1], b"56")
-    os.truncate(durable.temp_path(f"{store.uri}/a", upload_id), 4)
+    os.truncate(files.temp_path(f"{store.uri}/a", upload_id), 4)
     with pytest.raises(StoreError, match="6 bytes, but 4 were written"):
         store.complete_multipart("a", upload_id, [*uploaded, second])
     assert keys(store) == []
@@ -415,7 +415,6 @@ class TestLinks:
             lambda: put(store, "folder/new", b"x"),
             lambda: store.create_multipart("folder/new"),
             lambda: store.delete(["folder/secret"]),
-            lambda: store.copy("a", "folder/secret"),
         ):
             with pytest.raises(StoreError, match="leads out of"):
                 call()
@@ -451,7 +450,7 @@ class TestLinks:
         """The disk behind the link is not mounted: saving must say so."""
         (tmp_path / "root").symlink_to("unmounted")
         store = LocalStore(tmp_path / "root")
-        with pytest.raises(StoreError, match="A dangling symbolic link lies there"):
+        with pytest.raises(StoreError, match="This is a dangling symbolic link"):
             put(store, "a/b", b"body")
         assert keys(store) == []
 
@@ -462,12 +461,12 @@ class TestBadPlaces:
     def test_a_file_where_a_directory_is_needed(self, store, tmp_path):
         """The message names the file that is in the way, not the object below it alone."""
         put(store, "a", b"body")
-        with pytest.raises(StoreError, match=rf"at {tmp_path}/root/a\).*A file lies where a directory is needed"):
+        with pytest.raises(StoreError, match=rf"at {tmp_path}/root/a\).*A file is where a directory is needed"):
             put(store, "a/b/c", b"body")
-        with pytest.raises(StoreError, match="A file lies where a directory is needed"):
+        with pytest.raises(StoreError, match="A file is where a directory is needed"):
             content(store, "a/b")
         below = LocalStore(tmp_path / "root" / "a")
-        with pytest.raises(StoreError, match="A file lies where a directory is needed"):
+        with pytest.raises(StoreError, match="A file is where a directory is needed"):
             keys(below)
         store.delete(["a/b"])
         assert keys(store) == ["a"]
@@ -476,7 +475,7 @@ class TestBadPlaces:
     def test_a_directory_where_a_file_is_needed(self, store, if_absent):
         """It is no object, so “exists already” would send the user the wrong way."""
         put(store, "a/b", b"body")
-        with pytest.raises(StoreError, match="A directory lies where a file is needed") as caught:
+        with pytest.raises(StoreError, match="A directory is where a file is needed") as caught:
             put(store, "a", b"body", if_absent=if_absent)
         assert not isinstance(caught.value, ObjectExistsError)
         store.delete(["a"])
@@ -546,23 +545,12 @@ def test_a_directory_that_cannot_be_synced_is_accepted(store, monkeypatch):
     assert content(store, "a") == b"body"
 
 
-def test_copies_work_without_help_from_the_kernel(store, monkeypatch):
-    """copy_file_range is missing on some kernels, and between some file systems."""
-    body = bytes(range(256)) * 10_000
-    put(store, "a", body)
-    monkeypatch.setattr(os, "copy_file_range", _raiser(errno.EXDEV))
-    store.copy("a", "b")
-    monkeypatch.delattr(os, "copy_file_range")
-    store.copy("a", "c")
-    assert content(store, "b") == content(store, "c") == body
-
-
 def test_every_error_of_the_table_is_translated():
     """Each entry yields its class, with path, reason and advice; unknown numbers still give a StoreError."""
     for number, (kind, advice) in ERRNO_TABLE.items():
         error = translate(OSError(number, os.strerror(number)), key="/x/a", operation="put")
         assert type(error) is kind
-        assert str(error) == f"put /x/a: {os.strerror(number)}. {advice}"
+        assert error.message == f"put /x/a: {os.strerror(number)}. {advice}"
     other = translate(OSError(errno.EXFULL, "Exchange full"), key="/x/a", operation="put")
     assert type(other) is StoreError
     assert str(other) == "put /x/a: Exchange full."

@@ -12,7 +12,7 @@ from cloudckpt.errors import StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Limits
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing import StoreContract
-from cloudckpt.testing._contract_tools import content, keys, parts_of, put, upload_part
+from cloudckpt.testing.contract_base import content, keys, make_parts, put, upload_part
 
 
 class TestContract(StoreContract):
@@ -53,14 +53,14 @@ def test_limits_are_kept(name):
         put(store, "a", b"x" * 11)
     upload_id = store.create_multipart("b")
     bodies = [b"123", b"45"]
-    small = [upload_part(store, "b", upload_id, p, b) for p, b in zip(parts_of(bodies), bodies, strict=True)]
+    small = [upload_part(store, "b", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
     with pytest.raises(StoreError, match="fewer than"):
         store.complete_multipart("b", upload_id, small)
-    third = parts_of([b"1234"] * 3)[2]
+    third = make_parts([b"1234"] * 3)[2]
     with pytest.raises(StoreError, match="outside 1…2"):
         upload_part(store, "b", upload_id, third, b"1234")
     with pytest.raises(StoreError, match="9 bytes are more than the 8"):
-        upload_part(store, "b", upload_id, parts_of([b"x" * 9])[0], b"x" * 9)
+        upload_part(store, "b", upload_id, make_parts([b"x" * 9])[0], b"x" * 9)
 
 
 def test_a_part_of_another_size_than_announced_is_refused(name):
@@ -68,14 +68,14 @@ def test_a_part_of_another_size_than_announced_is_refused(name):
     store = MemoryStore(name)
     upload_id = store.create_multipart("a")
     with pytest.raises(StoreError, match="announced"):
-        upload_part(store, "a", upload_id, parts_of([b"four"])[0], b"three")
+        upload_part(store, "a", upload_id, make_parts([b"four"])[0], b"three")
 
 
 def test_a_part_that_was_replaced_since_is_not_completed(name):
     """The token of an older upload of the part must not stand for other bytes."""
     store = MemoryStore(name)
     upload_id = store.create_multipart("a")
-    part = parts_of([b"four"])[0]
+    part = make_parts([b"four"])[0]
     old = upload_part(store, "a", upload_id, part, b"old!")
     upload_part(store, "a", upload_id, part, b"new!")
     with pytest.raises(StoreError, match="not the one that was uploaded"):

@@ -9,7 +9,6 @@ import fsspec
 import pytest
 
 from cloudckpt import Options
-from cloudckpt._uri import parse_location
 from cloudckpt.errors import InvalidOptionError, InvalidURIError, MissingDependencyError
 from cloudckpt.stores import open_store
 from cloudckpt.stores.fsspec_store import FsspecStore
@@ -17,6 +16,7 @@ from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.uri import parse_location
 
 
 @pytest.mark.parametrize(

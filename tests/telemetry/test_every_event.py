@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tests.commit.gc.leftovers import LONG_AGO, put
 from tests.e2e.servers import FlakyS3, serve
-from tests.housekeeping.leftovers import LONG_AGO, put
 from tests.in_memory import Memory
 
 import cloudckpt
 from cloudckpt import Event, Options, telemetry
-from cloudckpt._transfer import peers
+from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.report import EVENTS
 from cloudckpt.testing.servers import Server
@@ -37,8 +37,8 @@ def told() -> Iterator[list[Event]]:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """An S3 server; requests that stall are hedged soon, as in tests/e2e/test_hedging.py."""
-    monkeypatch.setattr(peers, "LEAST_S", 0.2)
-    monkeypatch.setattr(peers, "_LEAST_ALLOWED", 100)
+    monkeypatch.setattr(hedging, "LEAST_S", 0.2)
+    monkeypatch.setattr(hedging, "_LEAST_ALLOWED", 100)
     with serve(FlakyS3()) as started:
         started.create_bucket("told")
         yield started
@@ -80,7 +80,7 @@ def saves_and_loads(memory: Memory) -> None:
     assert reached.wait(WAIT_S)
     assert handle.cancel()
     go_on.set()
-    assert isinstance(handle.exception(WAIT_S), cloudckpt.SaveCancelledError)
+    assert isinstance(handle.exception(WAIT_S), cloudckpt.errors.SaveCancelledError)
     cloudckpt.verify(f"{root}/a")
     store = memory.at("steps/b").inner
     store.delete([next(iter(store.list("data/"))).key])
@@ -102,7 +102,7 @@ def removals(memory: Memory) -> None:
     cloudckpt.gc(memory.uri("litter"), older_than=0.0, dry_run=False)
     put(memory.at("litter").inner, f"data/{LONG_AGO}/0-0.safetensors")
     memory.at("litter").fail("delete", times=1000)
-    with pytest.raises(cloudckpt.GarbageLeftError):
+    with pytest.raises(cloudckpt.errors.GarbageLeftError):
         cloudckpt.gc(memory.uri("litter"), older_than=0.0, dry_run=False, options=Options(retries=1))
     save(memory.uri("doomed"), 1.0)
     cloudckpt.delete(memory.uri("doomed"))

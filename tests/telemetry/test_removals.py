@@ -8,7 +8,7 @@ import pytest
 import torch
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from tests.housekeeping.leftovers import LONG_AGO, put, save
+from tests.commit.gc.leftovers import LONG_AGO, put, save
 from tests.in_memory import Memory
 
 import cloudckpt
@@ -48,7 +48,7 @@ def test_what_gc_cannot_remove_is_told(memory: Memory, caplog: pytest.LogCapture
     put(memory.at().inner, LITTER)
     memory.at().fail("delete", times=100)
     events, options = told_of(memory)
-    with caplog.at_level(logging.INFO, "cloudckpt"), pytest.raises(cloudckpt.GarbageLeftError):
+    with caplog.at_level(logging.INFO, "cloudckpt"), pytest.raises(cloudckpt.errors.GarbageLeftError):
         cloudckpt.gc(memory.uri(), older_than=0.0, dry_run=False, options=options)
     assert {event.name for event in events} == {"retry", "gc.failed"}
     (failed,) = [event for event in events if event.name == "gc.failed"]
@@ -94,7 +94,7 @@ def test_removals_are_counted(memory: Memory) -> None:
         save(memory.uri(), 1.0)
         put(memory.at().inner, LITTER)
         memory.at().fail("delete", times=100)
-        with pytest.raises(cloudckpt.GarbageLeftError):
+        with pytest.raises(cloudckpt.errors.GarbageLeftError):
             cloudckpt.gc(memory.uri(), older_than=0.0, dry_run=False, options=Options(retries=0))
         memory.at()._faults.clear()
         events, options = told_of(memory)

@@ -13,9 +13,7 @@ from typing import Any
 
 import boto3
 
-from cloudckpt.testing.servers._environment import clean_environment
-from cloudckpt.testing.servers._http import answers, ask
-from cloudckpt.testing.servers._process import Program, reserved_port, running
+from cloudckpt.testing.servers.base import Program, answers, ask, clean_environment, reserved_port, running
 
 ROOT = Path(__file__).parents[2]
 _REGION = "us-east-1"

@@ -244,16 +244,16 @@ def import_out(place: Place) -> None:
 
 def examine(place: Place) -> None:
     """All that saves and loads rely on, but for what is a comfort."""
-    examination = cloudckpt.doctor.examine(place.root, measure=False, options=place.options())
-    assert examination.is_healthy, str(examination)
+    report = cloudckpt.doctor.examine(place.root, options=place.options())
+    assert report.is_healthy, str(report)
     assert not place.all_keys()
 
 
 def examine_reading(place: Place) -> None:
     """All that loads rely on."""
     _saved(place)
-    examination = cloudckpt.doctor.examine(place.root, read_only=True, measure=False, options=place.options())
-    assert examination.is_healthy, str(examination)
+    report = cloudckpt.doctor.examine(place.root, read_only=True, options=place.options())
+    assert report.is_healthy, str(report)
 
 
 def bench(place: Place) -> None:
@@ -321,10 +321,10 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
 _LONG_AGO = "20200101T000000000Z-0123456789ab"
 
 
-def _refusal(look: Callable[[], object]) -> cloudckpt.AccessDeniedError | None:
+def _refusal(look: Callable[[], object]) -> cloudckpt.errors.AccessDeniedError | None:
     try:
         look()
-    except cloudckpt.AccessDeniedError as error:
+    except cloudckpt.errors.AccessDeniedError as error:
         return error
     return None
 

@@ -13,9 +13,8 @@ import pytest
 from tests.terraform.evaluated import POLICIES_DIR, TERRAFORM, evaluate
 from tests.terraform.jobs import JOBS, Place
 
-from cloudckpt.stores.gcs.translate import PERMISSIONS as GCS_PERMISSIONS
-from cloudckpt.stores.s3.client import S3Client
-from cloudckpt.stores.s3.translate import PERMISSIONS
+from cloudckpt.stores.gcs.errors import PERMISSIONS as GCS_PERMISSIONS
+from cloudckpt.stores.s3.client import APIS, S3Client
 from cloudckpt.testing.servers import S3Server, moto_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -84,16 +83,16 @@ def test_what_is_said_to_make_the_requests_of_others_makes_no_more(
 def made_by(job: str, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The requests of the role in a job; there are some."""
     made: set[str] = set()
-    call = S3Client.call
+    request_for = S3Client.request_for
 
-    def watched(self: Any, api: str, **members: Any) -> Any:
+    def watched(self: Any, api: str) -> Any:
         credentials = self.boto3_client._request_signer._credentials
         if credentials is not None and credentials.access_key == "role":
             made.add(api)
-        return call(self, api, **members)
+        return request_for(self, api)
 
     with monkeypatch.context() as patched:
-        patched.setattr(S3Client, "call", watched)
+        patched.setattr(S3Client, "request_for", watched)
         role = {**server.storage_options, "access_key_id": "role"}
         JOBS[job](Place(root=f"s3://checkpoints/run/{next(_numbers)}", role=role, owner=server.storage_options))
     assert made
@@ -104,8 +103,8 @@ def test_what_a_request_needs_is_in_the_table() -> None:
     """If this fails, the table of permissions lacks one that an operation needs."""
     granted = set(re.findall(r"`(s3:\w+)`", S3_TEXT))
     for apis in rows().values():
-        for api in apis & set(PERMISSIONS):
-            assert set(re.findall(r"s3:\w+", PERMISSIONS[api])) <= granted, api
+        for api in apis & set(APIS):
+            assert set(re.findall(r"s3:\w+", APIS[api][1])) <= granted, api
 
 
 @pytest.mark.parametrize("role", ["trainer", "reader", "janitor"])

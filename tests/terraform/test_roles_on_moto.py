@@ -124,5 +124,5 @@ def test_the_refusal_names_the_permission(
     server: IAMServer, owner: dict[str, Any], role: str, job: str, permission: str
 ) -> None:
     """If this fails, a user whose role lacks a permission is not told which."""
-    with pytest.raises(cloudckpt.AccessDeniedError, match=permission):
+    with pytest.raises(cloudckpt.errors.AccessDeniedError, match=permission):
         JOBS[job](place(server, owner, policy(role)))

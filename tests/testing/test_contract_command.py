@@ -198,7 +198,7 @@ def test_no_clause_of_that_name_is_an_error(tmp_path):
         (["s3:/bucket/x"], "InvalidURIError"),
         (["s3://bucket/x", "--option", "region"], "NAME=VALUE"),
         (["s3://bucket/x", "--option", "no_such_option=1"], "no_such_option"),
-        (["/srv/x", "--option", "region=here"], "storage_options"),
+        (["/srv/x", "--option", "region=here"], "takes no storage options"),
         (["/srv/x", "--timeout", "-1"], "timeout_s"),
         (["s3://bucket/x", "--option", "profile=A", "--denied", "anonymous=true"], "anonymous"),
     ],
@@ -232,7 +232,7 @@ def test_the_usage_is_shown_where_nothing_else_helps(arguments, capsys):
 def test_option_values_are_what_they_look_like(monkeypatch):
     """``Options(storage_options=…)`` wants true and numbers as such, and account names as text."""
     seen = {}
-    monkeypatch.setattr("cloudckpt.testing.__main__.check", lambda target, **_: seen.update(target=target) or 0)
+    monkeypatch.setattr("cloudckpt.testing.command.check", lambda target, **_: seen.update(target=target) or 0)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     options = ["anonymous=True", "a=17", "b=-2.5", 'c="17"', 'd={"x": 1}', "e=eu-west-1", "f=a=b", "g=", "h=1e3"]
     assert main(["s3://bucket/x", *(f"--option={option}" for option in options), "--keys", "7"]) == 0

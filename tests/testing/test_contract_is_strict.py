@@ -15,7 +15,7 @@ from tests.testing import mutants, wire_mutants
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing import StoreContract, _contract_wire
+from cloudckpt.testing import StoreContract, contract_wire
 from cloudckpt.testing.servers import moto_server
 from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Wire
 
@@ -145,10 +145,10 @@ def test_a_client_with_a_defect_fails_the_clause_about_it(mutant, storage_option
 
 def test_a_client_without_patience_of_its_own_fails_the_clause_about_silence(storage_options, door, monkeypatch):
     """It would hang, and the job with it, at every one of the moments at which a server can fall silent."""
-    monkeypatch.setattr(_contract_wire, "_SLACK_S", 0.5)
+    monkeypatch.setattr(contract_wire, "_SLACK_S", 0.5)
 
     def patient(far: Store, direct: Store) -> Store:
-        endpoint_url = far._session._key.config.endpoint_url
+        endpoint_url = far._session.client_key.config.endpoint_url
         return suite.opened(urlsplit(far.uri).path, endpoint_url=endpoint_url, timeout_s=600.0)
 
     suite = _S3(storage_options, patient, door)

@@ -25,7 +25,6 @@ from cloudckpt.errors import (
 from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.base import Part, Store
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing._fault_kinds import EVERYTHING
 from cloudckpt.testing.faults import (
     Absent,
     BrokenConnection,
@@ -44,6 +43,7 @@ from cloudckpt.testing.faults import (
     TimedOut,
     TruncatedBody,
 )
+from cloudckpt.testing.faulty_store import EVERYTHING
 
 BODY = bytes(range(256)) * 4
 _WAIT_S = 30.0
@@ -85,7 +85,6 @@ def num_different_bits(left: bytes, right: bytes) -> int:
 CALLS: dict[str, Callable[[Store], object]] = {
     "abort_multipart": lambda store: store.abort_multipart("k", "gone"),
     "complete_multipart": lambda store: store.complete_multipart("k", store.create_multipart("k"), []),
-    "copy": lambda store: store.copy("there", "copied"),
     "copy_from": lambda store: store.copy_from(store.url("there"), "copied"),
     "create_multipart": lambda store: store.create_multipart("k"),
     "delete": lambda store: store.delete(["there"]),
@@ -255,7 +254,7 @@ def test_a_listing_lags_by_writes(inner: MemoryStore) -> None:
     store.delete(["a/old"])
     assert keys(store) == ["a/old"]
     assert [info.size_bytes for info in store.list("a/")] == [200]
-    store.copy("a/new", "b")
+    store.copy_from(store.url("a/new"), "b")
     assert keys(store) == ["a/new", "a/old"]
     assert keys(faults(MemoryStore(inner.uri.removeprefix("memory://"))), "a/") == ["a/new", "a/old"]
     with pytest.raises(ObjectExistsError):

@@ -31,7 +31,7 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
 def test_saves_and_loads_get_over_faults(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a network that breaks now and then costs a save, or brings wrong weights into a load."""
     print(f"seed {seed}")
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     uri = f"memory://faults-in-saves-{next(_numbers)}/run"
     faults = Faults(*RULES, seed=seed)
     options = cloudckpt.Options(
@@ -48,5 +48,5 @@ def test_saves_and_loads_get_over_faults(seed: int, monkeypatch: pytest.MonkeyPa
 def test_an_error_that_gets_through_names_the_seed() -> None:
     """If this fails, whoever reads the log of a failed run cannot have it again."""
     options = cloudckpt.Options(wrap_store=Faults(Rule(fault=ServerError(), times=None), seed=1234), retries=0)
-    with pytest.raises(cloudckpt.TransientStoreError, match="rule 0 with seed 1234"):
+    with pytest.raises(cloudckpt.errors.TransientStoreError, match="rule 0 with seed 1234"):
         cloudckpt.save(state_of(1.0), "memory://faults-named/run", no_dist=True, options=options)

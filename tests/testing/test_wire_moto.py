@@ -23,7 +23,7 @@ def moto() -> Iterator[S3Server]:
 
 @pytest.fixture
 def server(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda error, num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     moto.reset()
     moto.create_bucket("bucket")
     return moto

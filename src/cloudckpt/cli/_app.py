@@ -1,4 +1,4 @@
-"""All commands, and what happens to the errors of any."""
+"""The Typer app with all commands, and what it does with their errors."""
 
 from __future__ import annotations
 
@@ -6,50 +6,42 @@ import logging
 import os
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import bench, cp, diff, doctor, export, gc, import_, ls, rm, show, verify
-from cloudckpt.cli._console import tell
+from cloudckpt.cli import bench, cleanup, convert, diff, doctor, ls, show, verify
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of
 
 
 class _Commands(TyperGroup):
-    """Tells expected errors in a line, and exits as ``docs/command-line.md`` says."""
+    """Shows expected errors in a line, and exits as ``docs/command-line.md`` says."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            found = super().invoke(ctx)
-            sys.stdout.flush()  # while a failure of it can be told
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here a failure is still reported
         except KeyboardInterrupt:
-            tell("Interrupted.\n")
+            typer.echo("Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # of a command's own output; all others are told as errors of a store
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more fails when Python flushes at its end
+        except BrokenPipeError:  # of stdout: a store's would be a StoreError
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's own flush at exit must not fail
             raise typer.Exit(PIPE_CLOSED) from None
-        except Exception as error:
-            self._tell(ctx, error)
-            raise
         except BaseException as error:
-            if hasattr(error, "failures"):  # torch's CheckpointException is no Exception
-                self._tell(ctx, error)
-            raise
-        return found
-
-    def _tell(self, ctx: Any, error: BaseException) -> None:
-        """End with its code, unless it is Typer's own."""
-        code = exit_code_of(error)
-        if code is None:
-            return
-        if ctx.params.get("verbose"):
-            tell(traceback.format_exc())
-        command = self.get_command(ctx, ctx.invoked_subcommand or "")
-        flags = {name for parameter in (command.params if command else ()) for name in parameter.opts}
-        tell(message_of(error, flags=flags) + "\n")
-        raise typer.Exit(code) from None
+            code = exit_code_of(error)
+            if code is None:
+                raise
+            if ctx.params.get("verbose"):
+                typer.echo(traceback.format_exc(), err=True)
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            flags = {flag for parameter in (command.params if command else ()) for flag in parameter.opts}
+            typer.echo(message_of(error, flags=flags), err=True)
+            raise typer.Exit(code) from None
+        return result
 
 
 app = typer.Typer(
@@ -62,34 +54,40 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:  # noqa: FBT001  # Typer's way
+def _print_version(is_asked: bool) -> None:  # noqa: FBT001  # Typer calls it so
     if is_asked:
-        print(f"cloudckpt {__version__}")  # noqa: T201  # as a command does
+        typer.echo(f"cloudckpt {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _everywhere(
+def _configure(
     *,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Log what the library does, and show errors with their tracebacks.")
     ] = False,
-    version: Annotated[  # noqa: ARG001  # the callback answers
+    version: Annotated[  # noqa: ARG001  # its callback answers
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
+    # A command is one process, so torch's remark that it saves without other ranks helps nobody.
+    warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
 
 
-app.command("ls")(ls.ls)
-app.command("show")(show.show)
-app.command("diff")(diff.diff)
-app.command("verify")(verify.verify)
-app.command("rm")(rm.rm)
-app.command("gc")(gc.gc)
-app.command("bench")(bench.bench)
-app.command("doctor")(doctor.doctor)
-app.command("cp")(cp.cp)
-app.command("export")(export.export)
-app.command("import")(import_.import_)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "ls": ls.ls,
+    "show": show.show,
+    "diff": diff.diff,
+    "verify": verify.verify,
+    "rm": cleanup.rm,
+    "gc": cleanup.gc,
+    "bench": bench.bench,
+    "doctor": doctor.doctor,
+    "cp": convert.cp,
+    "export": convert.export,
+    "import": convert.import_,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)

@@ -1,145 +1,87 @@
-"""Where a command's output goes: its result to stdout, all else to stderr."""
+"""Output of the commands: results to stdout, all else to stderr, and values as people read them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from cloudckpt.cli._text import plain_line
+import typer
 
-_MOST_FOLDED = 500
-"""Rows. A longer table is left to the terminal to break."""
+from cloudckpt.errors import printable
 
-
-def tell(text: str) -> None:
-    """To stderr, at once."""
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
-class Progress:
-    """How far something long is. Safe to call from any thread."""
-
-    def __init__(self, bar: Any = None, task: Any = None) -> None:
-        self._bar, self._task = bar, task
-
-    def advance(self, num_bytes: int) -> None:
-        """`num_bytes` more are done."""
-        if self._bar is not None:
-            self._bar.advance(self._task, num_bytes)
-
-    def set_total(self, num_bytes: int) -> None:
-        """That is known now."""
-        if self._bar is not None:
-            self._bar.update(self._task, total=num_bytes)
+_MAX_RICH_ROWS = 500
+"""Rich takes milliseconds for each row."""
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_KIB = 1024
+_MB, _GB = 10**6, 10**9
 
 
 class Console:
-    """Of one command. With `as_json`, stdout gets one JSON document and nothing else."""
+    """The output of one command. With `as_json`, stdout gets one JSON document and nothing else."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
 
     def document(self, value: Any) -> None:
-        """One JSON document: the result of a command that was asked for it."""
-        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+        """Print the result as one JSON document."""
+        typer.echo(json.dumps(value, indent=2))
 
     def line(self, text: str = "") -> None:
-        """A line of the result."""
-        sys.stdout.write(plain_line(text) + "\n")
+        """Print a line of the result."""
+        typer.echo(plain_line(text))
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-        """A table of the result; the columns that `right` names are numbers. In a pipe, each row is one whole line."""
-        shown = [[plain_line(cell) for cell in row] for row in rows]
-        widths = _widths(titles, shown)
-        is_terminal = sys.stdout.isatty()
-        # Rich takes milliseconds for a row, and folds cells only where the terminal is too narrow.
-        if is_terminal and len(rows) <= _MOST_FOLDED and sum(widths) + 2 * (len(widths) - 1) > _terminal_columns():
-            _print_folded(titles, shown, right=right)
-            return
-        title = _row(titles, titles, widths, right=right)
-        sys.stdout.write((f"\x1b[1m{title}\x1b[0m" if is_terminal and "NO_COLOR" not in os.environ else title) + "\n")
-        for row in shown:
-            sys.stdout.write(_row(row, titles, widths, right=right) + "\n")
+        """Print a table of the result; the columns in `right` are numbers. In a pipe, each row is one whole line."""
+        plain_rows = [[plain_line(cell) for cell in row] for row in rows]
+        if sys.stdout.isatty() and len(rows) <= _MAX_RICH_ROWS:
+            _print_rich_table(titles, plain_rows, right=right)
+        else:
+            typer.echo("\n".join(_aligned_lines([list(titles), *plain_rows], [title in right for title in titles])))
 
     def say(self, text: str) -> None:
-        """Something beside the result."""
+        """Print a remark, unless the command is to be quiet."""
         if not self.quiet:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Something that has to be known, however quiet the command was asked to be."""
-        tell(plain_line(text) + "\n")
+        """Print a remark that matters even to a quiet command."""
+        typer.echo(plain_line(text), err=True)
 
     @property
     def is_interactive(self) -> bool:
-        """Whether there is somebody to ask."""
+        """True if there is a user to ask."""
         return sys.stdin.isatty() and sys.stderr.isatty()
 
-    def confirms(self, question: str) -> bool:
-        """Whether the user says yes."""
-        tell(f"{plain_line(question)} [y/N] ")
-        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    def confirm(self, question: str) -> bool:
+        """Ask the user, whose default answer is no."""
+        return typer.confirm(plain_line(question), err=True)
 
     @contextlib.contextmanager
-    def progress(self, what: str, *, total_bytes: int | None = None) -> Iterator[Progress]:
-        """A bar with bytes and rate on stderr while this lasts; nothing where that is no terminal."""
+    def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Show a bar on stderr, if that is a terminal. Yields a function of the bytes done and the bytes in total."""
         if self.quiet or not sys.stderr.isatty():
-            yield Progress()
+            yield lambda _done_bytes, _total_bytes: None
             return
-        from rich.console import Console as RichConsole
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-        from rich.progress import Progress as Bar
+        from rich import console, progress
 
         columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
         )
-        with Bar(*columns, console=RichConsole(stderr=True), transient=True) as bar:
-            yield Progress(bar, bar.add_task(plain_line(what), total=total_bytes))
+        with progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(plain_line(what), total=None)
+            yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
 
 
-def _widths(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(map(_width, (title, *(row[at] for row in rows)))) for at, title in enumerate(titles)]
-
-
-def _width(text: str) -> int:
-    """In columns of a terminal: some characters take two, some none."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def _row(row: Sequence[str], titles: Sequence[str], widths: Sequence[int], *, right: Sequence[str]) -> str:
-    cells = []
-    for cell, title, width in zip(row, titles, widths, strict=True):
-        room = " " * (width - _width(cell))
-        cells.append(room + cell if title in right else cell + room)
-    return "  ".join(cells).rstrip()
-
-
-def _terminal_columns() -> int:
-    return shutil.get_terminal_size().columns
-
-
-def _print_folded(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> None:
-    """With the cells that have no room in several lines."""
+def _print_rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> None:
     from rich.console import Console as RichConsole
     from rich.table import Table
     from rich.text import Text
@@ -149,4 +91,61 @@ def _print_folded(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right
         table.add_column(title, justify="right" if title in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    RichConsole(file=sys.stdout, highlight=False).print(table)
+    color_system = None if "NO_COLOR" in os.environ else "auto"
+    RichConsole(file=sys.stdout, highlight=False, color_system=color_system).print(table)  # type: ignore[arg-type]  # a literal
+
+
+def _aligned_lines(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> Iterator[str]:
+    from rich.cells import cell_len  # some characters take two columns, some none
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = []
+        for cell, width, right in zip(row, widths, is_right, strict=True):
+            space = " " * (width - cell_len(cell))
+            cells.append(space + cell if right else cell + space)
+        yield "  ".join(cells).rstrip()
+
+
+def plain_line(text: str) -> str:
+    """Return `text` as one line without control characters, so that a name cannot fake further lines."""
+    return printable(text).replace("\n", "\\n")
+
+
+def size(num_bytes: float) -> str:
+    """``1.5 GiB``."""
+    if num_bytes < _KIB:
+        return f"{num_bytes:.0f} B"
+    for unit in _BINARY_UNITS:
+        num_bytes /= _KIB
+        if round(num_bytes, 1) < _KIB:
+            return f"{num_bytes:.1f} {unit}"
+    return f"{num_bytes:.1f} {_BINARY_UNITS[-1]}"
+
+
+def rate(bytes_per_s: float) -> str:
+    """``1.23 GB/s``: decimal, as the rates of networks are."""
+    if bytes_per_s >= _GB:
+        return f"{bytes_per_s / _GB:.2f} GB/s"
+    return f"{bytes_per_s / _MB:.1f} MB/s"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 object``, ``2 objects``; ``2 entries``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
+
+
+def age(moment: datetime) -> str:
+    """``3 h``: the time since `moment` in its largest unit."""
+    return duration(datetime.now(timezone.utc) - moment)
+
+
+def duration(delta: timedelta) -> str:
+    """``3 h``: a time in its largest unit."""
+    seconds = max(delta.total_seconds(), 0.0)
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{int(seconds // length_s)} {unit}"
+    return f"{int(seconds)} s"

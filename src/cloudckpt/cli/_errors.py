@@ -1,13 +1,16 @@
-"""From errors to exit codes and messages."""
+"""Errors and signals: exit codes, and what stderr says."""
 
 from __future__ import annotations
 
 import errno
+import os
+import signal
+import sys
+import threading
 from collections.abc import Collection
+from typing import NoReturn
 
-from cloudckpt.cli._ending import INTERRUPTED, TERMINATED
-from cloudckpt.cli._text import plain_line
-from cloudckpt.cli._wording import as_typed
+from cloudckpt.cli._console import plain_line
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -31,37 +34,21 @@ from cloudckpt.errors import (
     UnsupportedValueError,
 )
 
-__all__ = [
-    "DENIED",
-    "DONE",
-    "EXISTS",
-    "INTERRUPTED",
-    "NO",
-    "NOT_FOUND",
-    "PIPE_CLOSED",
-    "TERMINATED",
-    "TOO_OLD",
-    "UNEXPECTED",
-    "UNREACHABLE",
-    "WRONG_USAGE",
-    "exit_code_of",
-    "interrupt_of",
-    "message_of",
-]
-
 DONE = 0
 NO = 1
-"""The answer is no: damage was found, two things differ, a check failed, something could not be removed."""
+"""The answer is no: something is damaged, two checkpoints differ, a check failed, something could not be removed."""
 WRONG_USAGE = 2
 NOT_FOUND = 3
 DENIED = 4
 UNREACHABLE = 5
 EXISTS = 6
 TOO_OLD = 7
-"""Of this cloudckpt: it cannot read what is there, or lacks an extension."""
+"""This cloudckpt cannot read the checkpoint, or lacks an extension."""
 UNEXPECTED = 70
+INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 141
-"""Whoever read the output had enough."""
+"""The reader of stdout has closed it."""
+TERMINATED = 128 + signal.SIGTERM
 
 _CODES: tuple[tuple[int, tuple[type[CloudckptError], ...]], ...] = (
     (
@@ -76,40 +63,56 @@ _CODES: tuple[tuple[int, tuple[type[CloudckptError], ...]], ...] = (
     (NO, (CorruptCheckpointError, GarbageLeftError, ShortObjectError)),
 )
 
-_NO_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
-"""What a file system says of a path that leads nowhere, whatever may be done there."""
+_FLAGS = {
+    "Options.timeout_s": "--timeout",
+    "allow_pickle": "--unsafe-pickle",
+    "overwrite": "--overwrite",
+    "skip_non_tensors": "--skip-non-tensors",
+}
+"""The flags of commands by the option of an error's hint."""
+
+_BAD_PATH = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
+"""The errors of a file system about a path that cannot name anything."""
 
 
 def exit_code_of(error: BaseException) -> int | None:
-    """With what a command ends that raised `error`; None for what Typer handles itself."""
-    error = _cause_of(error)
-    if (interrupt := interrupt_of(error)) is not None:
+    """Return the exit code for `error`, or None if Typer or Python handles it."""
+    error = _single_cause(error)
+    interrupt = interrupt_of(error)
+    if interrupt is not None:
         return INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
-    if isinstance(error, StoreError) and getattr(error.__cause__, "errno", None) in _NO_PLACE:
+    if isinstance(error, StoreError) and getattr(error.__cause__, "errno", None) in _BAD_PATH:
         return WRONG_USAGE
     for code, classes in _CODES:
         if isinstance(error, classes):
             return code
-    return UNEXPECTED if isinstance(error, (CloudckptError, OSError)) or not _is_typers(error) else None
+    is_ours = isinstance(error, CloudckptError)
+    is_typers = any(kind.__module__.partition(".")[0] in ("click", "typer") for kind in type(error).__mro__)
+    return UNEXPECTED if is_ours or (isinstance(error, Exception) and not is_typers) else None
 
 
 def interrupt_of(error: BaseException) -> KeyboardInterrupt | SystemExit | None:
-    """Ctrl-C or SIGTERM, where it came into a commit: that is told as an error, because the commit may have arrived."""
-    interrupt = _cause_of(error).__cause__
+    """Return the Ctrl-C or SIGTERM that hit a commit, which is an error because the commit may have arrived."""
+    interrupt = _single_cause(error).__cause__
     return interrupt if isinstance(interrupt, (KeyboardInterrupt, SystemExit)) else None
 
 
 def message_of(error: BaseException, *, flags: Collection[str] = ()) -> str:
-    """What is said of `error` on stderr by a command that has the options `flags`."""
-    error = _cause_of(error)
-    text = plain_line(" ".join(str(error).splitlines()))  # what is told lies in the bucket, and could fake lines
+    """Return one line for stderr. The hint of `error` names its flag, if the command has it among its `flags`."""
+    error = _single_cause(error)
+    text = str(error)
+    if isinstance(error, CloudckptError) and error.hint is not None and not error.failures:
+        flag = _FLAGS.get(error.hint.option)
+        if flag is not None and flag in flags:
+            text = error.with_advice(error.hint.as_flag(flag))
+    text = plain_line(" ".join(text.splitlines()))  # names come from the bucket, and could fake lines
     if isinstance(error, CloudckptError):
-        return f"Error: {as_typed(text, flags=flags)}"
+        return f"Error: {text}"
     return f"Error: {type(error).__name__}: {text} (cloudckpt --verbose … shows where)"
 
 
-def _cause_of(error: BaseException) -> BaseException:
-    """What it is about: torch wraps errors, by ranks, and a command is the only one."""
+def _single_cause(error: BaseException) -> BaseException:
+    """Return the error itself where a save or load has wrapped that of its only rank."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and len(failures) == 1:
         ((cause, _trace),) = failures.values()
@@ -117,6 +120,31 @@ def _cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def _is_typers(error: BaseException) -> bool:
-    """Whether it is one of those by which Typer, or Click below it, says that the usage is wrong, or ends a command."""
-    return any(kind.__module__.partition(".")[0] in ("click", "typer") for kind in type(error).__mro__)
+def handle_signals() -> None:
+    """Make SIGTERM end the command as Ctrl-C does: it removes what it was writing. A second Ctrl-C ends it at once.
+
+    Leaves Ctrl-C alone if the caller ignores it (``nohup``, a shell's background job).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_sigint)
+
+
+def _on_sigint(_number: int, _frame: object) -> NoReturn:
+    signal.signal(signal.SIGINT, _exit_at_once)
+    raise KeyboardInterrupt
+
+
+def _on_sigterm(_number: int, _frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is _on_sigint:
+        signal.signal(signal.SIGINT, _exit_at_once)
+    sys.exit(TERMINATED)
+
+
+def _exit_at_once(_number: int, _frame: object) -> NoReturn:
+    # sys.stderr may be in the middle of a write, and would refuse another one.
+    os.write(2, b"Interrupted again: ended without cleaning up; cloudckpt gc removes what is left.\n")
+    os._exit(INTERRUPTED)

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console
+from cloudckpt.cli._console import Console, age, count, size
 from cloudckpt.cli._errors import DENIED
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of, parse_duration
-from cloudckpt.cli._text import age, count, size
-from cloudckpt.cli._wording import as_typed
 
 if TYPE_CHECKING:
+    from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.options import Options
-    from cloudckpt.overview import CheckpointStatus
 
 _LONG = ("OBJECTS", "TENSORS", "OVERWRITES", "ATTEMPT")
 
@@ -49,11 +47,11 @@ def ls(
 
     Example: cloudckpt ls s3://bucket/run
     """
-    from cloudckpt.overview import survey
+    from cloudckpt.inspect.catalog import list_checkpoints
 
     console = Console(as_json=as_json, quiet=quiet)
     options = options_of(storage_option, endpoint_url, timeout_s=timeout)
-    found = survey(root, alive_within=alive_within, check=check, options=options)
+    found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
     if not (found or as_json or quiet):
         console.say(_nothing_in(root, options))
         return
@@ -62,7 +60,7 @@ def ls(
         raise typer.Exit(DENIED)
 
 
-def _tell(console: Console, root: str, found: Sequence[CheckpointStatus], *, long: bool) -> None:
+def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], *, long: bool) -> None:
     if console.as_json:
         console.document([document_of(one) for one in found])
         return
@@ -76,37 +74,36 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointStatus], *, lon
                 console.line(f"{one.name}: {json.dumps(one.metadata)}")
     for one in found:
         if one.problem:
-            console.warn(f"{one.name}: {as_typed(one.problem)}")
+            console.warn(f"{one.name}: {one.problem}")
     if any(one.state == "garbage" for one in found):
         console.say(f"cloudckpt gc {root} tells what of the garbage can go.")
 
 
 def _nothing_in(root: str, options: Options) -> str:
-    from cloudckpt._commit.resolve import folders_named
-    from cloudckpt._transfer.retry import Retrier
-    from cloudckpt._uri import parse_location
+    from cloudckpt.commit.log import describe_folders
+    from cloudckpt.io.retry import Retrier
     from cloudckpt.stores.open import open_store
+    from cloudckpt.uri import parse_location
 
     location = parse_location(root)
     store = open_store(location, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    folders = retrier.call(lambda: list(store.list_directories()))
+    folders = retrier.collect(store.list_directories)
     text = f"No checkpoint lies directly in {location.uri}, and nothing that a save has left."
     if not folders:
         return text
-    return f"{text} It has the {folders_named(folders)}: name the one that the checkpoints lie in."
+    return f"{text} It has the {describe_folders(folders)}: name the one that the checkpoints lie in."
 
 
-def document_of(one: CheckpointStatus) -> dict[str, Any]:
+def document_of(one: CheckpointInfo) -> dict[str, Any]:
     """As ``--json`` prints it."""
-    is_seen = one.state != "denied"
     return {
         "name": one.name,
         "uri": one.uri,
         "state": one.state,
-        "time": one.moment.isoformat() if is_seen else None,
-        "num_bytes": one.num_bytes if is_seen else None,
-        "num_objects": one.num_objects if is_seen else None,
+        "time": one.committed_at.isoformat() if one.state != "denied" else None,
+        "num_bytes": one.num_bytes,
+        "num_objects": one.num_objects,
         "num_uploads": one.num_uploads,
         "world_size": one.world_size,
         "num_tensors": one.num_tensors,
@@ -117,12 +114,12 @@ def document_of(one: CheckpointStatus) -> dict[str, Any]:
     }
 
 
-def _row(one: CheckpointStatus, *, long: bool) -> list[str]:
+def _row(one: CheckpointInfo, *, long: bool) -> list[str]:
     state = one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else "")
-    seen = [age(one.moment), size(one.num_bytes)] if one.state != "denied" else ["", ""]
+    seen = ["", ""] if one.num_bytes is None else [age(one.committed_at), size(one.num_bytes)]
     row = [one.name, *seen, _number(one.world_size), state]
     if long:
-        row += [f"{one.num_objects:,}", _number(one.num_tensors), f"{one.num_overwrites:,}", one.attempt]
+        row += [_number(one.num_objects), _number(one.num_tensors), f"{one.num_overwrites:,}", one.attempt]
     return row
 
 

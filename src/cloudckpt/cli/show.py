@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console
+from cloudckpt.cli._console import Console, count, size
 from cloudckpt.cli._errors import NOT_FOUND
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
-from cloudckpt.cli._text import count, size
 
 if TYPE_CHECKING:
-    from cloudckpt.description import CheckpointDescription, TensorDescription
+    from cloudckpt.inspect.description import CheckpointDescription, TensorDescription
     from cloudckpt.options import Options
 
 _RIGHT = ("BYTES", "CHUNKS", "OBJECTS")
@@ -41,7 +41,7 @@ def show(
 
     Example: cloudckpt show s3://bucket/run/step-100 --name 'model.*'
     """
-    from cloudckpt.description import describe
+    from cloudckpt.inspect.description import describe
 
     console = Console(as_json=as_json, quiet=quiet)
     options = options_of(storage_option, endpoint_url, timeout_s=timeout)
@@ -54,11 +54,10 @@ def show(
         console.document(
             {
                 **_head_of(found),
-                "objects": [{"key": one.key, "num_bytes": one.num_bytes} for one in found.objects],
-                "tensors": [_tensor_of(one) for one in tensors],
+                "objects": [dataclasses.asdict(one) for one in found.objects],
+                "tensors": [dataclasses.asdict(one) for one in tensors],
                 "values": [
-                    {"name": one.name, "num_bytes": one.num_bytes, **({"value": read[one.name]} if values else {})}
-                    for one in others
+                    {**dataclasses.asdict(one), **({"value": read[one.name]} if values else {})} for one in others
                 ],
             }
         )
@@ -139,18 +138,4 @@ def _head_of(found: CheckpointDescription) -> dict[str, Any]:
         "num_bytes": found.num_bytes,
         "software": dict(found.software),
         "metadata": dict(found.metadata),
-    }
-
-
-def _tensor_of(tensor: TensorDescription) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "num_bytes": tensor.num_bytes,
-        "num_chunks": tensor.num_chunks,
-        "grid": None if tensor.grid is None else list(tensor.grid),
-        "objects": list(tensor.objects),
-        "requires_grad": tensor.requires_grad,
-        "transforms": list(tensor.transforms),
     }

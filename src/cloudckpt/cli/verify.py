@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloudckpt.cli._console import Console
+from cloudckpt.cli._console import Console, count, rate, size
 from cloudckpt.cli._errors import NO
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
-from cloudckpt.cli._text import count, rate, size
-from cloudckpt.cli._wording import as_typed
 
 if TYPE_CHECKING:
     from cloudckpt.report import Event
@@ -25,38 +23,37 @@ def verify(
     as_json: AsJSON = False,
     quiet: Quiet = False,
 ) -> None:
-    """Read every byte of a checkpoint and compare it with what was saved; exit 1 where anything is damaged.
+    """Read every byte of a checkpoint and compare it with what was saved; exit with 1 if anything is damaged.
 
     Example: cloudckpt verify s3://bucket/run/step-100
     """
     from cloudckpt.errors import CorruptCheckpointError
-    from cloudckpt.verification import verify as verified
+    from cloudckpt.inspect.verification import verify as verify_checkpoint
 
     console = Console(as_json=as_json, quiet=quiet)
-    with console.progress("verifying") as progress:
-        total_bytes = 0
+    problems: list[str] = []
+    with console.progress("verifying") as show_progress:
+        done_bytes = total_bytes = 0
 
         def on_event(event: Event) -> None:
-            nonlocal total_bytes
+            nonlocal done_bytes, total_bytes
             if event.name == "verify.planned":
                 total_bytes += event.num_bytes
-                progress.set_total(total_bytes)
             elif event.name == "verify.range_read":
-                progress.advance(event.num_bytes)
+                done_bytes += event.num_bytes
+            show_progress(done_bytes, total_bytes)
 
         options = options_of(storage_option, endpoint_url, timeout_s=timeout, on_event=on_event)
         try:
-            report = verified(uri, options=options)
+            report = verify_checkpoint(uri, options=options)
         except CorruptCheckpointError as error:
-            problems = list(error.problems) or [str(error)]
-        else:
-            problems = []
+            problems += error.problems
     if problems:
         if as_json:
             console.document({"uri": uri, "is_whole": False, "problems": problems})
         else:
             for problem in problems:
-                console.line(as_typed(problem))
+                console.line(problem)
             console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
         raise typer.Exit(NO)
     if as_json:

@@ -1,6 +1,8 @@
-"""What stands between a place and a save: credentials, permissions, promises that a store does not keep, slowness."""
+"""Find out if saves to a place and loads from it will work: credentials, clock, bucket, permissions, promises.
 
-from cloudckpt.doctor.examine import examine
-from cloudckpt.doctor.model import Check, Examination, Outcome
+Takes a URI and `Options`, and returns a `DoctorReport`. Called by the command line and by users.
+"""
 
-__all__ = ["Check", "Examination", "Outcome", "examine"]
+from cloudckpt.doctor.examination import Check, DoctorReport, Outcome, examine
+
+__all__ = ["Check", "DoctorReport", "Outcome", "examine"]

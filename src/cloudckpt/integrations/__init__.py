@@ -1,1 +1,1 @@
-"""cloudckpt inside of frameworks. A module each, which imports its framework; nothing else here does."""
+"""Integrations with training frameworks: one module for each framework, and only that module imports it."""

@@ -1,4 +1,4 @@
-"""Accelerate: what an `Accelerator` has prepared, as one ``Stateful`` that loads on any number of ranks."""
+"""Accelerate: everything that an `Accelerator` has prepared, as one ``Stateful`` that loads on any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,47 +15,51 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations._needs import needed
-from cloudckpt.integrations._opaque import RandomState, packed, unpacked
+from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations._state import RandomState, deserialize, serialize
 
-with needed("accelerate"):
+with require("accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, gather_object
 
 _log = logging.getLogger("cloudckpt")
 
-_OF_THE_ENGINE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class AcceleratorState:
-    """What ``accelerator.save_state`` saves: ``cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, uri)``.
+    """Saves what ``accelerator.save_state`` saves.
 
-    Models and optimizers, by the names of their parameters, so FSDP1, FSDP2 and DDP shards load on any number of ranks;
-    schedulers, the gradient scaler, objects registered for checkpointing and the accelerator's step; of each rank its
-    random generators, and its data loaders where they are stateful. The last two are given back to as many ranks as
-    saved them, and left as they are, with a warning, on another number. All ranks make one, after ``prepare``, and save
-    and load it together.
+    Example::
 
-    With ``restores_random=False`` the generators are left to the caller, who finds their state in `random`. With
-    ``only_models`` it is the models alone: what is loaded of a checkpoint that has all, for inference or to begin
-    another training with.
+        cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, uri)
 
-    Raises `InvalidOptionError` for DeepSpeed and Megatron-LM, which keep their state themselves.
+    Models and optimizers are saved by the names of their parameters, so FSDP1, FSDP2 and DDP shards load on any number
+    of ranks. Schedulers, the gradient scaler, objects registered for checkpointing and the accelerator's step are saved
+    too, and for each rank its random generators and its stateful data loaders. The last two are restored only on the
+    same number of ranks; on another number they are not changed, and a warning is logged. All ranks create an instance
+    after ``prepare``, and save and load it together.
+
+    With ``restores_random=False`` the generators are not restored; their state is in `random`. With ``only_models``
+    only the models are saved or loaded, for inference or to start another training.
+
+    Raises `InvalidOptionError` for DeepSpeed and Megatron-LM, which have state formats of their own.
     """
 
     def __init__(self, accelerator: Accelerator, *, restores_random: bool = True, only_models: bool = False) -> None:
-        if accelerator.distributed_type in _OF_THE_ENGINE:
+        if accelerator.distributed_type in _UNSUPPORTED_ENGINES:
             raise InvalidOptionError(
-                f"AcceleratorState: {accelerator.distributed_type.value} keeps its models' state in a format of its own"
+                f"AcceleratorState does not support {accelerator.distributed_type.value}, which keeps the state of its "
+                "models in a format of its own"
             )
         self._accelerator = accelerator
         self._restores_random = restores_random
         self._only_models = only_models
         self.random: RandomState | None = None
-        """Of this rank, as it was loaded; None where it was saved by another number of ranks."""
+        """The loaded random state of this rank; None if another number of ranks saved it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Called on all ranks: it gathers what each has of its own."""
+        """Return the state. A collective call: it gathers the state of each rank."""
         accelerator = self._accelerator
         models = {str(index): get_model_state_dict(model) for index, model in enumerate(self._models)}
         if self._only_models:
@@ -66,15 +70,15 @@ class AcceleratorState:
                 str(index): get_optimizer_state_dict(model, optimizer)
                 for index, (model, optimizer) in enumerate(self._optimizers())
             },
-            "schedulers": self._packed(accelerator._schedulers),  # noqa: SLF001  # as its own save_state
-            "objects": self._packed(accelerator._custom_objects),  # noqa: SLF001  # as above
-            "scaler": packed(None if accelerator.scaler is None else accelerator.scaler.state_dict()),
+            "schedulers": self._serialize_states(accelerator._schedulers),
+            "objects": self._serialize_states(accelerator._custom_objects),
+            "scaler": serialize(None if accelerator.scaler is None else accelerator.scaler.state_dict()),
             "step": accelerator.step,
-            "ranks": gather_object([self._of_this_rank()]),
+            "ranks": gather_object([self._serialize_rank()]),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What was loaded, into what was prepared."""
+        """Apply the loaded state to the prepared objects."""
         accelerator = self._accelerator
         for index, model in enumerate(self._models):
             set_model_state_dict(model, state_dict["models"][str(index)])
@@ -83,52 +87,53 @@ class AcceleratorState:
         for index, (model, optimizer) in enumerate(self._optimizers()):
             set_optimizer_state_dict(model, optimizer, state_dict["optimizers"][str(index)])
         for objects, states in (
-            (accelerator._schedulers, state_dict["schedulers"]),  # noqa: SLF001  # as above
-            (accelerator._custom_objects, state_dict["objects"]),  # noqa: SLF001  # as above
+            (accelerator._schedulers, state_dict["schedulers"]),
+            (accelerator._custom_objects, state_dict["objects"]),
         ):
             for each, state in zip(objects, states, strict=True):
-                each.load_state_dict(unpacked(state))
-        scaler = unpacked(state_dict["scaler"])
+                each.load_state_dict(deserialize(state))
+        scaler = deserialize(state_dict["scaler"])
         if accelerator.scaler is not None and scaler is not None:
             accelerator.scaler.load_state_dict(scaler)
         accelerator.step = state_dict["step"]
         self.random, ranks = None, state_dict["ranks"]
         if len(ranks) == accelerator.num_processes:
-            self._restore_rank(unpacked(ranks[accelerator.process_index]))
+            self._restore_rank(deserialize(ranks[accelerator.process_index]))
         else:
             _log.warning(
-                "saved by %d ranks and loaded by %d: random generators and stateful data loaders are left as they are",
+                "the checkpoint was saved by %d ranks and is loaded by %d: random generators and stateful data loaders "
+                "are not restored",
                 len(ranks),
                 accelerator.num_processes,
             )
 
     @property
     def _models(self) -> list[nn.Module]:
-        models: list[nn.Module] = self._accelerator._models  # noqa: SLF001  # as above
+        models: list[nn.Module] = self._accelerator._models
         return models
 
     def _optimizers(self) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
-        """Each with the model whose parameters it has."""
+        """Return each optimizer with the model whose parameters it updates."""
         found = []
-        for wrapper in self._accelerator._optimizers:  # noqa: SLF001  # as above
+        for wrapper in self._accelerator._optimizers:
             optimizer = wrapper.optimizer
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             model = next((each for each in self._models if held & {id(one) for one in each.parameters()}), None)
             if model is None:
                 raise InvalidOptionError(
-                    "AcceleratorState: an optimizer was prepared that has no parameter of any prepared model. Under "
-                    "FSDP1 the model is prepared first, and the optimizer made of the parameters that it has then"
+                    "AcceleratorState: a prepared optimizer has no parameter of any prepared model. With FSDP1, "
+                    "prepare the model first, and create the optimizer from its parameters afterwards"
                 )
             found.append((model, optimizer))
         return found
 
     @staticmethod
-    def _packed(objects: list[Any]) -> list[bytes]:
-        return [packed(each.state_dict()) for each in objects]
+    def _serialize_states(objects: list[Any]) -> list[bytes]:
+        return [serialize(each.state_dict()) for each in objects]
 
-    def _of_this_rank(self) -> bytes:
+    def _serialize_rank(self) -> bytes:
         loaders = [loader.state_dict() if _is_stateful(loader) else None for loader in self._loaders]
-        return packed({"random": RandomState.now().as_bytes(), "loaders": loaders})
+        return serialize({"random": RandomState.capture().to_bytes(), "loaders": loaders})
 
     def _restore_rank(self, state: dict[str, Any]) -> None:
         for loader, of_loader in zip(self._loaders, state["loaders"], strict=True):
@@ -140,7 +145,7 @@ class AcceleratorState:
 
     @property
     def _loaders(self) -> list[Any]:
-        loaders: list[Any] = self._accelerator._dataloaders  # noqa: SLF001  # as above
+        loaders: list[Any] = self._accelerator._dataloaders
         return loaders
 
 

@@ -1,6 +1,4 @@
-"""Lightning: `CloudCheckpointIO` for strategies that save on one rank, and for shards `CloudModelParallelStrategy` and
-`CloudFSDPStrategy`.
-"""
+"""Lightning: `CloudCheckpointIO` for strategies that save on one rank, and two strategies that save shards."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from cloudckpt._convert.whole import load_whole
-from cloudckpt._uri import parse_location
 from cloudckpt.api import load, save
-from cloudckpt.description import describe
+from cloudckpt.convert.state_dicts import load_whole
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
-from cloudckpt.housekeeping import delete
-from cloudckpt.integrations._needs import needed
-from cloudckpt.integrations._opaque import SKELETON, packed, put_together, taken_apart, unpacked
+from cloudckpt.inspect.description import describe
+from cloudckpt.inspect.removal import delete
+from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations._state import SKELETON, deserialize, flatten, serialize, unflatten
 from cloudckpt.options import Options
+from cloudckpt.uri import parse_location
 
-with needed("lightning", beside="; pytorch_lightning is another package, whose Trainer does not take these classes"):
+with require("lightning", note="; pytorch_lightning is another package, and its Trainer does not accept these classes"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
     from lightning.pytorch import LightningModule
     from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -39,16 +37,15 @@ with needed("lightning", beside="; pytorch_lightning is another package, whose T
     from lightning.pytorch.trainer.states import TrainerFn
 
 _Path = str | os.PathLike[str]
-_OF_TRAINING = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_schedulers|loops|callbacks").fullmatch
+_is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_schedulers|loops|callbacks").fullmatch
 
 
-class CloudCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning is not there where types are checked
+class CloudCheckpointIO(CheckpointIO):
     """Saves and loads Lightning's checkpoints by URI: ``Trainer(plugins=[CloudCheckpointIO()])``.
 
-    For strategies whose rank 0 saves all there is (one device, DDP). Each is a checkpoint as any other: atomic,
-    checked, listed by ``cloudckpt ls``, its tensors under names such as ``state_dict.layer.weight``. One that is there
-    already is replaced at the instant of the commit, as Lightning means it to be (``last.ckpt``), unless
-    ``overwrite=False``.
+    Use it with strategies in which rank 0 saves everything (one device, DDP). The result is an ordinary checkpoint:
+    atomic, verified, and listed by ``cloudckpt ls``; its tensors have names such as ``state_dict.layer.weight``. The
+    commit replaces an existing checkpoint atomically, as Lightning expects (``last.ckpt``), unless ``overwrite=False``.
     ``AsyncCheckpointIO(CloudCheckpointIO())`` saves in the background.
     """
 
@@ -57,30 +54,32 @@ class CloudCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning is not
         self._overwrite = overwrite
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any = None) -> None:
-        """Called by rank 0 alone. Returns once it is committed."""
-        _refuse(storage_options)
-        state = taken_apart(checkpoint, uri=parse_location(path).uri)
+        """Save `checkpoint` from rank 0, and return once it is committed."""
+        _refuse_storage_options(storage_options)
+        state = flatten(checkpoint, uri=parse_location(path).uri)
         save(state, path, no_dist=True, overwrite=self._overwrite, options=self._options)
 
     def load_checkpoint(
         self,
         path: _Path,
         map_location: Callable[..., Any] | torch.device | str | None = None,
-        weights_only: bool | None = None,  # noqa: FBT001  # Lightning's signature
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Called by every rank, and loads all of it there. Of what is no tensor, plain values load, and the rest
-        where `weights_only` is False. Tensors come on the CPU, or on the device that `map_location` is.
+        """Load the whole checkpoint on each rank that calls.
+
+        Plain values always load; other values that are not tensors load only if `weights_only` is False. Tensors are on
+        the CPU, or on `map_location` if it is a device.
         """
         allow_pickle = weights_only is False
         flat = load_whole(parse_location(path), self._options, include=(), allow_pickle=False)
         if isinstance(map_location, (str, torch.device)):
             flat = {name: each.to(map_location) if torch.is_tensor(each) else each for name, each in flat.items()}
-        checkpoint: dict[str, Any] = put_together(flat, allow_pickle=allow_pickle, uri=parse_location(path).uri)
+        checkpoint: dict[str, Any] = unflatten(flat, allow_pickle=allow_pickle, uri=parse_location(path).uri)
         return checkpoint
 
     def remove_checkpoint(self, path: _Path) -> None:
-        """Remove it as `cloudckpt.delete` does; that there is none is as good."""
-        _remove(path, self._options)
+        """Delete the checkpoint as `cloudckpt.delete` does. A missing checkpoint is no error."""
+        _delete_if_exists(path, self._options)
 
 
 _Module = TypeVar("_Module", bound="LightningModule")
@@ -96,23 +95,23 @@ def load_from_checkpoint(
     options: Options | None = None,
     **hyperparameters: Any,
 ) -> _Module:
-    """``module_class.load_from_checkpoint(…)``, which itself opens files alone, of what lies at `uri`.
+    """Call ``module_class.load_from_checkpoint(…)``, which opens only files, with the checkpoint at `uri`.
 
-    For inference: of a checkpoint that one rank or all have saved, nothing of optimizers, schedulers, loops and
-    callbacks is read. The weights lie in memory twice meanwhile. Raises what `cloudckpt.load` does.
+    It is for inference: the state of optimizers, schedulers, loops and callbacks is not read. The checkpoint may be
+    saved by one rank or by all. Meanwhile, the weights are in memory twice. Raises the errors of `cloudckpt.load`.
     """
     location, options = parse_location(uri), options or Options()
     known = describe(uri, options=options)
     names = [tensor.name for tensor in known.tensors] + [value.name for value in known.values]
     tops = {name.partition(".")[0] for name in names}
-    include = [pattern for top in sorted(tops) if not _OF_TRAINING(top) for pattern in _patterns(top, names)]
+    include = [pattern for top in sorted(tops) if not _is_training_state(top) for pattern in _patterns(top, names)]
     found = load_whole(location, options, include=tuple(include), allow_pickle=False)
-    checkpoint = put_together(found, without=_OF_TRAINING, allow_pickle=weights_only is False, uri=location.uri)
-    checkpoint.setdefault("state_dict", found.get("state_dict", {}))  # shards lie there as themselves
+    checkpoint = unflatten(found, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri)
+    checkpoint.setdefault("state_dict", found.get("state_dict", {}))  # shards are not in the skeleton
     file = io.BytesIO()
     torch.save(checkpoint, file)
     file.seek(0)
-    # What had to be checked has been, above.
+    # `unflatten` has already refused values that could run code.
     module: _Module = module_class.load_from_checkpoint(
         file, map_location=map_location, strict=strict, weights_only=False, **hyperparameters
     )
@@ -124,8 +123,8 @@ def _patterns(top: str, names: list[str]) -> list[str]:
     return [*patterns, top] if top in names else patterns
 
 
-class _CloudShards(ParallelStrategy):  # type: ignore[misc]  # as above
-    """Put before a strategy of Lightning's: saves and loads its shards."""
+class _CloudShards(ParallelStrategy):
+    """Mixin for a strategy of Lightning's that saves and loads its shards."""
 
     def __init__(self, *args: Any, options: Options | None = None, overwrite: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -133,16 +132,16 @@ class _CloudShards(ParallelStrategy):  # type: ignore[misc]  # as above
         self._overwrite = overwrite
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _Path, storage_options: Any = None) -> None:
-        """From all ranks; returns once it is committed."""
-        _refuse(storage_options)
+        """Save from all ranks, and return once the checkpoint is committed."""
+        _refuse_storage_options(storage_options)
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer_state
-        state[SKELETON] = packed(checkpoint)
+        state[SKELETON] = serialize(checkpoint)
         save(state, self.broadcast(os.fspath(filepath)), overwrite=self._overwrite, options=self._cloud_options)
 
-    def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: FBT001  # as above
-        """Into the model and, where training goes on, the optimizers, in place; returns the rest."""
+    def load_checkpoint(self, checkpoint_path: _Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model in place, and the optimizers too if training continues; return the rest."""
         module = self.lightning_module
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         optimizers = list(enumerate(self.optimizers)) if is_fitting else []
@@ -159,64 +158,66 @@ class _CloudShards(ParallelStrategy):  # type: ignore[misc]  # as above
         set_model_state_dict(self.model, state["state_dict"], options=strictness)
         for index, optimizer in optimizers:
             set_optimizer_state_dict(self.model, optimizer, state[f"optimizer_{index}"], options=strictness)
-        rest: dict[str, Any] = unpacked(
+        rest: dict[str, Any] = deserialize(
             state[SKELETON], allow_pickle=weights_only is False, uri=parse_location(checkpoint_path).uri
         )
         return rest
 
     def remove_checkpoint(self, filepath: _Path) -> None:
-        """On rank 0."""
+        """Delete the checkpoint from rank 0."""
         if self.is_global_zero:
-            _remove(filepath, self._cloud_options)
+            _delete_if_exists(filepath, self._cloud_options)
 
 
-class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):  # type: ignore[misc]  # as above
-    """Lightning's strategy for FSDP2 and tensor parallelism, whose shards all ranks save and load by URI.
+class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):
+    """Strategy for FSDP2 and tensor parallelism; all ranks save and load their shards by URI.
 
-    One checkpoint holds all of it: parameters and optimizer state by name, so that it loads on any number of ranks, and
-    the rest of Lightning's. So it is there whole, or not at all. Takes every keyword of `ModelParallelStrategy`.
+    One atomic checkpoint holds parameters and optimizer state by name, so it loads on any number of ranks, and the rest
+    of Lightning's state. Accepts every keyword of `ModelParallelStrategy`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("save_distributed_checkpoint") is False:
             raise InvalidOptionError(
-                "CloudModelParallelStrategy: its checkpoints are always those of all ranks; leave out "
-                "save_distributed_checkpoint. cloudckpt.export_checkpoint makes one file of them"
+                "CloudModelParallelStrategy always saves on all ranks. Remove save_distributed_checkpoint; "
+                "cloudckpt.export_checkpoint makes one file of a checkpoint"
             )
         super().__init__(*args, **kwargs)
 
 
-class CloudFSDPStrategy(_CloudShards, FSDPStrategy):  # type: ignore[misc]  # as above
-    """Lightning's strategy for FSDP1, whose shards all ranks save and load by URI.
+class CloudFSDPStrategy(_CloudShards, FSDPStrategy):
+    """Strategy for FSDP1; all ranks save and load their shards by URI.
 
-    As `CloudModelParallelStrategy`, and with the same names, so that each loads what the other has saved. Takes every
+    It uses the same names as `CloudModelParallelStrategy`, so each loads the checkpoints of the other. Accepts every
     keyword of `FSDPStrategy`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if kwargs.setdefault("state_dict_type", "sharded") != "sharded":
             raise InvalidOptionError(
-                "CloudFSDPStrategy: its checkpoints are always those of all ranks; leave out state_dict_type. "
-                "cloudckpt.export_checkpoint makes one file of them"
+                "CloudFSDPStrategy always saves on all ranks. Remove state_dict_type; "
+                "cloudckpt.export_checkpoint makes one file of a checkpoint"
             )
         super().__init__(*args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Its shards, by the names that the model has without FSDP."""
+        """Return the shards under the names that the model has without FSDP."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """As above."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer  # noqa: SLF001  # as FSDPStrategy
+        """Return the shards of an optimizer's state under the names that the model has without FSDP."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state_dict(self.model, inner)
 
 
-def _refuse(storage_options: Any) -> None:
+def _refuse_storage_options(storage_options: Any) -> None:
     if storage_options is not None:
-        raise InvalidOptionError("storage_options belong to cloudckpt.Options, which is given where this one is made")
+        raise InvalidOptionError(
+            "storage_options are not accepted here. Give cloudckpt.Options(storage_options=…) to the constructor"
+        )
 
 
-def _remove(path: _Path, options: Options) -> None:
+def _delete_if_exists(path: _Path, options: Options) -> None:
     try:
         delete(path, options=options)
     except CheckpointNotFoundError:

@@ -1,4 +1,4 @@
-"""Ray Train: a checkpoint of cloudckpt as the one that a report carries."""
+"""Ray Train: reports that refer to a checkpoint of cloudckpt."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from cloudckpt.errors import UnsupportedFormatError
-from cloudckpt.integrations._needs import needed
+from cloudckpt.integrations._requirements import require
 
-with needed("ray[train]"):
+with require("ray[train]"):
     import ray.train
 
 _FILE = "cloudckpt.json"
 
 
 def report(metrics: Mapping[str, Any], uri: str) -> None:
-    """``ray.train.report`` with a checkpoint that says where the real one lies, which Ray neither uploads nor removes.
+    """Call ``ray.train.report`` with a small checkpoint that contains `uri`. Ray does not copy or delete the real one.
 
-    Called on all workers, after `cloudckpt.save` to `uri` has returned there, or its handle's ``result``: then what Ray
-    knows of is committed.
+    Call it on all workers, after `cloudckpt.save` to `uri` or the ``result`` of its handle has returned on each, so
+    that every checkpoint that Ray knows is committed.
     """
     if ray.train.get_context().get_world_rank() != 0:
         ray.train.report(dict(metrics), checkpoint=None)
@@ -31,10 +31,10 @@ def report(metrics: Mapping[str, Any], uri: str) -> None:
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(directory))
 
 
-def uri_of(checkpoint: ray.train.Checkpoint | None) -> str | None:
-    """Where the real one lies, of ``ray.train.get_checkpoint()`` or a result's; None of None, a fresh start.
+def get_uri(checkpoint: ray.train.Checkpoint | None) -> str | None:
+    """Return the URI in a checkpoint of `report`, such as ``ray.train.get_checkpoint()``; None for None.
 
-    Raises `UnsupportedFormatError` for one that `report` did not make.
+    Raises `UnsupportedFormatError` for a checkpoint that `report` did not create.
     """
     if checkpoint is None:
         return None
@@ -42,7 +42,9 @@ def uri_of(checkpoint: ray.train.Checkpoint | None) -> str | None:
         file = Path(directory) / _FILE
         if not file.exists():
             raise UnsupportedFormatError(
-                f"{checkpoint} has no {_FILE}: it was not reported by cloudckpt", uri=str(checkpoint)
+                f"{checkpoint} has no {_FILE}, so cloudckpt.integrations.ray.report did not create it. Use the "
+                "checkpoint with Ray's own functions",
+                uri=str(checkpoint),
             )
         uri: str = json.loads(file.read_text(encoding="utf-8"))["uri"]
     return uri

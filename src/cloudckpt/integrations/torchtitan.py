@@ -1,4 +1,4 @@
-"""torchtitan: a checkpoint manager whose folder may be a URI."""
+"""torchtitan: a checkpoint manager that accepts a URI as its folder."""
 
 from __future__ import annotations
 
@@ -9,50 +9,49 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-import cloudckpt.manager
-from cloudckpt._background.handle import AsyncSave
-from cloudckpt._uri import parse_location
+import cloudckpt.manager.checkpoint_manager
 from cloudckpt.api import load
+from cloudckpt.background.handle import AsyncSave
 from cloudckpt.errors import CheckpointNotFoundError, portable
-from cloudckpt.integrations._needs import needed
-from cloudckpt.integrations._taken import refuse_taken, steps_under
+from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps
 from cloudckpt.options import Options
+from cloudckpt.uri import parse_location
 
-with needed("torchtitan"):
+with require("torchtitan"):
     from torchtitan.components.checkpointer.base import MODEL
     from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
-_TO_DO = (
-    "Go on from the newest (load_step=-1), only load (load_only=True), give another folder, or replace them "
-    "(overwrite=True)"
+_HINT = (
+    "Continue from the newest step (load_step=-1), only load (load_only=True), use another folder, or replace "
+    "the steps (overwrite=True)"
 )
 
 
-class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan is not there where types are checked
-    """torchtitan's checkpoints, by `cloudckpt.CheckpointManager`: ``checkpoint=CloudCheckpointManager.Config(…)``.
+class CloudCheckpointManager(CheckpointManager):
+    """Saves torchtitan's checkpoints with `cloudckpt.CheckpointManager`.
 
-    The fields of the configuration mean what they do in torchtitan; ``folder`` may be a URI. Steps lie at
-    ``<folder>/step-<n>``. A load takes the newest that is whole, and a step that is asked for and missing is an error.
-    ``keep_latest_k`` counts committed checkpoints, and an older one goes once a newer one is committed. Both
-    asynchronous modes are `cloudckpt.async_save`.
+    Use it as ``checkpoint=CloudCheckpointManager.Config(…)``. The fields of the configuration mean the same as in
+    torchtitan; ``folder`` may be a URI. The step ``n`` is saved to ``<folder>/step-<n>``. A load takes the newest
+    undamaged step; a requested step that is missing is an error. ``keep_latest_k`` counts committed checkpoints, and an
+    older one is deleted once a newer one is committed. Both asynchronous modes use `cloudckpt.async_save`.
 
-    With ``overwrite`` a step that is there already is replaced; without it that is a `CheckpointExistsError`, raised by
-    the load of an earlier step, if that is not ``load_only``.
-    `options` is for a subclass to set.
+    With ``overwrite`` an existing step is replaced. Without it, loading an earlier step raises `CheckpointExistsError`,
+    unless ``load_only`` is set. A subclass may set `options`.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):  # type: ignore[misc]  # as above
-        """torchtitan's, and one field more."""
+    class Config(CheckpointManager.Config):
+        """torchtitan's configuration with one additional field."""
 
         overwrite: bool = False
-        """Whether a step that is there already is replaced."""
+        """Replace existing steps."""
 
     options: ClassVar[Options] = Options()
 
     def __init__(self, config: Config, **parts: Any) -> None:
         keep_latest_k, async_mode = config.keep_latest_k, config.async_mode
-        # torchtitan's own thread would remove what is not committed, and its group is not needed.
+        # torchtitan's own thread would delete uncommitted steps, and its process group is not needed.
         config.keep_latest_k, config.async_mode = 0, "disabled"
         try:
             super().__init__(config, **parts)
@@ -63,7 +62,7 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
         self.keep_latest_k, self.async_mode = keep_latest_k, AsyncMode(async_mode)
         self._overwrite = config.overwrite
         self.staging_future: Future[None] | None = None
-        self._manager = cloudckpt.manager.CheckpointManager(
+        self._manager = cloudckpt.manager.checkpoint_manager.CheckpointManager(
             self.folder,
             keep_last=keep_latest_k or None,
             async_=self.async_mode is not AsyncMode.DISABLED,
@@ -76,10 +75,10 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
         state_dict: dict[str, Any],
         checkpoint_id: str,
         async_mode: AsyncMode,
-        enable_garbage_collection: bool = False,  # noqa: FBT001, FBT002  # torchtitan's signature
-        to_hf: bool = False,  # noqa: FBT001, FBT002  # as above
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
     ) -> Future[Any] | None:
-        """Save a step; in Hugging Face's format as torchtitan does."""
+        """Save a step. torchtitan itself saves Hugging Face's format."""
         if to_hf:
             hf: Future[Any] | None = super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf=True
@@ -89,21 +88,21 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
         answer = self._manager.save(step, state_dict, force=True, overwrite=self._overwrite)
         if not isinstance(answer, AsyncSave):
             return None
-        if async_mode is AsyncMode.DISABLED:  # the last one
+        if async_mode is AsyncMode.DISABLED:  # the last step
             answer.result()
             return None
         self.staging_future = answer.staged
         return answer.committed
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001  # torchtitan's signature
-        """Load what lies at `checkpoint_id`."""
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load the checkpoint at `checkpoint_id`."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load(state_dict, checkpoint_id, options=self.options)
         self.states[MODEL].load_state_dict(state_dict)
 
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002  # torchtitan's signature
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
         self.maybe_wait_for_saving()
@@ -122,11 +121,14 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
         states = self._states_to_load(model_only=found == 0)
         if self._manager.restore(states, None if step == -1 else step) is None:
             raise CheckpointNotFoundError(
-                f"step {found} under {self._manager.root} was removed meanwhile: begin again", uri=self._manager.root
+                f"step {found} under {self._manager.root} was deleted during the load. Start the job again",
+                uri=self._manager.root,
             )
         self.states[MODEL].load_state_dict(states)
         if step != -1 and not self.load_only and not self._overwrite:
-            refuse_taken(self._manager.root, steps_under(self._manager.root, self.options), after=step, to_do=_TO_DO)
+            refuse_existing_steps(
+                self._manager.root, find_steps(self._manager.root, self.options), after=step, hint=_HINT
+            )
         return True
 
     def _load_initial(self) -> bool:
@@ -141,15 +143,15 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The one that was committed last, on all ranks the same; -1 where there is none."""
+        """Return the newest committed step, the same on all ranks; -1 if there is none."""
         if folder and parse_location(folder).uri != self._manager.root:
-            raise ValueError(f"steps are looked for under {self._manager.root} alone, not {folder}")
+            raise ValueError(f"only the folder {self._manager.root} is searched for steps, not {folder}")
         found: list[int | Exception] = [-1]
         if dist.get_rank() == 0:
             try:
                 newest = self._manager.latest()
                 found = [-1 if newest is None else newest.step]
-            except Exception as error:  # noqa: BLE001  # the other ranks wait for it, and raise it too
+            except Exception as error:  # noqa: BLE001  # the other ranks wait for the broadcast, and raise it too
                 found = [portable(error)]
         dist.broadcast_object_list(found, src=0)
         if isinstance(found[0], Exception):
@@ -162,5 +164,5 @@ class CloudCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torcht
             self.staging_future = None
 
     def _close(self) -> None:
-        if hasattr(self, "_manager"):  # torchtitan's destructor calls this, however far the constructor got
+        if hasattr(self, "_manager"):  # torchtitan's destructor calls this also after the constructor has failed
             self._manager.close()

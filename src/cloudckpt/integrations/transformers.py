@@ -1,4 +1,4 @@
-"""transformers: a `Trainer` that saves to and resumes from URIs."""
+"""transformers: a `Trainer` that saves to URIs and resumes from them."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cloudckpt._manager.steps import step_at
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations._needs import needed
-from cloudckpt.integrations._opaque import RandomState, packed, unpacked
-from cloudckpt.integrations._taken import refuse_taken, steps_under
+from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations._state import RandomState, deserialize, serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
-from cloudckpt.manager import CheckpointManager
+from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps
+from cloudckpt.manager.checkpoint_manager import CheckpointManager
+from cloudckpt.manager.steps import parse_step_uri
 from cloudckpt.options import Options
 
-with needed("transformers"):
+with require("transformers"):
     from transformers.trainer_callback import ExportableState, TrainerState
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
-    _Trainer = object  # the class is to be put before whichever Trainer there is
+    _Trainer = object  # the mixin works with any subclass of Trainer
 
 _log = logging.getLogger("cloudckpt")
 
 _STATE_FILE = "trainer_state.json"
 _BEST = "trainer_best"
-"""A metric of the steps that were the best when they were saved: the higher, the later, and so the better."""
-_OF_THE_CLOCK = ("_runtime", "_per_second", "_time")
-_TO_DO = (
-    "Go on from the newest (resume_from_checkpoint=True), give another cloud_root, or replace them "
+"""Metric of each step that was the best when it was saved. Later steps have higher values."""
+_TIMING_SUFFIXES = ("_runtime", "_per_second", "_time")
+_HINT = (
+    "Continue from the newest step (resume_from_checkpoint=True), use another cloud_root, or replace the steps "
     "(cloud_overwrite=True)"
 )
 
 
-class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not there where types are checked
-    """Lets the ``Trainer`` before which it is put save to ``<cloud_root>/step-<n>``, and nowhere else.
+class CloudCheckpoints(_Trainer):
+    """Mixin for ``Trainer`` that saves to ``<cloud_root>/step-<n>`` instead of ``output_dir``.
 
-    ::
+    Example::
 
         class CloudTrainer(CloudCheckpoints, Trainer):
             pass
@@ -52,13 +52,14 @@ class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not t
         trainer = CloudTrainer(model, args, train_dataset=dataset, cloud_root="s3://bucket/run")
         trainer.train(resume_from_checkpoint=True)
 
-    When Trainer would save (``save_strategy``, ``save_steps``), all ranks save their shards of model and optimizer with
-    all else that is needed to go on exactly: scheduler, scaler, random generators, Trainer's own state. Of them
-    ``save_total_limit`` are kept, and besides the best by ``metric_for_best_model``, which ``load_best_model_at_end``
-    loads. ``resume_from_checkpoint=True`` takes the one that was committed last, or begins anew where there is none; a
-    number that step, or it is an error. Saves are in the background, unless ``cloud_async=False``; the last one is
-    committed when ``train`` returns. Where steps lie already that training would meet, or its limit remove, it does not
-    begin (`CheckpointExistsError`), unless ``cloud_overwrite``: then each is replaced when its turn comes.
+    When Trainer would save (``save_strategy``, ``save_steps``), all ranks save their shards of the model and optimizer,
+    and everything else that an exact continuation needs: scheduler, scaler, random generators, Trainer's own state.
+    The newest ``save_total_limit`` steps are kept, and the best by ``metric_for_best_model``, which
+    ``load_best_model_at_end`` loads. ``resume_from_checkpoint=True`` resumes from the newest committed step, or starts
+    from scratch if there is none; with a number, a missing step is an error. Saves run in the background, unless
+    ``cloud_async=False``; the last one is committed when ``train`` returns. Training raises `CheckpointExistsError`
+    before its first step if existing steps would collide with it or its limit would delete them. With
+    ``cloud_overwrite`` it replaces them instead.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not t
         self._cloud_options = cloud_options or Options()
         self._cloud = CheckpointManager(
             cloud_root,
-            keep_last=limit if limit > 0 else None,  # as Trainer takes what is not positive
+            keep_last=limit if limit > 0 else None,  # Trainer takes zero and negative values for "no limit"
             keep_best=(_BEST, "max", 1) if keeps_best else None,
             async_=cloud_async,
             options=self._cloud_options,
@@ -87,28 +88,28 @@ class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not t
         self._cloud_best: int | None = None
         self._num_cloud_best = 0
         self._cloud_saved: dict[int, TrainerState] = {}
-        """The steps of this training, each with what tells the tries of ``auto_find_batch_size`` apart."""
+        """The saved steps of this training. The state object distinguishes the tries of ``auto_find_batch_size``."""
 
-    def train(self, resume_from_checkpoint: bool | int | None = None, **kwargs: Any) -> Any:  # noqa: FBT001  # Trainer's
-        """As Trainer's; see above for what it resumes from. Raises what `CheckpointManager.restore` and `close` do."""
+    def train(self, resume_from_checkpoint: bool | int | None = None, **kwargs: Any) -> Any:
+        """Train as Trainer does. Raises the errors of `CheckpointManager.restore` and `close`."""
         if isinstance(resume_from_checkpoint, (str, os.PathLike)):
             raise InvalidOptionError(
-                f"{type(self).__name__}: checkpoints are looked for under {self._cloud.root}; resume from a step of "
-                f"it, or from True, the newest, and not from {resume_from_checkpoint!s}"
+                f"{type(self).__name__} resumes only from steps under {self._cloud.root}, not from "
+                f"{resume_from_checkpoint!s}. Give the number of a step, or True for the newest"
             )
         if kwargs.get("trial") is not None:
             raise InvalidOptionError(
-                f"{type(self).__name__}: the trials of a hyperparameter search would all save to {self._cloud.root}; "
-                "make a trainer for each, with a cloud_root of its own"
+                f"{type(self).__name__}: all trials of a hyperparameter search would save to {self._cloud.root}. "
+                "Create a trainer with its own cloud_root for each trial"
             )
         with self._cloud, tempfile.TemporaryDirectory(prefix="cloudckpt-") as directory:
             is_resumed = self._fetch_trainer_state(resume_from_checkpoint, Path(directory))
-            # Of Trainer's own files it finds only this one, and the methods below stand for the others.
+            # Trainer finds only its state file there. The methods below replace the reading of its other files.
             output = super().train(resume_from_checkpoint=directory if is_resumed else None, **kwargs)
-        self.state.best_model_checkpoint = self._uri_of_best()
+        self.state.best_model_checkpoint = self._get_best_uri()
         return output
 
-    def _fetch_trainer_state(self, wanted: bool | int | None, directory: Path) -> bool:  # noqa: FBT001  # as above
+    def _fetch_trainer_state(self, wanted: bool | int | None, directory: Path) -> bool:
         self._cloud_step = self._cloud_random = self._cloud_best = None
         self._cloud_saved = {}
         state, damaged = {"trainer": ""}, set()
@@ -116,37 +117,37 @@ class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not t
             restored = self._cloud.restore(state, None if wanted is True else wanted)
             if restored is not None:
                 self._cloud_step = restored.step
-                damaged = {step_at(each.uri) for each in restored.skipped}  # beside which their steps are saved
-        steps = steps_under(self._cloud.root, self._cloud_options)
+                damaged = {parse_step_uri(each.uri) for each in restored.skipped}  # saving them again is allowed
+        steps = find_steps(self._cloud.root, self._cloud_options)
         if not self._cloud_overwrite and self.args.save_strategy != "no":
-            refuse_taken(self._cloud.root, set(steps) - damaged, after=self._cloud_step, to_do=_TO_DO)
-        if self.args.metric_for_best_model is not None and self.is_world_process_zero():  # whose metrics count
+            refuse_existing_steps(self._cloud.root, set(steps) - damaged, after=self._cloud_step, hint=_HINT)
+        if self.args.metric_for_best_model is not None and self.is_world_process_zero():  # only its metrics are saved
             self._num_cloud_best = max((int(info.metrics.get(_BEST, 0)) for info in self._cloud.steps()), default=0)
         if self._cloud_step is None:
             return False
         trainer = json.loads(state["trainer"])
         best = trainer.pop("best_model_checkpoint", None)  # Trainer would look for a folder
-        if best is not None and step_at(best) in steps:
-            self._cloud_best = step_at(best)
+        if best is not None and parse_step_uri(best) in steps:
+            self._cloud_best = parse_step_uri(best)
         elif best is not None:
-            _log.warning("the best model, %s, is not there any more: it is looked for anew", best)
+            _log.warning("the best model %s no longer exists; training determines the best model again", best)
         (directory / _STATE_FILE).write_text(json.dumps(trainer), encoding="utf-8")
         return True
 
-    def _uri_of_best(self) -> str | None:
+    def _get_best_uri(self) -> str | None:
         return None if self._cloud_best is None else self._cloud.uri_of(self._cloud_best)
 
     def _cloud_state_dict(self) -> dict[str, Any]:
-        trainer = dataclasses.asdict(self.state) | {"best_model_checkpoint": self._uri_of_best()}
+        trainer = dataclasses.asdict(self.state) | {"best_model_checkpoint": self._get_best_uri()}
         return {
             "accelerator": AcceleratorState(self.accelerator, restores_random=False),
-            "scheduler": packed(self.lr_scheduler.state_dict()),
+            "scheduler": serialize(self.lr_scheduler.state_dict()),
             "trainer": json.dumps(trainer),
         }
 
-    # What follows stands for the methods of Trainer that write and read a checkpoint's files.
+    # The following methods replace those of Trainer that write and read the files of a checkpoint.
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:  # noqa: ARG002  # Trainer's signature
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         states: dict[str, Any] = {}
@@ -164,41 +165,41 @@ class CloudCheckpoints(_Trainer):  # type: ignore[misc]  # transformers is not t
         overwrite = self._cloud_overwrite or is_redone
         self._cloud.save(step, self._cloud_state_dict(), metrics=metrics, force=True, overwrite=overwrite)
         if self.args.load_best_model_at_end:
-            self.state.best_model_checkpoint = self._uri_of_best()
+            self.state.best_model_checkpoint = self._get_best_uri()
 
     def _metrics_at(self, step: int) -> dict[str, float]:
-        """What Trainer has logged there."""
+        """Return the metrics that Trainer logged at `step`."""
         logged = [entry for entry in self.state.log_history if entry.get("step") == step]
         return {
             name: value
             for entry in logged
             for name, value in entry.items()
-            if (name == "loss" or (name.startswith("eval_") and not name.endswith(_OF_THE_CLOCK)))
+            if (name == "loss" or (name.startswith("eval_") and not name.endswith(_TIMING_SUFFIXES)))
             and isinstance(value, (int, float))
         }
 
     def _load_best_model(self) -> None:
-        self._cloud.wait()  # it may be the last one
-        _log.info("the best model is that of %s", self._uri_of_best())
+        self._cloud.wait()  # the best step may still be saving
+        _log.info("loading the best model from %s", self._get_best_uri())
         self._cloud.restore({"accelerator": AcceleratorState(self.accelerator, only_models=True)}, self._cloud_best)
-        self.state.best_model_checkpoint = None  # beside which Trainer would remove folders of output_dir
+        self.state.best_model_checkpoint = None  # otherwise Trainer would delete folders in output_dir
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Together with the optimizer's."""
+        """Do nothing: the scaler and the model are restored together with the optimizer."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         state = self._cloud_state_dict()
         self._cloud.restore(state, self._cloud_step)
-        self.lr_scheduler.load_state_dict(unpacked(state["scheduler"]))
+        self.lr_scheduler.load_state_dict(deserialize(state["scheduler"]))
         self._cloud_random = state["accelerator"].random
         if self.args.load_best_model_at_end:
-            self.state.best_model_checkpoint = self._uri_of_best()
+            self.state.best_model_checkpoint = self._get_best_uri()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Together with the optimizer's."""
+        """Do nothing: the scaler and the model are restored together with the optimizer."""
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:  # noqa: ARG002  # Trainer's signature
-        if self._cloud_random is not None:  # else there are more or fewer ranks than saved
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._cloud_random is not None:  # None if another number of ranks saved the state
             self._cloud_random.restore()

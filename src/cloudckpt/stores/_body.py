@@ -1,4 +1,4 @@
-"""Arithmetic on bodies (sequences of memory views) and checks of keys, shared by the stores."""
+"""Sizes, checksums and slices of bodies (sequences of memory views), and checks of keys and parts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def num_bytes(views: Views) -> int:
-    """Total size of `views`."""
+    """Return the total size of `views`."""
     return sum(view.nbytes for view in views)
 
 
 def crc32c_of(views: Views, previous: int = 0) -> int:
-    """CRC32C of the bytes of `views`, one after the other, continuing from `previous`."""
+    """Return the CRC32C of the bytes of `views`, one after the other, continuing from `previous`."""
     for view in views:
         previous = _crc32c(view, previous)  # type: ignore[arg-type]  # awscrt takes any buffer
     return previous
 
 
 def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
-    """The same bytes in order, in groups of at most `max_bytes` and `max_views`; empty views are dropped."""
+    """Yield the same bytes in order, in groups of at most `max_bytes` and `max_views`, without empty views."""
     group: list[memoryview] = []
     room_bytes = max_bytes
     for view in views:
@@ -45,7 +45,7 @@ def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[me
 
 
 def without_first(views: Views, num_bytes_done: int) -> list[memoryview]:
-    """What is left of `views` behind the first `num_bytes_done` bytes."""
+    """Return the rest of `views` after the first `num_bytes_done` bytes."""
     left: list[memoryview] = []
     for view in views:
         if num_bytes_done >= view.nbytes:
@@ -72,14 +72,14 @@ def check_crc32c(store: Store, key: str, operation: str, *, expected: int, actua
     if expected != actual:
         raise ChecksumRefusedError(
             f"{store.url(key)}: the bytes to write have the CRC32C {actual:08x}, not the {expected:08x} that came with "
-            f"them. They changed in memory meanwhile (a tensor modified during its save?); nothing was written.",
+            f"them. They changed in memory (a tensor modified during its save?); nothing was written.",
             key=store.url(key),
             operation=operation,
         )
 
 
 def in_order(store: Store, key: str, parts: list[UploadedPart]) -> list[UploadedPart]:
-    """`parts` by number; `StoreError` unless they are numbered 1, 2, … and follow each other without gaps."""
+    """Sort `parts` by number. Raises `StoreError` unless the numbers are 1, 2, … and no byte is missing."""
     ordered = sorted(parts, key=lambda uploaded: uploaded.part.number)
     end_bytes = 0
     for number, uploaded in enumerate(ordered, start=1):

@@ -1,4 +1,4 @@
-"""Objects in any file system that fsspec knows, with no more promises than it keeps."""
+"""Objects in any file system of fsspec."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from cloudckpt._forks import in_child
-from cloudckpt._uri import Location
 from cloudckpt.errors import (
     BucketNotFoundError,
     ObjectExistsError,
@@ -24,34 +22,36 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.options import MIB
-from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, num_bytes
-from cloudckpt.stores._fsspec_backends import Create, Filesystem, Instances, Source, backend_of
-from cloudckpt.stores._fsspec_errors import says_absence, translated
-from cloudckpt.stores._fsspec_writing import make_parents, stream
+from cloudckpt.stores._body import batches, check_crc32c, check_key, crc32c_of, num_bytes
 from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.fsspec_backends import (
+    Create,
+    Filesystem,
+    Instances,
+    Source,
+    backend_of,
+    says_absence,
+    translated,
+)
+from cloudckpt.uri import Location
 
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
+_CHUNK_BYTES = 16 * MIB
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _VERSION_NAMES = ("generation", "ETag", "etag")
 _MEMORY_LOCK = threading.RLock()
 
 
-@in_child
-def _unlock() -> None:
-    global _MEMORY_LOCK  # noqa: PLW0603  # a thread that is not in the child may have held it
-    _MEMORY_LOCK = threading.RLock()
-
-
 class FsspecStore(Store):
-    """A folder of an fsspec file system: a protocol's name, or an instance to take the settings from.
+    """A folder of an fsspec file system: the name of a protocol, or an instance to take the settings from.
 
     - Objects are written whole, by one stream; there are no multipart uploads.
-    - A write that fails is discarded where the file system can, and what it left is removed where it cannot; nothing
-      that was half-written is ever completed, not by the garbage collector either.
-    - Create-if-absent works for ``az`` and ``abfs`` (adlfs) and, within one process, for fsspec's own
-      ``memory``. Other protocols declare none.
-    - Waiting is bounded by the file system's own timeouts alone; they are among its `storage_options`.
+    - A write that fails is discarded if the file system can, and else its object is removed. Nothing half-written is
+      ever completed, not by the garbage collector either.
+    - Create-if-absent works for ``az`` and ``abfs`` (adlfs) and, within one process, for fsspec's own ``memory``. Other
+      protocols declare none.
+    - Only the file system's own timeouts bound a wait; they are among its `storage_options`.
     """
 
     limits = _LIMITS
@@ -80,7 +80,7 @@ class FsspecStore(Store):
 
     @classmethod
     def from_location(cls, location: Location, *, storage_options: Mapping[str, Any]) -> FsspecStore:
-        """The store at a URI; host, port and user of the URI become options of the file system, as fsspec has it."""
+        """Return the store at a URI. Host, port and user of the URI become options of the file system."""
         kind = Source.of_protocol(location.scheme, {}).kind
         options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # noqa: SLF001
         return cls(location.scheme, location.uri, storage_options=options, uri=location.uri)
@@ -93,13 +93,13 @@ class FsspecStore(Store):
         with self._needs_root("put", key), self._call("put", key) as (filesystem, path):
             check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of(views))
             if not self._backend.pipes_whole:
-                make_parents(filesystem, path)
+                _make_parents(filesystem, path)
             if if_absent:
                 self._create(filesystem, key, path, b"".join(views))
             elif self._backend.pipes_whole and (self._backend.locked or num_bytes(views) <= _WHOLE_BYTES):
                 filesystem.pipe_file(path, b"".join(views))
             else:
-                stream(filesystem, path, views)
+                _stream(filesystem, path, views)
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
         wanted_bytes = num_bytes(views)
@@ -155,7 +155,7 @@ class FsspecStore(Store):
         with self._call("list_directories", "", is_key=False) as (filesystem, _):
             entries = _entries(filesystem, self._root or "/")
             directories = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
-            # Real directories can be empty, and then hold no key.
+            # Real directories can be empty.
             names = [path.rpartition("/")[2] for path in directories if any(True for _ in _walk(filesystem, path))]
         yield from names
 
@@ -165,16 +165,8 @@ class FsspecStore(Store):
                 try:
                     filesystem.rm_file(path)
                 except Exception:
-                    if not filesystem.isdir(path):  # which is no object, so that nothing lies at the key
+                    if not filesystem.isdir(path):  # a directory is no object
                         raise
-
-    def copy(self, source_key: str, target_key: str) -> None:
-        check_key(self, target_key, "copy")
-        with self._call("copy", source_key) as (filesystem, path):
-            self._file_info(filesystem, source_key, path)
-            if not self._backend.pipes_whole:
-                make_parents(filesystem, self._path(target_key))
-            filesystem.cp_file(path, self._path(target_key))
 
     def create_multipart(self, key: str) -> str:
         self._refuse_multipart("create_multipart", key)
@@ -186,10 +178,10 @@ class FsspecStore(Store):
         self._refuse_multipart("complete_multipart", key)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        """None can be open, so all are gone already."""
+        """Do nothing: no upload can be open."""
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:  # noqa: ARG002
-        """None can be open."""
+        """Yield nothing: no upload can be open."""
         return iter(())
 
     def _create(self, filesystem: Filesystem, key: str, path: str, body: bytes) -> None:
@@ -198,7 +190,7 @@ class FsspecStore(Store):
         elif self._backend.create is Create.LOCK:
             if filesystem.exists(path):
                 raise ObjectExistsError(
-                    f"An object lies at {self.url(key)} already.", key=self.url(key), operation="put"
+                    f"An object exists at {self.url(key)} already.", key=self.url(key), operation="put"
                 )
             filesystem.pipe_file(path, body)
         else:
@@ -213,10 +205,10 @@ class FsspecStore(Store):
     def _needs_root(self, operation: str, key: str) -> Iterator[None]:
         try:
             yield
-        except ObjectNotFoundError as error:  # whatever a write does not find lies above the key
+        except ObjectNotFoundError as error:  # a write can only miss what is above the key
             raise BucketNotFoundError(
-                f"{operation} {self.url(key)}: the bucket or folder it lies in does not exist, or is not "
-                f"shown to these credentials: create it, or correct its name.",
+                f"{operation} {self.url(key)}: its bucket or folder does not exist, or these credentials may not see "
+                f"it. Create it, or correct its name.",
                 key=self.url(key),
                 operation=operation,
             ) from error
@@ -243,7 +235,7 @@ class FsspecStore(Store):
         return info
 
     def _check_whole(self, filesystem: Filesystem, key: str, path: str, operation: str, end_bytes: int) -> None:
-        """Raise `TransientStoreError` where the object does not end at `end_bytes`, at which a read has ended."""
+        """Raise `TransientStoreError` if the object does not end at `end_bytes`, at which a read has ended."""
         size_bytes = _size(self._file_info(filesystem, key, path))
         if size_bytes > end_bytes:
             raise TransientStoreError(
@@ -261,9 +253,9 @@ class FsspecStore(Store):
 
 
 def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
-    """Every file under `path`, by its path. Raises where a directory cannot be listed.
+    """Return every file under `path`, by its path. Raises if a directory cannot be listed.
 
-    fsspec's own `find` leaves such a directory out without a word; where a file system has a better one, that is used.
+    fsspec's own `find` leaves such a directory out without an error. A file system's own `find` is used if it has one.
     """
     kind = type(filesystem)
     if (kind._find is AsyncFileSystem._find) if kind.async_impl else (kind.find is AbstractFileSystem.find):  # noqa: SLF001
@@ -274,7 +266,7 @@ def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
         if says_absence(error):
             return {}
         raise
-    # adlfs answers with a list where the folder is an object, below which nothing lies.
+    # adlfs returns an empty list if the folder is an object.
     return found if isinstance(found, Mapping) else {}
 
 
@@ -291,7 +283,7 @@ def _walk(filesystem: Filesystem, path: str) -> Iterator[tuple[str, Mapping[str,
 
 
 def _entries(filesystem: Filesystem, path: str) -> Sequence[Mapping[str, Any]]:
-    """The entries of the directory `path`; none where there is no such directory."""
+    """Return the entries of the directory `path`; none if it does not exist."""
     try:
         entries: Sequence[Mapping[str, Any]] = filesystem.ls(path, detail=True)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -320,5 +312,55 @@ def _modified_at(info: Mapping[str, Any]) -> datetime:
             return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value, tz=timezone.utc)
-    # Nobody knows, so never old enough to be swept.
+    # Unknown, so never old enough for gc.
     return datetime.now(tz=timezone.utc)
+
+
+def _stream(filesystem: Filesystem, path: str, views: Views) -> None:
+    """Write through a file object that publishes nothing on its own, then commit it; on any failure, discard it."""
+    existed = _exists(filesystem, path)
+    # Without autocommit, close() does not complete the upload, neither below nor in the garbage collector; it does for
+    # file systems that ignore the setting, hence what _discard does besides.
+    file = filesystem.open(path, "wb", autocommit=False)
+    # fsspec keeps every such file for its transaction to commit, although none is under way.
+    with contextlib.suppress(ValueError):
+        filesystem.transaction.files.remove(file)
+    try:
+        for batch in batches(views, max_bytes=_CHUNK_BYTES, max_views=1):
+            file.write(batch[0])
+        file.close()
+        if commit := getattr(file, "commit", None):
+            commit()
+    except BaseException:
+        _discard(filesystem, file, None if existed else path)
+        raise
+
+
+def _exists(filesystem: Filesystem, path: str) -> bool:
+    # fsspec's own `exists` takes every error for absence, and what is absent is removed again where the write fails.
+    try:
+        filesystem.info(path)
+    except FileNotFoundError as error:
+        if says_absence(error):
+            return False
+        raise
+    return True
+
+
+def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:
+    # A failure here must not hide the error that led here; gc removes what is left.
+    with contextlib.suppress(Exception):
+        file.discard()
+    # A buffered file whose destructor finds it open sends its last block, and some complete the object with it.
+    with contextlib.suppress(Exception):
+        file.closed = True
+    if fresh_path is not None:
+        with contextlib.suppress(Exception):
+            filesystem.rm_file(fresh_path)
+
+
+def _make_parents(filesystem: Filesystem, path: str) -> None:
+    """Create the directories above `path`, if the file system has directories."""
+    # Asynchronous file systems are object stores, where "making directories" would at most make a bucket.
+    if not filesystem.async_impl:
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)

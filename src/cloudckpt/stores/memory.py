@@ -54,7 +54,7 @@ class _Upload:
 
 @dataclass(slots=True, kw_only=True)
 class _Bucket:
-    """What all stores of one name share. Every access holds `lock`, which is what makes each call atomic."""
+    """The objects of all stores of one name. Every access holds `lock`, which makes each call atomic."""
 
     pid: int
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -99,7 +99,7 @@ class MemoryStore(Store):
         with bucket.lock:
             if if_absent and self._prefix + key in bucket.objects:
                 raise ObjectExistsError(
-                    f"An object lies at {self.url(key)} already.", key=self.url(key), operation="put"
+                    f"An object exists at {self.url(key)} already.", key=self.url(key), operation="put"
                 )
             bucket.objects[self._prefix + key] = _Object(body=body, modified_at=_now())
 
@@ -210,13 +210,6 @@ class MemoryStore(Store):
         for number, body in parts:
             crc32c = crc32c_of([memoryview(body)])
             yield FoundPart(number=number, size_bytes=len(body), token=_token(body), crc32c=crc32c, md5=None)
-
-    def copy(self, source_key: str, target_key: str) -> None:
-        check_key(self, target_key, "copy")
-        body = self._object("copy", source_key).body
-        bucket = self._bucket("copy")
-        with bucket.lock:
-            bucket.objects[self._prefix + target_key] = _Object(body=body, modified_at=_now())
 
     def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # noqa: ARG002  # nothing fails
         check_key(self, target_key, "copy_from")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cloudckpt._uri import Location, parse_location
+from cloudckpt._forks import refuse_in_fork
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
+from cloudckpt.uri import Location, parse_location
 
 if TYPE_CHECKING:
     import os
@@ -20,6 +21,7 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
     Raises `InvalidURIError`, `InvalidOptionError` for a storage option that the store does not have or `options` or a
     `wrap_store` that are none, and `MissingDependencyError` where its package is not installed.
     """
+    refuse_in_fork()
     if not isinstance(options, Options):  # type checkers see it; a notebook does not
         raise InvalidOptionError(
             f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"
@@ -39,7 +41,7 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
 def _opened(location: Location, options: Options) -> Store:
     # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
     if location.scheme == "s3":
-        from cloudckpt.stores.s3 import S3Store  # noqa: PLC0415
+        from cloudckpt.stores.s3 import S3Store
 
         return S3Store(
             location.authority,
@@ -49,7 +51,7 @@ def _opened(location: Location, options: Options) -> Store:
             connections=options.connections or DEFAULT_CONNECTIONS,
         )
     if location.scheme == "gs":
-        from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
+        from cloudckpt.stores.gcs import GCSStore
 
         return GCSStore(
             location.authority,
@@ -59,16 +61,16 @@ def _opened(location: Location, options: Options) -> Store:
             connections=options.connections or DEFAULT_CONNECTIONS,
         )
     if location.scheme == "file":
-        from cloudckpt.stores.local import LocalStore  # noqa: PLC0415
+        from cloudckpt.stores.local import LocalStore
 
         _refuse_storage_options(location, options)
         return LocalStore(location.path)
     if location.scheme == "memory":
-        from cloudckpt.stores.memory import MemoryStore  # noqa: PLC0415
+        from cloudckpt.stores.memory import MemoryStore
 
         _refuse_storage_options(location, options)
         return MemoryStore(location.authority, location.path)
-    from cloudckpt.stores.fsspec_store import FsspecStore  # noqa: PLC0415
+    from cloudckpt.stores.fsspec_store import FsspecStore
 
     return FsspecStore.from_location(location, storage_options=options.storage_options)
 
@@ -76,6 +78,6 @@ def _opened(location: Location, options: Options) -> Store:
 def _refuse_storage_options(location: Location, options: Options) -> None:
     if options.storage_options:
         raise InvalidOptionError(
-            f"{location.uri} takes no storage_options, and {', '.join(sorted(options.storage_options))} would be "
+            f"{location.uri} takes no storage options, and {', '.join(sorted(options.storage_options))} would be "
             f"ignored: leave them out for files and memory."
         )

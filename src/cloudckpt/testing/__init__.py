@@ -1,4 +1,4 @@
-"""What users test their stores and jobs with: the stores' contract, and servers that need no network."""
+"""Tools for tests of stores and jobs: the contract of stores, fault injection, and local servers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["StoreContract"]
 
 
 def __getattr__(name: str) -> Any:
-    # The contract needs pytest, which the servers do not.
+    # The contract imports pytest; the servers do not need it.
     if name == "StoreContract":
-        from cloudckpt.testing.contract import StoreContract  # noqa: PLC0415
+        from cloudckpt.testing.contract import StoreContract
 
         return StoreContract
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

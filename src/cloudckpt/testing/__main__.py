@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from cloudckpt.errors import CloudckptError
-from cloudckpt.stores._assignments import values_of
-from cloudckpt.testing._command import COULD_NOT_ASK, Target, check
+from cloudckpt.stores.storage_options import parse_assignments
 
 _DESCRIPTION = """\
 Holds a store to everything that cloudckpt relies on: atomic creates, invisible uploads, exact ranges, listings that
@@ -40,14 +39,16 @@ def main(arguments: Sequence[str] | None = None, *, out: TextIO | None = None) -
         out.reconfigure(errors="replace")  # ✓ and ✗ where the terminal cannot show them
     if importlib.util.find_spec("pytest") is None:
         print("The contract needs pytest: pip install 'cloudckpt[testing]'", file=sys.stderr)
-        return COULD_NOT_ASK
+        return 2
+    from cloudckpt.testing.command import COULD_NOT_ASK, Target, check
+
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was written is removed then, too
     try:
         target = Target.of(
             chosen.uri,
-            storage_options=values_of(chosen.option, flag="--option"),
-            denied_options=values_of(chosen.denied, flag="--denied") if chosen.denied else None,
+            storage_options=parse_assignments(chosen.option, flag="--option"),
+            denied_options=parse_assignments(chosen.denied, flag="--denied") if chosen.denied else None,
             timeout_s=chosen.timeout,
             num_rounds=chosen.rounds,
             num_keys=chosen.keys,

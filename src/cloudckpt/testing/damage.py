@@ -1,7 +1,7 @@
-"""Bits that rot, objects that shrink, vanish or change places: done to a store at rest, through any `Store`.
+"""Functions that damage stored objects through any `Store`: flip bits, truncate, remove, swap.
 
-A reader has to find all of it out. Each of these puts or deletes objects under the very keys of a checkpoint, which
-cloudckpt itself never does.
+A reader has to detect each of these. They replace or delete objects under the keys of a checkpoint, which cloudckpt
+itself never does.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ _NO_BOUND = 1 << 62
 
 
 def flip_bit(store: Store, key: str, *, bit: int) -> None:
-    """The object at `key` with one bit the other way round: ``bit % 8`` of byte ``bit // 8``."""
+    """Flip one bit of the object at `key`: bit ``bit % 8`` of byte ``bit // 8``."""
     body = bytearray(_read(store, key))
     body[bit // 8] ^= 1 << (bit % 8)
     overwrite(store, key, bytes(body))
 
 
 def truncate(store: Store, key: str, *, size_bytes: int) -> None:
-    """The first `size_bytes` of the object at `key`; raises `ValueError` where it has no more than that."""
+    """Keep only the first `size_bytes` of the object at `key`. Raises `ValueError` if it has no more."""
     body = _read(store, key)
     if size_bytes >= len(body):
-        raise ValueError(f"{store.url(key)} has {len(body)} bytes, so that {size_bytes} of them are not fewer.")
+        raise ValueError(f"{store.url(key)} has only {len(body)} bytes. Give a size_bytes below that, not {size_bytes}")
     overwrite(store, key, body[:size_bytes])
 
 
 def remove(store: Store, key: str) -> None:
-    """Nothing at `key`; raises `ObjectNotFoundError` where nothing was."""
+    """Delete the object at `key`. Raises `ObjectNotFoundError` if there is none."""
     store.head(key)
     store.delete([key])
 
 
 def swap(store: Store, key: str, other_key: str) -> None:
-    """Each of the two objects under the other's key."""
+    """Exchange the contents of two objects."""
     body, other = _read(store, key), _read(store, other_key)
     overwrite(store, key, other)
     overwrite(store, other_key, body)
 
 
 def overwrite(store: Store, key: str, body: bytes) -> None:
-    """`body` at `key`, with the checksum that it has."""
+    """Replace the object at `key` by `body`, with its correct checksum."""
     views = [memoryview(body)] if body else []
     store.put(key, views, crc32c=crc32c_of(views))
 

@@ -1,7 +1,7 @@
-"""Stores that fail by rule: give `Faults` to a save or a load, and see what becomes of it.
+"""Fault injection by rule into the calls of a store during a save or a load.
 
-What fails, and when, is said by rules that count calls or draw with a seed; nothing depends on time. The same seed
-gives the same faults whatever the threads do, and every error that was injected names it::
+Rules choose calls by counting them or by random numbers with a seed; nothing depends on time. The same seed gives the
+same faults in any order of threads, and every injected error names it::
 
     faults = Faults(
         Rule(fault=BrokenConnection(carried_out=True), operations={"put"}, key=r"manifest"),
@@ -11,7 +11,7 @@ gives the same faults whatever the threads do, and every error that was injected
     cloudckpt.save(state_dict, "s3://bucket/run", options=Options(wrap_store=faults))
     print(faults.num_injected)
 
-The network itself is broken by `cloudckpt.testing.wire`, and what lies on the store by `cloudckpt.testing.damage`.
+`cloudckpt.testing.wire` breaks the network, and `cloudckpt.testing.damage` breaks stored objects.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.stores.base import Store
-from cloudckpt.testing._draw import Draw, without_attempts
-from cloudckpt.testing._fault_kinds import (
+from cloudckpt.testing.faulty_store import (
     EVERYTHING,
     Absent,
     BrokenConnection,
     Denied,
+    Draw,
+    Due,
     Fault,
+    FaultyStore,
     FlippedBits,
+    History,
     LaggingList,
     ServerError,
     Short,
@@ -43,8 +46,8 @@ from cloudckpt.testing._fault_kinds import (
     is_count,
     is_number,
     operations_of,
+    without_attempts,
 )
-from cloudckpt.testing._faulty_store import Due, FaultyStore, History
 from cloudckpt.testing.wrapping import Call, WrappedStore
 
 __all__ = [
@@ -73,19 +76,20 @@ _LONGEST_LOG = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Which calls something is done to, and what.
+    """A fault, and the calls that it happens to.
 
-    A rule counts every call that it matches. Of those it lets the first `skip` pass, acts on the next `times`
-    (``None``: all of them), and lets the rest pass. Counting is in the order in which the calls are made, which threads
-    can change; with `each_key`, each operation on each key is counted for itself, and they cannot.
+    A rule counts every call that it matches. It skips the first `skip` of them, acts on the next `times` (``None``: all
+    of them), and ignores the rest. Calls are counted in the order in which they are made, which threads can change.
+    With `each_key`, each operation on each key is counted separately, and they cannot.
 
-    With a `probability` below 1, it acts on that part of those alone. Which they are depends on the seed, the rule, the
-    operation, the key, and how often the two came before. Ids of attempts, which no two saves share, play no part.
+    With a `probability` below 1, the rule acts only on that fraction of the calls. The choice depends on the seed, the
+    rule, the operation, the key, and the number of earlier calls of this operation on this key, but not on the random
+    ids of attempts.
     """
 
     fault: Fault
     operations: Collection[str] | None = None
-    """Names of methods of `Store`; ``None``: all that the fault can happen to."""
+    """Names of methods of `Store`; ``None``: all methods that the fault can happen to."""
     key: str = ""
     """A regular expression, searched for in the key."""
     skip: int = 0
@@ -99,13 +103,13 @@ class Rule:
             raise ValueError("; ".join(problems))
 
     def matches(self, call: Call) -> bool:
-        """Whether the call counts."""
+        """Return True if the rule counts the call."""
         can_happen = call.operation in operations_of(self.fault)
         is_meant = self.operations is None or call.operation in self.operations
         return can_happen and is_meant and re.search(self.key, call.key) is not None
 
     def acts_on(self, num_before: int) -> bool:
-        """Whether something is done to a match before which `num_before` others came."""
+        """Return True if the rule acts on a match that follows `num_before` others."""
         return self.skip <= num_before and (self.times is None or num_before < self.skip + self.times)
 
 
@@ -139,22 +143,21 @@ def _problems_of_numbers(rule: Rule) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected:
-    """Something that was done to a call."""
+    """A record of an injected fault."""
 
     call: Call
     fault: Fault
     rule: int
-    """The place of the rule among those that were given, from 0."""
+    """Index of the rule, from 0."""
     nth: int
-    """It was the `nth` call, from 1, of this operation on this key."""
+    """Number of the call, from 1, among those of this operation on this key."""
 
 
 class Faults:
-    """For `Options.wrap_store`: every store that is opened gets these rules, and all count together.
+    """Wraps stores for `Options.wrap_store`: every opened store gets these rules, and they count calls together.
 
-    Of the rules that are due for a call the first acts; all that match count it. A pickled copy, in a process of its
-    own, has the same rules and seed and counts from the beginning, as does a rank that is spawned. Safe to share
-    between threads.
+    The first rule that is due for a call acts; all rules that match count it. A pickled copy in another process, such
+    as a spawned rank, has the same rules and seed and counts from the beginning. Safe for use by several threads.
     """
 
     def __init__(self, *rules: Rule, seed: int = 0) -> None:
@@ -174,7 +177,7 @@ class Faults:
         self._histories: dict[str, History] = {}
 
     def __call__(self, store: Store) -> FaultyStore:
-        """`store`, with these faults."""
+        """Wrap `store` with these faults."""
         with self._lock:
             history = self._histories.setdefault(store.uri, History()) if self._lags else None
         return FaultyStore(store, decide=self._decide, released=self._released, history=history)
@@ -187,24 +190,24 @@ class Faults:
 
     @property
     def injected(self) -> tuple[Injected, ...]:
-        """What was done so far, in order: the latest ten thousand."""
+        """The latest ten thousand injected faults, in order."""
         with self._lock:
             return tuple(self._log)
 
     @property
     def num_injected(self) -> dict[str, int]:
-        """How often each kind of fault happened, by its name."""
+        """Number of injected faults by the name of their class."""
         with self._lock:
             return dict(self._num_injected)
 
     @property
     def num_calls(self) -> dict[str, int]:
-        """How many calls came, by operation."""
+        """Number of calls by operation."""
         with self._lock:
             return dict(self._num_calls)
 
     def release(self) -> None:
-        """End every stall, those to come as well: what stalls fails at once."""
+        """End every current and future stall: the stalled calls fail at once."""
         self._released.set()
 
     def _decide(self, call: Call) -> Due | None:

@@ -1,18 +1,18 @@
-"""pytest fixtures for your own tests: an S3 and a GCS server that need no network and no account.
+"""pytest fixtures for your tests: an S3 and a GCS server that need no network and no account.
 
-Name the module in your ``conftest.py``, and ask for a place to save to::
+Add the module to your ``conftest.py``, and request the URI of an empty bucket::
 
     pytest_plugins = ["cloudckpt.testing.fixtures"]
 
     def test_training_resumes(cloudckpt_s3_uri):
         train(checkpoints=f"{cloudckpt_s3_uri}/run")
 
-While such a test runs, the environment leads AWS and Google clients to the embedded server and nowhere else: profiles,
-credentials, endpoints and proxies of your own are hidden, from the processes that the test starts, too.
+During such a test, the environment directs AWS and Google clients to the local server only. Your profiles,
+credentials, endpoints and proxies are hidden, also from the processes that the test starts.
 Needs ``pip install 'cloudckpt[testing]'``, and the extra of the store: ``s3`` or ``gcs``.
 
-The servers are made for tests. They do not show what happens when two writers race, nor that a store refuses damaged
-bytes; run `cloudckpt.testing.StoreContract` against the store that you use to see that.
+The servers are for tests only. They do not lock out racing writers and do not refuse damaged bytes; run
+`cloudckpt.testing.StoreContract` against your store to test that.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = ["cloudckpt_gcs_server", "cloudckpt_gcs_uri", "cloudckpt_s3_server", "
 
 @pytest.fixture(scope="session")
 def cloudckpt_s3_server() -> Iterator[S3Server]:
-    """An S3 server (moto's) for the whole session, one for each worker of xdist.
+    """Start an S3 server (moto) for the session, one for each worker of xdist.
 
-    It leaves the environment as it is; its ``storage_options`` say how to reach it. A test may ``kill`` and
-    ``restart`` it, and it comes back empty.
+    It does not change the environment; its ``storage_options`` contain its address. A test may ``kill`` and
+    ``restart`` it, which deletes its objects.
     """
     with moto_server() as server:
         yield server
@@ -48,10 +48,10 @@ def cloudckpt_s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def cloudckpt_gcs_server() -> Iterator[GCSServer]:
-    """A GCS server (fake-gcs-server) for the whole session, one for each worker of xdist.
+    """Start a GCS server (fake-gcs-server) for the session, one for each worker of xdist.
 
-    It leaves the environment as it is; its ``storage_options`` say how to reach it. A test may ``kill`` and
-    ``restart`` it, and its objects are still there.
+    It does not change the environment; its ``storage_options`` contain its address. A test may ``kill`` and
+    ``restart`` it, which keeps its objects.
     """
     with fake_gcs_server(keeps_data=True) as server:
         yield server
@@ -63,7 +63,7 @@ def cloudckpt_s3_uri(
     _cloudckpt_nowhere: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """The URI of an empty bucket, ``s3://…``, which the environment says how to reach while the test runs."""
+    """Return the URI of an empty bucket, ``s3://…``; the environment contains its endpoint during the test."""
     return _fresh_bucket(cloudckpt_s3_server, monkeypatch)
 
 
@@ -73,13 +73,13 @@ def cloudckpt_gcs_uri(
     _cloudckpt_nowhere: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> str:
-    """The URI of an empty bucket, ``gs://…``, which the environment says how to reach while the test runs."""
+    """Return the URI of an empty bucket, ``gs://…``; the environment contains its endpoint during the test."""
     return _fresh_bucket(cloudckpt_gcs_server, monkeypatch)
 
 
 @pytest.fixture
 def _cloudckpt_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for a test, which may use both stores."""
+    """Clean the environment, once for a test that may use both stores."""
     wanted = clean_environment()
     for name in os.environ.keys() - wanted.keys():
         monkeypatch.delenv(name)
@@ -88,7 +88,7 @@ def _cloudckpt_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _fresh_bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    if not server.is_running:  # a test before has killed it
+    if not server.is_running:  # an earlier test has killed it
         server.restart()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

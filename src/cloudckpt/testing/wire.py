@@ -1,31 +1,33 @@
-"""The network between a client and a store, with a will of its own: a proxy on loopback that breaks things by rule.
+"""A proxy on the loopback interface that breaks or slows down HTTP exchanges by rule.
 
-It stands in front of a store's real endpoint and passes every byte through untouched, the Host header too, so that
-signatures stay valid. What it breaks, and when, is said by rules that count requests or draw with a seed; nothing
-depends on time, but for what is to be slow::
+It forwards every byte to the store's endpoint unchanged, including the Host header, so that signatures remain valid.
+Rules choose requests by counting them or by random numbers with a seed; only delays depend on time::
 
     with Wire(server.endpoint_url, Rule(action=LoseAnswer(), method="PUT", path="manifest.json")) as wire:
         options = Options(storage_options={**server.storage_options, "endpoint_url": wire.url})
         cloudckpt.save(state_dict, "s3://bucket/run", options=options)  # commits, and has to find out that it did
         print(wire.requests)
 
-It speaks HTTP/1.1 without TLS, to servers that do not mind under which name they are called: those that run on one's
-own machine do not, the big services do.
+It supports HTTP/1.1 without TLS, and only servers that accept any host name: local servers do, cloud services do not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import select
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from cloudckpt.testing._wire_actions import (
+from cloudckpt.testing.wire_rules import (
     GCS_FORBIDDEN,
     GCS_TOO_MANY_REQUESTS,
     GCS_UNAVAILABLE,
@@ -33,21 +35,25 @@ from cloudckpt.testing._wire_actions import (
     S3_INTERNAL_ERROR,
     S3_SLOW_DOWN,
     Action,
+    CountedRule,
     CutAnswer,
     CutRequest,
     CutSomewhere,
     Delay,
+    EndedError,
+    Head,
     LoseAnswer,
+    Moment,
     Reply,
+    Rule,
     Seen,
     StallAnswer,
     StallRequest,
+    Stream,
     Tell,
     Throttle,
+    all_but_the_last_byte,
 )
-from cloudckpt.testing._wire_connection import Connection, reset
-from cloudckpt.testing._wire_http import Head
-from cloudckpt.testing._wire_rules import CountedRule, Rule
 
 __all__ = [
     "GCS_FORBIDDEN",
@@ -77,17 +83,17 @@ _HOST = "127.0.0.1"
 
 
 class Wire:
-    """A proxy in front of the endpoint `target_url` (``http://host:port``), for as long as its context lasts.
+    """A proxy for the endpoint `target_url` (``http://host:port``), open until its context ends.
 
-    Of the rules that are due for a request the first acts; all that match count it. When the context ends, every
-    connection is closed and every thread has ended. Rules that slow an exchange down wait with `pause`, which gets
-    seconds; by default for real, but no longer than the wire is open.
+    The first rule that is due for a request acts; all rules that match count it. The end of the context closes every
+    connection and ends every thread. Rules that slow an exchange down call `pause` with seconds; by default it waits,
+    at most until the wire is closed.
     """
 
     def __init__(self, target_url: str, *rules: Rule, pause: Callable[[float], object] | None = None) -> None:
         parts = urlsplit(target_url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"The wire passes plain HTTP alone, and {target_url!r} is no http://host:port.")
+            raise ValueError(f"Wire supports only plain HTTP. Give http://host:port, not {target_url!r}")
         self._target = (parts.hostname, parts.port or 80)
         self._lock = threading.Lock()
         self._rules: list[CountedRule] = []
@@ -96,7 +102,7 @@ class Wire:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._pause = pause or self._closing.wait
-        # It holds the port, so that nobody else gets it while nothing listens there.
+        # A bound socket reserves the port while nothing listens on it.
         self._holder = _bound(port=0)
         self._port: int = self._holder.getsockname()[1]
         self._listener: socket.socket | None = None
@@ -105,33 +111,33 @@ class Wire:
 
     @property
     def url(self) -> str:
-        """Where clients must turn to in place of the store."""
+        """The endpoint that clients use instead of the store's."""
         return f"http://{_HOST}:{self._port}"
 
     @property
     def requests(self) -> tuple[Seen, ...]:
-        """All that came over the wire so far, in the order of arrival, with what was done to each."""
+        """All requests so far in the order of arrival, each with the action of a rule."""
         with self._lock:
             return tuple(self._requests)
 
     def add(self, *rules: Rule) -> None:
-        """Further rules, after those that are there; they count from now on."""
+        """Add rules after the existing ones; they count from now on."""
         with self._lock:
             self._rules += [CountedRule(rule=rule) for rule in rules]
 
     def clear(self) -> None:
-        """No rules any more. What has been stalled stays so."""
+        """Remove all rules. Stalled exchanges remain stalled."""
         with self._lock:
             self._rules.clear()
 
     @property
     def num_acted(self) -> int:
-        """To how many requests something was done."""
+        """Number of requests that a rule acted on."""
         return sum(seen.action is not None for seen in self.requests)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Meanwhile nothing listens: connections are refused, and those that there were have ended."""
+        """Refuse new connections during the context, and end the existing ones."""
         self._stop_listening()
         self._reset_all()
         try:
@@ -141,9 +147,9 @@ class Wire:
 
     @contextlib.contextmanager
     def deaf(self) -> Iterator[None]:
-        """Meanwhile nobody answers to a connect, as behind a firewall that drops packets (on Linux).
+        """Ignore attempts to connect during the context, like a firewall that drops packets (Linux only).
 
-        The queue of connections that wait to be accepted is full, and the kernel ignores all further ones.
+        The queue of connections to accept is full, so the kernel ignores further ones.
         """
         self._stop_listening()
         self._reset_all()
@@ -153,12 +159,12 @@ class Wire:
             full.listen(0)
             for _ in range(2):
                 waiting = stack.enter_context(socket.socket())
-                waiting.setblocking(False)  # noqa: FBT003  # a name for it does not exist
+                waiting.settimeout(0.0)
                 waiting.connect_ex((_HOST, self._port))
             yield
 
     def close(self) -> None:
-        """End every connection and thread. A second call does nothing."""
+        """End every connection and thread. A second call has no effect."""
         self._closing.set()
         self._stop_listening()
         self._reset_all()
@@ -189,7 +195,7 @@ class Wire:
         listener, self._listener = self._listener, None
         if listener is not None:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes whoever is in accept()
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
             listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -224,7 +230,7 @@ class Wire:
 
     def _reach_store(self, kept: list[socket.socket]) -> socket.socket:
         store = socket.create_connection(self._target, timeout=_WAIT_S)
-        store.settimeout(None)  # whoever closes the wire ends every wait
+        store.settimeout(None)  # closing the wire ends every wait
         kept.append(store)
         self._keep(store)
         return store
@@ -263,3 +269,171 @@ def _bound(*, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+Decide: TypeAlias = Callable[[Head], Seen]
+"""Records the request, with the action of a rule."""
+Connect: TypeAlias = Callable[[], socket.socket]
+Stall: TypeAlias = Callable[[], object]
+"""Returns once the wire is closed."""
+Pause: TypeAlias = Callable[[float], object]
+"""Waits for a number of seconds."""
+
+_FINAL = 200
+_THROTTLED_BYTES = 16 * 1024  # the size of the pieces that are forwarded at a limited rate
+
+
+def reset(connection: socket.socket) -> None:
+    """Reset the connection, so that the other side gets an error."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+class Connection:
+    """Forwards exchanges until either side, or a rule, ends the connection."""
+
+    def __init__(self, client: socket.socket, *, connect: Connect, decide: Decide, stall: Stall, pause: Pause) -> None:
+        self._client = Stream(client)
+        self._connect = connect
+        self._decide = decide
+        self._stall = stall
+        self._pause = pause
+        self._store: Stream | None = None
+
+    def run(self) -> None:
+        """Forward exchanges until the end, and close both sockets."""
+        try:
+            while self._waits_for_client() and (head := self._client.head()) is not None:
+                if not self._exchange(head):
+                    break
+        except (EndedError, OSError, ValueError):
+            # A connection that one side broke is broken for the other side too.
+            reset(self._client.socket)
+        finally:
+            self._client.socket.close()
+            if self._store is not None:
+                self._store.socket.close()
+
+    def _waits_for_client(self) -> bool:
+        """Wait for the client. Return False if the store ends the connection first."""
+        if self._store is None or self._client.holds_bytes:
+            return True
+        ready, _, _ = select.select([self._client.socket, self._store.socket], [], [])
+        return self._client.socket in ready
+
+    def _exchange(self, head: Head) -> bool:
+        """Forward one request and its answer; return True if another may follow."""
+        seen = self._decide(head)
+        action = seen.action
+        body = self._client.request_body(head)
+        if isinstance(action, Reply):
+            return self._reply(action, head, body)
+        self._act("request", seen)
+        if isinstance(action, Throttle):
+            body = self._slowly(body, action.request_bytes_per_s)
+        if isinstance(action, CutRequest | StallRequest):
+            return self._break_request(action, head, body)
+        answer = self._pass_on(head, body)
+        pieces = self._reach_store().answer_body(answer, method=head.method)
+        if isinstance(action, LoseAnswer | CutAnswer | StallAnswer):
+            return self._break_answer(action, answer, pieces)
+        if isinstance(action, Tell | Delay) and action.moment == "answer":
+            pieces = iter(list(pieces))  # S3 has carried a completion out when its answer ends, not when it begins
+        self._act("answer", seen)
+        if isinstance(action, Throttle):
+            pieces = self._slowly(pieces, action.answer_bytes_per_s)
+        self._client.socket.sendall(answer.raw)
+        for piece in pieces:
+            self._client.socket.sendall(piece)
+        return answer.leaves_open(head)
+
+    def _act(self, moment: Moment, seen: Seen) -> None:
+        action = seen.action
+        if isinstance(action, Tell) and action.moment == moment:
+            action.function(seen)
+        if isinstance(action, Delay) and action.moment == moment:
+            self._pause(action.delay_s)
+
+    def _slowly(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:
+        if bytes_per_s is None:
+            yield from pieces
+            return
+        for piece in pieces:
+            for start in range(0, len(piece), _THROTTLED_BYTES):
+                part = piece[start : start + _THROTTLED_BYTES]
+                self._pause(len(part) / bytes_per_s)
+                yield part
+
+    def _reply(self, action: Reply, head: Head, body: Iterator[bytes]) -> bool:
+        if not head.expects_continue:
+            for _ in body:
+                pass
+        reason = http.client.responses.get(action.status, "")
+        fields = [("Content-Length", str(len(action.body))), *action.headers]
+        if head.expects_continue:
+            fields.append(("Connection", "close"))
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+        content = b"" if head.method == "HEAD" else action.body
+        self._client.socket.sendall(f"HTTP/1.1 {action.status} {reason}\r\n{lines}\r\n".encode("latin-1") + content)
+        return not head.expects_continue
+
+    def _pass_on(self, head: Head, body: Iterator[bytes]) -> Head:
+        """Forward the whole request, and return the head of the store's answer."""
+        store = self._reach_store()
+        store.socket.sendall(head.raw)
+        if head.expects_continue:
+            answer = self._final_answer(store, stops_at_interim=True)
+            if answer is not None:
+                return answer
+        with contextlib.suppress(ConnectionError):  # a store may refuse a request before it has read all
+            for piece in body:
+                store.socket.sendall(piece)
+        answer = self._final_answer(store)
+        if answer is None:
+            raise EndedError
+        return answer
+
+    def _final_answer(self, store: Stream, *, stops_at_interim: bool = False) -> Head | None:
+        while (answer := store.head()) is not None:
+            if answer.status >= _FINAL:
+                return answer
+            self._client.socket.sendall(answer.raw)
+            if stops_at_interim:
+                return None
+        raise EndedError
+
+    def _break_request(self, action: CutRequest | StallRequest, head: Head, body: Iterator[bytes]) -> bool:
+        pieces = all_but_the_last_byte(body, most_bytes=action.after_bytes)
+        first = next(pieces, None)
+        if first is not None:  # a request without a body is complete with its head, so nothing is forwarded
+            store = self._reach_store()
+            store.socket.sendall(head.raw)
+            store.socket.sendall(first)
+            for piece in pieces:
+                store.socket.sendall(piece)
+        if isinstance(action, StallRequest):
+            self._stall()
+        reset(self._client.socket)
+        return False
+
+    def _break_answer(
+        self, action: LoseAnswer | CutAnswer | StallAnswer, answer: Head, pieces: Iterator[bytes]
+    ) -> bool:
+        after_bytes = None if isinstance(action, LoseAnswer) else action.after_bytes
+        if after_bytes is not None:
+            self._client.socket.sendall(answer.raw)
+            for piece in all_but_the_last_byte(pieces, most_bytes=after_bytes):
+                self._client.socket.sendall(piece)
+        for _ in pieces:  # read the answer to its end, so that the store has carried the request out
+            pass
+        if isinstance(action, StallAnswer):
+            self._stall()
+        if isinstance(action, LoseAnswer) or (isinstance(action, CutAnswer) and action.reset):
+            reset(self._client.socket)
+        return False
+
+    def _reach_store(self) -> Stream:
+        if self._store is None:
+            self._store = Stream(self._connect())
+        return self._store

@@ -1,7 +1,8 @@
-"""A store in front of another one: the base of wrappers that watch, break or slow down what passes through them."""
+"""Base class of stores that wrap another store to observe its calls, delay them or make them fail."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -32,17 +33,17 @@ class Call:
     operation: str
     """The name of the method of `Store`."""
     key: str
-    """As it was given; the prefix of a listing; the target of a copy; empty for what is about the whole store."""
+    """The key; for a listing its prefix, for a copy its target; empty for calls about the whole store."""
     num_bytes: int = 0
-    """Of the body, where the call sends one or fills one."""
+    """Size of the body that the call sends or fills; 0 if there is none."""
 
 
 class WrappedStore(Store):
-    """Passes every call on to `inner`, and what it declares too; subclasses override `around`.
+    """Passes each call to `inner` and has its capabilities and limits; subclasses override `around`.
 
-    A deletion of several keys is passed on key by key, and a listing is complete before any of it is given out: each is
-    one call that can fail, or a store can die between two of them. A copy by the service is one call, however many
-    requests it takes, and is tried again as a whole.
+    A deletion of several keys becomes one call for each key, so that it can fail between two of them. A listing is
+    complete before its first entry is returned. A copy by the service is one call, however many requests it takes, and
+    is retried as a whole.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -50,8 +51,8 @@ class WrappedStore(Store):
         self.capabilities = inner.capabilities
         self.limits = inner.limits
 
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:  # noqa: ARG002  # for those that override it
-        """What becomes of `call`, which `action` carries out."""
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        """Run `action`, which makes `call` on `inner`, and return its result."""
         return action()
 
     def probe(self) -> Capabilities:
@@ -101,7 +102,7 @@ class WrappedStore(Store):
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self.around(Call(operation="delete", key=key), lambda key=key: self.inner.delete([key]))  # type: ignore[misc]  # mypy cannot see the default
+            self.around(Call(operation="delete", key=key), functools.partial(self.inner.delete, [key]))
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         yield from self.around(Call(operation="list_uploads", key=prefix), lambda: [*self.inner.list_uploads(prefix)])
@@ -109,9 +110,6 @@ class WrappedStore(Store):
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
         call = Call(operation="list_parts", key=key)
         yield from self.around(call, lambda: [*self.inner.list_parts(key, upload_id)])
-
-    def copy(self, source_key: str, target_key: str) -> None:
-        self.around(Call(operation="copy", key=target_key), lambda: self.inner.copy(source_key, target_key))
 
     def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
         call = Call(operation="copy_from", key=target_key)

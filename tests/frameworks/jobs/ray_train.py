@@ -15,7 +15,7 @@ from common import DOCUMENT, end, places, tell
 from ray.train.torch import TorchTrainer
 
 import cloudckpt
-from cloudckpt.integrations.ray import uri_of
+from cloudckpt.integrations.ray import get_uri
 
 _OF_RAY = DOCUMENT.read_text().partition("\n## Ray Train\n")[2]
 (SNIPPET,) = re.findall(r"^```python\n(.*?)^```$", _OF_RAY, re.DOTALL | re.MULTILINE)
@@ -60,7 +60,7 @@ for place, root in places():
         ),
     )
     result = trainer.fit()
-    uri = uri_of(result.checkpoint)
+    uri = get_uri(result.checkpoint)
     told = {"uri": uri, "steps": [int(line) for line in log.read_text().split()]}
     tell(place, {**told, "verified": cloudckpt.verify(uri).num_tensors})
 ray.shutdown()

@@ -16,7 +16,7 @@ from awscrt.checksums import combine_crc32c, crc32c
 from google.auth.credentials import Credentials
 from tests.stores.scripted import Answer, Recorded, ScriptedServer, hang_up, reply
 
-from cloudckpt.stores import _probe
+from cloudckpt.stores import probe
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
 from cloudckpt.testing.servers import GCSServer, clean_environment, fake_gcs_server
@@ -40,10 +40,10 @@ def _no_ambient_google(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_clients() -> None:
-    for client in clients._clients.values():
+    for client in clients.client_cache._clients.values():
         client.close()
-    clients._clients.clear()
-    _probe._found.clear()  # the next test's server may get this one's port
+    clients.client_cache.clear()
+    probe._found.clear()  # the next test's server may get this one's port
 
 
 @pytest.fixture

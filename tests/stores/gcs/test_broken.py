@@ -52,8 +52,8 @@ CALLS: dict[str, Callable[[GCSStore, UploadedPart], object]] = {
     "list": lambda store, _: list(store.list()),
     "list of nothing": lambda store, _: list(store.list("nope/")),
     "list_directories": lambda store, _: list(store.list_directories()),
-    "copy": lambda store, _: store.copy("k", "copied"),
-    "copy missing": lambda store, _: store.copy("nope", "copied"),
+    "copy": lambda store, _: store.copy_from(store.url("k"), "copied"),
+    "copy missing": lambda store, _: store.copy_from(store.url("nope"), "copied"),
     "copy_from": lambda store, _: store.copy_from(store.url("k"), "copied"),
     "delete": lambda store, _: store.delete(["gone"]),
 }

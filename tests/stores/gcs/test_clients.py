@@ -20,7 +20,6 @@ from cloudckpt import errors
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
-from cloudckpt.stores.gcs.store import _ended
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import GCSServer
@@ -35,7 +34,7 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 
 def client_of(store: GCSStore) -> clients.GCSClient:
-    return clients.client_for(store._session._key, store._session._environment)
+    return clients.client_cache.client_for(store._session.client_key, store._session._environment)
 
 
 class TestClients(ClientTests):
@@ -46,13 +45,12 @@ class TestClients(ClientTests):
     credentials: ClassVar = {"anonymous": True}
     endpoint_variable = "STORAGE_EMULATOR_HOST"
     another_class = "NEARLINE"
-    locks = (_ended._lock,)
 
 
 def test_no_client_is_made_before_the_first_request() -> None:
     """Opening a store would look for credentials, for seconds, before anything is asked."""
     open_store(credentials_file="/no/such/file")
-    assert len(clients._clients) == 0
+    assert len(clients.client_cache) == 0
 
 
 def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
@@ -89,7 +87,7 @@ def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
         for _ in range(2):
             together.clear()
             list(pool.map(move, range(connections * len(stores))))
-    assert len(clients._clients) == 1
+    assert len(clients.client_cache) == 1
     assert server.num_connections == num_calls
     assert "pool is full" not in caplog.text
 
@@ -158,7 +156,7 @@ def test_without_any_of_it_requests_go_to_google() -> None:
     """The endpoint is part of every message about a failed connection."""
     store = open_store(anonymous=True)
     assert client_of(store).endpoint_url == "https://storage.googleapis.com"
-    assert clients.endpoint_of(store._session._key, {}) == "https://storage.googleapis.com"
+    assert store.session._endpoint_for_messages() == "https://storage.googleapis.com"
 
 
 @pytest.mark.parametrize("value", ["http://user:hush@127.0.0.1:1", "ftp://127.0.0.1:1", "http://"])

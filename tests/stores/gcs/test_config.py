@@ -58,7 +58,7 @@ def test_every_problem_is_told_at_once() -> None:
             }
         )
     text = str(caught.value)
-    assert text.startswith("storage_options for GCS: 'endpoint' is not known (did you mean 'endpoint_url'?)")
+    assert text.startswith("Storage options for GCS: 'endpoint' is not known (did you mean 'endpoint_url'?)")
     for words in (
         "anonymous must be True or False",
         "endpoint_url must look like https://host",

@@ -11,8 +11,8 @@ import pytest
 
 from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.testing._contract_tools import crc, keys, put
 from cloudckpt.testing.contract import StoreContract
+from cloudckpt.testing.contract_base import crc, keys, put
 from cloudckpt.testing.wire import GCS_FORBIDDEN, Rule, Wire
 
 if TYPE_CHECKING:

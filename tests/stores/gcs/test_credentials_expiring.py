@@ -40,6 +40,7 @@ class TakesItsTime:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.slow
 def test_tokens_that_expire_during_a_save_are_renewed(scripted: Any) -> None:
     """If this fails, a save that outlives its token fails, though the next one was to be had for the asking."""
     gcs = scripted.any_gcs()

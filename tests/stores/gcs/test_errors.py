@@ -20,7 +20,8 @@ import urllib3.exceptions
 from cloudckpt import errors
 from cloudckpt.stores.gcs import errors as table
 from cloudckpt.stores.gcs.client import refuse_errors
-from cloudckpt.stores.gcs.translate import PERMISSIONS, Request, translate
+from cloudckpt.stores.gcs.errors import PERMISSIONS, translate
+from cloudckpt.stores.http_errors import FailedRequest
 
 MODULES = {"api_core": google.api_core.exceptions, "auth": google.auth.exceptions, "requests": requests.exceptions}
 CLASSES: dict[str, type[Exception]] = {
@@ -32,8 +33,8 @@ CLASSES: dict[str, type[Exception]] = {
 URL = "gs://bucket/run/manifest.json"
 
 
-def request_for(api: str = "objects.insert", secrets: tuple[str, ...] = ()) -> Request:
-    return Request(
+def request_for(api: str = "objects.insert", secrets: tuple[str, ...] = ()) -> FailedRequest:
+    return FailedRequest(
         operation="put",
         api=api,
         url=URL,
@@ -96,7 +97,7 @@ def test_the_table_and_the_status_agree(name: str) -> None:
     """A class of the library's with a status of its own must mean what a bare answer with that status means."""
     code = getattr(CLASSES[name], "code", None)
     if name in table.EXCEPTIONS and isinstance(code, int) and code in table.STATUSES:
-        assert issubclass(table.EXCEPTIONS[name][0], errors.StoreError)
+        assert issubclass(table.EXCEPTIONS[name].error, errors.StoreError)
         if CLASSES[name].__bases__[0].__name__ in ("ClientError", "ServerError", "Redirection"):
             assert table.EXCEPTIONS[name] == table.STATUSES[code]
 
@@ -129,7 +130,7 @@ def test_exceptions_follow_what_a_handler_would_do(name: str, expected: type[err
 @pytest.mark.parametrize(
     ("status", "reason", "expected", "words"),
     [
-        (404, "notFound", errors.ObjectNotFoundError, "Nothing lies"),
+        (404, "notFound", errors.ObjectNotFoundError, "No object exists"),
         (412, "conditionNotMet", errors.ObjectExistsError, "left as it is"),
         (412, "orgPolicyConstraintFailed", errors.AccessDeniedError, "policy of the organization"),
         (401, "authError", errors.CredentialsError, "application-default login"),
@@ -138,8 +139,8 @@ def test_exceptions_follow_what_a_handler_would_do(name: str, expected: type[err
         (403, "accountDisabled", errors.AccessDeniedError, "account"),
         (403, "retentionPolicyNotMet", errors.AccessDeniedError, "retention policy"),
         (403, "quotaExceeded", errors.StoreError, "quota"),
-        (403, "rateLimitExceeded", errors.ThrottledError, "less often"),
-        (429, "rateLimitExceeded", errors.ThrottledError, "less often"),
+        (403, "rateLimitExceeded", errors.ThrottledError, "fewer requests"),
+        (429, "rateLimitExceeded", errors.ThrottledError, "fewer requests"),
         (408, "uploadBrokenConnection", errors.TransientStoreError, "Try again"),
         (409, "conflict", errors.TransientStoreError, "Try again"),
         (413, "uploadTooLarge", errors.StoreError, "larger"),
@@ -154,7 +155,7 @@ def test_exceptions_follow_what_a_handler_would_do(name: str, expected: type[err
         (404, "", errors.TransientStoreError, "not GCS's: status 404"),
         (412, "", errors.TransientStoreError, "not GCS's: status 412"),
         (403, "neverHeardOf", errors.AccessDeniedError, "storage.objects.get"),
-        (429, "", errors.ThrottledError, "less often"),
+        (429, "", errors.ThrottledError, "fewer requests"),
         (501, "", errors.UnsupportedOperationError, "does not offer"),
         (502, "neverHeardOf", errors.TransientStoreError, "Try again"),
         (504, "", errors.TransientStoreError, "Try again"),
@@ -177,7 +178,7 @@ def test_answers_follow_what_a_handler_would_do(
         ("objects.list", errors.BucketNotFoundError, "'bucket' does not exist at http://127.0.0.1:9"),
         ("objects.compose", errors.ObjectNotFoundError, "part of the upload is gone"),
         ("objects.insert", errors.StoreError, "kms_key_name"),
-        ("objects.get", errors.ObjectNotFoundError, "Nothing lies"),
+        ("objects.get", errors.ObjectNotFoundError, "No object exists"),
     ],
 )
 def test_what_is_not_found_depends_on_what_was_asked_for(

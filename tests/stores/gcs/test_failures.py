@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[GCSStore], object]] = {
     "list_uploads": lambda store: list(store.list_uploads()),
     "delete": lambda store: store.delete(["k"]),
     "head": lambda store: store.head("k"),
-    "copy": lambda store: store.copy("k", "k2"),
+    "copy_from": lambda store: store.copy_from(store.url("k"), "k2"),
 }
 LISTINGS = ("list", "list_directories", "list_uploads", "abort_multipart")
 
@@ -130,7 +130,7 @@ def test_a_missing_bucket_is_told_from_a_missing_key(scripted: Any, operation: s
         ("read_into", errors.ObjectNotFoundError),
         ("read", errors.ObjectNotFoundError),
         ("head", errors.ObjectNotFoundError),
-        ("copy", errors.ObjectNotFoundError),
+        ("copy_from", errors.ObjectNotFoundError),
         ("complete_multipart", errors.ObjectNotFoundError),
         ("put", errors.StoreError),
     ],
@@ -166,7 +166,7 @@ def test_connections_are_used_again(scripted: Any) -> None:
     """A handshake for each of a million ranges would cost more than the ranges."""
     server = scripted.serve(scripted.any_gcs(size_bytes=4))
     store = server.store()
-    for operation in ("read_into", "read", "put", "head", "upload_part", "list", "delete", "copy"):
+    for operation in ("read_into", "read", "put", "head", "upload_part", "list", "delete", "copy_from"):
         CALLS[operation](store)
     for reason in ("notFound", "forbidden"):
         server.answers = (scripted.error(403, reason),)

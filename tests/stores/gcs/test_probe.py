@@ -12,7 +12,7 @@ import cloudckpt
 from cloudckpt.errors import NoConditionalCommitError, UnsupportedOperationError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs.client import is_googles
-from cloudckpt.testing._contract_tools import keys, put
+from cloudckpt.testing.contract_base import keys, put
 
 
 @pytest.mark.parametrize(

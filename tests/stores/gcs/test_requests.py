@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[Callable[[GCSStore], object], list[str]]] = {
     "list_directories": (lambda store: list(store.list_directories()), ["GET"]),
     "list_uploads": (lambda store: list(store.list_uploads()), ["GET"]),
     "delete": (lambda store: store.delete(["k"]), ["DELETE"]),
-    "copy": (lambda store: store.copy("k", "k2"), ["POST"]),
+    "copy": (lambda store: store.copy_from(store.url("k"), "k2"), ["POST"]),
 }
 
 
@@ -72,7 +72,7 @@ def test_the_kms_key_is_on_whatever_writes(scripted: Any) -> None:
     store = server.store(kms_key_name=KEY)
     CALLS["put"][0](store)
     one_part(store)
-    store.copy("k", "k2")
+    store.copy_from(store.url("k"), "k2")
     put, part, compose, *_, copy = server.requests
     assert put.query["kmsKeyName"] == part.query["kmsKeyName"] == KEY
     assert json.loads(compose.body)["destination"]["kmsKeyName"] == KEY
@@ -85,7 +85,7 @@ def test_the_storage_class_is_the_objects_and_never_a_parts(scripted: Any) -> No
     store = server.store(storage_class="NEARLINE")
     CALLS["put"][0](store)
     one_part(store)
-    store.copy("k", "k2")
+    store.copy_from(store.url("k"), "k2")
     put, part, compose, *_, copy = server.requests
     assert scripted.inserted(put)[0]["storageClass"] == "NEARLINE"
     assert scripted.inserted(part)[0]["storageClass"] == "STANDARD"
@@ -319,9 +319,9 @@ def test_no_object_may_be_called_like_a_part(scripted: Any) -> None:
         lambda: store.read(key, max_bytes=1),
         lambda: store.delete([key]),
         lambda: store.create_multipart(key),
-        lambda: store.copy("k", key),
+        lambda: store.copy_from(store.url("k"), key),
     ):
-        with pytest.raises(errors.StoreError, match="temporary objects"):
+        with pytest.raises(errors.StoreError, match="temporary object"):
             call()
     assert server.requests == []
 
@@ -330,7 +330,8 @@ def test_a_long_copy_goes_on_until_it_is_done(scripted: Any) -> None:
     """GCS copies large objects in several calls: the first answer is no copy yet."""
     more = {"totalBytesRewritten": "5", "objectSize": "10", "done": False, "rewriteToken": "T=1"}
     server = scripted.serve(scripted.json(more), scripted.json({**more, "rewriteToken": "T=2"}), scripted.any_gcs())
-    server.store().copy("k", "k2")
+    store = server.store()
+    store.copy_from(store.url("k"), "k2")
     assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=2"]
     assert {request.path for request in server.requests} == {"/storage/v1/b/bucket/o/k/rewriteTo/b/bucket/o/k2"}
 

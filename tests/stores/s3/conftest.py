@@ -19,7 +19,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from tests.stores.scripted import SOCKET_TIMEOUT_S, Answer, Recorded, ScriptedServer, hang_up, reply
 from werkzeug.serving import make_server
 
-from cloudckpt.stores import _probe
+from cloudckpt.stores import probe
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3 import client as clients
 from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
@@ -54,10 +54,10 @@ def _no_ambient_aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_clients() -> None:
-    for client in clients._clients.values():
+    for client in clients.client_cache._clients.values():
         client.boto3_client.close()
-    clients._clients.clear()
-    _probe._found.clear()  # the next test's server may get this one's port
+    clients.client_cache.clear()
+    probe._found.clear()  # the next test's server may get this one's port
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 
 def client_of(store: S3Store) -> clients.S3Client:
-    return clients.client_for(store._session._key, store._session._environment)
+    return clients.client_cache.client_for(store._session.client_key, store._session._environment)
 
 
 class TestClients(ClientTests):
@@ -48,7 +48,7 @@ class TestClients(ClientTests):
 def test_no_client_is_made_before_the_first_request() -> None:
     """Opening a store would cost a tenth of a second and fail for want of a profile, before anything is asked."""
     open_store(profile="no-such-profile")
-    assert len(clients._clients) == 0
+    assert len(clients.client_cache) == 0
 
 
 def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
@@ -68,7 +68,7 @@ def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
     with ThreadPoolExecutor(num_calls) as pool:
         for _ in range(2):
             list(pool.map(lambda store: store.read_into("k", 0, [memoryview(bytearray(10))]), stores))
-    assert len(clients._clients) == 1
+    assert len(clients.client_cache) == 1
     assert server.num_connections == num_calls
     assert "pool is full" not in caplog.text
 

@@ -12,8 +12,8 @@ import pytest
 
 from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing._contract_tools import at_once, content, put
 from cloudckpt.testing.contract import StoreContract
+from cloudckpt.testing.contract_base import content, put, run_at_once
 from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Wire
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TestS3OnMoto(StoreContract):
     def test_of_many_threads_exactly_one_creates(self, store: S3Store) -> None:
         """moto has no lock between the check and the write: several may win, but never none, and never a mixture."""
         bodies = [f"writer {writer}".encode() * 100 for writer in range(4)]
-        results = at_once([functools.partial(put, store, "race", body, if_absent=True) for body in bodies])
+        results = run_at_once([functools.partial(put, store, "race", body, if_absent=True) for body in bodies])
         winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
         assert content(store, "race") in winners
 

@@ -65,6 +65,7 @@ class TakesItsTime:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+@pytest.mark.slow
 def test_keys_that_expire_during_a_save_are_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, saves that take longer than a role's session fail, hours into a training."""
     provider = tmp_path / "provider"

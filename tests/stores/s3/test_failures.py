@@ -101,14 +101,14 @@ def test_the_whole_object_is_taken_where_it_was_asked_for(scripted: Any) -> None
 def test_reads_go_through_boto3_where_its_insides_have_changed(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A newer botocore or urllib3 without the connection at hand must cost speed, not loads."""
     monkeypatch.setattr("urllib3.response.HTTPResponse._original_response", None, raising=False)
-    from cloudckpt.stores.s3 import reading  # noqa: PLC0415
+    from cloudckpt.stores.http_body import ResponseBody  # noqa: PLC0415
 
     class Bare:
         def __init__(self, body: Any) -> None:
             self.readinto, self.close = body.readinto, body.close
 
-    original = reading.BodyReader.__init__
-    monkeypatch.setattr(reading.BodyReader, "__init__", lambda self, body: original(self, Bare(body)))
+    original = ResponseBody.__init__
+    monkeypatch.setattr(ResponseBody, "__init__", lambda self, body: original(self, Bare(body)))
     server = scripted.serve(scripted.any_s3())
     target = bytearray(b"x" * 10)
     server.store().read_into("k", 0, [memoryview(target)])
@@ -157,7 +157,7 @@ def test_an_early_refusal_of_a_large_body_is_heard(scripted: Any) -> None:
 @pytest.mark.parametrize(
     ("status", "code", "expected", "words"),
     [
-        (404, "NoSuchKey", errors.ObjectNotFoundError, "Nothing lies"),
+        (404, "NoSuchKey", errors.ObjectNotFoundError, "No object exists"),
         (404, "NoSuchBucket", errors.BucketNotFoundError, "does not exist"),
         (403, "AccessDenied", errors.AccessDeniedError, "s3:GetObject"),
         (400, "ExpiredToken", errors.CredentialsError, "expired"),
@@ -295,7 +295,7 @@ def test_a_bucket_in_an_unknown_region_names_the_option(scripted: Any) -> None:
     for moved in (scripted.error(301, "PermanentRedirect"), scripted.reply(301, "<html>Moved</html>")):
         server = scripted.serve(moved)
         error = refuse(lambda server=server: CALLS["put"](server.store()), errors.StoreError)
-        assert "Set region" in str(error)
+        assert "Set the storage option region" in str(error)
         assert len(server.requests) <= 3
 
 

@@ -13,10 +13,10 @@ import pytest
 from awscrt.checksums import crc32c
 
 from cloudckpt import errors
-from cloudckpt._transfer.retry import Retrier
-from cloudckpt.stores import _probe as probing
+from cloudckpt.io.retry import Retrier
+from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing._contract_tools import at_once, put
+from cloudckpt.testing.contract_base import put, run_at_once
 
 if TYPE_CHECKING:
     import socket
@@ -88,7 +88,7 @@ def retried(store: S3Store) -> Any:
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloudckpt._transfer.retry._delay_s", lambda _error, _num_failures: 0.0)
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda _error, _num_failures: 0.0)
 
 
 def test_an_honest_store_is_asked_once(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +120,7 @@ def test_threads_ask_together_once(scripted: Any) -> None:
     """Each thread of a process that saves several checkpoints at once would probe anew."""
     bucket, server = served(scripted)
     stores = [server.store(prefix=str(number)) for number in range(6)]
-    found = at_once([store.probe for store in stores])
+    found = run_at_once([store.probe for store in stores])
     assert all(one == found[0] for one in found)
     assert bucket.num_requests == 5
 

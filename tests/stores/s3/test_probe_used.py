@@ -6,8 +6,6 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
-import select
-import signal
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +13,12 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt._commit import resolve
-from cloudckpt._transfer.retry import Retrier
-from cloudckpt.stores import _probe as probing
+from cloudckpt.commit import log
+from cloudckpt.io.retry import Retrier
+from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3.client import is_amazons
-from cloudckpt.testing._contract_tools import keys, put
+from cloudckpt.stores.s3.config import is_amazons
+from cloudckpt.testing.contract_base import keys, put
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import S3Server
@@ -44,7 +42,7 @@ def test_a_save_through_a_gateway_that_drops_the_condition_is_refused(gateway_of
     options = cloudckpt.Options(storage_options=gateway.storage_options, timeout_s=WAIT_S)
     store = S3Store(name, "", storage_options=gateway.storage_options, timeout_s=WAIT_S, connections=1)
     state = {"weight": torch.arange(8.0)}
-    with pytest.raises(cloudckpt.NoConditionalCommitError) as caught:
+    with pytest.raises(cloudckpt.errors.NoConditionalCommitError) as caught:
         cloudckpt.save(state, uri, options=options)
     message = str(caught.value)
     for words in (uri, gateway.endpoint_url, "ignores the condition", "nothing was written", "newer version"):
@@ -70,42 +68,14 @@ def test_what_a_probe_could_not_remove_is_no_checkpoint(s3_server: S3Server, buc
     for store in (root, step):
         put(store, f"{probing.KEY_PREFIX}0123456789abcdef", b"left")
     retrier = Retrier(retries=0, timeout_s=WAIT_S)
-    assert resolve.list_entries(step, retrier) == ()
-    assert not resolve.holds_torch_checkpoint(step, retrier)
-    assert not resolve.holds_rank_checkpoints(step, retrier)
+    assert log.list_entries(step, retrier) == ()
+    assert not log.holds_torch_checkpoint(step, retrier)
+    assert not log.holds_rank_checkpoints(step, retrier)
     assert cloudckpt.list_checkpoints(f"s3://{bucket}/run", options=options) == []
     cloudckpt.save({"weight": torch.ones(2)}, step.uri, options=options)
     newest = cloudckpt.latest(f"s3://{bucket}/run", options=options)
     assert newest is not None
     assert newest.name == "step-1"
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_knows_what_its_parent_found(scripted: Any) -> None:
-    """Forked ranks would each probe anew, or wait for ever for a thread that exists in the parent alone."""
-    server = scripted.serve(scripted.any_s3())  # which ignores conditions
-    store = server.store()
-    store.probe()
-    num_requests = len(server.requests)
-    reading, writing = os.pipe()
-    held = next(iter(probing._locks.values()))
-    with probing._lock, held:  # as if another thread were asking
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.write(writing, str(store.probe().conditional_create).encode())
-            finally:
-                os._exit(0)
-    os.close(writing)
-    try:
-        ready, _, _ = select.select([reading], [], [], WAIT_S)
-        assert ready, "the child hangs"
-        assert os.read(reading, 10) == b"False"
-    finally:
-        os.close(reading)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert len(server.requests) == num_requests
 
 
 def _conditional(pickled_store: bytes) -> bool:
@@ -166,7 +136,7 @@ def test_amazons_own_endpoints_are_told_from_others(endpoint_url: str, amazons: 
 @pytest.mark.parametrize("region", ["eu-west-1", "cn-north-1", "us-gov-west-1", "us-iso-east-1"])
 def test_amazon_is_not_asked(monkeypatch: pytest.MonkeyPatch, region: str) -> None:
     """Each process of each save would cost six requests and a permission to delete that it may not have."""
-    monkeypatch.setattr("cloudckpt.stores.s3.session.S3Session.call", lambda *_, **__: pytest.fail("a request"))
+    monkeypatch.setattr("cloudckpt.stores.s3.client.S3Session.call", lambda *_, **__: pytest.fail("a request"))
     options = {"region": region, "access_key_id": "a", "secret_access_key": "b"}
     store = S3Store("bucket", "run", storage_options=options, timeout_s=20, connections=1)
     assert store.probe() == store.capabilities

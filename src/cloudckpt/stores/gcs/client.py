@@ -1,40 +1,62 @@
-"""Clients of google-cloud-storage: made when first needed, shared within a process, never across a fork."""
+"""Clients of google-cloud-storage, and requests about one bucket."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
+import pickle
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote, urlsplit
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError
-from cloudckpt.stores._calls import cancellable
-from cloudckpt.stores._clear_text import is_clear, warn_of_clear_text
-from cloudckpt.stores._client_cache import ClientCache, Environment
-from cloudckpt.stores.gcs.credentials import find_credentials
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError, StoreError, TransientStoreError
+from cloudckpt.stores.gcs.config import find_credentials
+from cloudckpt.stores.gcs.errors import PERMISSIONS, has_gcs_headers, is_genuine_error, translate
+from cloudckpt.stores.http_body import ResponseBody
+from cloudckpt.stores.http_clients import (
+    ClientCache,
+    Environment,
+    is_clear_text,
+    make_cancellable,
+    warn_of_clear_text,
+)
+from cloudckpt.stores.http_errors import (
+    BUCKET,
+    FOREIGN,
+    NOTHING,
+    FailedRequest,
+    ForeignAnswerError,
+    Rule,
+    build_error,
+    describe_foreign,
+)
+from cloudckpt.stores.http_store import HTTPSession
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from cloudckpt.stores.gcs.config import GCSConfig
 
-_MOST_CLIENTS = 16
+T = TypeVar("T")
+
+CONTENT_TYPE = "application/octet-stream"
+MOST_HELPERS = 4
+"""Threads in which one call of the store makes requests side by side."""
 _SPARE_CONNECTIONS = 4
 _STORES_AT_ONCE = 4
-MOST_HELPERS = 4
-"""Threads in which one call makes requests of its own side by side."""
 _LONGEST_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
 _MOST_ANSWER_BYTES = 64 * 1024
-_TAKEN, _PARTIAL, _FIRST_REFUSED = (200, 204), 206, 300
-_DELETED = (b"", b"null")
+_OK, _NO_CONTENT, _PARTIAL, _FIRST_REFUSED, _UNAUTHORIZED, _NOT_FOUND = 200, 204, 206, 300, 401, 404
+_LENGTH = re.compile(r"[0-9]{1,18}")
+_LISTING = "storage#objects"
 _SECRET_FIELDS = ("token", "refresh_token", "client_secret")
 _DEFAULT_ENDPOINT = "https://storage.googleapis.com"
+# A 404 to these can mean the bucket; to a listing it can mean nothing else, and for a delete it does not matter.
+_ABOUT_OBJECTS = ("objects.compose", "objects.get", "objects.insert", "objects.rewrite")
 
 _AMBIENT_NAMES = ("HOME", "NO_GCE_CHECK", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "APPDATA")
 _AMBIENT_PREFIXES = (
@@ -52,7 +74,7 @@ _AMBIENT_PREFIXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientKey:
-    """All that a client is made of. May hold credentials, so it is never shown."""
+    """The configuration of a client. May hold credentials, so it is never shown."""
 
     config: GCSConfig
     timeout_s: float
@@ -63,15 +85,15 @@ class ClientKey:
 
 
 class GCSClient:
-    """One client of google-cloud-storage, and the HTTP session below it, over which bodies go directly."""
+    """A client of google-cloud-storage, and the HTTP session below it, over which bodies go directly."""
 
     def __init__(self, key: ClientKey) -> None:
-        from google.api_core.client_info import ClientInfo  # noqa: PLC0415 (an extra, and slow to import)
-        from google.cloud import storage  # type: ignore[import-untyped]  # noqa: PLC0415
+        from google.api_core.client_info import ClientInfo
+        from google.cloud import storage  # type: ignore[import-untyped]  # has no types; an extra
 
         config = key.config
         emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-        # With a slash at its end the library's addresses would have two in a row.
+        # With a slash at its end, the library's addresses would have two in a row.
         endpoint_url = (config.endpoint_url or _with_scheme(emulator) or "").rstrip("/")
         is_emulator = config.endpoint_url is None and bool(emulator)
         credentials = find_credentials(config, is_emulator=is_emulator, timeout_s=key.timeout_s)
@@ -79,56 +101,59 @@ class GCSClient:
         self.timeout_s = (
             # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
             config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
-            # Short of the whole patience, so that one dead connection leaves time for another try.
+            # A fraction of the timeout, so that one dead connection leaves time for another try.
             config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
         )
+        self.each_call: dict[str, Any] = {"timeout": self.timeout_s, "retry": None}
+        """The arguments of every call of the library; cloudckpt.io decides about retries."""
         self.credentials = credentials
         self._renewing = threading.Lock()
-        # How many are kept, not how many there may be. Stores of one configuration share them: a save and a load at
-        # once would otherwise close what both need, and open a connection for each request.
+        # The number that is kept open, not a limit. Stores of one configuration share it: a save beside a load would
+        # otherwise close connections that both need.
         most_connections = (_STORES_AT_ONCE + MOST_HELPERS) * key.connections + _SPARE_CONNECTIONS
-        self.http, self._auth_request = _http_session(credentials, most_connections=most_connections)
+        self.http, self._auth_request = _make_http_session(credentials, most_connections=most_connections)
         self.storage = storage.Client(
             project=config.project,
             credentials=credentials,
             _http=self.http,
-            client_info=ClientInfo(user_agent=f"cloudckpt/{__version__}"),  # type: ignore[no-untyped-call]
+            client_info=ClientInfo(user_agent=f"cloudckpt/{__version__}"),
             client_options={"api_endpoint": endpoint_url} if endpoint_url else None,
         )
-        # For its traces the library asks for the bucket, in a thread of its own, and again and again where denied.
-        self.storage._bucket_metadata_cache = None  # noqa: SLF001
+        # For its traces the library asks for the bucket, in a thread of its own, and again and again if denied.
+        self.storage._bucket_metadata_cache = None  # noqa: SLF001  # the library has no option for it
         self.endpoint_url: str = self.storage.api_endpoint.rstrip("/")
         _check_endpoint(self.endpoint_url)
         if config.endpoint_url is None:
-            _keep_from_clear_text(credentials, self.endpoint_url)
-
-    @property
-    def each_call(self) -> dict[str, Any]:
-        """What every call of the library is given; cloudckpt._transfer decides about retries."""
-        return {"timeout": self.timeout_s, "retry": None}
+            _refuse_clear_text_credentials(credentials, self.endpoint_url)
 
     def bucket(self, name: str) -> Any:
-        """The library's bucket; nothing is asked."""
+        """Return the library's bucket. Makes no request."""
         return self.storage.bucket(name, user_project=self.config.user_project)
 
     def blob(self, bucket: str, name: str) -> Any:
-        """The library's object, about to be written as the options want it."""
+        """Return the library's object, to be written as the options say. Makes no request."""
         blob = self.bucket(bucket).blob(name, kms_key_name=self.config.kms_key_name)
         blob.content_type = CONTENT_TYPE
         if self.config.storage_class is not None:
             blob.storage_class = self.config.storage_class
         return blob
 
+    def load(self, bucket: str, name: str) -> Any:
+        """Return the library's object with its metadata."""
+        blob = self.bucket(bucket).blob(name)
+        blob.reload(**self.each_call)
+        return blob
+
     def object_url(self, bucket: str, name: str) -> str:
-        """Where the bytes of an object are read."""
+        """Return the address from which the bytes of an object are read."""
         return f"{self.endpoint_url}/download/storage/v1/b/{quote(bucket, safe='')}/o/{quote(name, safe='')}"
 
     def upload_url(self, bucket: str) -> str:
-        """Where the bytes of an object are sent."""
+        """Return the address to which the bytes of an object are sent."""
         return f"{self.endpoint_url}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
 
     def query(self, **parameters: str) -> dict[str, str]:
-        """A request's query parameters, with those that the options add."""
+        """Return a request's query parameters, with those of the options."""
         project = self.config.user_project
         return {**parameters, **({"userProject": project} if project else {})}
 
@@ -140,18 +165,18 @@ class GCSClient:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must never be printed, of the credentials in use and of those that they come from."""
+        """Texts that must never be printed: of the credentials in use and of those that they come from."""
         sources = (self.credentials, getattr(self.credentials, "_source_credentials", None))
         found = (getattr(source, name, None) for source in sources for name in _SECRET_FIELDS)
         return tuple(secret for secret in found if isinstance(secret, str))
 
     def renew(self, refused_token: str | None) -> bool:
-        """Whether there is another access token than `refused_token`; a new one is fetched if need be."""
+        """Fetch another access token than `refused_token`, if need be. Returns True if there is one."""
         if refused_token is None:
             return False
         with self._renewing:
             if self.token == refused_token:
-                # Google's own patience is two minutes, and all other threads wait for this one.
+                # Google's own timeout is two minutes, and all other threads wait for this one.
                 self.credentials.refresh(functools.partial(self._auth_request, timeout=self.timeout_s))
             return self.token != refused_token
 
@@ -160,11 +185,180 @@ class GCSClient:
         self.http.close()
 
 
-CONTENT_TYPE = "application/octet-stream"
+class GCSSession(HTTPSession):
+    """Requests about one bucket of GCS."""
+
+    scheme = "gs"
+    get_api = "objects.get"
+
+    def __init__(self, bucket: str, key: ClientKey) -> None:
+        super().__init__(bucket)
+        self.client_key = key
+        self._environment = read_environment()
+        self._client: GCSClient | None = None
+
+    def __reduce__(self) -> tuple[type[GCSSession], tuple[str, ClientKey]]:
+        credentials = self.client_key.config.credentials
+        try:
+            pickle.dumps(credentials)
+        except Exception as error:  # noqa: BLE001  # a class of the caller's own may raise anything
+            raise InvalidOptionError(
+                f"storage_options for GCS: credentials of the type {type(credentials).__name__} cannot be pickled "
+                f"({type(error).__name__}), which a save in a background process needs. Pass credentials_file, or set "
+                f"GOOGLE_APPLICATION_CREDENTIALS, instead."
+            ) from None
+        return GCSSession, (self.bucket, self.client_key)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return () if self._client is None else self._client.secrets
+
+    @property
+    def storage_class(self) -> str | None:
+        """The class of objects; ``None`` for the bucket's own."""
+        return self.client_key.config.storage_class
+
+    def endpoint_url(self, operation: str) -> str:
+        return self.call(operation, "objects.insert", "", lambda client: client.endpoint_url)
+
+    def call(self, operation: str, api: str, key: str, ask: Callable[[GCSClient], T]) -> T:
+        """Call `ask`, which makes the request `api` about `key`, for the store's `operation`. Raises `StoreError`.
+
+        Calls it a second time if the access token was refused and could be renewed.
+        """
+        with self.translation(operation, api, key):
+            client = self._client = client_cache.client_for(self.client_key, self._environment)
+            try:
+                return ask(client)
+            except Exception as error:
+                if _status_of(error) != _UNAUTHORIZED or not client.renew(_sent_token(error)):
+                    raise
+            return ask(client)
+
+    def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:
+        headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1] - 1}"}
+        return functools.partial(self.call, operation, self.get_api, key, functools.partial(self._get, key, headers))
+
+    def _get(self, key: str, headers: dict[str, str], client: GCSClient) -> Any:
+        response = client.http.get(
+            client.object_url(self.bucket, key),
+            params=client.query(alt="media"),
+            # Decompressed bytes would be others, and more, than the range has.
+            headers={"Accept-Encoding": "identity", **headers},
+            timeout=client.timeout_s,
+            stream=True,
+            allow_redirects=False,
+        )
+        check_answer(response)
+        # A web page can have a length, an ETag and ranges, too.
+        proof = "Content-Range" if response.status_code == _PARTIAL else "ETag"
+        content_type = response.headers.get("Content-Type", "")
+        is_object = proof in response.headers and not content_type.startswith("text/html")
+        if not is_object and not has_gcs_headers(response.headers):
+            response.close()
+            raise ForeignAnswerError(describe_foreign("GCS's", response.status_code, content_type, None))
+        return response
+
+    def open_body(self, answer: Any) -> tuple[ResponseBody, str | None, int | None]:
+        length = answer.headers.get("Content-Length", "")
+        length_bytes = int(length) if _LENGTH.fullmatch(length) else None
+        return ResponseBody(answer.raw), answer.headers.get("Content-Range"), length_bytes
+
+    def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
+        if isinstance(error, StoreError):
+            return error
+        sent = _sent_token(error)  # which may have been renewed since
+        request = FailedRequest(
+            operation=operation,
+            api=api,
+            url=self.url(key).rstrip("/"),
+            bucket=self.bucket,
+            endpoint=self._endpoint_for_messages(),
+            permission=self._permission(api),
+            secrets=(*self.secrets, *((sent,) if sent else ())),
+        )
+        if self._client is not None and _status_of(error) == _NOT_FOUND:
+            found = self._look_into_absence(self._client, api, key, is_own=is_genuine_error(error))
+            if found is not None:
+                return build_error(found[0], request, reason=found[1])
+        return translate(error, request)
+
+    def forget_client(self) -> None:
+        if self._client is not None:
+            client_cache.forget(self._client)
+
+    def foreign_answer(self, operation: str, api: str, key: str) -> StoreError:
+        """Return the error for an answer to `api` that lacks what GCS's have."""
+        problem = (
+            f"the answer to {api} cannot be read: it is not GCS's. Try again; if it goes on, check endpoint_url, and "
+            "proxies on the way."
+        )
+        return self.error(TransientStoreError, operation, key, problem)
+
+    def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> tuple[Rule, str] | None:
+        """Return the meaning of a 404 to `api`, and why; None if it means what the answer says.
+
+        It can be the bucket that is missing. An answer that is not GCS's own is believed if a listing agrees.
+        """
+        if api not in _ABOUT_OBJECTS and (is_own or api != "objects.delete"):
+            return None
+        is_about_key = api in ("objects.get", "objects.delete", "objects.rewrite")
+        seen = self._look(client, key if is_about_key else "")
+        if seen == "no bucket":
+            return BUCKET, f"status {_NOT_FOUND}"
+        if seen == "object":
+            return FOREIGN, f"status {_NOT_FOUND}, and a listing shows the object"
+        if seen == "nothing" and is_about_key and not is_own:
+            return NOTHING, f"status {_NOT_FOUND}, and a listing does not show the object"
+        return None
+
+    def _look(self, client: GCSClient, name: str) -> Literal["no bucket", "nothing", "object", "failure"]:
+        """List the object `name`, or any of the bucket."""
+        try:
+            found = client.storage.list_blobs(
+                client.bucket(self.bucket), prefix=name, max_results=1, fields="kind,items/name", **client.each_call
+            )
+            page = next(found.pages)
+            names = [blob.name for blob in page]
+        except Exception as error:  # noqa: BLE001  # the caller raises the first error
+            return "no bucket" if _status_of(error) == _NOT_FOUND and is_genuine_error(error) else "failure"
+        if page.raw_page.get("kind") != _LISTING:
+            return "failure"
+        return "object" if name and name in names else "nothing"
+
+    def _endpoint_for_messages(self) -> str:
+        environment = dict(self._environment)
+        elsewhere = _with_scheme(environment.get("STORAGE_EMULATOR_HOST"))
+        if elsewhere is None and environment.get("API_ENDPOINT_OVERRIDE"):
+            elsewhere = f"{environment['API_ENDPOINT_OVERRIDE']} (from API_ENDPOINT_OVERRIDE)"
+        elsewhere = re.sub(r"//[^/]*@", "//***@", elsewhere) if elsewhere else None
+        return self.client_key.config.endpoint_url or elsewhere or _DEFAULT_ENDPOINT
+
+    def _permission(self, api: str) -> str:
+        """Return the rights that `api` needs with these options."""
+        config = self.client_key.config
+        needed = [PERMISSIONS[api]]
+        if config.user_project:
+            needed.append(f"serviceusage.services.use on the project {config.user_project}")
+        if config.kms_key_name:
+            needed.append("the use of the KMS key to the service agent of Cloud Storage")
+        return ", ".join(needed)
+
+
+def _status_of(error: Exception) -> int | None:
+    status = getattr(error, "code", None)
+    return int(status) if isinstance(status, int) else None
+
+
+def _sent_token(error: Any) -> str | None:
+    """Return the access token that was refused, which need not be the client's any more."""
+    request = getattr(getattr(error, "response", None), "request", None)
+    sent = getattr(request, "headers", {}).get("Authorization", "")
+    return sent.removeprefix("Bearer ") if sent.startswith("Bearer ") else None
 
 
 def require_gcs() -> None:
-    """Raise `MissingDependencyError` where google-cloud-storage is not installed."""
+    """Raise `MissingDependencyError` if google-cloud-storage is not installed."""
     try:
         found = importlib.util.find_spec("google.cloud.storage")
     except ModuleNotFoundError:  # not even google.cloud
@@ -175,8 +369,8 @@ def require_gcs() -> None:
         )
 
 
-def ambient() -> Environment:
-    """The part of the environment from which Google's libraries take their configuration."""
+def read_environment() -> Environment:
+    """Return the part of the environment from which Google's libraries take their configuration."""
     return tuple(
         sorted(
             (name, value)
@@ -186,22 +380,11 @@ def ambient() -> Environment:
     )
 
 
-_clients: ClientCache[ClientKey, GCSClient] = ClientCache(GCSClient, ambient=ambient, most=_MOST_CLIENTS)
-client_for = _clients.client_for
-forget = _clients.forget
-
-
-def endpoint_of(key: ClientKey, environment: Mapping[str, str]) -> str:
-    """Where requests for `key` go, for messages."""
-    elsewhere = _with_scheme(environment.get("STORAGE_EMULATOR_HOST"))
-    if elsewhere is None and environment.get("API_ENDPOINT_OVERRIDE"):
-        elsewhere = f"{environment['API_ENDPOINT_OVERRIDE']} (from API_ENDPOINT_OVERRIDE)"
-    elsewhere = re.sub(r"//[^/]*@", "//***@", elsewhere) if elsewhere else None
-    return key.config.endpoint_url or elsewhere or _DEFAULT_ENDPOINT
+client_cache: ClientCache[ClientKey, GCSClient] = ClientCache(GCSClient, read_environment=read_environment)
 
 
 def is_googles(endpoint_url: str) -> bool:
-    """Whether the endpoint is Google's own: private and regional ones too."""
+    """Return True if the endpoint is Google's own: private and regional ones too."""
     return (urlsplit(endpoint_url).hostname or "").rstrip(".").endswith(".googleapis.com")
 
 
@@ -210,62 +393,71 @@ def _with_scheme(host: str | None) -> str | None:
     return f"http://{host}" if host and "://" not in host else host
 
 
-def _http_session(credentials: Any, *, most_connections: int) -> tuple[Any, Any]:
-    from google.auth.transport.requests import AuthorizedSession, Request  # noqa: PLC0415
-    from requests import Session  # noqa: PLC0415
-    from requests.adapters import HTTPAdapter  # noqa: PLC0415
+def _make_http_session(credentials: Any, *, most_connections: int) -> tuple[Any, Any]:
+    from google.auth.transport.requests import AuthorizedSession, Request
+    from requests import Session
+    from requests.adapters import HTTPAdapter
 
     auth_request = Request(Session())
     # A refused token is renewed by us: the library would send the same body again, which is at its end by then.
-    http = AuthorizedSession(credentials, refresh_status_codes=(), auth_request=auth_request)  # type: ignore[no-untyped-call]
+    http = AuthorizedSession(credentials, refresh_status_codes=(), auth_request=auth_request)
     adapter = HTTPAdapter(pool_connections=2, pool_maxsize=most_connections, max_retries=0)
-    adapter.poolmanager.pool_classes_by_scheme = cancellable(adapter.poolmanager.pool_classes_by_scheme)
+    adapter.poolmanager.pool_classes_by_scheme = make_cancellable(adapter.poolmanager.pool_classes_by_scheme)
     http.mount("https://", adapter)
     http.mount("http://", adapter)
     http.headers["User-Agent"] = f"cloudckpt/{__version__}"
     # Otherwise a line for the host in ~/.netrc would replace the credentials, or be sent where none should be.
-    http.auth = _unchanged
+    http.auth = _keep_request
     http.hooks["response"] = [refuse_errors]
     return http, auth_request
 
 
-def _unchanged(request: Any) -> Any:
+def _keep_request(request: Any) -> Any:
     return request
 
 
 def refuse_errors(response: Any, **_: Any) -> None:
-    """Raise google.api_core's error, with the answer's body for its text, for every answer but those of a success.
+    """Raise google.api_core's error, with the answer's body for its text, for every answer but a success.
 
-    The library does so too, but reads bodies of any size, and stumbles over those that are not GCS's. A redirection is
+    The library does so too, but reads bodies of any size, and fails to parse those that are not GCS's. A redirection is
     an error as well: followed, a DELETE or POST becomes a GET, which looks as if it had succeeded.
     """
-    is_error, is_taken = response.status_code >= _FIRST_REFUSED, response.status_code in _TAKEN
+    is_error, is_success = response.status_code >= _FIRST_REFUSED, response.status_code in (_OK, _NO_CONTENT)
     is_delete = getattr(response.request, "method", None) == "DELETE"
-    if is_taken and is_delete:
-        is_taken = response.content.strip() in _DELETED
-    if is_taken or (response.status_code == _PARTIAL and "Content-Range" in response.headers):
+    if is_success and is_delete:
+        is_success = response.content.strip() in (b"", b"null")
+    if is_success or (response.status_code == _PARTIAL and "Content-Range" in response.headers):
         return
-    from google.api_core.exceptions import from_http_status  # noqa: PLC0415
+    from google.api_core.exceptions import from_http_status
 
     text = ""
     if is_error or is_delete:  # no object's bytes, which may never end
         text = next(response.iter_content(_MOST_ANSWER_BYTES), b"").decode(errors="replace")
     response.close()
-    raise from_http_status(response.status_code, text, response=response)  # type: ignore[no-untyped-call]
+    raise from_http_status(response.status_code, text, response=response)
 
 
-def _keep_from_clear_text(credentials: Any, endpoint_url: str) -> None:
-    """Raise `InvalidOptionError` where the environment alone would have a token sent in clear to another machine.
+def check_answer(response: Any) -> None:
+    """Raise google.api_core's error for an answer that is neither an error nor what was asked for."""
+    from google.api_core.exceptions import from_http_status
 
-    Whoever names such an endpoint in ``storage_options`` is warned, and gets it.
+    if response.status_code not in (_OK, _PARTIAL):
+        response.close()
+        raise from_http_status(response.status_code, "", response=response)
+
+
+def _refuse_clear_text_credentials(credentials: Any, endpoint_url: str) -> None:
+    """Raise `InvalidOptionError` if the environment alone would have a token sent in clear text to another machine.
+
+    A user who names such an endpoint in ``storage_options`` is warned, and gets it.
     """
-    from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
+    from google.auth.credentials import AnonymousCredentials
 
-    if is_clear(endpoint_url) and not isinstance(credentials, AnonymousCredentials):
+    if is_clear_text(endpoint_url) and not isinstance(credentials, AnonymousCredentials):
         raise InvalidOptionError(
             f"GCS: the environment (STORAGE_EMULATOR_HOST, API_ENDPOINT_OVERRIDE) leads to {endpoint_url}, which is "
             "plain HTTP: credentials are not sent there. Leave them out, for an emulator; or, if that is where they "
-            "belong, say so with storage_options endpoint_url."
+            "belong, set the storage option endpoint_url."
         )
 
 
@@ -273,7 +465,7 @@ def _check_endpoint(endpoint_url: str) -> None:
     parts = urlsplit(endpoint_url)
     if parts.username is not None or parts.password is not None:
         raise InvalidOptionError(
-            "The URL in STORAGE_EMULATOR_HOST or API_ENDPOINT_OVERRIDE holds credentials, which would show up in "
+            "The URL in STORAGE_EMULATOR_HOST or API_ENDPOINT_OVERRIDE holds credentials, which would appear in "
             "messages. Remove them."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,27 +1,34 @@
-"""What ``storage_options`` may hold for GCS: checked as a whole, before anything is sent."""
+"""The ``storage_options`` of GCS, and the credentials that they lead to."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores._storage_options import endpoint, flag, parse, seconds, text
+from cloudckpt.stores.storage_options import endpoint, flag, parse, seconds, text
 
 if TYPE_CHECKING:
-    from cloudckpt.stores._storage_options import Parser
+    from cloudckpt.stores.storage_options import Parser
+
+SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+
+_LONGEST_SEARCH_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GCSConfig:
-    """How to talk to GCS. ``None`` leaves it to the ordinary Google configuration."""
+    """The configuration of GCS. ``None`` leaves a field to the ordinary Google configuration."""
 
     endpoint_url: str | None = None
     project: str | None = None
     credentials_file: str | None = None
-    """Path of a service account's key, or of an authorized user's credentials, as JSON."""
+    """The path of a service account's key, or of an authorized user's credentials, as JSON."""
     credentials: Any = field(default=None, repr=False)
-    """A ``google.auth.credentials.Credentials`` of the caller's own."""
+    """A ``google.auth.credentials.Credentials``."""
     anonymous: bool = False
     """Send no credentials: for public buckets and emulators."""
     user_project: str | None = None
@@ -33,29 +40,27 @@ class GCSConfig:
 
 
 def parse_storage_options(storage_options: Mapping[str, Any]) -> GCSConfig:
-    """The configuration that `storage_options` ask for.
-
-    Raises `InvalidOptionError` with every problem at once. Credentials are never part of it.
-    """
-    return GCSConfig(**parse(storage_options, PARSERS, aliases={}, contradictions=_contradictions, store="GCS"))
+    """Parse `storage_options`. Raises `InvalidOptionError` with every problem at once, and without any credentials."""
+    values = parse(storage_options, PARSERS, aliases={}, find_contradictions=_find_contradictions, store="GCS")
+    return GCSConfig(**values)
 
 
-def _contradictions(values: Mapping[str, Any]) -> list[str]:
+def _find_contradictions(values: Mapping[str, Any]) -> list[str]:
     given = [name for name in ("anonymous", "credentials", "credentials_file") if values.get(name)]
     if len(given) > 1:
         return [f"{' and '.join(given)} exclude each other"]
     return []
 
 
-def _credentials(value: Any) -> dict[str, Any]:
-    from google.auth.credentials import Credentials  # noqa: PLC0415 (an extra)
+def _parse_credentials(value: Any) -> dict[str, Any]:
+    from google.auth.credentials import Credentials
 
     if not isinstance(value, Credentials):
         raise TypeError(f"must be a google.auth.credentials.Credentials, not a {type(value).__name__}")
     return {"credentials": value}
 
 
-def _path(value: Any) -> dict[str, Any]:
+def _parse_path(value: Any) -> dict[str, Any]:
     if not isinstance(value, str) or not value:
         raise TypeError("must be the path of a JSON file with a service account's key or a user's credentials")
     return {"credentials_file": value}
@@ -64,8 +69,8 @@ def _path(value: Any) -> dict[str, Any]:
 PARSERS: Mapping[str, Parser] = {
     "anonymous": flag("anonymous"),
     "connect_timeout_s": seconds("connect_timeout_s"),
-    "credentials": _credentials,
-    "credentials_file": _path,
+    "credentials": _parse_credentials,
+    "credentials_file": _parse_path,
     "endpoint_url": endpoint("credentials_file"),
     "kms_key_name": text("kms_key_name"),
     "project": text("project"),
@@ -74,3 +79,72 @@ PARSERS: Mapping[str, Parser] = {
     "user_project": text("user_project"),
 }
 """Every option by its name."""
+
+
+def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:
+    """Return the credentials of requests: of the options, or the ordinary application-default credentials.
+
+    Raises google.auth's `DefaultCredentialsError` if there are none. On a machine outside Google's cloud, that is known
+    only after its metadata address has not answered, within `timeout_s`.
+    """
+    import google.auth
+    from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
+
+    if config.credentials is not None:
+        credentials = config.credentials
+    elif config.credentials_file is not None:
+        credentials = _from_file(config.credentials_file)
+    elif config.anonymous or is_emulator:
+        return AnonymousCredentials()
+    else:
+        search: Any = _BoundedSearch(min(timeout_s, _LONGEST_SEARCH_S))
+        credentials, _ = google.auth.default(scopes=SCOPES, request=search)
+    return with_scopes_if_required(credentials, list(SCOPES))
+
+
+def _from_file(path: str) -> Any:
+    # google.auth's own loader for files of all kinds warns of itself: some kinds name programs to run.
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.oauth2 import credentials, service_account
+
+    try:
+        info = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DefaultCredentialsError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise DefaultCredentialsError(f"{path} is not JSON") from None
+    kind = info.get("type") if isinstance(info, dict) else None
+    try:
+        if kind == "service_account":
+            return service_account.Credentials.from_service_account_info(info)
+        if kind == "authorized_user":
+            return credentials.Credentials.from_authorized_user_info(info)
+    except (KeyError, ValueError):  # their texts can quote the key
+        raise DefaultCredentialsError(f"{path} holds no usable {kind} credentials") from None
+    raise DefaultCredentialsError(
+        f"{path} holds credentials of type {kind!r}; service_account and authorized_user can be given so. Name a file "
+        f"of another type in GOOGLE_APPLICATION_CREDENTIALS"
+    )
+
+
+class _BoundedSearch:
+    """Makes google.auth's requests, until the time for all of them is over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        from google.auth.transport.requests import Request
+
+        self._request = Request()
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def session(self) -> Any:
+        """Google's session, to which google.auth may add a client certificate."""
+        return self._request.session
+
+    def __call__(self, url: str, *, timeout: float | None = None, **kwargs: Any) -> Any:
+        from google.auth.exceptions import TransportError
+
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TransportError("no time left to look for credentials")
+        return self._request(url, timeout=min(left_s, timeout or left_s), **kwargs)

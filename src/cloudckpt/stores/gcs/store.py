@@ -3,138 +3,126 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cloudckpt._workers import each_done
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError, UnsupportedOperationError
 from cloudckpt.options import GIB
-from cloudckpt.stores import _probe as probing
-from cloudckpt.stores._body import check_key, in_order
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo, once
-from cloudckpt.stores.gcs import composing, naming
-from cloudckpt.stores.gcs.client import ClientKey, is_googles, require_gcs
+from cloudckpt.stores._body import in_order
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
+from cloudckpt.stores.gcs import uploads
+from cloudckpt.stores.gcs.client import MOST_HELPERS, ClientKey, GCSSession, is_googles, require_gcs
 from cloudckpt.stores.gcs.config import parse_storage_options
-from cloudckpt.stores.gcs.copying import copy_object
-from cloudckpt.stores.gcs.deleting import delete_objects
-from cloudckpt.stores.gcs.listing import directories, info_of, objects, parts, uploads
-from cloudckpt.stores.gcs.reading import read_object, read_range
-from cloudckpt.stores.gcs.session import GCSSession
-from cloudckpt.stores.gcs.uploading import Stored, described, insert, remove_generation
+from cloudckpt.stores.gcs.uploads import EndedUploads, Upload, parse_temporary_name
+from cloudckpt.stores.http_store import HTTPStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import datetime
 
     from cloudckpt.stores.base import Part, Tried, Views
+    from cloudckpt.stores.gcs.client import GCSClient
 
-_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="any_upload")
 _MOST_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
-_LIMITS = Limits(
-    min_part_bytes=1,
-    max_part_bytes=_MOST_BYTES,
-    max_parts=composing.MOST_SOURCES**3,
-    max_put_bytes=_MOST_BYTES,
-)
+_OBJECTS = "kind,nextPageToken,items(name,size,timeCreated,generation)"
+_NAMES = "kind,nextPageToken,items/name"
+_PARTS = "kind,nextPageToken,items(name,size,generation,crc32c)"
+_PREFIXES = "kind,nextPageToken,prefixes"
+_KIND = "storage#objects"
+_PAGE_OF_NAMES = 100
 
 _log = logging.getLogger("cloudckpt")
-_ended = naming.Ended()
+_ended = EndedUploads()
 
 
-class GCSStore(Store):
+class GCSStore(HTTPStore):
     """Objects under ``gs://bucket/prefix``.
 
-    Every request is made once, with no retries of the library's own. Credentials come from `storage_options` or, as
-    ever with Google, from the application-default credentials; they are in no message and no ``repr``. `timeout_s`
-    bounds each wait without progress. A store may be pickled, and used after a fork: the client is made anew there.
+    Every request is made once, with no retries of the library's own. Credentials come from `storage_options` or from
+    the application-default credentials; they are in no message and no ``repr``. `timeout_s` bounds each wait without
+    progress. A store may be pickled.
 
-    The parts of an upload are temporary objects beside its key (``docs/design/005-gcs-uploads.md``), which no listing
-    shows and no key may be called like.
+    The parts of an upload are temporary objects beside its key, which no listing shows and no key may be named like.
     """
 
-    capabilities = _CAPABILITIES
-    limits = _LIMITS
+    capabilities = Capabilities(
+        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="any_upload"
+    )
+    limits = Limits(
+        min_part_bytes=1,
+        max_part_bytes=_MOST_BYTES,
+        max_parts=uploads.MOST_SOURCES**3,
+        max_put_bytes=_MOST_BYTES,
+    )
+    condition = "ifGenerationMatch=0"
 
     def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        *,
-        storage_options: Mapping[str, Any],
-        timeout_s: float,
-        connections: int,
+        self, bucket: str, prefix: str, *, storage_options: Mapping[str, Any], timeout_s: float, connections: int
     ) -> None:
         require_gcs()
+        super().__init__(prefix)
         config = parse_storage_options(storage_options)
         self._session = GCSSession(bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections))
-        prefix = prefix.strip("/")
-        self._root = f"{prefix}/" if prefix else ""
-
-    def __repr__(self) -> str:
-        return f"GCSStore({self.uri!r})"
-
-    @property
-    def uri(self) -> str:
-        """The root, without a trailing slash and without credentials."""
-        return f"gs://{self._session.bucket}/{self._root}".rstrip("/")
 
     @property
     def session(self) -> GCSSession:
-        """For questions that are about the bucket, not about objects."""
         return self._session
 
-    def probe(self) -> Capabilities:
-        """As declared where the endpoint is Google's own; any other is tried out, once per process and bucket."""
-        endpoint = self._session.endpoint_url("probe")
-        if is_googles(endpoint):
-            return self.capabilities
-        return probing.probe(self, endpoint=endpoint, bucket=self._session.bucket, condition="ifGenerationMatch=0")
+    def is_genuine(self, endpoint_url: str) -> bool:
+        return is_googles(endpoint_url)
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
-        """One request, with ``ifGenerationMatch=0`` where `if_absent`."""
+        """Make one request, with ``ifGenerationMatch=0`` if `if_absent`."""
         if if_absent:
-            endpoint = self._session.endpoint_url("put")
-            probing.refuse_where_ignored(self, key, endpoint=endpoint, bucket=self._session.bucket)
-        name, storage_class = self._name(key, "put"), self._session.storage_class
-        insert(self._session, "put", name, views, crc32c=crc32c, storage_class=storage_class, if_absent=if_absent)
+            self.refuse_ignored_condition(key)
+        name, storage_class = self.name_of(key, "put"), self._session.storage_class
+        uploads.insert(
+            self._session, "put", name, views, crc32c=crc32c, storage_class=storage_class, if_absent=if_absent
+        )
 
     def create_multipart(self, key: str) -> str:
-        """A random id; nothing is sent."""
-        name = self._name(key, "create_multipart")
-        if not naming.leaves_room(name):
-            what = "the key is too long for an upload in parts, whose names are longer. Use a shorter prefix or key."
-            raise self._session.error(UnsupportedOperationError, "create_multipart", name, what)
-        return naming.new_upload_id()
+        """Draw an id. Sends nothing."""
+        name = self.name_of(key, "create_multipart")
+        if not uploads.has_room(name):
+            problem = "the key is too long for an upload in parts, whose names are longer. Use a shorter prefix or key."
+            raise self._session.error(UnsupportedOperationError, "create_multipart", name, problem)
+        return uploads.new_upload_id()
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
-        """A temporary object beside the key."""
-        name = self._name(key, "upload_part")
-        self._check_goes_on(name, upload_id, "upload_part", has_ended=upload_id in _ended)
-        of_try = naming.new_try()
-        stored = insert(
+        """Create a temporary object beside the key."""
+        upload = self._open_upload(key, upload_id, "upload_part", has_ended=upload_id in _ended)
+        nonce = uploads.new_nonce()
+        stored = uploads.insert(
             self._session,
             "upload_part",
-            naming.part_name(name, upload_id, part.number, of_try=of_try),
+            upload.part_name(part.number, nonce=nonce),
             views,
             crc32c=crc32c,
-            storage_class=composing.TEMPORARY_CLASS,
+            storage_class=uploads.TEMPORARY_CLASS,
         )
         if upload_id in _ended:  # meanwhile
-            remove_generation(self._session, "upload_part", stored)
-            self._check_goes_on(name, upload_id, "upload_part", has_ended=True)
-        return UploadedPart(part=part, token=_token(of_try, stored.generation), crc32c=crc32c)
+            uploads.remove_generation(self._session, "upload_part", stored)
+            self._open_upload(key, upload_id, "upload_part", has_ended=True)
+        return UploadedPart(part=part, token=uploads.make_token(nonce, stored.generation), crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
-        """Composed by the service, of exactly the generations in `parts`; then the temporary objects go."""
-        name = self._name(key, "complete_multipart")
-        ordered = in_order(self, key, list(parts))
-        pieces = [piece for done in ordered if (piece := _piece(name, upload_id, done)) is not None]
-        unknown = len(pieces) < len(ordered)
-        self._check_goes_on(name, upload_id, "complete_multipart", has_ended=unknown or _ended.aborted(upload_id))
+        """Have the service compose exactly the generations in `parts`, then remove the temporary objects."""
+        found = [
+            uploads.parse_token(Upload(name=self.name_of(key, "complete_multipart"), upload_id=upload_id), done)
+            for done in in_order(self, key, list(parts))
+        ]
+        pieces = [piece for piece in found if piece is not None]
+        has_ended = len(pieces) < len(found) or _ended.is_aborted(upload_id)
+        upload = self._open_upload(key, upload_id, "complete_multipart", has_ended=has_ended)
         # A repetition, because removing the parts failed, must not compose what is left of them.
-        if upload_id not in _ended or not composing.is_composed(self._session, name, pieces):
-            composing.compose_parts(self._session, name, upload_id, pieces)
+        if upload_id not in _ended or not uploads.is_composed(self._session, upload.name, pieces):
+            uploads.compose_parts(self._session, upload, pieces)
             _ended.add(upload_id, aborted=False)
         try:
-            composing.remove_temporaries(self._session, "complete_multipart", name, upload_id)
+            self._remove_temporaries("complete_multipart", upload)
         except TransientStoreError:
             raise  # a repetition goes on from here
         except StoreError as error:
@@ -142,98 +130,187 @@ class GCSStore(Store):
             _log.warning("%s is complete, but its parts stay and are paid for: %s", self.url(key), error)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        """Every temporary object of the upload is removed."""
-        name = self._name(key, "abort_multipart")
-        if naming.is_upload_id(upload_id):  # no other has ever begun
+        """Remove every temporary object of the upload."""
+        name = self.name_of(key, "abort_multipart")
+        if uploads.is_upload_id(upload_id):  # no other has ever begun
             _ended.add(upload_id, aborted=True)
-            composing.remove_temporaries(self._session, "abort_multipart", name, upload_id)
-
-    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
-        """One ranged download, read into `views` without a copy."""
-        read_range(self._session, self._name(key, "read_into"), offset_bytes, views)
-
-    def read(self, key: str, *, max_bytes: int) -> bytes:
-        """One download."""
-        return read_object(self._session, self._name(key, "read"), max_bytes=max_bytes)
+            self._remove_temporaries("abort_multipart", Upload(name=name, upload_id=upload_id))
 
     def head(self, key: str) -> ObjectInfo:
-        """The object's metadata."""
-        blob = composing.head(self._session, "head", self._name(key, "head"), lambda blob: blob)
-        return dataclasses.replace(info_of(self._session, "head", "objects.get", blob), key=key)
+        name, bucket = self.name_of(key, "head"), self._session.bucket
+        blob = self._session.call("head", "objects.get", name, lambda client: client.load(bucket, name))
+        return dataclasses.replace(self._info_of("head", "objects.get", blob), key=key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Page by page; without what is temporary."""
-        for info in objects(self._session, "list", prefix=self._root + prefix):
-            # Some tools mark directories by empty objects.
-            if info.key != self._root and naming.parse(info.key) is None:
-                yield dataclasses.replace(info, key=info.key[len(self._root) :])
+        for page in self._pages("list", prefix=self._root + prefix, fields=_OBJECTS):
+            for blob in page.blobs:
+                info = self._info_of("list", "objects.list", blob)
+                # Some tools mark directories by empty objects.
+                if info.key != self._root and parse_temporary_name(info.key) is None:
+                    yield dataclasses.replace(info, key=info.key[len(self._root) :])
 
     def list_directories(self) -> Iterator[str]:
-        """Page by page, and one look into each directory."""
-        return directories(self._session, "list_directories", root=self._root)
+        """List the directories, and look into each, several at once: temporary objects alone make none.
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """One request for each key, in order; a hundred at once for rows of siblings, in any order."""
-        delete_objects(self._session, "delete", (self._name(key, "delete") for key in keys))
+        A listing with a delimiter does not say what a prefix holds.
+        """
+        for page in self._pages("list_directories", prefix=self._root, fields=_PREFIXES, delimiter="/"):
+            holding: set[str] = set()
+            look = functools.partial(self._look_into, holding)
+            _run_side_by_side(page.prefixes, look)
+            yield from (prefix[len(self._root) :].rstrip("/") for prefix in page.prefixes if prefix in holding)
+
+    def delete_object(self, name: str) -> None:
+        self._delete("delete", name)
+
+    def delete_row(self, names: Sequence[str]) -> None:
+        """Make a request for each name, several at once."""
+        _run_side_by_side(names, functools.partial(self._delete, "delete"))
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
-        """What has at least one part; before its first, an upload leaves no trace."""
-        return uploads(self._session, "list_uploads", root=self._root, prefix=prefix)
+        """List the uploads with at least one part. Before its first part, an upload leaves no trace."""
+        wanted = self._root + prefix
+        started: dict[Upload, datetime] = {}
+        for page in self._pages("list_uploads", prefix=wanted, fields=_OBJECTS):
+            for blob in page.blobs:
+                info = self._info_of("list_uploads", "objects.list", blob)
+                upload = parse_temporary_name(info.key)
+                if upload is not None and upload.name.startswith(wanted):
+                    started[upload] = min(started.get(upload, info.modified_at), info.modified_at)
+        for upload, started_at in started.items():
+            yield UploadInfo(key=upload.name[len(self._root) :], upload_id=upload.upload_id, started_at=started_at)
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
-        """Page by page. A part is an object, so that any upload can be completed with it: none is ever replaced."""
-        name = self._name(key, "list_parts")
-        self._check_goes_on(name, upload_id, "list_parts", has_ended=upload_id in _ended)
-        upload = naming.Temporary(name=name, upload_id=upload_id)
-        for number, of_try, blob in parts(self._session, "list_parts", name=name, upload_id=upload_id):
-            facts = {"generation": blob.generation, "size": blob.size, "crc32c": blob.crc32c}
-            stored = described(self._session, "list_parts", "objects.list", blob.name, facts)
-            yield FoundPart(
-                number=number,
-                size_bytes=stored.size_bytes,
-                token=_token(of_try, stored.generation, upload),
-                crc32c=stored.crc32c,
-                md5=None,
-            )
-
-    def copy(self, source_key: str, target_key: str) -> None:
-        """Rewritten by the service, in as many calls as it wants."""
-        copy_object(self._session, self._name(source_key, "copy"), self._name(target_key, "copy"))
+        """List the parts. A part is an object that is never replaced, so any upload can be completed with it."""
+        upload = self._open_upload(key, upload_id, "list_parts", has_ended=upload_id in _ended)
+        for page in self._pages("list_parts", prefix=upload.prefix, fields=_PARTS):
+            for blob in page.blobs:
+                found = upload.parse_part(blob.name)
+                if found is not None:
+                    number, nonce = found
+                    facts = uploads.facts_of(blob)
+                    stored = uploads.describe(self._session, "list_parts", "objects.list", blob.name, facts)
+                    token = uploads.make_token(nonce, stored.generation, upload)
+                    yield FoundPart(
+                        number=number, size_bytes=stored.size_bytes, token=token, crc32c=stored.crc32c, md5=None
+                    )
 
     def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
-        """Rewritten by the service, which knows the CRC32C of every object."""
-        target = self._name(target_key, "copy_from")
+        """Have the service rewrite the object. A large one takes several calls, each of which goes on from the last."""
+        target = self.name_of(target_key, "copy_from")
         bucket, _, source = source_url.removeprefix("gs://").partition("/")
-        return copy_object(self._session, source, target, bucket=bucket, operation="copy_from", tried=tried)
+        # A missing object is the source, so errors are about it.
+        asking = GCSSession(bucket, self._session.client_key)
+        token: str | None = None
 
-    def _name(self, key: str, operation: str) -> str:
-        check_key(self, key, operation)
-        if naming.parse(self._root + key) is not None:
-            what = (
-                "temporary objects of uploads are called like that. Choose another key; abort_multipart removes them."
+        def rewrite(client: GCSClient) -> tuple[str | None, Any]:
+            old, new = client.bucket(bucket).blob(source), client.blob(self._session.bucket, target)
+            return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
+
+        while True:
+            token, crc32c = tried(functools.partial(asking.call, "copy_from", "objects.rewrite", source, rewrite))
+            if token is None:
+                try:
+                    return uploads.decode_crc32c(crc32c)
+                except (TypeError, ValueError):
+                    return None
+
+    def name_of(self, key: str, operation: str) -> str:
+        name = super().name_of(key, operation)
+        if parse_temporary_name(name) is not None:
+            problem = (
+                "this is the name of a temporary object of an upload. Choose another key; abort_multipart removes it."
             )
-            raise self._session.error(StoreError, operation, self._root + key, what)
-        return self._root + key
+            raise self._session.error(StoreError, operation, name, problem)
+        return name
 
-    def _check_goes_on(self, name: str, upload_id: str, operation: str, *, has_ended: bool) -> None:
-        if has_ended or not naming.is_upload_id(upload_id):
-            what = f"the multipart upload {upload_id} is gone: it was completed or aborted. Upload the object anew."
-            raise self._session.error(ObjectNotFoundError, operation, name, what)
+    def _open_upload(self, key: str, upload_id: str, operation: str, *, has_ended: bool) -> Upload:
+        name = self.name_of(key, operation)
+        if has_ended or not uploads.is_upload_id(upload_id):
+            problem = f"the multipart upload {upload_id} was completed or aborted. Upload the object anew."
+            raise self._session.error(ObjectNotFoundError, operation, name, problem)
+        return Upload(name=name, upload_id=upload_id)
+
+    def _remove_temporaries(self, operation: str, upload: Upload) -> None:
+        pages = self._pages(operation, prefix=upload.prefix, fields=_NAMES)
+        names = [blob.name for page in pages for blob in page.blobs]
+        _run_side_by_side(names, functools.partial(self._delete, operation))
+
+    def _delete(self, operation: str, name: str) -> None:
+        def ask(client: GCSClient) -> None:
+            client.bucket(self._session.bucket).delete_blob(name, **client.each_call)
+
+        try:
+            self._session.call(operation, "objects.delete", name, ask)
+        except ObjectNotFoundError:
+            return
+
+    def _look_into(self, holding: set[str], prefix: str) -> None:
+        for page in self._pages("list_directories", prefix=prefix, fields=_NAMES, page_size=_PAGE_OF_NAMES):
+            if any(parse_temporary_name(blob.name) is None for blob in page.blobs):
+                holding.add(prefix)
+                return
+
+    def _info_of(self, operation: str, api: str, blob: Any) -> ObjectInfo:
+        """Describe the library's object, under its whole name.
+
+        The time is that of its creation: a change of its class would make an old object look fresh.
+        """
+        try:
+            size_bytes, created_at = blob.size, blob.time_created
+        except (AttributeError, TypeError, ValueError):
+            size_bytes = created_at = None
+        if not isinstance(blob.name, str) or size_bytes is None or created_at is None:
+            raise self._session.foreign_answer(operation, api, str(blob.name))
+        version = str(blob.generation or "")
+        return ObjectInfo(key=blob.name, size_bytes=size_bytes, modified_at=created_at, version=version)
+
+    def _pages(self, operation: str, *, prefix: str, **arguments: Any) -> Iterator[_Page]:
+        token: str | None = None
+        while True:
+            ask = functools.partial(_ask_for_page, self._session.bucket, prefix, token, arguments)
+            page = self._session.call(operation, "objects.list", prefix, ask)
+            # Other JSON than a listing would be taken for an empty one.
+            if page.kind != _KIND:
+                raise self._session.foreign_answer(operation, "objects.list", prefix)
+            names = [*(blob.name for blob in page.blobs), *page.prefixes]
+            self._session.check_names(operation, prefix=prefix, names=names)
+            yield page
+            if page.next_token is None:
+                return
+            self._session.check_goes_on(operation, prefix=prefix, token=page.next_token, last_token=token)
+            token = page.next_token
 
 
-def _token(of_try: str, generation: int, upload: naming.Temporary | None = None) -> str:
-    return naming.token_of(naming.Token(of_try=of_try, generation=generation, upload=upload))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    kind: object
+    blobs: list[Any]
+    """The library's objects."""
+    prefixes: list[str]
+    next_token: str | None
 
 
-def _piece(name: str, upload_id: str, done: UploadedPart) -> Stored | None:
-    """The temporary object that `done` is about; ``None`` for a token that is none of this store's."""
-    token = naming.parse_token(done.token)
-    if token is None:
-        return None
-    upload = token.upload or naming.Temporary(name=name, upload_id=upload_id)
-    return Stored(
-        name=naming.part_name(upload.name, upload.upload_id, done.part.number, of_try=token.of_try),
-        generation=token.generation,
-        size_bytes=done.part.size_bytes,
-        crc32c=done.crc32c,
+def _ask_for_page(bucket: str, prefix: str, token: str | None, arguments: dict[str, Any], client: GCSClient) -> _Page:
+    # One listing for each page: the library's iterator ends without an error after a page has failed.
+    iterator = client.storage.list_blobs(
+        client.bucket(bucket), prefix=prefix, page_token=token, **arguments, **client.each_call
     )
+    page = next(iterator.pages)
+    # Read here, where the library's failure to parse an odd answer is told from a fault of ours.
+    return _Page(
+        kind=page.raw_page.get("kind"),
+        blobs=list(page),
+        prefixes=list(page.prefixes),
+        next_token=iterator.next_page_token,
+    )
+
+
+def _run_side_by_side(names: Sequence[str], work: Callable[[str], None]) -> None:
+    """Run `work` on each name, several at once. Raises the first error after all requests have ended."""
+    for _ in each_done(names, work, num_threads=MOST_HELPERS, name="cloudckpt-gcs", on_failure=_do_nothing):
+        pass
+
+
+def _do_nothing() -> None:
+    """Requests that are being made have their timeouts."""

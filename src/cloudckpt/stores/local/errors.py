@@ -1,4 +1,4 @@
-"""The one table from the errors of a file system to ours."""
+"""The table of the errors of a file system."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
-    errno.EEXIST: (ObjectExistsError, "An object lies there already."),
+    errno.EEXIST: (ObjectExistsError, "An object exists there already."),
     errno.ENOTDIR: (
         StoreError,
-        "A file lies where a directory is needed: remove it, or choose another path.",
+        "A file is where a directory is needed: choose another path.",
     ),
     # A refusal: nothing was written, and a commit that meets it is known not to have happened.
     errno.EISDIR: (
         UnsupportedOperationError,
-        "A directory lies where a file is needed: remove it, or choose another path.",
+        "A directory is where a file is needed: remove it, or choose another path.",
     ),
-    errno.ELOOP: (StoreError, "Symbolic links form a loop, or one lies where none may be followed."),
+    errno.ELOOP: (StoreError, "Symbolic links form a loop, or one is where none may be followed."),
     errno.ENAMETOOLONG: (StoreError, "The path is longer than the file system allows: choose a shorter one."),
     errno.EINVAL: (StoreError, "The file system refuses the name or the operation."),
     errno.EILSEQ: (StoreError, "The file system refuses the name: choose one in plain characters."),
@@ -44,7 +44,7 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.EDQUOT: (StoreError, "This user's quota is used up: free some space, then save again."),
     errno.EFBIG: (StoreError, "The file is larger than the file system or a limit (ulimit -f) allows."),
     errno.EIO: (StoreError, "The device failed: look at the kernel's log, and save elsewhere."),
-    errno.ENXIO: (StoreError, "What lies there is no regular file, or its device is gone."),
+    errno.ENXIO: (StoreError, "It is no regular file, or its device is gone."),
     errno.ENODEV: (StoreError, "The device is gone: mount it again."),
     errno.ENOTCONN: (StoreError, "The file system's server is gone: mount it again."),
     errno.EMLINK: (StoreError, "The file system allows no further link."),
@@ -73,11 +73,10 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
 
 
 def translate(error: OSError, *, key: str, operation: str) -> StoreError:
-    """`error` as a `StoreError` whose message says what to do next. `key` is the full path of the object."""
+    """Return `error` as a `StoreError`. `key` is the full path of the object."""
     kind, advice = ERRNO_TABLE.get(error.errno or 0, (StoreError, ""))
     reason = error.strerror or type(error).__name__
-    # The path that failed may be a directory above the object, or below what is listed: it is what the user has to
-    # look at.
+    # The path that failed may be a directory above the object, or below the listed one: the user has to look at it.
     failed = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else key
     is_another = key.startswith(f"{failed}/") or failed.startswith(f"{key.rstrip('/')}/")
     where = f" (at {failed.rstrip('/')})" if is_another else ""
@@ -85,7 +84,7 @@ def translate(error: OSError, *, key: str, operation: str) -> StoreError:
 
 
 def raise_denied(denied: Mapping[str, OSError], *, key: str, operation: str) -> None:
-    """The error at the end of a listing that was `denied` a look into some directories; none where there are none."""
+    """Raise the error at the end of a listing, if it was `denied` a look into some directories."""
     if denied:
         first, *others = sorted(denied)
         error = translate(denied[first], key=key, operation=operation)
@@ -98,7 +97,7 @@ def raise_denied(denied: Mapping[str, OSError], *, key: str, operation: str) -> 
 
 @contextlib.contextmanager
 def translated(key: str, operation: str, *, had_no_effect: bool = False) -> Iterator[None]:
-    """Turn the `OSError` of the block into a `StoreError`; `had_no_effect` where others can see nothing of it."""
+    """Translate an `OSError` of the block. `had_no_effect` if others can see nothing of what was done."""
     try:
         yield
     except CloudckptError:  # StoreTimeoutError is an OSError too

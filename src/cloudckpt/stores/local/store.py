@@ -23,7 +23,7 @@ from cloudckpt.stores.base import (
     UploadInfo,
     Views,
 )
-from cloudckpt.stores.local import durable, walk
+from cloudckpt.stores.local import files
 from cloudckpt.stores.local.errors import raise_denied, translated
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, ma
 class LocalStore(Store):
     """A directory, which need not exist yet; writes create it.
 
-    - What is written lies in a hidden sibling directory until it is whole and fsync'ed; then one ``link`` (which fails
-      where something lies already) or one ``rename`` makes it appear, and the directories are fsync'ed.
-    - The CRC32C of what is written is checked on its way into the kernel, 1 MiB at a time; a file is not read back.
-    - Listings pass over directories that they may not look into, and end with an error that names them.
+    - A file is written in a hidden sibling directory and fsync'ed; then one ``link`` (which fails if a file exists) or
+      one ``rename`` makes it appear, and the directories are fsync'ed.
+    - The CRC32C of the bytes is checked on their way into the kernel, 1 MiB at a time; a file is not read back.
+    - Listings pass over directories that they may not read, and end with an error that names them.
     - Symbolic links: the root may be one. Below it, listings do not descend into linked directories, and a link that
       leads out of the root is refused, unless it is one of a snapshot in Hugging Face's cache to its ``blobs/``.
-    - Whether create-if-absent works is found out once, by trying a hard link on the file system itself.
+    - `probe` tries a hard link on the file system itself, once.
     - The file system's own timeouts hold; a hard-mounted NFS whose server is gone blocks for ever.
     """
 
@@ -56,12 +56,12 @@ class LocalStore(Store):
         return LocalStore, (self._root,)
 
     def probe(self) -> Capabilities:
-        """Create-if-absent is a hard link, which not every file system has."""
+        """Try the hard link that create-if-absent needs, which not every file system has."""
         return self._probed
 
     @functools.cached_property
     def _probed(self) -> Capabilities:
-        return dataclasses.replace(self.capabilities, conditional_create=durable.links_work(self._root))
+        return dataclasses.replace(self.capabilities, conditional_create=files.links_work(self._root))
 
     @property
     def uri(self) -> str:
@@ -74,12 +74,12 @@ class LocalStore(Store):
         path = self._writable_path("put", key)
         with translated(path, "put"):
             with translated(path, "put", had_no_effect=True):
-                temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
+                temp = files.temp_path(path, files.create_temp(path, root=self._root))
             try:
                 with translated(path, "put", had_no_effect=True):
                     self._write("put", key, temp, 0, views, crc32c=crc32c)
-                    durable.flush(temp)
-                durable.publish(temp, path, root=self._root, if_absent=if_absent)
+                    files.flush(temp)
+                files.publish(temp, path, root=self._root, if_absent=if_absent)
             except BaseException:
                 self._discard(temp, path)
                 raise
@@ -87,7 +87,7 @@ class LocalStore(Store):
     def create_multipart(self, key: str) -> str:
         path = self._writable_path("create_multipart", key)
         with translated(path, "create_multipart"):
-            return durable.create_temp(path, root=self._root)
+            return files.create_temp(path, root=self._root)
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         path, temp = self._upload_paths("upload_part", key, upload_id)
@@ -113,8 +113,8 @@ class LocalStore(Store):
                     key=path,
                     operation="complete_multipart",
                 )
-            durable.flush(temp)
-            durable.publish(temp, path, root=self._root, if_absent=False)
+            files.flush(temp)
+            files.publish(temp, path, root=self._root, if_absent=False)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         path, temp = self._upload_paths("abort_multipart", key, upload_id)
@@ -123,8 +123,8 @@ class LocalStore(Store):
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
         path = self._readable_path("read_into", key)
-        with translated(path, "read_into"), durable.opened_object(path) as file:
-            num_read = durable.read_at(file, offset_bytes, views)
+        with translated(path, "read_into"), files.opened_object(path) as file:
+            num_read = files.read_at(file, offset_bytes, views)
             size_bytes = os.fstat(file).st_size
         if num_read < num_bytes(views):
             raise ShortObjectError(
@@ -136,7 +136,7 @@ class LocalStore(Store):
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         path = self._readable_path("read", key)
-        with translated(path, "read"), durable.opened_object(path) as file:
+        with translated(path, "read"), files.opened_object(path) as file:
             size_bytes = os.fstat(file).st_size
             if size_bytes > max_bytes:
                 raise StoreError(
@@ -145,24 +145,24 @@ class LocalStore(Store):
                     operation="read",
                 )
             body = bytearray(size_bytes)
-            num_read = durable.read_at(file, 0, [memoryview(body)])
+            num_read = files.read_at(file, 0, [memoryview(body)])
         return bytes(memoryview(body)[:num_read])
 
     def head(self, key: str) -> ObjectInfo:
         path = self._readable_path("head", key)
-        with translated(path, "head"), durable.opened_object(path) as file:
+        with translated(path, "head"), files.opened_object(path) as file:
             return _info(key, os.fstat(file))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with translated(self.url(prefix), "list"):
-            denied: walk.Denied = {}
-            for key, status in walk.files(self._root, prefix, denied):
+            denied: files.Denied = {}
+            for key, status in files.list_files(self._root, prefix, denied):
                 yield _info(key, status)
             raise_denied(denied, key=self.url(prefix), operation="list")
 
     def list_directories(self) -> Iterator[str]:
         with translated(self._root, "list_directories"):
-            yield from walk.directories_with_files(self._root)
+            yield from files.list_directories(self._root)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -176,28 +176,14 @@ class LocalStore(Store):
                     if os.path.isdir(path):  # EISDIR on Linux, EPERM by POSIX: no object, so nothing to remove
                         continue
                     raise
-                durable.prune(os.path.dirname(path), root=self._root)
+                files.prune(os.path.dirname(path), root=self._root)
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         with translated(self.url(prefix), "list_uploads"):
-            denied: walk.Denied = {}
-            for key, upload_id, status in walk.uploads(self._root, prefix, denied):
+            denied: files.Denied = {}
+            for key, upload_id, status in files.list_uploads(self._root, prefix, denied):
                 yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status))
             raise_denied(denied, key=self.url(prefix), operation="list_uploads")
-
-    def copy(self, source_key: str, target_key: str) -> None:
-        source = self._readable_path("copy", source_key)
-        path = self._writable_path("copy", target_key)
-        with translated(source, "copy"), durable.opened_object(source) as file, translated(path, "copy"):
-            temp = durable.temp_path(path, durable.create_temp(path, root=self._root))
-            try:
-                with durable.opened(temp, os.O_WRONLY) as target:
-                    durable.copy_contents(file, target)
-                    os.fsync(target)
-                durable.publish(temp, path, root=self._root, if_absent=False)
-            except BaseException:
-                self._discard(temp, path)
-                raise
 
     def _write(self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int) -> None:
         actual = 0
@@ -206,13 +192,13 @@ class LocalStore(Store):
             nonlocal actual
             actual = crc32c_of(batch, actual)
 
-        with durable.opened(temp, os.O_WRONLY) as file:
-            durable.write_at(file, offset_bytes, views, seen=add)
+        with files.opened(temp, os.O_WRONLY) as file:
+            files.write_at(file, offset_bytes, views, seen=add)
         check_crc32c(self, key, operation, expected=crc32c, actual=actual)
 
     def _discard(self, temp: str, path: str) -> None:
-        durable.discard(temp)
-        durable.prune(os.path.dirname(path), root=self._root)
+        files.discard(temp)
+        files.prune(os.path.dirname(path), root=self._root)
 
     def _readable_path(self, operation: str, key: str) -> str:
         check_key(self, key, operation)
@@ -223,9 +209,9 @@ class LocalStore(Store):
     def _writable_path(self, operation: str, key: str) -> str:
         check_key(self, key, operation)
         path = self.url(key)
-        if f"/{durable.TEMP_PREFIX}" in f"/{key}":
+        if f"/{files.TEMP_PREFIX}" in f"/{key}":
             raise StoreError(
-                f"{path}: names that begin with {durable.TEMP_PREFIX!r} are kept for unfinished uploads.",
+                f"{path}: names that begin with {files.TEMP_PREFIX!r} are kept for unfinished uploads.",
                 key=path,
                 operation=operation,
             )
@@ -237,11 +223,11 @@ class LocalStore(Store):
         path = self._writable_path(operation, key)
         if not upload_id.isalnum():
             raise ObjectNotFoundError(f"There is no upload {upload_id!r} to {path}.", key=path, operation=operation)
-        return path, durable.temp_path(path, upload_id)
+        return path, files.temp_path(path, upload_id)
 
     def _refuse_way_out(self, operation: str, path: str, followed: str) -> None:
         target = os.path.realpath(followed)
-        if not walk.may_be_followed(target, os.path.realpath(self._root)):
+        if not files.may_be_followed(target, os.path.realpath(self._root)):
             raise StoreError(
                 f"{path} leads out of {self._root} by a symbolic link, to {target}. "
                 f"Pass the real path as the checkpoint's location, or replace the link by what it points to.",

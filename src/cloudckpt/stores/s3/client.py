@@ -1,4 +1,4 @@
-"""boto3 clients: made when first needed, shared within a process, never across a fork."""
+"""boto3 clients, and requests about one bucket."""
 
 from __future__ import annotations
 
@@ -9,56 +9,53 @@ import hashlib
 import importlib.util
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError
-from cloudckpt.stores._calls import cancellable
-from cloudckpt.stores._clear_text import warn_of_clear_text
-from cloudckpt.stores._client_cache import ClientCache, Environment
-from cloudckpt.stores.s3.answers import refuse_foreign
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError, StoreError
+from cloudckpt.stores.http_body import ResponseBody
+from cloudckpt.stores.http_clients import ClientCache, Environment, make_cancellable, warn_of_clear_text
+from cloudckpt.stores.http_errors import FailedRequest
+from cloudckpt.stores.http_store import HTTPSession
+from cloudckpt.stores.s3.config import is_directory_bucket
+from cloudckpt.stores.s3.errors import refuse_foreign, translate, translate_code
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from cloudckpt.stores.s3.config import S3Config
 
-_MOST_CLIENTS = 16
 _SPARE_CONNECTIONS = 4
 _STORES_AT_ONCE = 4
 _LONGEST_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3
-# As in s3.eu-west-1, s3-fips.us-gov-west-1, s3-us-west-2, s3-accelerate, s3express-use1-az4.us-east-1. S3 on Outposts
-# is another matter.
-_S3_LABEL = re.compile(r"s3(?!-outposts)(?:express)?(?:-[a-z0-9-]+)?")
 
-# An access key's id is none: it names the key, as a user's name does.
+# An access key's id is no secret: it names the key, as a user name does.
 _SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
 
-APIS: Mapping[str, str] = {
-    "AbortMultipartUpload": "abort_multipart_upload",
-    "CompleteMultipartUpload": "complete_multipart_upload",
-    "CopyObject": "copy_object",
-    "CreateMultipartUpload": "create_multipart_upload",
-    "DeleteObject": "delete_object",
-    "DeleteObjects": "delete_objects",
-    "GetObject": "get_object",
-    "HeadObject": "head_object",
-    "ListMultipartUploads": "list_multipart_uploads",
-    "ListObjectsV2": "list_objects_v2",
-    "ListParts": "list_parts",
-    "PutObject": "put_object",
-    "UploadPart": "upload_part",
-    "UploadPartCopy": "upload_part_copy",
+APIS: Mapping[str, tuple[str, str]] = {
+    "AbortMultipartUpload": ("abort_multipart_upload", "s3:AbortMultipartUpload"),
+    "CompleteMultipartUpload": ("complete_multipart_upload", "s3:PutObject"),
+    "CopyObject": ("copy_object", "s3:GetObject and s3:PutObject"),
+    "CreateMultipartUpload": ("create_multipart_upload", "s3:PutObject"),
+    "DeleteObject": ("delete_object", "s3:DeleteObject"),
+    "DeleteObjects": ("delete_objects", "s3:DeleteObject"),
+    "GetObject": ("get_object", "s3:GetObject"),
+    "HeadObject": ("head_object", "s3:GetObject"),
+    "ListMultipartUploads": ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
+    "ListObjectsV2": ("list_objects_v2", "s3:ListBucket"),
+    "ListParts": ("list_parts", "s3:ListMultipartUploadParts"),
+    "PutObject": ("put_object", "s3:PutObject"),
+    "UploadPart": ("upload_part", "s3:PutObject"),
+    "UploadPartCopy": ("upload_part_copy", "s3:GetObject and s3:PutObject"),
 }
-"""Every request that the store makes, by its name in S3 and in boto3."""
+"""Every request of the store by its name in S3: its name in boto3, and the right that IAM grants for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientKey:
-    """All that a client is made of. Holds credentials, so it is never shown."""
+    """The configuration of a client. Holds credentials, so it is never shown."""
 
     config: S3Config
     timeout_s: float
@@ -69,85 +66,148 @@ class ClientKey:
 
 
 class S3Client:
-    """One boto3 client, and the members that the options add to each of its requests."""
+    """A boto3 client, and the members that the options add to each of its requests."""
 
     def __init__(self, key: ClientKey) -> None:
-        client = _boto3_client(key)
-        members = key.config.request_members()
-        model = client.meta.service_model
+        client = _make_boto3_client(key)
         self.endpoint_url: str = client.meta.endpoint_url
         self.boto3_client = client
-        # The signer's own, whatever they come from; to ask the session for them could mean to look for them again.
+        # The signer's own, whatever they come from; asking the session for them could look for them again.
         self._credentials = getattr(getattr(client, "_request_signer", None), "_credentials", None)
-        self._configured = key.config.secrets
-        self._methods = {api: getattr(client, method) for api, method in APIS.items()}
-        # What the model knows decides where an option goes, so that none is forgotten on any request.
-        self._members = {
-            api: {
-                name: value for name, value in members.items() if name in model.operation_model(api).input_shape.members
-            }
-            for api in APIS
-        }
-        _encode_customer_key(self._members["ListParts"])
+        self._configured_secrets = key.config.secrets
+        self._requests: dict[str, Callable[..., dict[str, Any]]] = {}
+        for api, (method, _) in APIS.items():
+            # boto3's model decides which requests take an option, so that none is forgotten.
+            known = client.meta.service_model.operation_model(api).input_shape.members
+            members = {name: value for name, value in key.config.request_members().items() if name in known}
+            if api == "ListParts":
+                _encode_customer_key(members)
+            self._requests[api] = functools.partial(getattr(client, method), **members)
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """What must never be printed: of the options, and of the credentials in use. They are not renewed for it."""
+        """Texts that must never be printed: of the options, and of the credentials in use. Renews none for it."""
         held = getattr(self._credentials, "__dict__", {})
         found = (held.get(name) for name in _SECRET_FIELDS)
-        return (*self._configured, *(secret for secret in found if isinstance(secret, str)))
+        return (*self._configured_secrets, *(secret for secret in found if isinstance(secret, str)))
 
-    def call(self, api: str, **members: Any) -> dict[str, Any]:
-        """Make one request."""
-        answer: dict[str, Any] = self._methods[api](**self._members[api], **members)
-        return answer
+    def request_for(self, api: str) -> Callable[..., dict[str, Any]]:
+        """Return boto3's method for `api`, with the options' members."""
+        return self._requests[api]
 
 
 def _encode_customer_key(members: dict[str, Any]) -> None:
-    """As boto3 does it on every request but ListParts."""
+    # boto3 does this for every request but ListParts.
     key = members.get("SSECustomerKey")
     if isinstance(key, bytes):
         members["SSECustomerKey"] = base64.b64encode(key).decode()
         members["SSECustomerKeyMD5"] = base64.b64encode(hashlib.md5(key, usedforsecurity=False).digest()).decode()
 
 
+class S3Session(HTTPSession):
+    """Requests about one bucket of S3."""
+
+    scheme = "s3"
+    get_api = "GetObject"
+
+    def __init__(self, bucket: str, key: ClientKey) -> None:
+        super().__init__(bucket)
+        self.client_key = key
+        self._environment = read_environment()
+        self._client: S3Client | None = None
+
+    def __reduce__(self) -> tuple[type[S3Session], tuple[str, ClientKey]]:
+        return S3Session, (self.bucket, self.client_key)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        return self.client_key.config.secrets if self._client is None else self._client.secrets
+
+    def client(self) -> S3Client:
+        """Return the client. Raises boto3's errors if the AWS configuration cannot be used."""
+        self._client = client_cache.client_for(self.client_key, self._environment)
+        return self._client
+
+    def boto3_client(self, operation: str) -> Any:
+        """Return boto3's own client, for requests that the store has no method for."""
+        with self.translation(operation, "PutObject", ""):
+            return self.client().boto3_client
+
+    def endpoint_url(self, operation: str) -> str:
+        with self.translation(operation, "PutObject", ""):
+            return self.client().endpoint_url
+
+    def call(self, operation: str, api: str, key: str | None, **members: Any) -> dict[str, Any]:
+        """Make the request `api` about `key`, or about the bucket, for the store's `operation`. Raises `StoreError`."""
+        about = {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
+        with self.translation(operation, api, key or members.get("Prefix", "")):
+            return self.client().request_for(api)(**about, **members)
+
+    def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:  # noqa: ARG002  # GCS's needs the operation
+        about = {"Bucket": self.bucket, "Key": key}
+        if byte_range is not None:
+            about["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"
+        return functools.partial(self.client().request_for("GetObject"), **about)
+
+    def open_body(self, answer: Any) -> tuple[ResponseBody, str | None, int | None]:
+        return ResponseBody(answer["Body"]), answer.get("ContentRange"), answer.get("ContentLength")
+
+    def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
+        return translate(error, self._failed_request(operation, api, key))
+
+    def translate_code(self, code: str, detail: str, operation: str, api: str, key: str) -> StoreError:
+        """Return the error to raise for one key's `code` in an answer about many keys."""
+        return translate_code(code, detail, self._failed_request(operation, api, key))
+
+    def forget_client(self) -> None:
+        if self._client is not None:
+            client_cache.forget(self._client)
+
+    def require(self, answer: dict[str, Any], name: str, operation: str, api: str, key: str) -> Any:
+        """Return the member `name` of an answer. An answer without it is not S3's."""
+        if name not in answer:
+            raise self.error(
+                StoreError,
+                operation,
+                key,
+                f"the answer to {api} has no {name}: it is not S3's. Check endpoint_url, and proxies on the way.",
+            )
+        return answer[name]
+
+    def _failed_request(self, operation: str, api: str, key: str) -> FailedRequest:
+        endpoint = self.client_key.config.endpoint_url or "S3"
+        return FailedRequest(
+            operation=operation,
+            api=api,
+            url=self.url(key).rstrip("/"),
+            bucket=self.bucket,
+            endpoint=endpoint if self._client is None else self._client.endpoint_url,
+            permission=self._permission(api),
+            secrets=self.secrets,
+        )
+
+    def _permission(self, api: str) -> str:
+        """Return the rights that `api` needs with these options."""
+        config = self.client_key.config
+        needed = ["s3express:CreateSession" if is_directory_bucket(self.bucket) else APIS[api][1]]
+        if config.tagging and api in ("CopyObject", "CreateMultipartUpload", "PutObject"):
+            needed.append("s3:PutObjectTagging")
+        if config.kms_key_id:
+            needed.append("kms:GenerateDataKey and kms:Decrypt on the KMS key")
+        return ", ".join(needed)
+
+
 def require_boto3() -> None:
-    """Raise `MissingDependencyError` where boto3 is not installed."""
+    """Raise `MissingDependencyError` if boto3 is not installed."""
     if importlib.util.find_spec("boto3") is None:
         raise MissingDependencyError("s3:// needs boto3, which is not installed: pip install 'cloudckpt[s3]'")
 
 
-def ambient() -> Environment:
-    """The part of the environment from which boto3 takes its configuration."""
+def read_environment() -> Environment:
+    """Return the part of the environment from which boto3 takes its configuration."""
     prefixes = ("AWS_", "BOTO_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
-    return tuple(
-        sorted(
-            (name, value) for name, value in os.environ.items() if name == "HOME" or name.upper().startswith(prefixes)
-        )
-    )
-
-
-def is_amazons(endpoint_url: str) -> bool:
-    """Whether the endpoint is Amazon S3's own, in any of its partitions: dual-stack, FIPS and VPC ones too.
-
-    Other servers have names under Amazon's domains as well: behind its load balancers, on its machines.
-    """
-    host = (urlsplit(endpoint_url).hostname or "").rstrip(".")
-    suffix = next((suffix for suffix in _amazons_suffixes() if host.endswith(f".{suffix}")), None)
-    if suffix is None:
-        return False
-    labels = host.removesuffix(f".{suffix}").split(".")
-    return "elb" not in labels and any(_S3_LABEL.fullmatch(label) for label in labels)
-
-
-@functools.cache
-def _amazons_suffixes() -> frozenset[str]:
-    # From botocore's own data, which knows partitions that did not exist when this was written.
-    from botocore.loaders import create_loader  # noqa: PLC0415 (an extra, and slow to import)
-
-    partitions = create_loader().load_data("partitions")["partitions"]
-    names = ("dnsSuffix", "dualStackDnsSuffix")
-    return frozenset(str(partition["outputs"][name]) for partition in partitions for name in names)
+    found = ((name, value) for name, value in os.environ.items() if name == "HOME" or name.upper().startswith(prefixes))
+    return tuple(sorted(found))
 
 
 def _make_client(key: ClientKey) -> S3Client:
@@ -156,29 +216,21 @@ def _make_client(key: ClientKey) -> S3Client:
     except InvalidOptionError:
         raise
     except ValueError as error:
-        # boto3's own checks of what comes from the environment or ~/.aws; it quotes the value, password and all.
-        words = re.sub(r"\S+@", "***@", str(error))
+        # boto3's own checks of the environment and ~/.aws; they quote the value, password and all.
+        reason = re.sub(r"\S+@", "***@", str(error))
         raise InvalidOptionError(
-            f"The AWS configuration cannot be used: {words}. Check AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
+            f"The AWS configuration cannot be used: {reason}. Check AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
             "AWS_REGION and ~/.aws/config."
         ) from None
 
 
-_clients: ClientCache[ClientKey, S3Client] = ClientCache(_make_client, ambient=ambient, most=_MOST_CLIENTS)
-client_for = _clients.client_for
-forget = _clients.forget
+client_cache: ClientCache[ClientKey, S3Client] = ClientCache(_make_client, read_environment=read_environment)
 
 
-def endpoint_of(key: ClientKey, environment: Environment) -> str:
-    """Where requests for `key` go, for messages."""
-    client = _clients.known(key, environment)
-    return client.endpoint_url if client is not None else key.config.endpoint_url or "S3"
-
-
-def _boto3_client(key: ClientKey) -> Any:
-    import boto3.session  # noqa: PLC0415 (an extra, and slow to import)
-    import botocore  # noqa: PLC0415
-    from botocore.config import Config  # noqa: PLC0415
+def _make_boto3_client(key: ClientKey) -> Any:
+    import boto3.session
+    import botocore
+    from botocore.config import Config
 
     config = key.config
     session = boto3.session.Session(
@@ -202,22 +254,22 @@ def _boto3_client(key: ClientKey) -> Any:
             s3=s3_settings,
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            # cloudckpt._transfer decides about retries.
+            # cloudckpt.io decides about retries.
             retries={"total_max_attempts": 1, "mode": "standard"},
             # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
             connect_timeout=config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
-            # Short of the whole patience, so that one dead connection leaves time for another try.
+            # A fraction of the timeout, so that one dead connection leaves time for another try.
             read_timeout=config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
-            # How many are kept, not how many there may be. Stores of one configuration share them: a save and a load at
-            # once would otherwise close what both need, and open a connection for each request.
+            # The number that is kept open, not a limit. Stores of one configuration share it: a save beside a load
+            # would otherwise close connections that both need.
             max_pool_connections=_STORES_AT_ONCE * key.connections + _SPARE_CONNECTIONS,
             tcp_keepalive=True,
             user_agent_extra=f"cloudckpt/{__version__}",
         ),
     )
-    with contextlib.suppress(AttributeError):  # a botocore that has changed there: then no request is made twice
-        pool_classes = client._endpoint.http_session._pool_classes_by_scheme  # noqa: SLF001  # it has no other door
-        pool_classes.update(cancellable(pool_classes))
+    with contextlib.suppress(AttributeError):  # a later botocore; then no request is hedged
+        pool_classes = client._endpoint.http_session._pool_classes_by_scheme  # noqa: SLF001  # botocore has no public way
+        pool_classes.update(make_cancellable(pool_classes))
     # Stores that do not answer it cost a second's wait each time.
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
     client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)
@@ -239,7 +291,7 @@ def _check_endpoint(endpoint_url: str) -> None:
     parts = urlsplit(endpoint_url)
     if parts.username is not None or parts.password is not None:
         raise InvalidOptionError(
-            "The S3 endpoint's URL holds credentials, which would show up in messages. Move them from there "
+            "The S3 endpoint's URL holds credentials, which would appear in messages. Move them from there "
             "(AWS_ENDPOINT_URL_S3, ~/.aws/config) into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
     warn_of_clear_text(endpoint_url, store="S3")

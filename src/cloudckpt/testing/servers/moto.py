@@ -1,4 +1,4 @@
-"""moto's S3 server."""
+"""S3 server of moto."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.testing.servers._environment import clean_environment
-from cloudckpt.testing.servers._http import answers, ask
-from cloudckpt.testing.servers._process import Program, ServerProcess, reserved_port, running
+from cloudckpt.testing.servers.base import (
+    Program,
+    ServerProcess,
+    answers,
+    ask,
+    clean_environment,
+    reserved_port,
+    running,
+)
 
 ACCESS_KEY_ID = "testing"
-SECRET_ACCESS_KEY = "testing-secret"  # noqa: S105 (moto takes anything)
+SECRET_ACCESS_KEY = "testing-secret"  # noqa: S105  # moto accepts any secret
 REGION = "us-east-1"
 
 _REQUEST_TIMEOUT_S = 10.0
@@ -31,11 +37,11 @@ make_server("127.0.0.1", int(sys.argv[1]), application, threaded=True).serve_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Server:
-    """A `Server` that speaks S3 and forgets its objects when it ends."""
+    """A `Server` that speaks S3 and loses its objects when it ends."""
 
     endpoint_url: str
     process: ServerProcess | None = None
-    """``None`` where it runs in threads of this process, and cannot be killed apart from it."""
+    """``None`` if it runs in threads of this process, and cannot be killed alone."""
     name: str = "moto"
 
     @property
@@ -45,12 +51,12 @@ class S3Server:
 
     @property
     def keeps_data(self) -> bool:
-        """It does not."""
+        """Always False."""
         return False
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """What `cloudckpt.Options.storage_options` need to reach it."""
+        """The `cloudckpt.Options.storage_options` to reach it."""
         return {
             "endpoint_url": self.endpoint_url,
             "region": REGION,
@@ -60,7 +66,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ordinary AWS configuration needs to reach it, over what `clean_environment` leaves."""
+        """Environment variables for AWS clients to reach it, in addition to `clean_environment`."""
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint_url,
             "AWS_DEFAULT_REGION": REGION,
@@ -71,24 +77,24 @@ class S3Server:
 
     @property
     def pid(self) -> int:
-        """The process that serves; another one after a restart."""
+        """Process id of the server; it changes with a restart."""
         return self._own_process().pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and neither killed nor ended by itself."""
+        """True if the server is started and has not ended."""
         return self.process is None or self.process.is_running
 
     def create_bucket(self, name: str) -> None:
-        """Create the bucket `name`; one that exists is left as it is."""
+        """Create the bucket `name` if it does not exist."""
         self._request("PUT", f"/{name}")
 
     def reset(self) -> None:
-        """Forget every bucket, object and upload."""
+        """Delete every bucket, object and upload."""
         self._request("POST", "/moto-api/reset")
 
     def kill(self) -> None:
-        """SIGKILL. On return it is gone, and its objects with it."""
+        """Kill the server with SIGKILL, and wait for its end. Its objects are lost."""
         self._own_process().kill()
 
     def restart(self) -> None:
@@ -97,7 +103,7 @@ class S3Server:
 
     def _own_process(self) -> ServerProcess:
         if self.process is None:
-            raise RuntimeError(f"{self.endpoint_url} is served by threads of this process, not by a process of its own")
+            raise RuntimeError(f"{self.endpoint_url} runs in threads of this process and has no process to kill")
         return self.process
 
     def _request(self, method: str, path: str) -> None:
@@ -108,10 +114,10 @@ class S3Server:
 
 @contextlib.contextmanager
 def moto_server(*, start_timeout_s: float = 60.0) -> Iterator[S3Server]:
-    """A fresh, empty S3 server on a port of its own, in a process of its own, gone at the end.
+    """Start an empty S3 server in its own process on a free port; it ends with the context.
 
-    Raises `MissingDependencyError` without moto, and `RuntimeError` with the server's own words where it
-    does not start within `start_timeout_s`.
+    Raises `MissingDependencyError` without moto, and `RuntimeError` with the output of the server if it does not start
+    within `start_timeout_s`.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("werkzeug") is None:
         raise MissingDependencyError("moto's server is not installed: pip install 'cloudckpt[testing]'")

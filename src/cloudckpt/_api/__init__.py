@@ -1,1 +1,0 @@
-"""One call of a save or a load, from its arguments to its errors, in whichever thread."""

@@ -1,1 +1,0 @@
-"""Saves beside training, and what they need of their own."""

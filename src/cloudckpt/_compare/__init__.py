@@ -1,1 +1,0 @@
-"""Two checkpoints, read side by side."""

@@ -1,1 +1,0 @@
-"""Pure planning: values in, values out. No store, no torch, no clock."""

@@ -1,1 +1,0 @@
-"""Uploading in a process of its own, beside a training loop that needs the interpreter to itself."""

@@ -1,0 +1,375 @@
+"""The private names of torch that cloudckpt uses: all of them are here.
+
+torch may move or drop each one in any release. `PRIVATE_NAMES` says what each is for and what is done without it;
+``tests/test_torch_compat.py`` says which of them the installed torch has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+    from torch.distributed.checkpoint._extension import (
+        Extension,
+        ExtensionRegistry,
+        StreamTransformExtension,
+        ZStandard,
+    )
+    from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+    from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
+
+__all__ = [
+    "PRIVATE_NAMES",
+    "AsyncCollectiveTensor",
+    "DistWrapper",
+    "Extension",
+    "ExtensionRegistry",
+    "PrivateName",
+    "Shard",
+    "ShardedTensor",
+    "StateDictStager",
+    "StreamTransformExtension",
+    "ZStandard",
+    "chunks_wanted_by",
+    "copy_each",
+    "find",
+    "flatten_sharded_tensors",
+    "flatten_state_dict",
+    "forget_checkpoint_process",
+    "get_checkpoint_process",
+    "has_cpu_backend",
+    "is_archive",
+    "is_wrapper_subclass",
+    "load_archive",
+    "local_tensor_of",
+    "materialize_meta_tensors",
+    "pickle_globals",
+    "unflatten_state_dict",
+    "validate_global_plan",
+]
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_SHARDED = "torch.distributed._shard.sharded_tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateName:
+    """One private name of torch: ``name`` in ``module``."""
+
+    module: str
+    name: str
+    use: str
+    without: str
+    """The consequence where torch lacks it."""
+    is_required: bool = False
+
+
+PRIVATE_NAMES = (
+    PrivateName(
+        module=f"{_CHECKPOINT}.utils",
+        name="_DistWrapper",
+        use="run each step of a save or load on all ranks, and collect the failures of all",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    PrivateName(
+        module="torch._weights_only_unpickler",
+        name="_get_allowed_globals",
+        use="know the functions that rebuild tensors in a pickle",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    PrivateName(
+        module="torch",
+        name="_C.PyTorchFileReader",
+        use="read the bytes of torch.save without torch.jit",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    PrivateName(
+        module="torch.serialization",
+        name="_load",
+        use="read the bytes of torch.save with an unpickler of our own",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    *(
+        PrivateName(
+            module=f"{_CHECKPOINT}._extension",
+            name=name,
+            use="torch's stream extensions (Options.extensions)",
+            without="cloudckpt cannot be imported",
+            is_required=True,
+        )
+        for name in ("Extension", "ExtensionRegistry", "StreamTransformExtension", "ZStandard")
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._state_dict_stager",
+        name="StateDictStager",
+        use="copy tensors within Python objects of a background save",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._nested_dict",
+        name="flatten_state_dict",
+        use="export to torch's own format",
+        without="such an export fails",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._nested_dict",
+        name="unflatten_state_dict",
+        use="export to torch's own format",
+        without="such an export fails",
+    ),
+    PrivateName(
+        module="torch.distributed.tensor",
+        name="DTensor._local_tensor",
+        use="reach a DTensor's shard without recording a gradient",
+        without="DTensor.to_local() is called, without gradients",
+    ),
+    PrivateName(
+        module="torch.distributed",
+        name="ProcessGroup._device_types",
+        use="refuse a background save on a group without a CPU backend before it begins",
+        without="such a save fails in its first collective",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._storage_utils",
+        name="_storage_setup",
+        use="enable() takes over torch's own save and load",
+        without="enable() raises CloudckptError",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}.state_dict_saver",
+        name="_save_state_dict",
+        use="enable() plans saves that are given no planner",
+        without="torch's default planner plans them",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}.state_dict_loader",
+        name="_load_state_dict",
+        use="enable() plans loads that are given no planner",
+        without="torch's default planner plans them",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._async_process_executor",
+        name="_ProcessBasedAsyncCheckpointExecutor",
+        use="enable() takes over torch's async saves in another process",
+        without="such a save needs a storage_writer",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._async_process_executor",
+        name="_AsyncCheckpointProcess",
+        use="end torch's background process that died, and tell why",
+        without="saves by process fail",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}.planner_helpers",
+        name="_create_chunk_list",
+        use="plan a load from the chunks that a rank needs, not from all of them",
+        without="torch's planner goes through all chunks of each tensor",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}.planner_helpers",
+        name="_init_state_dict",
+        use="load into tensors on the meta device",
+        without="such a load fails",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}.default_planner",
+        name="_validate_global_plan",
+        use="find overlapping shards before anything is written",
+        without="the check of the manifest finds them at the commit",
+    ),
+    PrivateName(
+        module=f"{_CHECKPOINT}._sharded_tensor_utils",
+        name="_flatten_sharded_tensors",
+        use="save ShardedTensors of FSDP1",
+        without="there are no ShardedTensors",
+    ),
+    PrivateName(
+        module=f"{_SHARDED}.api",
+        name="ShardedTensor",
+        use="save and load ShardedTensors of FSDP1",
+        without="there are none",
+    ),
+    PrivateName(
+        module=f"{_SHARDED}.shard",
+        name="Shard",
+        use="copy ShardedTensors of FSDP1",
+        without="there are none",
+    ),
+    PrivateName(
+        module="torch.distributed._functional_collectives",
+        name="AsyncCollectiveTensor",
+        use="wait for the result of a functional collective before its bytes are read",
+        without="there are none",
+    ),
+    PrivateName(
+        module="torch.utils._python_dispatch",
+        name="is_traceable_wrapper_subclass",
+        use="recognise tensors that consist of other tensors",
+        without="their method __tensor_flatten__ shows it",
+    ),
+    PrivateName(
+        module="torch",
+        name="_foreach_copy_",
+        use="copy many tensors in one call",
+        without="they are copied one by one",
+    ),
+    PrivateName(
+        module="torch.serialization",
+        name="_is_zipfile",
+        use="map files of torch.save into memory",
+        without="zipfile.is_zipfile looks",
+    ),
+)
+
+
+def find(module: str, name: str) -> Any:
+    """Return the object called `name` in `module`, or None where torch has none."""
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return None
+
+
+def _require(module: str, name: str) -> Any:
+    found = find(module, name)
+    if found is None:
+        raise ImportError(
+            f"torch {torch.__version__} has no {module}.{name}, which cloudckpt needs. Install a version of torch that "
+            "this cloudckpt knows, or a newer cloudckpt"
+        )
+    return found
+
+
+class _AbsentType:
+    """Stands for a type that torch lacks: nothing is an instance of it."""
+
+
+def _type_or_absent(module: str, name: str) -> Any:
+    return find(module, name) or type(name, (_AbsentType,), {})
+
+
+if not TYPE_CHECKING:
+    DistWrapper = _require(f"{_CHECKPOINT}.utils", "_DistWrapper")
+    Extension = _require(f"{_CHECKPOINT}._extension", "Extension")
+    ExtensionRegistry = _require(f"{_CHECKPOINT}._extension", "ExtensionRegistry")
+    StreamTransformExtension = _require(f"{_CHECKPOINT}._extension", "StreamTransformExtension")
+    ZStandard = _require(f"{_CHECKPOINT}._extension", "ZStandard")
+    StateDictStager = _require(f"{_CHECKPOINT}._state_dict_stager", "StateDictStager")
+    ShardedTensor = _type_or_absent(f"{_SHARDED}.api", "ShardedTensor")
+    Shard = _type_or_absent(f"{_SHARDED}.shard", "Shard")
+    AsyncCollectiveTensor = _type_or_absent("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+
+pickle_globals: Callable[[], dict[str, Any]] = _require("torch._weights_only_unpickler", "_get_allowed_globals")
+"""Returns the functions and classes that a pickle of tensors may name."""
+flatten_state_dict: Any = find(f"{_CHECKPOINT}._nested_dict", "flatten_state_dict")
+unflatten_state_dict: Any = find(f"{_CHECKPOINT}._nested_dict", "unflatten_state_dict")
+_open_archive: Any = _require("torch", "_C.PyTorchFileReader")
+_load_archive: Any = _require("torch.serialization", "_load")
+_create_chunk_list: Any = find(f"{_CHECKPOINT}.planner_helpers", "_create_chunk_list")
+_init_state_dict: Any = find(f"{_CHECKPOINT}.planner_helpers", "_init_state_dict")
+_validate_global_plan: Any = find(f"{_CHECKPOINT}.default_planner", "_validate_global_plan")
+_flatten_sharded_tensors: Any = find(f"{_CHECKPOINT}._sharded_tensor_utils", "_flatten_sharded_tensors")
+_foreach_copy: Any = find("torch", "_foreach_copy_")
+_is_traceable_wrapper: Any = find("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
+
+
+def load_archive(content: Any, map_location: str | None, pickle_module: Any) -> Any:
+    """Return the object in a file of ``torch.save``, read by the unpickler of `pickle_module`.
+
+    The public ``torch.load`` would hand an archive of TorchScript to ``torch.jit.load``.
+    """
+    return _load_archive(_open_archive(content), map_location, pickle_module, encoding="utf-8")
+
+
+def is_archive(file: Any) -> bool:
+    """True if an open file is one of ``torch.save``'s archives, which can be mapped into memory."""
+    return bool((find("torch.serialization", "_is_zipfile") or zipfile.is_zipfile)(file))
+
+
+def chunks_wanted_by(value: Any) -> list[Any] | None:
+    """Return the boxes of a stored tensor that `value` holds on this rank; None where torch cannot tell."""
+    if _create_chunk_list is None:
+        return None
+    try:
+        found: list[Any] = _create_chunk_list(value)
+    except ValueError:
+        return None  # the planner raises it with more words
+    return found
+
+
+def materialize_meta_tensors(entries: dict[str, Any]) -> None:
+    """Replace tensors on the meta device by empty ones, on the device of the process group."""
+    if _init_state_dict is not None:
+        _init_state_dict(entries)
+
+
+def validate_global_plan(plans: Sequence[Any], metadata: Any) -> list[str]:
+    """Return what is wrong with the plans of all ranks together, such as shards that overlap."""
+    verdict = True if _validate_global_plan is None else _validate_global_plan(plans, metadata)
+    if isinstance(verdict, bool):  # torch 2.11 logs what is wrong
+        return [] if verdict else ["see torch's log"]
+    return list(verdict or ())
+
+
+def flatten_sharded_tensors(entries: dict[str, Any]) -> dict[str, Any]:
+    """Replace each ShardedTensor by its one shard on this rank; by nothing where the rank has none."""
+    return entries if _flatten_sharded_tensors is None else dict(_flatten_sharded_tensors(entries))
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of `sources` into the target at its position."""
+    if _foreach_copy is not None:
+        _foreach_copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def is_wrapper_subclass(value: object) -> bool:
+    """True if a tensor consists of other tensors."""
+    if _is_traceable_wrapper is not None:
+        return bool(_is_traceable_wrapper(value))
+    return type(value) is not torch.Tensor and hasattr(value, "__tensor_flatten__")
+
+
+def local_tensor_of(value: Any) -> torch.Tensor:
+    """Return a DTensor's shard on this rank, without recording a gradient."""
+    local: torch.Tensor | None = getattr(value, "_local_tensor", None)
+    if local is not None:
+        return local
+    with torch.no_grad():
+        tensor: torch.Tensor = value.to_local()
+        return tensor
+
+
+def get_checkpoint_process() -> Any:
+    """Return torch's background process for saves, a `multiprocessing` process, or None."""
+    current = importlib.import_module(f"{_CHECKPOINT}._async_process_executor")._CHECKPOINT_PROCESS  # noqa: SLF001
+    return None if current is None else current._save_process  # noqa: SLF001
+
+
+def forget_checkpoint_process() -> None:
+    """Let torch start a new background process for the next save."""
+    module: Any = importlib.import_module(f"{_CHECKPOINT}._async_process_executor")
+    module._CHECKPOINT_PROCESS = None  # noqa: SLF001
+
+
+def has_cpu_backend(group: Any) -> bool:
+    """True if a process group carries CPU tensors, or torch does not say."""
+    device_types = getattr(group, "_device_types", None)
+    return device_types is None or torch.device("cpu") in device_types

@@ -1,1 +1,0 @@
-"""Moving bytes between memory and a store: checksums, retries, parallel uploads and reads. Knows no torch."""

@@ -1,0 +1,184 @@
+"""The handle of a save in the background."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Protocol, TypeVar
+
+from cloudckpt._forks import refuse_in_fork
+from cloudckpt.cancellation import Cancellation
+from cloudckpt.dcp.protocol import SavedMetadata
+from cloudckpt.errors import SaveCancelledError
+from cloudckpt.report import SaveProgress, SaveReport
+
+_T = TypeVar("_T")
+
+
+class SnapshotProgress(Protocol):
+    """A copy of a state dict that is made, or being made."""
+
+    @property
+    def completed(self) -> Future[None]:
+        """Done when all is copied."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes that are copied so far."""
+
+
+class Outcome(Future[SavedMetadata]):
+    """A future that remembers if somebody has got its result or its exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_known = False
+        self._asking: set[int] = set()
+        """The threads that wait for it, and may not have woken since it is done."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if somebody has got the outcome, or is about to."""
+        return self._is_known or bool(self._asking)
+
+    def result(self, timeout: float | None = None) -> SavedMetadata:
+        self.exception(timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        thread = threading.get_ident()
+        self._asking.add(thread)
+        try:
+            error = super().exception(timeout)
+            self._is_known = True
+            return error
+        finally:
+            self._asking.discard(thread)
+
+    def failure(self) -> BaseException | None:
+        """Return the exception of a future that is done, without taking note."""
+        return super().exception(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done, without taking note. Returns False after `timeout` seconds."""
+        return bool(concurrent.futures.wait([self], timeout).done)
+
+
+class AsyncSave:
+    """A save that runs in the background, as one rank sees it.
+
+    If nobody gets a failure from `result`, `exception` or `committed`, the next `save` or `async_save` of this process
+    raises it, or `cloudckpt.close`, or the interpreter writes it to stderr at its exit. Cancelling is no failure.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        cancellation: Cancellation,
+        can_be_cancelled: bool,
+        staging: SnapshotProgress,
+        tell_others: Callable[[], None] | None = None,
+    ) -> None:
+        self.staged: Future[None] = Future()
+        """Done when the state dict is copied: from here on the model may change."""
+        self.committed: Outcome = Outcome()
+        """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
+        self.uri = uri
+        """Where it is saved to."""
+        for future in (self.staged, self.committed):
+            future.set_running_or_notify_cancel()  # its own `cancel` would end nothing: ours does
+        self._can_be_cancelled = can_be_cancelled
+        self._cancellation = cancellation
+        self._staging: SnapshotProgress | None = staging
+        self._staged_bytes = 0
+        self._tell_others = tell_others
+        staging.completed.add_done_callback(self._staging_ended)
+
+    def result(self, timeout: float | None = None) -> SavedMetadata:
+        """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
+        return _waited(self.committed, self.committed.result, timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait, and return the failure, or None."""
+        return _waited(self.committed, self.committed.exception, timeout)
+
+    def done(self) -> bool:
+        """True if the save has ended, in either way."""
+        return self.committed.done()
+
+    def cancel(self) -> bool:
+        """End the save without a checkpoint on all ranks. Any rank can ask. Returns True if the save ends so.
+
+        No part and no retry begins any more on this rank; the others follow within seconds. Each rank waits for its
+        requests in flight, aborts its uploads and removes its objects (unless `Options.resume`). Then its handle holds
+        a `SaveCancelledError` that names the ranks which cancelled, or an error that had ended the save before.
+
+        Returns False if it is too late, because the commit has begun: the save goes on. A rank that has sent its part,
+        and is not the coordinator, waits here until the save has ended. Always False for
+        writers that are not cloudckpt's, and for saves by torch's process.
+        """
+        refuse_in_fork()
+        if self.done() or not self._can_be_cancelled:
+            return self.cancelled()
+        tell_others = self._tell_others
+        is_certain = self._cancellation.cancel()
+        if tell_others is not None:
+            tell_others()
+        if is_certain or self._cancellation.is_committing:
+            return is_certain
+        self.committed.wait()
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
+        """True if the save has ended because a rank cancelled it."""
+        return self.done() and isinstance(self.committed.failure(), SaveCancelledError)
+
+    @property
+    def progress(self) -> SaveProgress:
+        """The progress of the save on this rank."""
+        staging = self._staging
+        staged_bytes = self._staged_bytes if staging is None else staging.copied_bytes
+        return self._cancellation.progress(staged_bytes=staged_bytes)
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report of this rank, once committed; None before, and for a save by torch's process."""
+        if not self.done() or self.committed.failure() is not None:
+            return None
+        return self.committed.result().report
+
+    def _staging_ended(self, staging: concurrent.futures.Future[None]) -> None:
+        error = staging.exception()
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
+
+    def end(self, outcome: SavedMetadata | BaseException) -> None:
+        """Set the outcome. Called once, by the thread that runs the save."""
+        staging, self._staging = self._staging, None  # the handle must not keep the copy alive
+        self._staged_bytes = 0 if staging is None else staging.copied_bytes
+        self._tell_others = None
+        if not isinstance(outcome, BaseException):
+            self._cancellation.end("committed")
+            self.committed.set_result(outcome)
+            return
+        if isinstance(outcome, SaveCancelledError):
+            self._cancellation.end("cancelled")
+        else:
+            self._cancellation.end("failed")
+        self.committed.set_exception(outcome)
+
+
+def _waited(future: Outcome, ask: Callable[[float | None], _T], timeout: float | None) -> _T:
+    refuse_in_fork()
+    try:
+        return ask(timeout)
+    except FutureTimeoutError as error:  # a class of its own before Python 3.11
+        if future.done():
+            raise  # the save's own failure
+        raise TimeoutError(f"the save has not ended within {timeout} s; it goes on") from error

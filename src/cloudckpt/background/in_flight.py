@@ -1,0 +1,273 @@
+"""The one background save that a process has in flight, its outcome, and the memory that such saves keep."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cloudckpt._forks import is_forked, refuse_in_fork
+from cloudckpt.background.handle import AsyncSave
+from cloudckpt.background.process import end_process
+from cloudckpt.dcp.protocol import causes_of, failure_of
+from cloudckpt.distributed.guarded_group import guarded_collectives
+from cloudckpt.errors import SaveInFlightError, portable
+from cloudckpt.tensors.host_memory import PINNED
+from cloudckpt.tensors.stager import PinnedStager
+from cloudckpt.uri import redacted
+
+
+class _Slot:
+    """Holds at most one background save. Threads begin saves in it one after the other."""
+
+    def __init__(self) -> None:
+        self.beginning = threading.Lock()
+        """Held while a save is begun: from finding none in flight until the new one is kept."""
+        self.beginner: int | None = None
+        """The thread that holds it."""
+        self.handle: AsyncSave | None = None
+        """The save in flight, or one that failed without anybody having asked."""
+        self.thread: threading.Thread | None = None
+        """The thread of the last save."""
+        self.stagers: dict[bool, PinnedStager] = {}
+        """The memory for copies: one for saves by thread (False), one that torch's process shares (True)."""
+        self.lock = threading.RLock()  # a signal handler may run while its own thread holds it
+        self.is_exit_watched = False
+
+    @contextlib.contextmanager
+    def hold(self, timeout: float | None, error: BaseException) -> Iterator[None]:
+        """Let no other thread begin a save in this context. Raises `error` after `timeout` seconds.
+
+        Raises `SaveInFlightError` where waiting would never end.
+        """
+        if self.beginner == threading.get_ident():
+            raise SaveInFlightError(
+                "this thread is still beginning a background save, so no other was begun, and nothing was freed. "
+                "Begin one when async_save has returned",
+                uri="",
+            )
+        if self._is_waited_for_here():
+            timeout = 0
+            error = SaveInFlightError(
+                "another thread begins a background save, and waits for this one, which has made the save before, to "
+                "end: nothing was begun or freed here",
+                uri="",
+            )
+        if not self.beginning.acquire(timeout=-1 if timeout is None else timeout):
+            raise error
+        self.beginner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.beginner = None
+            self.beginning.release()
+
+    def _is_waited_for_here(self) -> bool:
+        """Return True in the thread of the last save, for whose end the thread that begins the next one waits.
+
+        Raises `SaveInFlightError` if that save still runs.
+        """
+        if self.thread is not threading.current_thread():
+            return False
+        if self.handle is not None and not self.handle.done():
+            raise SaveInFlightError(
+                f"this is the thread that saves to {self.handle.uri}, which cannot wait for its own end: nothing was "
+                "begun or freed",
+                uri=self.handle.uri,
+            )
+        return True
+
+    def join(self) -> None:
+        """Wait for the thread of a save that has ended."""
+        thread = self.thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join()
+
+
+_slot = _Slot()
+
+
+def latest() -> AsyncSave | None:
+    """Return the background save that is in flight, or that has failed without anybody having asked."""
+    handle = _slot.handle
+    if handle is None or not handle.done():
+        return handle
+    return None if _unseen_failure(handle) is None else handle
+
+
+@contextlib.contextmanager
+def turn(
+    in_flight: Literal["wait", "raise"], *, first_with: Callable[[str | None], tuple[int, str] | None]
+) -> Iterator[None]:
+    """Let no other thread begin a save in this context, in which `await_turn` waits for the save in flight.
+
+    With ``"raise"``, raises `SaveInFlightError` instead of waiting, if `first_with` names a rank with a save in flight.
+    It is called with the URI of this rank's. All ranks raise then, or none.
+    """
+    refuse_in_fork()
+    refusal = SaveInFlightError(
+        "another thread is still beginning a background save, so no other was begun. "
+        "Begin one when async_save has returned",
+        uri="",
+    )
+    with _slot.hold(0 if in_flight == "raise" else None, refusal):
+        if in_flight == "raise":
+            _refuse_beside_another(first_with)
+        yield
+
+
+def _refuse_beside_another(first_with: Callable[[str | None], tuple[int, str] | None]) -> None:
+    mine = _slot.handle
+    is_mine = mine is not None and not mine.done()
+    found = first_with(mine.uri if mine is not None and is_mine else None)
+    if found is not None:
+        rank, uri = found
+        where = "" if is_mine else f" on rank {rank}"
+        raise SaveInFlightError(
+            f"the background save to {uri} is still running{where}, so no other was begun. Wait for its handle or "
+            "cancel it, or let async_save wait (Options.async_in_flight)",
+            uri=uri,
+        )
+
+
+def in_flight_on(
+    mine: str | None, process_group: dist.ProcessGroup | None, *, uri: str, timeout_s: float
+) -> tuple[int, str] | None:
+    """Return the first rank with a save in flight, and its URI, or None. `mine` is the URI of this rank's.
+
+    Collective, on a group of its own, because the save may be using the others: ranks that came to different answers
+    would wait for each other. Raises `RankLostError` if not all ranks come.
+    """
+    uri = redacted(uri)
+    try:
+        doing = "beginning to save"
+        with guarded_collectives(process_group, "asking", doing=doing, uri=uri, timeout_s=timeout_s) as group:
+            if group is process_group:
+                return None if mine is None else (0, mine)
+            answers: list[str | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(answers, mine, group=group)
+    except CheckpointException as error:
+        raise failure_of(error, what=f"saving {uri}") from None
+    return next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), None)
+
+
+def await_turn() -> None:
+    """Wait until the background save in flight, if there is one, has ended.
+
+    Two saves on one process group at a time would mix up their collectives.
+    """
+    refuse_in_fork()
+    if _slot.handle is not None:
+        _slot.handle.committed.wait()
+    _slot.join()
+
+
+@contextlib.contextmanager
+def earlier_failure() -> Iterator[BaseException | None]:
+    """Give the failure of a background save that nobody has asked for: all ranks must raise it before anything else.
+
+    It counts as known once an exception that leaves this context holds it.
+    """
+    previous = _slot.handle
+    error = _unseen_failure(previous)
+    try:
+        yield error
+    except CheckpointException as raised:
+        if error is not None:
+            is_told = raised is error or str(error) in map(str, causes_of(raised))
+            keep(previous) if previous is not None and not is_told else forget(previous)
+        raise
+
+
+def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
+    if handle is None or not handle.done() or handle.committed.is_known:
+        return None
+    error = handle.committed.failure()
+    if error is None or handle.cancelled():
+        return None
+    if isinstance(error, CheckpointException) and any(isinstance(at, CheckpointException) for at in causes_of(error)):
+        return None  # it is another rank's earlier failure, which must not go back and forth between the ranks
+    what = f"an earlier background save to {handle.uri}, whose handle nobody had asked,"
+    if not isinstance(error, CheckpointException):
+        cause = portable(error) if isinstance(error, Exception) else error
+        error = CheckpointException("save", {0: (cause, traceback.extract_tb(error.__traceback__))})
+    return failure_of(error, what=what)
+
+
+def keep(handle: AsyncSave, thread: threading.Thread | None = None) -> None:
+    """Make `handle`, which `thread` runs, the save in flight."""
+    with _slot.lock:
+        _slot.handle, _slot.thread = handle, thread
+        if not _slot.is_exit_watched:
+            # Processes of multiprocessing end without calling what atexit has registered.
+            multiprocessing.util.Finalize(None, _at_exit, exitpriority=0)
+            _slot.is_exit_watched = True
+
+
+def forget(handle: AsyncSave | None) -> None:
+    """Drop the save: nobody needs to learn of its outcome any more."""
+    with _slot.lock:
+        if _slot.handle is handle:
+            _slot.handle = None
+
+
+def own_stager(*, is_shared: bool) -> PinnedStager:
+    """Return the stager of this process, which keeps its memory from save to save."""
+    with _slot.lock:
+        if is_shared not in _slot.stagers:
+            _slot.stagers[is_shared] = PinnedStager(shared=is_shared)
+        return _slot.stagers[is_shared]
+
+
+def close(timeout: float | None = None) -> None:
+    """Wait for the background save in flight, free the memory that saves keep, and end torch's background process.
+
+    Raises the failure of the last save if nobody has asked its handle for it. Raises `TimeoutError`, with nothing
+    freed, if the save has not ended within `timeout` seconds. Can be called again, and later saves allocate memory
+    anew. A script that ends without it loses nothing: the interpreter completes the save in flight, and frees
+    everything. Waits, too, while another thread begins a save. Raises `SaveInFlightError` if this very thread begins a
+    save, or makes one.
+    """
+    refuse_in_fork()
+    ends_at_s = None if timeout is None else time.monotonic() + timeout
+    refusal = TimeoutError(f"another thread has not begun its background save within {timeout} s; it goes on")
+    with _slot.hold(None if timeout is None else max(0.0, timeout), refusal):
+        _end(timeout, within_s=None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
+
+
+def _end(timeout: float | None, *, within_s: float | None) -> None:
+    previous = _slot.handle
+    if previous is not None and not previous.committed.wait(within_s):
+        raise TimeoutError(f"the background save to {previous.uri} has not ended within {timeout} s; it goes on")
+    _slot.join()
+    with _slot.lock:
+        stagers, _slot.stagers = list(_slot.stagers.values()), {}
+    for stager in stagers:
+        stager.close()
+    end_process()
+    PINNED.close()
+    error = _unseen_failure(previous)
+    forget(previous)
+    if error is not None:
+        raise error
+
+
+def _at_exit() -> None:
+    if is_forked():
+        return
+    try:
+        _end(None, within_s=None)
+    except BaseException as error:  # noqa: BLE001  # there is no caller left who could get it
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+atexit.register(_at_exit)

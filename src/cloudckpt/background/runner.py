@@ -1,0 +1,305 @@
+"""Runs a save beside training, in a thread that the interpreter waits for at its exit.
+
+See ``docs/design/017-background-saves.md``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import datetime as dt
+import functools
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from cloudckpt._forks import refuse_in_fork
+from cloudckpt.background.handle import AsyncSave
+from cloudckpt.background.in_flight import forget, keep, own_stager
+from cloudckpt.background.process import ProcessSave, end_process
+from cloudckpt.cancellation import Cancellation
+from cloudckpt.dcp.protocol import SavedMetadata, rank_in, run_save
+from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.distributed.guarded_group import CollectiveCall, exists
+from cloudckpt.errors import RankLostError, portable
+from cloudckpt.pipeline.context import Lifecycle
+from cloudckpt.tensors.stager import Staging, WholeStaging
+
+
+class GlooGroupCache:
+    """Makes one gloo group of the ranks of each group, and gives it again later."""
+
+    def __init__(self) -> None:
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+    def group_like(self, source: dist.ProcessGroup, *, timeout_s: float | None = None) -> dist.ProcessGroup:
+        """Return the gloo group of the ranks of `source`. Collective on the first call.
+
+        `timeout_s` is that of its collectives, if this call makes it.
+        """
+        refuse_in_fork()
+        for known, group in list(self._groups.items()):
+            if not (exists(known) and exists(group)):
+                del self._groups[known]
+        if source not in self._groups:
+            self._groups[source] = dist.new_group(
+                dist.get_process_group_ranks(source),
+                backend="gloo",
+                timeout=None if timeout_s is None else dt.timedelta(seconds=timeout_s),
+                use_local_synchronization=source is not dist.group.WORLD,
+            )
+        return self._groups[source]
+
+
+_background_groups = GlooGroupCache()
+
+
+def require_cpu_backend(process_group: dist.ProcessGroup | None) -> None:
+    """Raise ``AssertionError``, as torch itself does, if the group has no CPU backend."""
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    source = process_group if process_group is not None else dist.group.WORLD
+    if source is not None and torch.device("cpu") not in source._device_types:  # noqa: SLF001  # torch has no other way to ask
+        raise AssertionError(
+            "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
+        )
+
+
+def background_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a gloo group of the same ranks, for a save beside training. Collective on its first call."""
+    source = process_group if process_group is not None else dist.group.WORLD if dist.is_available() else None
+    return None if source is None else _background_groups.group_like(source)
+
+
+class ExternalStaging:
+    """A copy that a stager of torch's protocol makes. It does not tell how many bytes it has copied."""
+
+    num_bytes = copied_bytes = 0
+
+    def __init__(self) -> None:
+        self.completed: Future[None] = Future()
+        """Done when all is copied; holds the exception if that failed."""
+        self.is_overlapped = False
+        """True if the stager returned before all was copied, so that nobody waits for it."""
+        self.state_dict: dict[str, Any] = {}
+        """The copy, once it is completed."""
+
+    @classmethod
+    def failed(cls, error: BaseException) -> ExternalStaging:
+        """Return a copy that failed with `error`."""
+        staging = cls()
+        staging.completed.set_exception(error)
+        return staging
+
+    @classmethod
+    def begin(cls, stager: AsyncStager, entries: dict[str, Any]) -> ExternalStaging:
+        """Let `stager` copy `entries`. Raises what it raises."""
+        staging = cls()
+        result = stager.stage(entries)
+        if isinstance(result, Future):
+            staging.is_overlapped = True
+            result.add_done_callback(staging._take)
+            return staging
+        if stager.should_synchronize_after_execute:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch calls it, too
+                stager.synchronize_staging()
+        staging.state_dict = result
+        staging.completed.set_result(None)
+        return staging
+
+    def _take(self, future: Future[dict[str, Any]]) -> None:
+        error = future.exception()
+        if error is not None:
+            self.completed.set_exception(error)
+            return
+        self.state_dict = future.result()
+        self.completed.set_result(None)
+
+
+def begin_staging(
+    stager: AsyncStager | None, entries: dict[str, Any], *, by_process: bool
+) -> Staging | ExternalStaging:
+    """Begin to copy `entries` with `stager`, or into this process's own memory. A failure is the copy's outcome."""
+    try:
+        if stager is None and not by_process:
+            return own_stager(is_shared=False).begin(entries)
+        return ExternalStaging.begin(own_stager(is_shared=True) if stager is None else stager, entries)
+    except Exception as error:  # noqa: BLE001  # it is the save's failure, which all ranks have to learn of
+        return ExternalStaging.failed(error)
+
+
+@dataclass(slots=True, kw_only=True)
+class BackgroundSave:
+    """One save whose state dict a stager has got."""
+
+    staging: Staging | ExternalStaging | None
+    """None once the save has ended."""
+    writer: ObjectStoreWriter
+    by_process: bool
+    planner: SavePlanner | None
+    call: CollectiveCall | None
+    process_group: dist.ProcessGroup | None
+    no_dist: bool
+    use_collectives: bool
+    process: ProcessSave | None = None
+    handle: AsyncSave | None = None
+    thread: threading.Thread | None = None
+
+    def begin(self, *, is_overlapped: bool) -> AsyncSave:
+        """Start the save in a thread of its own. Returns when all is copied, or at once if `is_overlapped`.
+
+        Raises the failure of the save if the copy failed. After any exception, the caller calls `abandon`.
+        """
+        staging = self.staging
+        assert staging is not None  # noqa: S101  # it has not run yet
+        uri = self.writer.checkpoint_id
+        rank = rank_in(self.process_group, no_dist=self.no_dist)
+        cancellation = Cancellation(uri, rank=rank)
+        self.writer.begin(rank)
+        staging.completed.add_done_callback(functools.partial(_announce_copy, staging, self.writer.lifecycle))
+        tell_others = None
+        if self.by_process:
+            self._start_process(staging)
+            cancellation.enter("uploading")
+        elif self.call is not None:
+            self.call.set_on_cancel(cancellation.cancel)
+            tell_others = self.call.cancel
+        self.handle = handle = AsyncSave(
+            uri,
+            cancellation=cancellation,
+            can_be_cancelled=not self.by_process,
+            staging=staging,
+            tell_others=tell_others,
+        )
+        run = functools.partial(self._run, staging, handle, cancellation, is_overlapped=is_overlapped)
+        self.thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(run,), name="cloudckpt-async", daemon=False
+        )
+        keep(handle, self.thread)
+        self.thread.start()
+        if is_overlapped and not staging.completed.done():
+            return handle
+        concurrent.futures.wait([staging.completed])
+        if staging.completed.exception() is not None and (error := handle.exception()) is not None:
+            raise error
+        return handle
+
+    def _start_process(self, staging: Staging | ExternalStaging) -> None:
+        assert isinstance(staging, ExternalStaging)  # noqa: S101  # `begin_staging` has made it
+        self.process = ProcessSave(
+            self.writer,
+            planner=self.planner,
+            call=self.call,
+            process_group=self.process_group,
+            no_dist=self.no_dist,
+            use_collectives=self.use_collectives,
+        )
+        try:
+            self.process.start(staging)
+        except CheckpointException as error:
+            if self.call is not None and not isinstance(error, RankLostError):
+                self.call.end(None)  # the others raise it, too
+                self.call = None
+            self.writer.lifecycle.end(error)
+            raise
+
+    def abandon(self, error: BaseException) -> None:
+        """End the save whose `begin` raised: nobody has its handle."""
+        if self.thread is not None and self.thread.ident is not None and self.handle is not None:
+            self.handle.cancel()
+            return
+        forget(self.handle)
+        if self.process is not None:
+            end_process()
+        if self.call is not None:
+            self.call.end(error)
+
+    def _run(
+        self,
+        staging: Staging | ExternalStaging,
+        handle: AsyncSave,
+        cancellation: Cancellation,
+        *,
+        is_overlapped: bool,
+    ) -> None:
+        outcome: SavedMetadata | BaseException
+        try:
+            if self.process is not None:
+                outcome = self.process.result()
+            else:
+                outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
+        except BaseException as error:  # noqa: BLE001  # the handle holds it
+            traceback.clear_frames(error.__traceback__)  # the frames hold the copy
+            outcome = error
+            if isinstance(error, CheckpointException):
+                error.__traceback__ = None  # it says itself where it comes from, and would keep this frame
+        if isinstance(outcome, BaseException):
+            self.writer.lifecycle.end(outcome)
+        concurrent.futures.wait([staging.completed])  # the memory is written to until then
+        staging.state_dict = {}  # or its tensors would live until the next save
+        self.staging = self.planner = self.process = self.handle = None
+        handle.end(outcome)
+        if not isinstance(outcome, BaseException) or handle.cancelled():
+            forget(handle)
+        del outcome  # whose traceback holds this frame
+
+    def _save(
+        self, staging: Staging | ExternalStaging, cancellation: Cancellation, *, is_overlapped: bool
+    ) -> SavedMetadata:
+        writer, planner = self.writer, self.planner
+        snapshot: Staging | WholeStaging | None = None
+        refusal: BaseException | None = None
+        try:
+            if isinstance(staging, Staging) and planner is None and not writer.has_transforms:
+                # The save reads nothing but bytes, each once it is copied. If the caller waits for a copy that keeps
+                # every core busy, an upload beside it would make that wait longer than it would shorten the save.
+                snapshot = staging if is_overlapped or staging.leaves_cores else WholeStaging(staging)
+            else:
+                cancellation.wait_for(staging.completed)
+            cancellation.check()
+            if staging.completed.done():
+                staging.completed.result()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  # all ranks have to learn of it
+            refusal = portable(error) if isinstance(error, Exception) else error
+        except BaseException as error:  # the copy was interrupted
+            if self.call is not None:
+                self.call.end(error)  # or the others would wait for this rank
+            raise
+        writer.follow(cancellation, snapshot)
+        try:
+            return run_save(
+                {} if refusal is not None else staging.state_dict,
+                writer,
+                planner=planner,
+                group_context=_company(self.call, self.process_group),
+                no_dist=self.no_dist,
+                use_collectives=self.use_collectives,
+                refusal=refusal,
+            )
+        finally:
+            if self.call is not None:
+                self.call.set_on_cancel(None)
+            writer.follow(None)
+
+
+def _announce_copy(staging: Staging | ExternalStaging, lifecycle: Lifecycle, completed: Future[None]) -> None:
+    if completed.exception() is None:
+        lifecycle.end_staging(staging.copied_bytes)
+
+
+@contextlib.contextmanager
+def _company(call: CollectiveCall | None, group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
+    with contextlib.nullcontext() if call is None else call.ended():
+        yield group

@@ -1,0 +1,124 @@
+"""The state that a save and its handle share: its progress, and the decision to cancel or to commit it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+
+from cloudckpt.errors import SaveCancelledError
+from cloudckpt.report import SavePhase, SaveProgress
+
+
+class Cancellation:
+    """Decides once, under one lock, if one save on one rank is cancelled or committed. Safe to use from any thread."""
+
+    def __init__(self, uri: str = "", *, rank: int = 0) -> None:
+        self._uri = uri
+        self._rank = rank
+        self._cancelled: Future[None] = Future()
+        self._lock = threading.RLock()  # a signal handler may run while its own thread holds it
+        self._phase: SavePhase = "staging"
+        self._cancelled_by: frozenset[int] = frozenset()
+        self._is_sealed = False
+        self.is_committing = False
+        """True if this rank makes the commit, and has begun to."""
+        self._stop: Callable[[SaveCancelledError], None] | None = None
+        self._total_bytes = 0
+        self._uploaded_bytes = 0
+
+    def progress(self, *, staged_bytes: int) -> SaveProgress:
+        with self._lock:
+            return SaveProgress(
+                phase=self._phase,
+                staged_bytes=staged_bytes,
+                uploaded_bytes=self._uploaded_bytes,
+                total_bytes=max(self._total_bytes, self._uploaded_bytes),
+            )
+
+    def cancel(self, ranks: Iterable[int] = ()) -> bool:
+        """Cancel the save in the name of `ranks`, or of this rank. Returns True if it certainly ends without a commit.
+
+        Returns False once `seal` was called: then this rank does not decide any more.
+        """
+        with self._lock:
+            if self._is_sealed:
+                return False
+            self._cancelled_by |= frozenset(ranks or (self._rank,))
+            stop = self._stop
+            if not self._cancelled.done():
+                self._cancelled.set_result(None)
+        if stop is not None:
+            stop(self._error())
+        return True
+
+    def check(self) -> None:
+        """Raise `SaveCancelledError` if the save is cancelled."""
+        if self._cancelled_by:
+            raise self._error()
+
+    def wait_for(self, future: Future[None]) -> None:
+        """Wait until `future` is done or the save is cancelled."""
+        concurrent.futures.wait([future, self._cancelled], return_when=concurrent.futures.FIRST_COMPLETED)
+
+    def enter(self, phase: SavePhase, *, total_bytes: int | None = None) -> None:
+        """Note that `phase` begins. Raises `SaveCancelledError` if the save is cancelled."""
+        with self._lock:
+            if not self._cancelled_by:
+                self._phase = phase
+            if total_bytes is not None:
+                self._total_bytes = total_bytes
+        self.check()
+
+    def seal(self, *, commits: bool) -> None:
+        """Rule out that this rank cancels the save from here on. Raises `SaveCancelledError` if it is cancelled.
+
+        The coordinator, which `commits`, calls it before the commit, another rank after it has written its part.
+        """
+        with self._lock:
+            self._is_sealed = not self._cancelled_by
+            if self._is_sealed:
+                self._phase, self.is_committing = "committing", commits
+        self.check()
+
+    def end(self, phase: SavePhase) -> None:
+        """Note that the save has ended in `phase`."""
+        with self._lock:
+            self._is_sealed, self._stop = True, None
+            self._phase = phase
+            if phase == "committed":
+                self._total_bytes = self._uploaded_bytes
+
+    def count_uploaded(self, num_bytes: int) -> None:
+        with self._lock:
+            self._uploaded_bytes += num_bytes
+
+    @contextlib.contextmanager
+    def stopping(self, stop: Callable[[SaveCancelledError], None]) -> Iterator[None]:
+        """Call `stop`, in any thread, if the save is cancelled in this context.
+
+        An exception that leaves the context after that is taken for a consequence, and replaced.
+        """
+        with self._lock:
+            self._stop = stop
+        self.check()
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
+        finally:
+            with self._lock:
+                self._stop = None
+        self.check()
+
+    def _error(self) -> SaveCancelledError:
+        ranks = tuple(sorted(self._cancelled_by))
+        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        return SaveCancelledError(
+            f"the save to {self._uri} was cancelled by {who} before its commit: nothing of it is visible",
+            uri=self._uri,
+            ranks=ranks,
+        )

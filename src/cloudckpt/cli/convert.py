@@ -1,0 +1,324 @@
+"""``cloudckpt cp``, ``export`` and ``import``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cloudckpt.cli._console import Console, count, rate, size
+from cloudckpt.cli._errors import NO, message_of
+from cloudckpt.cli._options import (
+    AsJSON,
+    EndpointURL,
+    Quiet,
+    StorageOptions,
+    TargetEndpointURL,
+    TargetStorageOptions,
+    Timeout,
+    options_of_both,
+    parse_size,
+)
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+
+if TYPE_CHECKING:
+    from cloudckpt.convert.reports import ConversionReport, CopyReport
+    from cloudckpt.options import Options
+
+_OF_ONE_CHECKPOINT = (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+"""Errors that do not keep cp --all from copying the other checkpoints."""
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="The target.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the target already.")]
+UnsafePickle = Annotated[
+    bool,
+    typer.Option("--unsafe-pickle", help="Read pickles, which can run any code: only if you trust who wrote them."),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="PATTERN",
+        help="Take only entries with such names ('model.*'); may be given several times.",
+        show_default=False,
+    ),
+]
+Format = Annotated[
+    str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, torch (one file), or dcp (torch's own).")
+]
+
+
+def cp(
+    source: Source,
+    target: Target,
+    *,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Copy every checkpoint under the folder SRC into the folder DST, the oldest first. Leaves alone those "
+            "that exist in DST. Reports those that are damaged or vanish, and copies the others.",
+        ),
+    ] = False,
+    overwrite: Overwrite = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue an earlier cp --resume of the same checkpoint to the same place: what it copied is read and "
+            "compared, not sent again. If this one fails, what it copied is kept. If the copy is complete, nothing is "
+            "written.",
+        ),
+    ] = False,
+    storage_option: StorageOptions = None,
+    endpoint_url: EndpointURL = None,
+    target_storage_option: TargetStorageOptions = None,
+    target_endpoint_url: TargetEndpointURL = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJSON = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy a checkpoint to another place, on any store: each byte checked, committed last.
+
+    Example: cloudckpt cp s3://bucket/run/step-100 gs://other/run/step-100
+    """
+    console = Console(as_json=as_json, quiet=quiet)
+    options, target_options = options_of_both(
+        (source, storage_option, endpoint_url),
+        (target, target_storage_option, target_endpoint_url),
+        timeout_s=timeout,
+    )
+    both = options, dataclasses.replace(target_options, resume=resume)
+    if not every:
+        report = _copy(console, source, target, both, overwrite=overwrite)
+        if as_json:
+            console.document(_document_of(report, report.copy_s))
+        return
+    documents: list[dict[str, Any]] = []
+    try:
+        for one_source, one_target in _pairs(source, target, options):
+            documents.append(_copy_unless_there(console, one_source, one_target, both, overwrite=overwrite))
+    finally:
+        if as_json and documents:  # a script learns what was done, whatever ends it
+            console.document(documents)
+    num_failed = sum("problem" in document for document in documents)
+    if num_failed:
+        console.say(f"{count(num_failed, 'checkpoint')} of {len(documents):,} could not be copied.")
+        raise typer.Exit(NO)
+
+
+def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
+    from cloudckpt.inspect.catalog import list_checkpoints
+    from cloudckpt.uri import parse_location
+
+    checkpoints = list_checkpoints(source, options=options)
+    if not checkpoints:
+        uri = parse_location(source).uri
+        raise CheckpointNotFoundError(f"no checkpoint is committed directly under {uri}", uri=uri)
+    folder = parse_location(target)
+    return [(one.uri, folder.child(one.name).uri) for one in checkpoints]
+
+
+def _copy_unless_there(
+    console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
+) -> dict[str, Any]:
+    from cloudckpt.convert.copying import is_taken
+
+    not_copied = {"copied": False, "source": source, "target": target}
+    try:
+        if overwrite or not is_taken(target, options=options[1]):
+            report = _copy(console, source, target, options, overwrite=overwrite)
+            return {"copied": True, **_document_of(report, report.copy_s)}
+    except CheckpointExistsError:
+        pass
+    except _OF_ONE_CHECKPOINT as error:
+        console.warn(message_of(error))
+        return {**not_copied, "problem": str(error)}
+    console.say(f"{target} exists already.")
+    return not_copied
+
+
+def _copy(
+    console: Console, source: str, target: str, options: tuple[Options, Options], *, overwrite: bool
+) -> CopyReport:
+    from cloudckpt.convert.copying import copy
+
+    with console.progress(f"copying {source}") as on_progress:
+        report = copy(
+            source,
+            target,
+            overwrite=overwrite,
+            options=options[0],
+            target_options=options[1],
+            on_progress=on_progress,
+        )
+    if not console.as_json:
+        console.line(f"{report.target}: {size(report.num_bytes)} in {count(report.num_objects, 'object')}")
+    if report.was_there:
+        console.say(f"It exists already, and was compared in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}.")
+        return report
+    service_bytes = report.num_service_bytes + report.num_read_back_bytes
+    by_service = f", {size(service_bytes)} of it by the service itself" if service_bytes else ""
+    reused = f", {size(report.num_reused_bytes)} were there already" if report.num_reused_bytes else ""
+    console.say(f"Copied in {report.copy_s:.1f} s, {rate(report.bytes_per_s)}{by_service}{reused}.")
+    return report
+
+
+def export(
+    source: Source,
+    target: Target,
+    *,
+    format_: Format = "safetensors",
+    include: Include = None,
+    strip_prefix: Annotated[
+        str, typer.Option("--strip-prefix", metavar="PREFIX", help="Leave this out of the names.", show_default=False)
+    ] = "",
+    max_shard_size: Annotated[
+        int, typer.Option(parser=parse_size, metavar="SIZE", help="Largest safetensors file.")
+    ] = "5GB",  # type: ignore[assignment]  # Typer parses it
+    skip_non_tensors: Annotated[
+        bool, typer.Option("--skip-non-tensors", help="Leave out what safetensors files cannot hold.")
+    ] = False,
+    overwrite: Overwrite = False,
+    unsafe_pickle: UnsafePickle = False,
+    storage_option: StorageOptions = None,
+    endpoint_url: EndpointURL = None,
+    target_storage_option: TargetStorageOptions = None,
+    target_endpoint_url: TargetEndpointURL = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJSON = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a checkpoint as files that other programs read: Hugging Face's safetensors, or torch's own formats.
+
+    Example: cloudckpt export s3://bucket/run/step-100 ./model --include 'model.*' --strip-prefix model.
+    """
+    from cloudckpt.convert.exports import export_checkpoint
+
+    console = Console(as_json=as_json, quiet=quiet)
+    options, target_options = options_of_both(
+        (source, storage_option, endpoint_url),
+        (target, target_storage_option, target_endpoint_url),
+        timeout_s=timeout,
+    )
+    with console.progress(f"exporting {source}") as on_progress:
+        report = export_checkpoint(
+            source,
+            target,
+            format=format_,  # type: ignore[arg-type]  # it checks the name
+            include=include or (),
+            strip_prefix=strip_prefix,
+            max_shard_bytes=max_shard_size,
+            skip_non_tensors=skip_non_tensors,
+            overwrite=overwrite,
+            allow_pickle=unsafe_pickle,
+            options=options,
+            target_options=target_options,
+            on_progress=on_progress,
+        )
+    if as_json:
+        console.document(_document_of(report, report.convert_s))
+        return
+    console.line(
+        f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')} in "
+        f"{count(len(report.files), 'file')}, {size(report.num_bytes)}"
+    )
+    if report.left_out:
+        console.say(f"Left out {count(len(report.left_out), 'value')}: {', '.join(report.left_out)}")
+    console.say(f"Exported in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+
+
+def import_(
+    source: Source,
+    target: Target,
+    *,
+    format_: Format = "safetensors",
+    include: Include = None,
+    add_prefix: Annotated[
+        str, typer.Option("--add-prefix", metavar="PREFIX", help="Put this before the names.", show_default=False)
+    ] = "",
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tie",
+            metavar="NAME=TENSOR",
+            help="Give a tensor of safetensors files another name, too ('lm_head.weight=model.embed_tokens.weight'); "
+            "may be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    unsafe_pickle: UnsafePickle = False,
+    storage_option: StorageOptions = None,
+    endpoint_url: EndpointURL = None,
+    target_storage_option: TargetStorageOptions = None,
+    target_endpoint_url: TargetEndpointURL = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJSON = False,
+    quiet: Quiet = False,
+) -> None:
+    """Save files of other programs as a checkpoint: Hugging Face's safetensors, or torch's own formats.
+
+    Example: cloudckpt import ./model s3://bucket/run/step-0 --add-prefix model.
+    """
+    from cloudckpt.convert.imports import import_checkpoint
+
+    console = Console(as_json=as_json, quiet=quiet)
+    options, target_options = options_of_both(
+        (source, storage_option, endpoint_url),
+        (target, target_storage_option, target_endpoint_url),
+        timeout_s=timeout,
+    )
+    with console.progress(f"importing {source}") as on_progress:
+        report = import_checkpoint(
+            source,
+            target,
+            format=format_,  # type: ignore[arg-type]  # it checks the name
+            include=include or (),
+            add_prefix=add_prefix,
+            tie=_parse_ties(tie or ()),
+            overwrite=overwrite,
+            allow_pickle=unsafe_pickle,
+            options=options,
+            target_options=target_options,
+            on_progress=on_progress,
+        )
+    if as_json:
+        console.document(_document_of(report, report.convert_s))
+        return
+    console.line(
+        f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')}, "
+        f"{size(report.num_bytes)}"
+    )
+    console.say(f"Imported in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+
+
+def _parse_ties(assignments: Sequence[str]) -> dict[str, str]:
+    ties: dict[str, str] = {}
+    for assignment in assignments:
+        name, _, tensor = assignment.partition("=")
+        if not name or not tensor:
+            raise typer.BadParameter(f"{assignment!r} is not of the form NAME=TENSOR", param_hint="--tie")
+        if name in ties:
+            raise typer.BadParameter(f"the name {name!r} is given twice", param_hint="--tie")
+        ties[name] = tensor
+    return ties
+
+
+def _document_of(report: CopyReport | ConversionReport, seconds: float) -> dict[str, Any]:
+    members = dataclasses.asdict(report)
+    return {name: members[name] for name in members if not name.endswith("_s")} | {"seconds": seconds}

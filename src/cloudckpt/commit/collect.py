@@ -1,0 +1,380 @@
+"""Removing garbage: a fence first, so that nothing that goes can be committed any more.
+
+A save fixes its number before it writes any data. So once the log has an entry that it did not have when some data was
+listed, whoever wrote that data has a number that is taken, or decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from cloudckpt.commit.fences import Fence
+from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, plan_removal
+from cloudckpt.commit.log import (
+    Entry,
+    Log,
+    check_ours,
+    list_entries,
+    manifest_key,
+    manifest_number,
+    parse_ranks,
+    put_fence,
+    read_entry,
+    read_log,
+    read_manifest,
+    settle,
+)
+from cloudckpt.commit.publish import split_into_batches
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CheckpointChangedError,
+    CheckpointError,
+    InvalidManifestError,
+    StoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.io.retry import Retrier
+from cloudckpt.stores.base import Store, UploadInfo
+
+_MOST_REFUSALS = 10
+"""In a row: then nothing there can be removed."""
+_PARTS = ("manifest", "data/", "rank-")
+"""The beginnings of the keys of a checkpoint, and of those of ranks that saved on their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One location under a root that was walked."""
+
+    store: Store
+    """Rooted at the location."""
+    root: Store
+    """Rooted at the root: removals go through it, so that a directory's empty folders go too."""
+    prefix: str
+    """The prefix of the location's keys under the root; empty, or with a slash at its end."""
+    found: Sequence[FoundItem]
+    """The items that the walk found there besides the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptKey:
+    """Something that could not be removed."""
+
+    key: str
+    """Seen from the root that was walked."""
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A location's log, and the plan of what may be removed."""
+
+    log: Log
+    plan: RemovalPlan
+
+
+def walk(
+    store: Store,
+    retrier: Retrier,
+    *,
+    prefixes: Sequence[str] = ("",),
+    has_hidden_uploads: bool,
+    on_unlisted: Callable[[StoreError], None] | None,
+) -> Inventory:
+    """List what cloudckpt wrote under `store`: one listing of objects and one of uploads for each of `prefixes`.
+
+    `on_unlisted` is told why unfinished uploads could not be listed; without it, that is an error as any other, and so
+    is a folder that could not be looked into. With it, the inventory has these folders as `Inventory.unlisted`.
+    """
+    inventory = retrier.call(_objects, store, prefixes, has_hidden_uploads=has_hidden_uploads)
+    try:
+        found, unlisted = retrier.call(_uploads, store, prefixes)
+        for upload in found:
+            inventory.add_upload(upload)
+        inventory.unlisted.update(unlisted)
+    except UnsupportedOperationError:
+        pass  # then none can be open
+    except StoreError as error:
+        if on_unlisted is None:
+            raise
+        on_unlisted(error)
+    for prefix, denied in inventory.unlisted.items():
+        if on_unlisted is None or not prefix:
+            raise denied
+    return inventory
+
+
+def walk_checkpoint(store: Store, retrier: Retrier, *, has_hidden_uploads: bool) -> tuple[Inventory, list[str]]:
+    """Return what cloudckpt wrote at `store`, a checkpoint's, and the prefixes of its log and of those of its ranks.
+
+    A listing of the folders has to have the same ranks, or two walks in a row: else one listing that lacks a rank would
+    leave that rank's part behind. Raises what `walk` raises, and `CheckpointChangedError`.
+    """
+
+    def look() -> tuple[Inventory, Hashable]:
+        inventory = walk(store, retrier, prefixes=_PARTS, has_hidden_uploads=has_hidden_uploads, on_unlisted=None)
+        walked = tuple(parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations))
+        listed = tuple(parse_ranks(retrier.collect(store.list_directories)))
+        return inventory, None if inventory.locations and walked == listed else ("ranks", walked, listed)
+
+    inventory = settle(
+        look, changing=lambda: CheckpointChangedError(f"what lies at {store.uri} changes all the time", uri=store.uri)
+    )
+    ranks = parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations)
+    own = {"", *(f"rank-{rank}/" for rank in ranks)}
+    return inventory, [prefix for prefix in inventory.locations if prefix in own]
+
+
+def _objects(store: Store, prefixes: Sequence[str], *, has_hidden_uploads: bool) -> Inventory:
+    inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
+    for prefix in prefixes:
+        with note_unlisted(inventory.unlisted):
+            for info in store.list(prefix):
+                inventory.add_object(info)
+    return inventory
+
+
+def _uploads(store: Store, prefixes: Sequence[str]) -> tuple[list[UploadInfo], dict[str, StoreError]]:
+    found, unlisted = list[UploadInfo](), dict[str, StoreError]()
+    for prefix in prefixes:
+        with note_unlisted(unlisted):
+            found.extend(store.list_uploads(prefix))  # by what there is before an error
+    return found, unlisted
+
+
+def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool = False) -> Verdict:
+    """Read a location's log, and plan what may be removed.
+
+    Raises `CheckpointError` where it cannot be told what counts there.
+    """
+    gone: int | None = None
+    for _ in range(2):
+        log = read_log(place.store, retrier)
+        counting = log.counting
+        if counting is not None and counting == gone and all(entry.number != counting for entry in log.entries):
+            counting = None  # removed by other means than ours, while a fence keeps it
+        # Manifests can be large: none is read where nothing would go even if they named nothing.
+        sketch = _plan(place, log, counting, {}, before=before, is_fenced=is_fenced)
+        if sketch.is_empty:
+            return Verdict(log=log, plan=sketch)
+        references: dict[int, frozenset[str]] = {}
+        if counting is not None:
+            manifest = read_manifest(place.store, counting, retrier)
+            if manifest is None:
+                gone = counting
+                continue
+            references[counting] = frozenset(stored.key for stored in manifest.objects)
+        for entry in log.entries:
+            if entry.number != counting and not entry.is_fence:
+                references[entry.number] = _references(place.store, entry, retrier)
+        plan = _plan(place, log, counting, references, before=before, is_fenced=is_fenced)
+        return Verdict(log=Log(entries=log.entries, counting=counting), plan=plan)
+    why = "is being overwritten again and again, or its store lists a manifest that it does not find when it is read"
+    raise CheckpointChangedError(f"{place.store.uri} {why}", uri=place.store.uri)
+
+
+def collect(
+    place: Place, retrier: Retrier, *, before: datetime, conditional: bool
+) -> tuple[RemovalPlan, list[KeptKey]]:
+    """Remove a location's garbage: what was to go, and what of it could not be removed.
+
+    May be interrupted at any moment, run again, and run twice at once. Raises what `judge` raises, `StoreError`, and
+    `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
+    """
+    judged = judge(place, retrier, before=before)
+    plan, left = judged.plan, list[KeptKey]()
+    if any(item.kind == "data" for item in plan.objects):
+        is_fenced = plan.needs_fence and conditional
+        top = judged.log.top
+        if is_fenced:
+            # Whether the number was free does not matter: from here on it is taken.
+            put_fence(place.store, top + 1, keeps=judged.log.counting, retrier=retrier)
+        judged = judge(place, retrier, before=before, is_fenced=is_fenced)
+        if is_fenced and judged.log.top <= top:
+            raise CheckpointChangedError(
+                f"{place.store.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was removed",
+                uri=place.store.uri,
+            )
+        # A proxy can answer one of the two reads with another checkpoint's manifest, which names none of the data here.
+        agreed = set(plan.objects)
+        plan = replace(judged.plan, objects=tuple(item for item in judged.plan.objects if item in agreed))
+    for upload in plan.uploads:
+        left += _abort(place.root, upload, retrier)
+    left_of_log = _remove(place.root, [place.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)
+    if left_of_log:  # a manifest stays: so must its data
+        return plan, left + left_of_log
+    left += _remove(place.root, [item.key for item in plan.objects], retrier)
+    if plan.lone_fence is not None and not left and _is_alone(place.store, plan.lone_fence, retrier):
+        left += _remove(place.root, [place.prefix + manifest_key(plan.lone_fence.number)], retrier)
+    return plan, left
+
+
+def _plan(
+    place: Place,
+    log: Log,
+    counting: int | None,
+    references: dict[int, frozenset[str]],
+    *,
+    before: datetime,
+    is_fenced: bool,
+) -> RemovalPlan:
+    return plan_removal(
+        place.found,
+        log.entries,
+        location=place.prefix,
+        counting=counting,
+        references=references,
+        before=before,
+        is_fenced=is_fenced,
+    )
+
+
+def _references(store: Store, entry: Entry, retrier: Retrier) -> frozenset[str]:
+    """Return the keys that a superseded manifest names; none if it cannot be read."""
+    try:
+        found = read_entry(store, entry.number, retrier)
+    except CheckpointError:
+        return frozenset()
+    if found is None or isinstance(found, Fence):
+        return frozenset()
+    return frozenset(stored.key for stored in found.objects)
+
+
+def _is_alone(store: Store, fence: Entry, retrier: Retrier) -> bool:
+    """Return whether nothing but the fence is there, and no save is under way."""
+    if [entry.number for entry in list_entries(store, retrier)] != [fence.number]:
+        return False
+    return retrier.call(
+        lambda: next(iter(store.list("data/")), None) is None and next(iter(store.list_uploads("data/")), None) is None
+    )
+
+
+def _abort(store: Store, upload: FoundItem, retrier: Retrier) -> list[KeptKey]:
+    try:
+        retrier.call(store.abort_multipart, upload.key, upload.upload_id)
+    except StoreError as error:
+        return [KeptKey(key=upload.key, error=error)]
+    return []
+
+
+def _remove(store: Store, keys: Sequence[str], retrier: Retrier) -> list[KeptKey]:
+    """Remove `keys` in their order; where a request fails, its keys one by one."""
+    left: list[KeptKey] = []
+    for batch in split_into_batches(keys):
+        if _delete(store, batch, retrier) is None:
+            continue
+        num_refused = 0
+        for key in batch:
+            error = _delete(store, [key], retrier)
+            num_refused = num_refused + 1 if error is not None else 0
+            if error is not None:
+                left.append(KeptKey(key=key, error=error))
+            if num_refused == _MOST_REFUSALS:
+                return left
+    return left
+
+
+def _delete(store: Store, keys: Sequence[str], retrier: Retrier) -> StoreError | None:
+    try:
+        retrier.call(store.delete, keys)
+    except StoreError as error:
+        return error
+    return None
+
+
+@contextlib.contextmanager
+def note_unlisted(unlisted: dict[str, StoreError]) -> Iterator[None]:
+    """A listing that was denied a look into some folders, and has given all else: these are in `unlisted` then."""
+    try:
+        yield
+    except AccessDeniedError as error:
+        if not error.unlisted:
+            raise
+        unlisted.update(dict.fromkeys(error.unlisted, error))
+
+
+def group_uploads(store: Store, retrier: Retrier, *, is_local: bool) -> Mapping[str, list[UploadInfo]]:
+    """Unfinished uploads by the directory that they are for, with keys relative to it; the root's own under ``""``.
+
+    Those that may not be listed are left out.
+    """
+
+    def look() -> list[UploadInfo]:
+        found = list[UploadInfo]()
+        with note_unlisted({}):
+            found.extend(store.list_uploads())  # extended by what there is before an error
+        return found
+
+    by_place: defaultdict[str, list[UploadInfo]] = defaultdict(list)
+    try:
+        for upload in retrier.call(look):
+            name, _, key = upload.key.partition("/")
+            if name == "data":
+                by_place[""].append(upload)
+            else:
+                relative = UploadInfo(key=key, upload_id=upload.upload_id, started_at=upload.started_at)
+                by_place[name].append(relative)
+    except UnsupportedOperationError:
+        pass  # then none can be open
+    except StoreError:
+        if is_local:
+            raise
+    return by_place
+
+
+_NUM_FENCES = 8
+
+
+def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> bool:
+    """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
+
+    With its fence it is gone, at once. Raises `InvalidManifestError` where what lies there is another program's;
+    `CheckpointChangedError` where another save's commit came between, which is left untouched; `CommitUnknownError`
+    where it is not known whether the fence was laid; `StoreError`.
+    """
+    log = read_log(place.store, retrier, is_lenient=True)
+    if log.counting is None and all(entry.is_fence for entry in log.entries):
+        return False
+    if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
+        check_ours(place.store, log.entries, retrier)
+    if conditional:
+        if manifest_number(manifest_key(log.top + 1)) is None:
+            url = place.store.url(manifest_key(log.top))
+            raise InvalidManifestError(
+                f"{url} has the highest number that there is, and no cloudckpt wrote it. Remove it, and delete again",
+                uri=place.store.uri,
+            )
+        log = _fenced_off(place.store, log, retrier)
+    doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
+    for keys in (
+        [place.prefix + manifest_key(number) for number in doomed],
+        sorted(item.key for item in place.found if item.kind == "data"),
+    ):
+        for batch in split_into_batches(keys):
+            retrier.call(place.root.delete, batch)
+    for item in place.found:
+        if item.kind == "upload":
+            retrier.call(place.root.abort_multipart, item.key, item.upload_id)
+    return True
+
+
+def _fenced_off(store: Store, log: Log, retrier: Retrier) -> Log:
+    """The log with a fence above all that counted."""
+    counted = log.counting
+    for _ in range(_NUM_FENCES):
+        has_laid = put_fence(store, log.top + 1, keeps=None, retrier=retrier)
+        log = read_log(store, retrier)
+        if log.counting is None:
+            return log  # by this fence, or by that of another deletion
+        if has_laid or log.counting != counted:
+            raise CheckpointChangedError(
+                f"{store.uri} was overwritten while it was being deleted. What another save has committed there is "
+                "untouched: delete it, too, if it is to go",
+                uri=store.uri,
+            )
+        # A fence of gc's, which keeps what is to go.
+    raise CheckpointChangedError(f"{store.uri} changes all the time: it was not deleted. Try again", uri=store.uri)

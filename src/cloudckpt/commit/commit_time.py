@@ -1,0 +1,158 @@
+"""The time of a commit, by which checkpoints are ordered. The coordinator draws it, and the manifest keeps it.
+
+A store's own time is no order: that of Amazon S3 has whole seconds.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING
+
+from cloudckpt.commit.fences import MAX_FENCE_BYTES, is_fence
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
+
+if TYPE_CHECKING:
+    from cloudckpt.commit.log import Entry  # which imports this module
+    from cloudckpt.io.retry import Retrier
+    from cloudckpt.stores.base import Store
+
+_HEAD_BYTES = 256
+_HEAD = re.compile(
+    rb'\{"format":"cloudckpt","version":\[1,[0-9]+\],"attempt":"[^"\\]*","created_at":"[^"\\]*",'
+    rb'"committed_at_ns":([0-9]{1,19}),'
+)
+_BEGINNING = b'{"format":"cloudckpt",'
+_TICK_NS = 1000  # of a `datetime`, which shows the order to users
+_MOST_AHEAD_NS = 86_400 * 10**9
+"""A time that is further ahead of this process's clock orders nothing: one wrong clock would hide all later commits."""
+_MOST_VANISHED = 2
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_DIGITS = re.compile(r"([0-9]+)")
+
+_lock = threading.Lock()
+_newest_ns = 0
+
+
+def draw_commit_time_ns() -> int:
+    """Return the time of a commit that begins now, later than every one that this process has drawn or seen."""
+    global _newest_ns  # noqa: PLW0603  # one clock for each process
+    with _lock:
+        _newest_ns = max(_now_ns(), _newest_ns + _TICK_NS) // _TICK_NS * _TICK_NS
+        return _newest_ns
+
+
+def note_commit_time_ns(seen_ns: int | None) -> None:
+    """Let every later `draw_commit_time_ns` return more than `seen_ns`."""
+    global _newest_ns  # noqa: PLW0603  # the clock of this process
+    if seen_ns is not None and _is_plausible(seen_ns):
+        with _lock:
+            _newest_ns = max(_newest_ns, seen_ns)
+
+
+def newest_commit_time_ns() -> int:
+    """Return the latest time that this process has drawn or seen, to hand it on to another process."""
+    return _newest_ns
+
+
+def _is_plausible(committed_at_ns: int) -> bool:
+    return committed_at_ns < _now_ns() + _MOST_AHEAD_NS
+
+
+def _now_ns() -> int:
+    return time.time_ns()
+
+
+def datetime_of(committed_at_ns: int) -> datetime:
+    """Return the time as a `datetime` in UTC, cut to microseconds."""
+    return _EPOCH + timedelta(microseconds=committed_at_ns // 1000)
+
+
+def ns_of(moment: datetime) -> int:
+    """Return the reverse of `datetime_of`."""
+    return (moment - _EPOCH) // timedelta(microseconds=1) * 1000
+
+
+def commit_order(committed_at: datetime, name: str) -> tuple[datetime, list[tuple[int, str]]]:
+    """Return the sort key of a checkpoint, the oldest first. Equal times are ordered by name, numbers by value."""
+    texts = _DIGITS.split(name)
+    return committed_at, [(int(text), "") if _DIGITS.fullmatch(text) else (-1, text) for text in texts]
+
+
+class CommitTimes:
+    """Reads the times of commits, and remembers them. For several threads."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, datetime, int], datetime] = {}
+        self._num_vanished: Counter[str] = Counter()
+        self._latest_ns = 0
+
+    def is_clock_behind(self) -> bool:
+        """Return whether the time of a commit that begins now is not later than each one that was read."""
+        return not _is_plausible(self._latest_ns)
+
+    def read(self, store: Store, key: str, entry: Entry, retrier: Retrier) -> datetime | None:
+        """Return when the manifest at `key` was committed; None where it has vanished, so that the caller looks again.
+
+        One small read. The store's own time stands in for a manifest without a time or with one that is far ahead, for
+        one whose head is damaged, and for one that is listed twice and not found. A fence that a listing gave a wrong
+        size is no manifest: None. Raises `StoreError` where the store refuses the read.
+        """
+        url = store.url(key)
+        place = (url, entry.modified_at, entry.size_bytes)
+        committed_at = self._known.get(place)
+        if committed_at is not None:
+            return committed_at
+        try:
+            head = retrier.confirm(
+                lambda: _read_head(store, key, entry.size_bytes, retrier), (ObjectNotFoundError, _NoHeadError)
+            )
+        except _NoHeadError:
+            if _is_fence(store, key, retrier):
+                return None
+            head = None
+        except ObjectNotFoundError:
+            self._num_vanished[url] += 1  # a count that another thread loses costs one more look
+            if self._num_vanished[url] < _MOST_VANISHED:
+                return None
+            head = None
+        match = None if head is None else _HEAD.match(head)
+        committed_at = entry.modified_at
+        said_ns = ns_of(committed_at) if match is None else int(match[1])
+        self._latest_ns = max(self._latest_ns, said_ns)  # one that another thread loses is seen at the next look
+        if match is not None and _is_plausible(said_ns):
+            committed_at = datetime_of(said_ns)
+        note_commit_time_ns(ns_of(committed_at))
+        if head is not None:
+            self._known[place] = committed_at
+        return committed_at
+
+
+class _NoHeadError(Exception):
+    """The object does not begin as a manifest does, or ends too early."""
+
+
+def _read_head(store: Store, key: str, size_bytes: int, retrier: Retrier) -> bytearray:
+    """Return the beginning of a manifest. Raises `_NoHeadError`, and `StoreError`: a denial places no checkpoint."""
+    head = bytearray(min(size_bytes, _HEAD_BYTES))
+    try:
+        retrier.call(store.read_into, key, 0, [memoryview(head)])
+    except ShortObjectError as error:
+        raise _NoHeadError from error
+    if not head.startswith(_BEGINNING):
+        raise _NoHeadError
+    return head
+
+
+def _is_fence(store: Store, key: str, retrier: Retrier) -> bool:
+    try:
+        return is_fence(retrier.call(store.read, key, max_bytes=MAX_FENCE_BYTES))
+    except ObjectNotFoundError:
+        return False
+    except StoreError as error:
+        if type(error) is not StoreError:  # stores have no class of their own for what is too large
+            raise
+        return False

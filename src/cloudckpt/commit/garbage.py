@@ -1,0 +1,202 @@
+"""Decide what is garbage at a location. Pure functions of values: nothing here asks a store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Literal, NamedTuple
+
+from cloudckpt.commit.attempts import ATTEMPT, parse_number
+from cloudckpt.commit.log import Entry, parse_entry
+from cloudckpt.errors import StoreError
+from cloudckpt.stores.base import ObjectInfo, UploadInfo
+
+Kind = Literal["data", "upload", "probe"]
+
+_FOLDER = rf"((?:.*/)?)data/({ATTEMPT.pattern})/"
+_NUMBER = r"(?:0|[1-9][0-9]*)"
+_DATA = re.compile(rf"{_FOLDER}{_NUMBER}-{_NUMBER}\.safetensors", re.DOTALL)
+_IN_FOLDER = re.compile(rf"{_FOLDER}[^/]*", re.DOTALL)
+_PROBE = re.compile(r"((?:.*/)?)\.cloudckpt-probe-[0-9a-f]{16}", re.DOTALL)
+_HIDDEN_ID = re.compile(r"[0-9a-f]{32}")
+_TIME_CHARACTERS = len("20260131T235959123")
+
+
+class FoundItem(NamedTuple):
+    """Something that cloudckpt wrote beside its log: a data object, an unfinished upload, or what a probe left."""
+
+    kind: Kind
+    key: str
+    """Relative to the root that was walked."""
+    attempt: str
+    """Whose it is; empty for what belongs to none."""
+    size_bytes: int
+    moment: datetime
+    upload_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovalPlan:
+    """The items to remove at one location, in the order of the fields."""
+
+    needs_fence: bool
+    """Something goes whose save could still be committed otherwise."""
+    uploads: tuple[FoundItem, ...]
+    entries: tuple[Entry, ...]
+    """Lowest number first."""
+    objects: tuple[FoundItem, ...]
+    """In the order of their keys, so that siblings go together."""
+    lone_fence: Entry | None
+    """The last trace of a checkpoint, which ends the log."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to remove."""
+        return not (self.uploads or self.entries or self.objects or self.lone_fence)
+
+
+class Inventory:
+    """The items that cloudckpt wrote under a root, by location: the folder, with its slash, of a log."""
+
+    def __init__(self, *, has_hidden_uploads: bool) -> None:
+        self._has_hidden_uploads = has_hidden_uploads
+        self._found: dict[str, list[FoundItem]] = {}
+        self.unlisted: dict[str, StoreError] = {}
+        """The folders that could not be looked into, with their slash, and why."""
+
+    def add_object(self, info: ObjectInfo) -> None:
+        """An object of a listing; only names that cloudckpt gives are kept."""
+        folder, slash, name = info.key.rpartition("/")
+        moment = info.changed_at or info.modified_at
+        if parse_entry(name, info) is not None:
+            self._found.setdefault(folder + slash, [])
+        elif placed := _place(_DATA, info.key):
+            self._add(placed[0], FoundItem("data", info.key, placed[1], info.size_bytes, moment))
+        elif match := _PROBE.fullmatch(info.key):
+            self._add(match[1], FoundItem("probe", info.key, "", info.size_bytes, moment))
+
+    def add_upload(self, info: UploadInfo) -> None:
+        """An unfinished upload. In hidden folders of ours there is nothing but ours, whatever its name."""
+        if placed := _place(_DATA, info.key):
+            self._add(placed[0], FoundItem("upload", info.key, placed[1], 0, info.started_at, info.upload_id))
+        elif match := _PROBE.fullmatch(info.key):
+            self._add(match[1], FoundItem("upload", info.key, "", 0, info.started_at, info.upload_id))
+        elif self._has_hidden_uploads and _HIDDEN_ID.fullmatch(info.upload_id):
+            folder, slash, _ = info.key.rpartition("/")
+            location, attempt = _place(_IN_FOLDER, info.key) or (folder + slash, "")
+            self._add(location, FoundItem("upload", info.key, attempt, 0, info.started_at, info.upload_id))
+
+    def unlisted_at(self, location: str) -> list[str]:
+        """Those of `unlisted` that what is garbage at a location depends on."""
+        return sorted(one for one in self.unlisted if location.startswith(one) or one.startswith(f"{location}data/"))
+
+    def _add(self, location: str, found: FoundItem) -> None:
+        self._found.setdefault(location, []).append(found)
+
+    @property
+    def locations(self) -> list[str]:
+        """All that were seen, sorted."""
+        return sorted(self._found)
+
+    def at(self, location: str) -> Sequence[FoundItem]:
+        """Return the items at a location besides the log."""
+        return self._found.get(location, ())
+
+
+def attempt_time(attempt: str) -> datetime:
+    """When the attempt began, by the clock of who drew its id. `ValueError` where the id tells no time."""
+    return datetime.strptime(attempt[:_TIME_CHARACTERS], "%Y%m%dT%H%M%S%f").replace(tzinfo=timezone.utc)
+
+
+def plan_removal(
+    found: Sequence[FoundItem],
+    entries: Sequence[Entry],
+    *,
+    location: str,
+    counting: int | None,
+    references: Mapping[int, Collection[str]],
+    before: datetime,
+    is_fenced: bool,
+) -> RemovalPlan:
+    """Plan what may be removed at `location`, of the items `found` there and of its log.
+
+    Nothing that the manifest `counting` references goes, nor what shows a sign of life that is not older than
+    `before`. `references` are the keys, relative to the location, that each manifest that can be read names. With
+    `is_fenced`, the log has grown since all that was found, so that whoever wrote it cannot commit any more.
+    """
+    lives = _lives(found, entries, references=references)
+    named = {location + key for key in references.get(counting, ())} if counting is not None else set()
+
+    def is_dead(item: FoundItem) -> bool:
+        return lives.get(item.attempt, item.moment) < before
+
+    uploads = tuple(item for item in found if item.kind == "upload" and is_dead(item))
+    objects = tuple(sorted(item for item in found if item.kind != "upload" and item.key not in named and is_dead(item)))
+    # A save whose data goes must not be committed any more. A probe belongs to none, and an upload that is aborted
+    # makes its save fail.
+    needs_fence = not is_fenced and any(item.kind == "data" for item in objects)
+
+    def is_spent(entry: Entry) -> bool:
+        if entry.number == counting or entry.modified_at >= before:
+            return False
+        if entry == entries[-1]:  # a fence: else it would count
+            return needs_fence
+        return all(lives[attempt] < before for attempt in _attempts_of(references.get(entry.number, ()), lives))
+
+    spent = tuple(entry for entry in entries if is_spent(entry))
+    top = entries[-1] if entries else None
+    is_lone = (
+        top is not None
+        and top.modified_at < before
+        and counting is None
+        and not any(item.kind == "data" for item in objects)
+        and len(uploads) + len(objects) == len(found)
+        and len(spent) + 1 == len(entries)
+    )
+    return RemovalPlan(
+        needs_fence=needs_fence, uploads=uploads, entries=spent, objects=objects, lone_fence=top if is_lone else None
+    )
+
+
+def _lives(
+    found: Iterable[FoundItem], entries: Iterable[Entry], *, references: Mapping[int, Collection[str]]
+) -> dict[str, datetime]:
+    """The newest sign of life of each attempt."""
+    lives: dict[str, datetime] = {}
+
+    def see(attempt: str, moment: datetime) -> None:
+        lives[attempt] = max(lives.get(attempt, moment), moment)
+
+    for item in found:
+        if item.attempt:
+            see(item.attempt, item.moment)
+    for attempt in list(lives):
+        see(attempt, attempt_time(attempt))
+    for entry in entries:
+        for attempt in _attempts_of(references.get(entry.number, ()), lives):
+            see(attempt, entry.modified_at)
+    # What one resumable attempt left may be what another one, which lives, takes up to commit under their number.
+    newest: dict[int, datetime] = {}
+    numbers = {attempt: number for attempt in lives if (number := parse_number(attempt)) is not None}
+    for attempt, number in numbers.items():
+        newest[number] = max(newest.get(number, lives[attempt]), lives[attempt])
+    return lives | {attempt: newest[number] for attempt, number in numbers.items()}
+
+
+def _attempts_of(keys: Iterable[str], lives: Mapping[str, datetime]) -> set[str]:
+    places = (_place(_DATA, key) for key in keys)
+    return {placed[1] for placed in places if placed is not None and placed[1] in lives}
+
+
+def _place(pattern: re.Pattern[str], key: str) -> tuple[str, str] | None:
+    """Location and attempt."""
+    match = pattern.fullmatch(key)
+    if match is None:
+        return None
+    try:
+        attempt_time(match[2])
+    except ValueError:  # digits, and no time: nobody here has drawn it
+        return None
+    return match[1], match[2]

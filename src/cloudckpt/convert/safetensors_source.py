@@ -1,0 +1,324 @@
+"""Read safetensors files: a single file, or a folder in Hugging Face's layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cloudckpt.commit.log import TORCH_METADATA_KEY, manifest_number, settle
+from cloudckpt.convert.bodies import TensorBytes
+from cloudckpt.convert.endpoints import folder_and_name
+from cloudckpt.convert.state_dicts import quote_names
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+    UnsupportedValueError,
+)
+from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
+from cloudckpt.format.safetensors import LENGTH_BYTES, find_header_end
+from cloudckpt.io.download import fetch
+from cloudckpt.options import MIB, Options
+from cloudckpt.pipeline.context import Context
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.tensors.tensor_bytes import bytes_view
+from cloudckpt.uri import Location
+
+_METADATA_KEY = "__metadata__"
+# Exports do not write these tags, because older readers do not know them.
+_DTYPE_OF_TAG = {tag: dtype for dtype, tag in SAFETENSORS_TAG.items()} | {
+    "C64": "complex64",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_MAX_NDIM = 64
+
+
+class _Entry(msgspec.Struct, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+# Made on import, because two threads that make the first decoder of a type can crash the process.
+_ENTRY_DECODER = msgspec.json.Decoder(_Entry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """A tensor of a file. Its bytes are ``[begin, end)`` of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileHeader:
+    """A file's tensors, in the order of their bytes, and its own metadata."""
+
+    tensors: tuple[FileTensor, ...]
+    metadata: dict[str, str]
+
+
+def parse_header(header: bytes, *, size_bytes: int) -> FileHeader:
+    """Parse the file's first bytes up to the header's end. Raises `ValueError` if the file is cut or no safetensors."""
+    try:
+        members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(members.pop(_METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: _ENTRY_DECODER.decode(raw) for name, raw in members.items()}
+    except _UNDECODABLE as error:
+        raise ValueError(f"its header is not that of a safetensors file: {error}") from error
+    tensors = [_tensor(name, entry, len(header)) for name, entry in entries.items()]
+    tensors.sort(key=lambda each: (each.begin, each.end))
+    ends = [len(header), *(each.end for each in tensors)]
+    begins = [*(each.begin for each in tensors), size_bytes]
+    if ends != begins:
+        if ends[-1] > size_bytes:
+            raise ValueError(f"it has {size_bytes} bytes, but its header speaks of {ends[-1]}: it was cut")
+        raise ValueError("its tensors do not lie back to back, from the header's end to the file's")
+    return FileHeader(tensors=tuple(tensors), metadata=metadata)
+
+
+def _tensor(name: str, entry: _Entry, base: int) -> FileTensor:
+    dtype = _DTYPE_OF_TAG.get(entry.dtype)
+    if dtype is None:
+        raise ValueError(f"{name!r:.200} has the dtype {entry.dtype!r:.20}, which torch or cloudckpt does not have")
+    begin, end = entry.data_offsets
+    if not 0 <= begin <= end or len(entry.shape) > _MAX_NDIM or any(length < 0 for length in entry.shape):
+        raise ValueError(f"{name!r:.200} has the impossible shape {entry.shape!r:.200} at [{begin}, {end})")
+    if end - begin != math.prod(entry.shape) * ITEMSIZE_BYTES[dtype]:
+        raise ValueError(f"{name!r:.200} has {end - begin} bytes, which is not what {entry.shape!r:.200} takes")
+    return FileTensor(name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
+
+
+INDEX_NAME = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_MAX_INDEX_BYTES = 256 * MIB
+_SHARDS_KEY = "DCP_SHARDING_INFO"
+_FRAMEWORK_KEY = "format"
+"""Key in the metadata of nearly all files. Its value, such as ``pt``, is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Located:
+    file: ObjectInfo
+    tensor: FileTensor
+
+
+class SafetensorsSource:
+    """The tensors of safetensors files by their names. The constructor reads the headers only.
+
+    Raises `CheckpointNotFoundError`, `CorruptCheckpointError` for a file that is cut or no safetensors file, and
+    `UnsupportedValueError`.
+    """
+
+    def __init__(self, location: Location, options: Options) -> None:
+        is_file = location.name.endswith((_SUFFIX, _INDEX_SUFFIX))
+        folder: Location = location
+        self._name: str | None = None
+        if is_file:
+            folder, self._name = folder_and_name(location)
+        self._location = location
+        self._context = Context(folder, options, rank=0)
+        self._found: dict[str, _Located] = {}
+        self._metadata: dict[str, str] = {}
+        # No checksum covers these files, so an answer that is wrong once must not count.
+        self._context.retrier.confirm(self._look, (CheckpointNotFoundError, CorruptCheckpointError))
+
+    def _look(self) -> None:
+        """Find the tensors."""
+        location = self._location
+        self._found, self._metadata = {}, {}
+        files, weight_map = self._files()
+        for file in files:
+            self._add(file, weight_map)
+        lost = sorted(set(weight_map or ()) - self._found.keys())
+        if lost:
+            raise CorruptCheckpointError(
+                f"{location.uri} lacks {quote_names(lost)}, which its index names: a file is not all there",
+                uri=location.uri,
+            )
+
+    @property
+    def tensors(self) -> dict[str, FileTensor]:
+        """Tensors by their names, in the order of the files and of the bytes in them."""
+        return {name: found.tensor for name, found in self._found.items()}
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Names of tensors by the names that `safetensors.torch.save_model` left out and recorded in the metadata."""
+        return {
+            name: kept
+            for name, kept in self._metadata.items()
+            if kept in self._found and name not in self._found and name != _FRAMEWORK_KEY
+        }
+
+    def stop(self) -> None:
+        """Stop retries."""
+        self._context.retrier.stop()
+
+    def read(self, wanted: Sequence[TensorBytes]) -> None:
+        """Fill all buffers. Tensors that are neighbours in a file are read by one request."""
+        runs: list[list[TensorBytes]] = []
+        reached: tuple[str, int] | None = None
+        for want in wanted:
+            found = self._found[want.name]
+            if not runs or reached != (found.file.key, found.tensor.begin + want.begin):
+                runs.append([])
+            runs[-1].append(want)
+            reached = found.file.key, found.tensor.begin + want.end
+        for run in runs:
+            first = self._found[run[0].name]
+            views = [bytes_view(want.buffer) for want in run]
+            self._fetch(first.file.key, first.tensor.begin + run[0].begin, views)
+
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointChangedError` if a file was replaced since the constructor read it."""
+        context = self._context
+        for file in {found.file.key: found.file for found in self._found.values()}.values():
+            # One HEAD may be wrong, so two have to agree.
+            if not any(self._head(file.key).is_same_write(file) for _ in range(2)):
+                raise CheckpointChangedError(
+                    f"{context.store.url(file.key)} was replaced while it was read, so nothing was committed. Import "
+                    "again",
+                    uri=self._location.uri,
+                )
+
+    def _files(self) -> tuple[list[ObjectInfo], dict[str, str] | None]:
+        """Find the files, and the file of each tensor if there is an index."""
+        name = self._name
+        if name is not None and name.endswith(_SUFFIX):
+            return [self._head(name)], None
+        index_name = name
+        if index_name is None:
+            keys, here = settle(self._listed, changing=self._changing)
+            indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
+            if not indices:
+                names = [key for key in here if key.endswith(_SUFFIX)]
+                if not names:
+                    raise CheckpointNotFoundError(
+                        f"no safetensors file lies at {self._location.uri}{_instead(keys)}", uri=self._location.uri
+                    )
+                return [self._head(key) for key in names], None
+            if len(indices) > 1 and INDEX_NAME not in indices:
+                raise UnsupportedValueError(
+                    f"{self._location.uri} has several indices: name one of {quote_names(indices)}",
+                    uri=self._location.uri,
+                )
+            index_name = INDEX_NAME if INDEX_NAME in indices else indices[0]
+        weight_map = self._index(index_name)
+        return [self._head(key) for key in sorted(set(weight_map.values()))], weight_map
+
+    def _listed(self) -> tuple[tuple[list[str], list[str]], Hashable]:
+        """List all keys, and the files of the folder. Without an index, two listings must agree on the files."""
+        context = self._context
+        keys = sorted(info.key for info in context.retrier.collect(context.store.list))
+        here = sorted({key for key in keys if "/" not in key} | _list_links(context.location))
+        return (keys, here), None if INDEX_NAME in here else ("no index", *here)
+
+    def _changing(self) -> CheckpointChangedError:
+        return CheckpointChangedError(
+            f"{self._location.uri} lists other files each time, and no index says which there are. Import again",
+            uri=self._location.uri,
+        )
+
+    def _index(self, name: str) -> dict[str, str]:
+        context, url = self._context, self._context.store.url(name)
+        try:
+            document = context.retrier.call(context.store.read, name, max_bytes=_MAX_INDEX_BYTES)
+            weight_map = json.loads(document)["weight_map"]
+            names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        except ObjectNotFoundError as error:
+            raise self._missing(name, error) from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{url} is no index of safetensors files: {error!r}", uri=url) from error
+        foreign = sorted({file for file in names.values() if "/" in file or not file.endswith(_SUFFIX)})
+        if foreign or not names:
+            raise CorruptCheckpointError(f"{url} names no files beside it, but {quote_names(foreign)}", uri=url)
+        return names
+
+    def _head(self, key: str) -> ObjectInfo:
+        context = self._context
+        try:
+            return context.retrier.call(context.store.head, key)
+        except ObjectNotFoundError as error:
+            raise self._missing(key, error) from error
+
+    def _missing(self, key: str, error: ObjectNotFoundError) -> CheckpointNotFoundError:
+        url = self._context.store.url(key)
+        return CheckpointNotFoundError(f"{url} is not there: {error}", uri=self._location.uri)
+
+    def _add(self, file: ObjectInfo, weight_map: dict[str, str] | None) -> None:
+        url = self._context.store.url(file.key)
+        try:
+            end = find_header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
+            header = parse_header(self._beginning(file, end), size_bytes=file.size_bytes)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{url} cannot be read: {error}", uri=self._location.uri) from error
+        if _SHARDS_KEY in header.metadata:
+            raise UnsupportedValueError(
+                f"{url} holds shards of tensors, as torch's HuggingFaceStorageWriter writes them. Put them together "
+                "first: torch.distributed.checkpoint.HuggingFaceStorageWriter(…, enable_consolidation=True)",
+                uri=self._location.uri,
+            )
+        self._metadata |= header.metadata
+        for tensor in header.tensors:
+            if weight_map is not None and weight_map.get(tensor.name) != file.key:
+                continue
+            if tensor.name in self._found:
+                other = self._context.store.url(self._found[tensor.name].file.key)
+                raise UnsupportedValueError(
+                    f"{tensor.name!r} lies in {other} and in {url}, and no index says which counts",
+                    uri=self._location.uri,
+                )
+            self._found[tensor.name] = _Located(file=file, tensor=tensor)
+
+    def _beginning(self, file: ObjectInfo, num_bytes: int) -> bytes:
+        content = bytearray(num_bytes)
+        if num_bytes:
+            self._fetch(file.key, 0, [memoryview(content)])
+        return bytes(content)
+
+    def _fetch(self, key: str, begin: int, views: Sequence[memoryview]) -> None:
+        context = self._context
+        try:
+            fetch(context.store, context.retrier, key=key, begin=begin, views=views)
+        except ObjectNotFoundError as error:
+            raise self._missing(key, error) from error
+
+
+def _list_links(folder: Location) -> set[str]:
+    """Return the symbolic links to safetensors files in a local folder.
+
+    Listings leave out links that may not be followed. An import must not leave out tensors.
+    """
+    if folder.scheme != "file" or not Path(folder.path).is_dir():
+        return set()
+    with os.scandir(folder.path) as entries:
+        return {entry.name for entry in entries if entry.is_symlink() and entry.name.endswith((_SUFFIX, _INDEX_SUFFIX))}
+
+
+def _instead(keys: Sequence[str]) -> str:
+    """Say what the folder holds instead of safetensors files, and what to do."""
+    if TORCH_METADATA_KEY in keys:
+        return ", but a checkpoint of torch's own writer: import it in the format 'dcp'"
+    if any(manifest_number(key) is not None for key in keys):
+        return ", but a checkpoint of cloudckpt's: cloudckpt cp copies it"
+    found = {key.rpartition("/")[0] for key in keys if key.endswith((_SUFFIX, _INDEX_SUFFIX))}
+    # Hidden folders are of huggingface_hub's own use, and what data/ holds is mostly of checkpoints.
+    if folders := sorted(folder for folder in found if "/." not in f"/{folder}" and "/data/" not in f"/{folder}/"):
+        return f", but its folders {quote_names(folders)} hold some: name one of them"
+    return ". Check the URI; import a file of torch.save in the format 'torch'"

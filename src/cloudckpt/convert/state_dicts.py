@@ -1,0 +1,177 @@
+"""Choose and rename entries, and load a state dict without a model."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from cloudckpt.api import load
+from cloudckpt.commit.log import holds_rank_checkpoints, resolve
+from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError
+from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
+from cloudckpt.io.retry import Retrier
+from cloudckpt.options import Options
+from cloudckpt.stores.open import open_store
+from cloudckpt.uri import Location
+
+_MAX_SHOWN = 5
+
+
+def choose_names(
+    fqns: Iterable[str], *, include: Sequence[str], strip_prefix: str = "", add_prefix: str = "", uri: str
+) -> dict[str, str]:
+    """Return the new name of each entry that matches a pattern of `include`, or of all entries if it is empty.
+
+    `strip_prefix` is removed from names that begin with it. Raises `InvalidOptionError` for a pattern or a prefix that
+    fits no entry, and `UnsupportedValueError` where two entries would have one name.
+    """
+    known = list(fqns)
+    for pattern in include:
+        if not fnmatch.filter(known, pattern) and pattern not in known:
+            raise InvalidOptionError(
+                f"no entry of {uri} matches include={pattern!r}. It has {quote_names(sorted(known))}"
+            )
+    kept = [fqn for fqn in known if not include or any(matches(fqn, pattern) for pattern in include)]
+    if strip_prefix and not any(fqn.startswith(strip_prefix) for fqn in kept):
+        raise InvalidOptionError(
+            f"nothing that is taken of {uri} begins with strip_prefix={strip_prefix!r}. There are "
+            f"{quote_names(sorted(kept))}"
+        )
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for fqn in kept:
+        name = add_prefix + fqn.removeprefix(strip_prefix)
+        if not name:
+            raise UnsupportedValueError(
+                f"nothing is left of the name {fqn!r} of {uri} without {strip_prefix!r}", uri=uri
+            )
+        if name in taken:
+            raise UnsupportedValueError(
+                f"{taken[name]!r} and {fqn!r} of {uri} would both be called {name!r}. Choose among them with include",
+                uri=uri,
+            )
+        taken[name] = fqn
+        names[fqn] = name
+    return names
+
+
+def check_ties(ties: Mapping[str, str], fqns: Collection[str], *, uri: str) -> Mapping[str, str]:
+    """Return `ties`. Raises `InvalidOptionError` if one names a missing tensor, or gives a name that is taken."""
+    for name, kept in ties.items():
+        if kept not in fqns:
+            raise InvalidOptionError(
+                f"no tensor of {uri} is called {kept!r}, as tie says. It has {quote_names(sorted(fqns))}"
+            )
+        if name in fqns:
+            raise InvalidOptionError(f"{name!r} is in {uri} already, and needs no tie")
+    return ties
+
+
+def matches(fqn: str, pattern: str) -> bool:
+    """Return True if the pattern, as of file names, fits the whole name. A name always fits itself."""
+    return fqn == pattern or fnmatch.fnmatchcase(fqn, pattern)
+
+
+def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one or several patterns as a tuple."""
+    patterns = (include,) if isinstance(include, str) else tuple(include)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise InvalidOptionError(f"include must be patterns such as 'model.*', not {include!r}")
+    return patterns
+
+
+def quote_names(names: Sequence[str]) -> str:
+    """Quote the first few names for a message."""
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more if names else "none"
+
+
+def load_whole(
+    source: Location,
+    options: Options,
+    *,
+    include: tuple[str, ...],
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    allow_pickle: bool,
+) -> dict[str, Any]:
+    """Load the state dict saved at `source`: nested as it was, or flat if names are changed.
+
+    Raises what `load` raises, and `CheckpointNotFoundError` for what ranks saved separately, because a load takes that
+    of one rank only.
+    """
+    store, retrier = open_store(source, options), Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    if holds_rank_checkpoints(store, retrier, is_confirmed=True):
+        resolve(store, retrier)  # raises, unless these are folders beside a checkpoint
+    planner = _Planner(source.uri, include)
+    load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, options=options)
+    state_dict = planner.nest()
+    if strip_prefix or add_prefix:
+        return rename_entries(state_dict, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=source.uri)
+    return state_dict
+
+
+def rename_entries(
+    state_dict: Mapping[str, Any],
+    *,
+    include: tuple[str, ...] = (),
+    strip_prefix: str = "",
+    add_prefix: str = "",
+    uri: str,
+) -> dict[str, Any]:
+    """Flatten a state dict, and rename its entries."""
+    flat = flatten_entries(state_dict, uri=uri)
+    names = choose_names(flat, include=include, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=uri)
+    return {name: flat[fqn] for fqn, name in names.items()}
+
+
+def flatten_entries(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
+    """Return the entries by the names that a save gives. Raises `UnsupportedValueError` for an entry without a name."""
+    try:
+        return flatten(state_dict, uri=uri).entries
+    except UnsupportedValueError as error:
+        raise UnsupportedValueError(f"{uri} holds no state dict that can be saved: {error}", uri=uri) from error
+
+
+class _Planner(DefaultLoadPlanner):
+    """Loads every included entry, and nests the result."""
+
+    def __init__(self, uri: str, include: tuple[str, ...]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._uri = uri
+        self._include = include
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],  # noqa: ARG002  # torch's signature
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        assert metadata is not None  # noqa: S101  # torch's loader gives it
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        self.state_dict = {}
+        for name in choose_names(metadata.state_dict_metadata, include=self._include, uri=self._uri):
+            entry = metadata.state_dict_metadata[name]
+            value = None
+            if isinstance(entry, TensorStorageMetadata):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self.state_dict[name] = value
+
+    def nest(self) -> dict[str, Any]:
+        """Return what was loaded, nested as it was saved. Keys have the types that the checkpoint recorded."""
+        assert self.metadata is not None  # noqa: S101  # torch sets it before a load ends
+        saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
+        typed, empty = (saved.typed, saved.empty) if isinstance(saved, Nesting) else ({}, [])
+        included = [path for path in empty if not self._include or self._is_included(name_path(path))]
+        try:
+            return unflatten(self.state_dict, {**saved, **typed}, included)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{self._uri} cannot be nested as it was: {error}", uri=self._uri) from error
+
+    def _is_included(self, name: str) -> bool:
+        return any(matches(name, pattern) for pattern in self._include)

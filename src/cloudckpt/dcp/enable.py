@@ -1,0 +1,128 @@
+"""The only patches of torch: `enable` and `disable`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+from cloudckpt import _torch_compat
+from cloudckpt.commit.log import list_entries
+from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.save_planner import BalancedSavePlanner
+from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.errors import CloudckptError
+from cloudckpt.io.retry import Retrier
+from cloudckpt.options import Options
+from cloudckpt.stores.open import open_store
+from cloudckpt.uri import is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location
+
+_restore: list[Callable[[], None]] = []
+
+
+def enable(*, options: Options | None = None, overwrite: bool = False, allow_pickle: bool = False) -> None:
+    """Make torch's own calls understand URIs, from here on: ``dcp.save(state_dict, checkpoint_id="s3://…")``.
+
+    Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, except for those
+    that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged.
+    A call without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts.
+    `options`, `overwrite` and `allow_pickle`, as for `cloudckpt.load`, apply to all of these calls; calling again
+    replaces them. `disable` undoes it all.
+    """
+    disable()
+    chosen = options or Options()
+    storage_utils = _torch_compat.find("torch.distributed.checkpoint", "_storage_utils")
+    original = getattr(storage_utils, "_storage_setup", None)
+    if original is None:
+        raise CloudckptError(
+            f"enable: torch {torch.__version__} has changed how it finds a storage for a checkpoint_id. Call "
+            "cloudckpt.save and cloudckpt.load, or pass a storage_writer or storage_reader"
+        )
+
+    @functools.wraps(original)
+    def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+        if storage is None and _is_ours(checkpoint_id, options=chosen):
+            if reader:
+                return ObjectStoreReader(checkpoint_id, options=chosen, allow_pickle=allow_pickle)
+            return ObjectStoreWriter(checkpoint_id, options=chosen, overwrite=overwrite)
+        return original(storage, checkpoint_id, reader)
+
+    for module in (storage_utils, state_dict_saver, state_dict_loader):
+        _replace(module, "_storage_setup", set_up)
+
+    _plan_by_default(state_dict_saver, "_save_state_dict", "storage_writer", _save_planner_for)
+    _plan_by_default(state_dict_loader, "_load_state_dict", "storage_reader", _load_planner_for)
+
+    # An async save in another process sets up its storage there, without this patch.
+    executor = _torch_compat.find(
+        "torch.distributed.checkpoint._async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"
+    )
+    if executor is None:
+        return
+    execute = executor.execute_save
+
+    @functools.wraps(execute)
+    def execute_save(*args: Any, **kwargs: Any) -> Any:
+        location = kwargs.get("checkpoint_id")
+        if location is not None and kwargs.get("storage_writer") is None and _is_ours(location, options=chosen):
+            kwargs["storage_writer"] = ObjectStoreWriter(location, options=chosen, overwrite=overwrite)
+            kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner()
+        return execute(*args, **kwargs)
+
+    _replace(executor, "execute_save", execute_save)
+
+
+def disable() -> None:
+    """Undo `enable`. Does nothing if it is not in force."""
+    while _restore:
+        _restore.pop()()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _restore.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, replacement)
+
+
+def _save_planner_for(storage: object) -> BalancedSavePlanner | None:
+    return BalancedSavePlanner() if isinstance(storage, ObjectStoreWriter) else None
+
+
+def _load_planner_for(storage: object) -> ExplainingLoadPlanner | None:
+    return ExplainingLoadPlanner(storage.checkpoint_id) if isinstance(storage, ObjectStoreReader) else None
+
+
+def _plan_by_default(module: Any, name: str, storage_name: str, planner_for: Callable[[object], Any]) -> None:
+    """Make torch's function plan with this package's planner if it gets this package's storage and no planner."""
+    original = getattr(module, name, None)
+    if original is None:
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("planner") is None:
+            given.arguments["planner"] = planner_for(given.arguments.get(storage_name))
+        return original(*given.args, **given.kwargs)
+
+    _replace(module, name, call)
+
+
+def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:
+    if not isinstance(checkpoint_id, (str, os.PathLike)):
+        return False
+    if is_remote_uri(checkpoint_id) or "://" in str(checkpoint_id) or mangled_uri_scheme(checkpoint_id):
+        return True  # also what cannot work: our error says why
+    # A save to a path with a checkpoint of cloudckpt uses cloudckpt: nobody would find torch's checkpoint beside it.
+    return is_valid_location(checkpoint_id) and _holds_manifest(checkpoint_id, options)
+
+
+def _holds_manifest(path: str | os.PathLike[str], options: Options) -> bool:
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    return bool(list_entries(open_store(parse_location(path).uri, options), retrier))

@@ -1,0 +1,223 @@
+"""The load planner of `cloudckpt.load`: torch's default, faster, and with errors that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
+
+from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
+from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.format.nesting import PLAIN_TENSORS, assign, flatten, holds_parts
+from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries
+from cloudckpt.pipeline.consumers import LoadItems, whole_item
+
+_MAX_SHOWN = 10
+_MAX_COMPARED = 5000
+_MIN_CHUNKS = 64  # torch goes through fewer in less time than it takes to leave any out
+
+
+def is_default_planner(planner: LoadPlanner) -> TypeGuard[DefaultLoadPlanner]:
+    """True for torch's default planner with its default flattening."""
+    return type(planner) is DefaultLoadPlanner and planner.flatten_state_dict and planner.flatten_sharded_tensors
+
+
+class ExplainingLoadPlanner(DefaultLoadPlanner):
+    """Raises `StateDictMismatchError` with every entry that does not fit, not only the first.
+
+    A plan takes time by what the rank asks for, not by how many ranks saved. Tensors that are wanted as they were
+    saved, whole and in one chunk, are planned without torch's search for overlapping chunks.
+    """
+
+    def __init__(self, uri: str, *, allow_partial_load: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._uri = uri
+        self._saved: Mapping[str, Any] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        flat = flatten(state_dict, uri=self._uri)
+        self._containers = flat.containers
+        self._saved = {} if metadata is None else metadata.state_dict_metadata
+        self.original_state_dict = state_dict
+        self.state_dict, self.mappings = flat.entries, flat.paths
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+        for fqn, value in flat.entries.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
+                made = {fqn: value}
+                materialize_meta_tensors(made)
+                flat.entries[fqn] = made[fqn]
+                assign(state_dict, flat.paths[fqn], made[fqn])
+
+    def create_local_plan(self) -> LoadPlan:
+        try:
+            return self._create_plan()
+        except (RuntimeError, ValueError) as error:
+            missing, unlike = self._mismatches()
+            if not missing and not unlike:
+                raise
+            # The search for similar names takes long, so only shown ones get it.
+            problems = [*unlike, *(self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])][:_MAX_SHOWN]
+            num_more = len(missing) + len(unlike) - len(problems)
+            more = f"; and {num_more} more" if num_more else ""
+            raise StateDictMismatchError(
+                f"the state dict does not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for "
+                "what was saved, or pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave out what is "
+                "missing",
+                uri=self._uri,
+            ) from error
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # torch's method would add the value under the text of a key that is no str.
+        loaded = torch.load(value, weights_only=False)  # the reader has made sure that it is harmless
+        assign(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+
+    def tensors_of(self, fqns: Sequence[str]) -> list[torch.Tensor]:
+        """Return the plain tensors that `LoadItems.fqns` of the plan fill."""
+        return [self.state_dict[fqn] for fqn in fqns]
+
+    def _create_plan(self) -> LoadPlan:
+        missing = self._saved.keys() - self.state_dict.keys()
+        if not self._containers.keys().isdisjoint(missing):
+            return self._create_plan_of_torch()  # which also knows the names of older versions
+        fqns: list[str] = []
+        sizes: list[torch.Size] = []
+        rest: dict[str, Any] = {}
+        tensors = self._saved.tensors if isinstance(self._saved, StoredEntries) else None
+        for fqn, value in self.state_dict.items():
+            if type(value) in PLAIN_TENSORS and not holds_parts(value):
+                size = value.size()
+                stored = tensors.get(fqn) if tensors is not None else None
+                is_whole = (
+                    _is_whole(self._saved.get(fqn), size)
+                    if tensors is None
+                    else stored is not None and len(stored.chunks) == 1 and size == stored.shape
+                )
+                if is_whole and 0 not in size:
+                    fqns.append(fqn)
+                    sizes.append(size)
+                    continue
+            rest[fqn] = value
+        if tensors is None:  # another reader may change the list of items
+            return LoadPlan([*map(whole_item, fqns, sizes), *self._plan_rest(rest)])
+        return LoadPlan(LoadItems(fqns, sizes, self._plan_rest(rest)))  # type: ignore[arg-type]  # torch reads them as a sequence
+
+    def _create_plan_of_torch(self) -> LoadPlan:
+        whole, paths = self.metadata, self.mappings
+        assert whole is not None  # noqa: S101  # set up before it plans
+        try:
+            self.metadata = narrow_metadata(whole, self.state_dict)
+            plan = super().create_local_plan()
+        finally:
+            self.metadata = whole
+        if self.mappings is not paths:  # older names, with paths of torch's, which have text for every key
+            self.mappings = {fqn: self._containers.get(fqn) or paths[fqn] for fqn in self.mappings}
+        self._check_kinds(self.state_dict)
+        return plan
+
+    def _plan_rest(self, rest: dict[str, Any]) -> list[ReadItem]:
+        if not rest:
+            return []
+        assert self.metadata is not None  # noqa: S101  # set up before it plans
+        self._check_kinds(rest)
+        metadata = narrow_metadata(self.metadata, rest)
+        return create_default_local_load_plan(rest, metadata, not self.allow_partial_load).items
+
+    def _check_kinds(self, wanted: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` where a tensor is to take a Python value: torch would replace the tensor."""
+        for fqn, value in wanted.items():
+            if isinstance(value, torch.Tensor) and self._holds_value(fqn):
+                raise ValueError(f"{fqn!r} is not a tensor")
+
+    def _mismatches(self) -> tuple[list[str], list[str]]:
+        """Return the FQNs that the checkpoint lacks, and a sentence for each that it has as something else."""
+        missing: list[str] = []
+        unlike: list[str] = []
+        for fqn, value in self.state_dict.items():
+            entry = self._saved.get(fqn)
+            is_tensor = isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")
+            if entry is None:
+                if not self.allow_partial_load:
+                    missing.append(fqn)
+            elif not isinstance(entry, TensorStorageMetadata):
+                if isinstance(value, torch.Tensor):
+                    shape = tuple(value.size())
+                    unlike.append(f"{fqn!r} was saved as a Python value, and a tensor of shape {shape} is to take it")
+            elif not is_tensor:
+                kind, shape = type(value).__name__, tuple(entry.size)
+                unlike.append(f"{fqn!r} was saved as a tensor of shape {shape}, and a value ({kind}) is to take it")
+            elif isinstance(value, torch.Tensor) and entry.size != value.size():
+                unlike.append(f"{fqn!r} was saved with shape {tuple(entry.size)}, not {tuple(value.size())}")
+        return missing, unlike
+
+    def _holds_value(self, fqn: str) -> bool:
+        if isinstance(self._saved, StoredEntries):
+            return self._saved.holds_value(fqn)
+        return isinstance(self._saved.get(fqn), BytesStorageMetadata)
+
+    def _missing_text(self, fqn: str) -> str:
+        close = difflib.get_close_matches(fqn, list(self._saved)[:_MAX_COMPARED], n=1)
+        return f"{fqn!r} is not in it" + (f" (but {close[0]!r} is)" if close else "")
+
+
+def _is_whole(saved: object, size: torch.Size) -> bool:
+    """True if a tensor of this size was saved as one chunk."""
+    if not isinstance(saved, TensorStorageMetadata) or len(saved.chunks) != 1:
+        return False
+    return size == saved.size == saved.chunks[0].sizes
+
+
+def narrow_metadata(metadata: Metadata, state_dict: Mapping[str, Any]) -> Metadata:
+    """Return `metadata` with only those chunks of each tensor that this rank's `state_dict` needs.
+
+    torch's planner goes through all chunks of every tensor that a rank asks for, on every rank. A plan of the narrowed
+    metadata is the same, except for the hints in its storage indices. Metadata of other readers is returned as it is.
+    """
+    entries = metadata.state_dict_metadata
+    changed = {
+        fqn: dataclasses.replace(entry, chunks=chunks)
+        for fqn, wanted in state_dict.items()
+        if isinstance(entry := entries.get(fqn), TensorStorageMetadata)
+        and isinstance(entry.chunks, StoredChunks)
+        and len(entry.chunks) >= _MIN_CHUNKS
+        and (chunks := _wanted_chunks(entry.chunks, entry, wanted)) is not None
+    }
+    return dataclasses.replace(metadata, state_dict_metadata={**entries, **changed}) if changed else metadata
+
+
+def _wanted_chunks(
+    chunks: StoredChunks, entry: TensorStorageMetadata, wanted: Any
+) -> list[ChunkStorageMetadata] | None:
+    """Return None where torch has to look at all chunks, or would not look at any."""
+    size = getattr(wanted, "size", None)
+    if size is None or size() != entry.size:
+        return None
+    if isinstance(wanted, DTensor) and wanted.device_mesh.get_coordinate() is None:
+        return None
+    boxes = chunks_wanted_by(wanted)
+    if boxes is None:
+        return None
+    found: dict[tuple[int, ...], ChunkStorageMetadata] = {}
+    for box in boxes:
+        held = chunks.find_overlapping(box)
+        if held is None:
+            return None
+        found.update((tuple(chunk.offsets), chunk) for chunk in held)
+    return list(found.values())

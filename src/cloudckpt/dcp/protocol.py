@@ -1,0 +1,339 @@
+"""One save or load of all ranks, by DCP's protocol, and the error that its failures become.
+
+The calls to planner, writer and reader are those of torch's ``save`` and ``load``, in their order. torch's functions
+turn an error of ``read_metadata`` into text, and ask each entry of the state dict twice whether it is ``Stateful``,
+which takes longer than all else that is done with a small tensor (``docs/design/012-load-planning.md``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from cloudckpt._collecting import rare_collections
+from cloudckpt._torch_compat import DistWrapper
+from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
+from cloudckpt.dcp.reader import ObjectStoreReader
+from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
+from cloudckpt.dcp.writer import ObjectStoreWriter
+from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
+from cloudckpt.report import SaveReport
+
+_MAX_RANKS = 16  # named in a message
+
+GroupContext: TypeAlias = AbstractContextManager[dist.ProcessGroup | None]
+"""Gives the group for one call's collectives, and ends the call on all ranks where one leaves it."""
+
+_last_save_s = 0.0
+
+
+@dataclasses.dataclass
+class SavedMetadata(Metadata):
+    """torch's `Metadata` of a checkpoint that was saved, with this rank's report."""
+
+    report: SaveReport | None = None
+
+
+def last_save_seconds() -> float:
+    """Return the seconds that the last committed save of this process took, from its planning on; 0 before it."""
+    return _last_save_s
+
+
+def is_distributed(*, no_dist: bool) -> bool:
+    """True if a save or load runs on the ranks of a process group."""
+    return not no_dist and dist.is_available() and dist.is_initialized()
+
+
+def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
+    """Return the rank of this process in the group that saves or loads."""
+    return dist.get_rank(process_group) if is_distributed(no_dist=no_dist) else 0
+
+
+def run_save(
+    state_dict: Mapping[str, Any],
+    writer: ObjectStoreWriter,
+    *,
+    planner: SavePlanner | None,
+    group_context: GroupContext,
+    no_dist: bool,
+    use_collectives: bool,
+    refusal: BaseException | None = None,
+) -> SavedMetadata:
+    """Save `state_dict` from all ranks.
+
+    A rank that has a `refusal` takes part only to tell all ranks why nothing can be saved. Raises torch's
+    ``CheckpointException``, also an instance of its causes' class, and removes what this rank wrote.
+    """
+    try:
+        with rare_collections(), group_context as group:
+            entries = {} if refusal else {key: state_of(value) for key, value in state_dict.items()}
+            ranks = DistWrapper(group, is_distributed(no_dist=no_dist), 0)
+            save = _Save(entries, writer, planner or BalancedSavePlanner(), ranks, use_collectives, refusal)
+            if use_collectives:
+                save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
+                metadata = ranks.all_reduce("write", save.write, save.finish)
+            else:
+                metadata = save.run_alone()
+    except CheckpointException as error:
+        failure = end_failed_save(error, writer)
+        try:
+            raise failure from None
+        finally:
+            del failure  # its traceback holds this frame: a cycle otherwise, with the state dict in it
+    return end_save(metadata, writer)
+
+
+def end_save(metadata: Metadata, writer: ObjectStoreWriter) -> SavedMetadata:
+    """Finish the trace and the events of a save that was committed, and add its report."""
+    global _last_save_s  # noqa: PLW0603  # of the process
+    report = writer.report
+    writer.flush_trace()
+    writer.lifecycle.end(report)
+    if report is not None:
+        _last_save_s = report.plan_s + report.write_s + report.commit_s
+    values = {field.name: getattr(metadata, field.name) for field in dataclasses.fields(Metadata)}
+    return SavedMetadata(**values, report=report)
+
+
+def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> CheckpointException:
+    """Remove what this rank wrote, and return what the save raises."""
+    # All ranks know that the save failed, so each can remove what it wrote. Where the manifest may exist, or a rank
+    # that is lost may still put it, the data belongs to it.
+    if not any(isinstance(cause, CommitUnknownError | RankLostError) for cause in causes_of(error)):
+        writer.discard()
+    writer.flush_trace()
+    writer.lifecycle.end(error)
+    return failure_of(error, what=f"saving {writer.checkpoint_id}")
+
+
+@dataclasses.dataclass(slots=True)
+class _Save:
+    """The steps of one save on one rank."""
+
+    entries: dict[str, Any]
+    writer: ObjectStoreWriter
+    planner: SavePlanner
+    ranks: DistWrapper
+    use_collectives: bool
+    refusal: BaseException | None
+    metadata: Metadata | None = None
+    plan: SavePlan | None = None
+
+    def run_alone(self) -> Metadata:
+        """Commit a checkpoint of this rank alone. All ranks wait for each other at the end, also for one that fails."""
+        try:
+            (self.plan,) = self.plan_globally([self.plan_locally()])
+            metadata = self.finish([self.write()])
+        except Exception as error:  # noqa: BLE001  # it is raised once the other ranks are there
+            self.ranks.barrier()
+            failures: Any = {self.ranks.rank: (error, traceback.extract_tb(error.__traceback__))}
+            raise CheckpointException("write", failures) from None
+        self.ranks.barrier()
+        return metadata
+
+    def plan_locally(self) -> SavePlan:
+        if self.refusal is not None:
+            raise self.refusal
+        storage_meta, is_coordinator = self.writer.storage_meta(), self.ranks.is_coordinator
+        if "storage_meta" in inspect.signature(self.planner.set_up_planner).parameters:
+            self.planner.set_up_planner(
+                state_dict=self.entries, storage_meta=storage_meta, is_coordinator=is_coordinator
+            )
+        else:  # planners for older versions of torch
+            self.planner.set_up_planner(self.entries, is_coordinator)  # type: ignore[arg-type]  # the older signature
+        self.writer.set_up_storage_writer(is_coordinator, rank=self.ranks.rank, use_collectives=self.use_collectives)
+        return self.writer.prepare_local_plan(self.planner.create_local_plan())
+
+    def plan_globally(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self.metadata = self.planner.create_global_plan(plans)
+        return self.writer.prepare_global_plan(plans)
+
+    def write(self) -> list[WriteResult]:
+        assert self.plan is not None  # noqa: S101  # the first step has set it
+        writing = self.writer.write_data(self.planner.finish_plan(self.plan), self.planner)
+        writing.wait()
+        return writing.value()
+
+    def finish(self, results: list[list[WriteResult]]) -> Metadata:
+        assert self.metadata is not None  # noqa: S101  # the coordinator has planned
+        self.writer.finish(metadata=self.metadata, results=results)
+        return self.metadata
+
+
+def run_load(
+    state_dict: dict[str, Any],
+    reader: ObjectStoreReader,
+    *,
+    planner: LoadPlanner | None,
+    group_context: GroupContext,
+    no_dist: bool,
+) -> None:
+    """Load into `state_dict` on all ranks.
+
+    A ``DefaultLoadPlanner`` that flattens as torch does is replaced by `ExplainingLoadPlanner`; any other planner is
+    used. Raises torch's ``CheckpointException``, not yet as `failure_of` returns it.
+    """
+    if is_ours := planner is None or is_default_planner(planner):
+        is_partial = planner is not None and planner.allow_partial_load
+        planner = ExplainingLoadPlanner(reader.checkpoint_id, allow_partial_load=is_partial)
+    rank = 0
+    try:
+        with rare_collections(), group_context as group:
+            ranks = DistWrapper(group, is_distributed(no_dist=no_dist), 0)
+            rank = ranks.rank
+            entries = {key: state_of(state_dict[key]) for key in sorted(state_dict, key=str)}
+            _load(entries, reader, planner, ranks, is_ours=is_ours)
+            for key, value in entries.items():
+                if key not in state_dict:
+                    continue
+                held = state_dict[key]
+                if is_stateful(held):
+                    held.load_state_dict(value)
+                else:
+                    state_dict[key] = value
+    except BaseException as error:
+        reader.lifecycle.end(error)
+        if not isinstance(error, CloudckptError) or isinstance(error, CheckpointException):
+            raise
+        # It was raised before the first step. The other ranks have heard of it from the group's context.
+        failures: Any = {rank: (error, traceback.extract_tb(error.__traceback__))}
+        raise CheckpointException("begin", failures) from None
+    finally:
+        reader.end_call()
+
+
+def _load(
+    entries: dict[str, Any], reader: ObjectStoreReader, planner: LoadPlanner, ranks: DistWrapper, *, is_ours: bool
+) -> None:
+    reader.begin_call(ranks, is_lazy=is_ours)
+
+    def plan_locally() -> LoadPlan:
+        metadata = reader.read_metadata()
+        planner.set_up_planner(entries, metadata, ranks.is_coordinator)
+        reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
+        return reader.prepare_local_plan(planner.create_local_plan())
+
+    def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)
+
+    def read() -> None:
+        try:
+            reader.read_data(planner.finish_plan(plan), planner).wait()
+        finally:
+            reader.stop_sharing()  # the other ranks must not wait for the bytes of one that failed
+
+    ranks.all_gather("read", read)
+
+
+class SaveOrLoadError(CheckpointException):
+    """torch's `CheckpointException`, with a readable text.
+
+    Its class is also the nearest one that the ranks' causes have in common, so that ``except CheckpointExistsError``
+    works.
+    """
+
+    step: str
+    what: str
+
+    def __str__(self) -> str:
+        ranks = sorted(self.failures)
+        lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(ranks)}:"]
+        for rank in ranks:
+            error, trace = self.failures[rank]
+            lines.append(f"[rank {rank}] {type(error).__name__}: {bounded(str(error))}")
+            if not isinstance(error, CloudckptError) and trace is not None:
+                lines.append("".join(trace.format()).rstrip())  # not one of ours: where it came from matters
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.what, self.step, dict(self.failures))
+
+
+def failure_of(error: CheckpointException, *, what: str) -> CheckpointException:
+    """Return `error` as a readable instance of its causes' class.
+
+    Neither the result nor its causes hold on to the tensors that were being saved or loaded.
+    """
+    _release_frames([error, *causes_of(error)])
+    return _rebuild(what, str(error.args[0]), dict(error.failures))
+
+
+def causes_of(error: CheckpointException) -> list[BaseException]:
+    """Return what each failing rank raised."""
+    return [cause for cause, _ in error.failures.values()]
+
+
+def raise_own_interrupt(error: CheckpointException, rank: int) -> None:
+    """Raise this rank's Ctrl-C or exit, if it is a cause: only for the other ranks it is a failure."""
+    cause, _ = error.failures.get(rank, (None, None))
+    if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+        raise cause
+
+
+def _release_frames(errors: Iterable[BaseException]) -> None:
+    # A traceback holds the frames of its calls and of all their callers, and with them the state dict or the copy of
+    # a background save; torch keeps an error in one of those frames. Python frees such a cycle only when its collector
+    # runs. The failures keep the tracebacks as text.
+    waiting, seen = list(errors), set[int]()
+    while waiting:
+        error = waiting.pop()
+        # An interrupt is raised again as it came.
+        if id(error) not in seen and isinstance(error, (Exception, CheckpointException)):
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = None
+            waiting += [linked for linked in (error.__cause__, error.__context__) if linked is not None]
+
+
+def _rebuild(what: str, step: str, failures: dict[int, Any]) -> CheckpointException:
+    ours = [cause for cause, _ in failures.values() if isinstance(cause, CloudckptError)]
+    cancelled = [cause for cause in ours if isinstance(cause, SaveCancelledError)]
+    # A cancelled save is one, whatever else failed because of it.
+    common: Any = SaveCancelledError if cancelled else _nearest_common([type(cause) for cause in ours])
+    kind = _class_for(common)
+    # Not through __init__: the cause's class and torch's have different ones.
+    failure = kind.__new__(kind, step, failures)
+    failure.args = (step, failures)
+    if ours:
+        failure.__dict__.update((cancelled or ours)[0].__dict__)
+    if cancelled:
+        failure.__dict__["ranks"] = tuple(sorted({rank for cause in cancelled for rank in cause.ranks}))
+    failure.__dict__.update(step=step, what=what, _failures=failures)  # the last as torch's __init__ sets it
+    return failure
+
+
+def _nearest_common(classes: Sequence[type[CloudckptError]]) -> type[CloudckptError]:
+    """Return the class that a handler can rely on where ranks failed in ways that differ only in detail."""
+    first = next(iter(classes), CloudckptError)
+    return next(
+        kind
+        for kind in first.__mro__  # a cause may be the failure of an earlier save, whose class was made here
+        if issubclass(kind, CloudckptError)
+        and not issubclass(kind, SaveOrLoadError)
+        and all(issubclass(other, kind) for other in classes)
+    )
+
+
+@functools.cache
+def _class_for(cause: type[CloudckptError]) -> type[SaveOrLoadError]:
+    return type(cause.__name__, (SaveOrLoadError, cause), {"__module__": cause.__module__})
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    return f"{len(ranks)} ranks ({shown}{', …' if len(ranks) > _MAX_RANKS else ''})"

@@ -1,0 +1,346 @@
+"""The DCP storage reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+import uuid
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
+from cloudckpt.commit.log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
+from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
+from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
+from cloudckpt.distributed.shared_reads.session import RankPlanData, ShareSession, assign_groups
+from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
+from cloudckpt.format.codec import decode, encode
+from cloudckpt.format.model import Manifest
+from cloudckpt.format.torch_metadata import make_metadata
+from cloudckpt.options import Options
+from cloudckpt.pipeline.context import Context, Lifecycle
+from cloudckpt.pipeline.load import LoadJob, wanted_by
+from cloudckpt.report import LoadReport
+from cloudckpt.telemetry.recorder import new_recorder
+from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
+from cloudckpt.uri import is_valid_location, parse_location
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestLookup:
+    """The result of looking for a manifest at `uri`: the manifest as it is stored, or else an error."""
+
+    uri: str
+    document: bytes | None = None
+    error: Exception | None = None
+    """Why there is no manifest: none is committed, or the look for it failed."""
+    is_torchs: bool = False
+    """No manifest is committed, but a checkpoint of torch's own writer exists."""
+    is_of_ranks: bool = False
+    """No manifest is committed, but ranks saved there on their own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One load of `cloudckpt.load`."""
+
+    lookup: ManifestLookup
+    """The coordinator's."""
+    rank: int
+    is_lazy: bool
+    session: ShareSession | None
+    """None where there are no other ranks to share bytes with."""
+
+
+class ObjectStoreReader(StorageReader):
+    """Reads checkpoints from `uri`, every byte checked, and only the bytes that are needed.
+
+    For ``dcp.load(state_dict, storage_reader=ObjectStoreReader("s3://bucket/run/step-100"))``. With any planner, only
+    plain Python and numpy values load, and classes that ``torch.serialization.add_safe_globals`` has allowed;
+    `allow_pickle` lifts that, and also reads the checkpoints of torch's own writers. It can be pickled, and opens its
+    store in the process that uses it.
+    """
+
+    load_id: str
+    """The id of the load, as torch's readers have it: a new one after each `reset`."""
+    report: LoadReport | None
+    """The report of this reader's last load on this rank."""
+    lifecycle: Lifecycle
+    _metadata: Metadata | None
+    _context: Context | None
+    _manifest: Manifest | None
+    _torch_reader: TorchCheckpointReader | None
+    _failure: Exception | None
+    """The error of `read_metadata`, for torch's second call of it, and for `set_up_storage_reader`."""
+    _failed_lookup: ManifestLookup | None
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        options: Options | None = None,
+        allow_pickle: bool = False,
+        _extension_registry: ExtensionRegistry | None = None,
+    ) -> None:
+        super().__init__()
+        self._location = parse_location(uri)
+        self._options = options or Options()
+        self._allow_pickle = allow_pickle
+        self._registry = extend_registry(_extension_registry, self._options.extensions)
+        self._call: _Call | None = None
+        self.reset()
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URI that is read."""
+        return self._location.uri
+
+    @property
+    def options(self) -> Options:
+        """The options that were given, or the defaults."""
+        return self._options
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepare for another load, from `checkpoint_id` if one is given."""
+        if checkpoint_id is not None:
+            self._location = parse_location(checkpoint_id)
+        self.end_call()
+        self.load_id = str(uuid.uuid4())
+        self.report = None
+        self.lifecycle = Lifecycle("load", self._options)
+        self._recorder = new_recorder(self._options.trace, verb="load", uri=self._location.uri, operation=self.load_id)
+        self._started_s, self._manifest_s = time.monotonic(), 0.0
+        self._found_here: tuple[Context, Manifest] | None = None
+        self._forget()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True if `checkpoint_id` has the form of a place that can be read."""
+        return is_valid_location(checkpoint_id)
+
+    def begin_call(self, ranks: DistWrapper, *, is_lazy: bool) -> None:
+        """Begin a load of `cloudckpt.load` on all `ranks`: the coordinator looks for the manifest, once, for all.
+
+        `is_lazy` if no other code sees the metadata: entries of tensors are then made when they are asked for.
+        """
+        self._begin(ranks.rank)
+        self._recorder.open(ranks.rank)
+        has_others = ranks.get_world_size() > 1
+        lookup = ranks.broadcast_object(self._look_up(is_sent=has_others) if ranks.is_coordinator else None)
+        if lookup.uri != self.checkpoint_id:  # this rank reads another copy
+            lookup = self._look_up(is_sent=False)
+        self._call = _Call(
+            lookup=lookup,
+            rank=ranks.rank,
+            is_lazy=is_lazy and type(self) is ObjectStoreReader,
+            session=ShareSession() if has_others else None,
+        )
+
+    def stop_sharing(self) -> None:
+        """Tell the other ranks that no more bytes come from this one."""
+        if self._call is not None and self._call.session is not None:
+            self._call.session.leave()
+
+    def end_call(self) -> None:
+        """End what `begin_call` began, on this rank and all others."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._recorder.end()
+            if call.session is not None:
+                call.session.close()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature; it looks for the name "kwargs"
+        """Return torch's view of the checkpoint.
+
+        With ``rank=``, of the checkpoint that this rank saved for itself, without collectives. Raises
+        `CheckpointNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError` or `UnsafePickleError`.
+
+        torch's ``load`` calls it again, with ``rank=``, after any error, and would turn a second error into text. So
+        the second call returns empty metadata unless ranks saved on their own, and `set_up_storage_reader` raises.
+        """
+        call, rank = self._call, kwargs.get("rank")
+        if call is None and rank is not None:
+            return self._read_again(rank)
+        if call is None:
+            self._begin(None)
+        lookup = self._look_up(is_sent=False) if call is None else call.lookup
+        try:
+            if lookup.is_of_ranks and call is not None:
+                return self._read_metadata_of_rank(call.rank, lookup)
+            return self._read_metadata(lookup)
+        except Exception as error:
+            self._failed_lookup = lookup
+            self._failure = portable(error)
+            raise self._failure from error
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
+        """Begin a load."""
+        rank = int(kwargs.get("rank") or 0)
+        with self.lifecycle.ending_on_error():
+            if self._failure is not None:
+                raise self._failure
+            self._metadata = metadata
+            self._recorder.open(rank)
+            if self._torch_reader is not None:
+                self._torch_reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+            if self._context is not None:
+                self._context.rank = rank
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Attach which commit this rank found, and what it can share."""
+        manifest, metadata = self._manifest, self._metadata
+        # The checkpoints that ranks saved for themselves differ.
+        if manifest is None or self._context is None or self._context.location != self._location:
+            return dataclasses.replace(plan, storage_data=RankPlanData(attempt=""))
+        offer = None
+        if metadata is not None and self._call is not None and self._call.session is not None:
+            wanted = functools.partial(wanted_by, plan, manifest, metadata.storage_data, self._options)
+            offer = self._call.session.offer(wanted, scheme=self._location.scheme, options=self._options)
+        return dataclasses.replace(plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits."""
+        attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
+        if len(attempts) > 1:
+            raise CheckpointChangedError(
+                f"{self.checkpoint_id} was overwritten while the ranks looked at it: they found {len(attempts)} "
+                "different saves. Nothing was loaded; load again",
+                uri=self.checkpoint_id,
+            )
+        if self._manifest is None:
+            return plans
+        found = [plan.storage_data if isinstance(plan.storage_data, RankPlanData) else None for plan in plans]
+        extended = assign_groups(found, tile_bytes=self._manifest.tile_bytes, options=self._options)
+        pairs = zip(plans, extended, strict=True)
+        return [plan if one is None else dataclasses.replace(plan, storage_data=one) for plan, one in pairs]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan asks for. After an error, what the tensors hold is undefined."""
+        future: Future[None] = Future()
+        with self.lifecycle.ending_on_error():
+            try:
+                self._read_data(plan, planner)
+            except CloudckptError:
+                raise
+            except Exception as error:
+                raise portable(error) from error
+        future.set_result(None)
+        return future
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A load that has begun belongs to its process.
+        return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None, "_call": None}
+
+    def _forget(self) -> None:
+        self._failure = self._failed_lookup = None
+        self._metadata = self._context = self._manifest = self._torch_reader = None
+
+    def _begin(self, rank: int | None) -> None:
+        self._forget()
+        self._started_s = time.monotonic()
+        self.lifecycle.begin(self._location.uri, operation=self.load_id, rank=rank, is_set_up=True)
+
+    def _look_up(self, *, is_sent: bool) -> ManifestLookup:
+        """Look for the manifest; the result has the document if it `is_sent` to other ranks.
+
+        Raises nothing, since they wait for the result. torch's checkpoints, and those of ranks that saved on their
+        own, are looked for only after the store has said twice that no manifest is committed.
+        """
+        uri = self.checkpoint_id
+        context = Context(self._location, self._options, rank=0, recorder=self._recorder)
+        try:
+            try:
+                manifest = resolve(context.store, context.retrier).manifest
+            except CheckpointNotFoundError as error:
+                is_torchs = holds_torch_checkpoint(context.store, context.retrier)
+                is_of_ranks = not is_torchs and holds_rank_checkpoints(context.store, context.retrier)
+                return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs, is_of_ranks=is_of_ranks)
+        except Exception as error:  # noqa: BLE001  # each rank raises it
+            return ManifestLookup(uri=uri, error=portable(error))
+        self._found_here = context, manifest
+        return ManifestLookup(uri=uri, document=encode(manifest) if is_sent else None)
+
+    def _read_metadata(self, lookup: ManifestLookup) -> Metadata:
+        found_here, self._found_here = self._found_here, None
+        if found_here is not None:
+            return self._use(*found_here)
+        context = Context(self._location, self._options, rank=0, recorder=self._recorder)
+        if lookup.is_torchs:
+            self._torch_reader, metadata = read_torch_metadata(
+                context.store, context.retrier, self._registry, allow_pickle=self._allow_pickle
+            )
+            self._context = context
+            return metadata
+        if lookup.document is None:
+            raise lookup.error or CloudckptError(f"nobody looked for the manifest of {self.checkpoint_id}")
+        return self._use(context, decode(lookup.document, uri=context.uri))
+
+    def _read_metadata_of_rank(self, rank: int, lookup: ManifestLookup | None) -> Metadata:
+        context = Context(self._location.child(f"rank-{rank}"), self._options, rank=rank, recorder=self._recorder)
+        try:
+            manifest = resolve(context.store, context.retrier).manifest
+        except CheckpointNotFoundError:
+            if lookup is None or lookup.error is None:
+                raise
+            raise lookup.error from None  # there is no checkpoint of all ranks either
+        return self._use(context, manifest)
+
+    def _read_again(self, rank: int) -> Metadata:
+        lookup = self._failed_lookup
+        if self._failure is None:
+            return self._read_metadata_of_rank(rank, None)
+        if lookup is not None and lookup.is_of_ranks:
+            try:
+                metadata = self._read_metadata_of_rank(rank, lookup)
+            except Exception as error:  # noqa: BLE001  # set_up_storage_reader raises it
+                self._failure = portable(error)
+            else:
+                self._failure = None
+                return metadata
+        return Metadata(state_dict_metadata={})  # never used: set_up_storage_reader raises
+
+    def _use(self, context: Context, manifest: Manifest) -> Metadata:
+        self._context, self._manifest = context, manifest
+        self._manifest_s = time.monotonic() - self._started_s
+        self._recorder.span("manifest", int(self._started_s * 1e9))
+        return make_metadata(
+            manifest,
+            checkpoint_id=self.checkpoint_id,
+            load_id=self.load_id,
+            is_lazy=self._call is not None and self._call.is_lazy,
+        )
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        begun_s, context = time.monotonic(), self._context
+        if context is None or self._metadata is None:
+            raise CloudckptError("read_metadata has to be called before each load, as torch's dcp.load does")
+        context.emit("load.planned")
+        self._recorder.span("plan", int(self._started_s * 1e9))
+        if self._torch_reader is not None:
+            report = self._torch_reader.load(plan, planner, rank=context.rank)
+        else:
+            report = self._new_job(context, plan, planner).run(plan, planner)
+        self.report = dataclasses.replace(report, plan_s=begun_s - self._started_s, manifest_s=self._manifest_s)
+        self.lifecycle.end(self.report)
+
+    def _new_job(self, context: Context, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
+        assert self._manifest is not None  # noqa: S101  # read_metadata has found it
+        assert self._metadata is not None  # noqa: S101  # likewise
+        exchange, session = None, None if self._call is None else self._call.session
+        if session is not None and isinstance(plan.storage_data, RankPlanData):
+            exchange = session.join(plan.storage_data.group, rank=context.rank, timeout_s=self._options.timeout_s)
+        return LoadJob(
+            context,
+            self._manifest,
+            self._metadata.storage_data,
+            transforms=ReadTransforms(self._registry, self._options.extensions),
+            allow_pickle=self._allow_pickle,
+            exchange=exchange,
+            tensors_of=planner.tensors_of if isinstance(planner, ExplainingLoadPlanner) else None,
+        )

@@ -1,0 +1,318 @@
+"""The save planner of `cloudckpt.save`: torch's default, faster, and balanced over the ranks by bytes.
+
+Most tensors are plain, whole and on one rank: they are planned in bulk. All others go through torch's own functions.
+The plans and the metadata equal torch's, except for the ranks that save what several ranks hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
+from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, flatten, holds_parts
+from cloudckpt.tensors.tensor_bytes import plain_tensor
+from cloudckpt.tensors.write_items import find_aliases
+
+_VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
+_MAX_SHOWN = 500  # characters, as in torch
+_MAX_NAMES = 5
+_MAX_RANKS = 8
+_SHARDED = (DTensor, ShardedTensor)  # the latter refuses to be asked for what any tensor has
+
+
+def state_of(value: Any) -> Any:
+    """Return the state of a ``Stateful``, or `value` itself."""
+    return value.state_dict() if is_stateful(value) else value
+
+
+def is_stateful(value: Any) -> bool:
+    """True for a ``Stateful``."""
+    # The check of the protocol takes longer than all else that is done with a small tensor.
+    return type(value) not in PLAIN_TENSORS and hasattr(value, "load_state_dict") and isinstance(value, Stateful)
+
+
+@dataclasses.dataclass(frozen=True)
+class TiedItem(WriteItem):
+    """An item in the same memory, on this rank, as `first`: stored once if one rank saves both."""
+
+    first: MetadataIndex | None = None
+
+
+class BalancedSavePlanner(DefaultSavePlanner):
+    """Spreads replicated tensors by bytes, the largest first; torch's planner takes them in their order.
+
+    A tensor, or a shard of it, is never cut: replicas can differ, and then one rank's is saved. Each rank's own shards
+    count too, at any position. Names of one tensor, such as tied weights, are saved by one rank, and so once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uri = "the checkpoint"
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+    ) -> None:
+        self._uri = str(storage_meta.checkpoint_id) if storage_meta is not None else self._uri
+        flat = flatten(state_dict, uri=self._uri)
+        self.state_dict, self.mappings = flat.entries, Nesting.of(flat, uri=self._uri)
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        items = plan_items(self.state_dict, is_coordinator=self.is_coordinator, uri=self._uri)
+        for position, first in find_aliases(items, self.state_dict).items():
+            item = items[position]
+            items[position] = TiedItem(
+                index=item.index, type=item.type, tensor_data=item.tensor_data, first=items[first].index
+            )
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        check_agreement(all_plans, uri=self._uri)
+        plans, metadata = merge_plans(balance_plans(all_plans))
+        metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
+
+    def plain_tensors(self) -> Mapping[str, Any]:
+        """Implement `cloudckpt.tensors.write_items.KnowsPlainTensors`."""
+        return self.state_dict
+
+
+def plan_items(state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str) -> list[WriteItem]:
+    """Return one rank's write items for a flat `state_dict`, in its order (``create_default_local_save_plan``).
+
+    Tensors that are alike share their description, which also makes the plan small when it is sent. Raises
+    `UnsupportedValueError` for a tensor without sizes or strides to plan with, such as a nested one.
+    """
+    items: list[WriteItem] = []
+    alike: dict[tuple[object, ...], TensorWriteData] = {}
+    try:
+        for fqn, value in state_dict.items():
+            if type(value) in PLAIN_TENSORS and not holds_parts(value):
+                items.append(_plan_tensor(fqn, value, alike))
+                continue
+            if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED) and value.is_nested:
+                plain_tensor(value, fqn, uri=uri)  # raises; torch plans jagged ones, and fails on rank 0
+            items += create_default_local_save_plan({fqn: value}, is_coordinator).items
+    except Exception:
+        for fqn, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED):
+                plain_tensor(value, fqn, uri=uri)
+        raise
+    return items
+
+
+def _plan_tensor(fqn: str, tensor: torch.Tensor, alike: dict[tuple[object, ...], TensorWriteData]) -> WriteItem:
+    size = tensor.size()
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    key = (size, tensor.dtype, tensor.layout, tensor.requires_grad, tensor.is_pinned(), strides)
+    data = alike.get(key)
+    if data is None:
+        data = alike[key] = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size),
+            properties=_properties_of(tensor),
+            size=size,
+        )
+    return WriteItem(MetadataIndex(fqn, data.chunk.offsets, 0), WriteItemType.TENSOR, None, data)
+
+
+def _properties_of(tensor: torch.Tensor) -> TensorProperties:
+    try:
+        return TensorProperties.create_from_tensor(tensor)
+    except RuntimeError:  # of torch 2.15, where there are no strides; staging refuses the tensor by its name
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            pin_memory=tensor.is_pinned(),
+        )
+
+
+def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` if ranks have different things under one name.
+
+    torch saves one of them. The others are then lost, and their ranks cannot load what was saved.
+    """
+    if len(plans) == 1:
+        return
+    found: dict[str, tuple[object, ...]] = {}
+    disputed: set[str] = set()
+    plain: set[str] = set()
+    in_parts: set[str] = set()
+    for plan in plans:
+        for item in plan.items:
+            fqn, data = item.index.fqn, item.tensor_data
+            kind = () if data is None else (data.size, data.properties.dtype)
+            if found.setdefault(fqn, kind) != kind:
+                disputed.add(fqn)
+            if item.type is WriteItemType.TENSOR:
+                plain.add(fqn)
+            elif data is not None and data.chunk.sizes != data.size:
+                in_parts.add(fqn)
+    disputed |= plain & in_parts
+    if disputed:
+        more = f", and so for {len(disputed) - _MAX_NAMES} more" if len(disputed) > _MAX_NAMES else ""
+        shown = "; ".join(_describe_name(fqn, plans) for fqn in sorted(disputed)[:_MAX_NAMES])
+        raise StateDictMismatchError(
+            f"the ranks that save {uri} have different things under one name: {shown}{more}. Nothing was written. Give "
+            "a name one kind, shape and dtype on all ranks, or each rank names of its own",
+            uri=uri,
+        )
+
+
+def _describe_name(fqn: str, plans: Sequence[SavePlan]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        item = next((item for item in plan.items if item.index.fqn == fqn), None)
+        if item is not None:
+            ranks_of.setdefault(_describe_item(item), []).append(rank)
+    return f"{fqn!r} is " + ", ".join(f"{what} on {_ranks_text(ranks)}" for what, ranks in ranks_of.items())
+
+
+def _describe_item(item: WriteItem) -> str:
+    data = item.tensor_data
+    if data is None:
+        return "a value"
+    what = "a tensor" if item.type is WriteItemType.TENSOR else "a DTensor or sharded tensor"
+    return f"{what} of {data.properties.dtype} {list(data.size)}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_RANKS]))}{more}"
+
+
+def merge_plans(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return the plans with the position of each item among its tensor's chunks, and the metadata of all plans.
+
+    No item may be in two plans. Raises ``ValueError`` where the chunks of a tensor overlap, or do not fill it
+    (``create_default_global_save_plan`` and the check that follows it in ``DefaultSavePlanner``).
+    """
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    new_plans = [dataclasses.replace(plan, items=[_add_item(item, entries) for item in plan.items]) for plan in plans]
+    doubtful = {fqn: entry for fqn, entry in entries.items() if not _is_whole(entry)}
+    problems = "; ".join(validate_global_plan(new_plans, Metadata(doubtful)))
+    if problems:
+        shown = problems[:_MAX_SHOWN] + ("... (truncated)" if len(problems) > _MAX_SHOWN else "")
+        raise ValueError(f"Failed to validate global plan: {shown}")
+    return new_plans, Metadata(entries)
+
+
+def _add_item(item: WriteItem, entries: dict[str, TensorStorageMetadata | BytesStorageMetadata]) -> WriteItem:
+    """Add to `entries` what `item` stores. Returns the item with its position in the hint of its index."""
+    fqn, data = item.index.fqn, item.tensor_data
+    entry = entries.get(fqn)
+    if entry is not None and item.type is not WriteItemType.SHARD:
+        raise AssertionError(f"{fqn!r} is planned twice")
+    if data is None:
+        entries[fqn] = BytesStorageMetadata()
+        return item
+    position = 0
+    if isinstance(entry, TensorStorageMetadata):
+        position = len(entry.chunks)
+        entry.chunks.append(data.chunk)
+    else:
+        entries[fqn] = TensorStorageMetadata(properties=data.properties, size=data.size, chunks=[data.chunk])
+    if item.index.index == position:
+        return item
+    return dataclasses.replace(item, index=dataclasses.replace(item.index, index=position))
+
+
+def _is_whole(entry: TensorStorageMetadata | BytesStorageMetadata) -> bool:
+    if not isinstance(entry, TensorStorageMetadata):
+        return True
+    if len(entry.chunks) != 1:
+        return False
+    chunk = entry.chunks[0]
+    return chunk.sizes == entry.size and not any(chunk.offsets)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedItem:
+    """An item that any of `ranks` can save."""
+
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
+def balance_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return the ranks' plans with each item, whole, in only one of them."""
+    if len(plans) == 1:
+        return list(plans)
+    copies_of: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            copies_of.setdefault(item.index, []).append((rank, item))
+    own_bytes = [0] * len(plans)
+    replicated: dict[MetadataIndex, ReplicatedItem] = {}
+    tied: dict[MetadataIndex, MetadataIndex] = {}
+    for index, copies in copies_of.items():
+        rank, item = copies[0]
+        first = _common_first(copies, copies_of)
+        if first is not None:
+            tied[index] = first
+        elif len(copies) == 1:
+            own_bytes[rank] += _num_bytes(item)
+        else:
+            replicated[index] = ReplicatedItem(ranks=tuple(rank for rank, _ in copies), num_bytes=_num_bytes(item))
+    rank_of = dict(zip(replicated, assign_ranks(list(replicated.values()), own_bytes=own_bytes), strict=True))
+    rank_of |= {index: rank_of[first] for index, first in tied.items() if first in rank_of}
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if rank_of.get(item.index, rank) == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def assign_ranks(items: Sequence[ReplicatedItem], *, own_bytes: Sequence[int]) -> list[int]:
+    """Return for each item the rank that saves it; `own_bytes` is what each rank saves besides.
+
+    The largest come first, each to the rank with the fewest bytes so far (Graham, Bounds on Multiprocessing Timing
+    Anomalies, 1969). If every rank holds every item and none has bytes of its own, no rank gets more than 4/3 of its
+    share in the best assignment of whole items.
+    """
+    loads_bytes = list(own_bytes)
+    ranks = [0] * len(items)
+    for index in sorted(range(len(items)), key=lambda index: -items[index].num_bytes):
+        ranks[index] = min(items[index].ranks, key=loads_bytes.__getitem__)
+        loads_bytes[ranks[index]] += items[index].num_bytes
+    return ranks
+
+
+def _common_first(
+    copies: Sequence[tuple[int, WriteItem]], copies_of: Mapping[MetadataIndex, Sequence[tuple[int, WriteItem]]]
+) -> MetadataIndex | None:
+    """Return the item to which an item is tied on every rank that has it, if the same ranks have both."""
+    firsts = {item.first if isinstance(item, TiedItem) else None for _, item in copies}
+    first = firsts.pop()
+    if first is None or firsts:
+        return None
+    ranks = [[rank for rank, _ in of_one] for of_one in (copies, copies_of[first])]
+    return first if ranks[0] == ranks[1] else None
+
+
+def _num_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return _VALUE_BYTES
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

@@ -1,0 +1,183 @@
+"""Checkpoints of torch's own `FileSystemWriter` and `FsspecWriter` (``.metadata`` + ``.distcp``), from any store.
+
+Their ``.metadata`` is a pickle, so this is used only with the caller's consent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from cloudckpt._torch_compat import ExtensionRegistry
+from cloudckpt.errors import (
+    ALLOW_PICKLE_HINT,
+    CloudckptError,
+    CorruptCheckpointError,
+    UnsafePickleError,
+    UnsupportedFormatError,
+)
+from cloudckpt.io.download import fetch
+from cloudckpt.io.retry import Retrier
+from cloudckpt.options import MIB
+from cloudckpt.report import LoadReport
+from cloudckpt.stores.base import Store
+
+_BUFFER_BYTES = 4 * MIB
+_METADATA_KEY = ".metadata"
+_END = pickle.STOP
+"""The last byte of a pickle of any version, so that one without it was cut."""
+
+
+class TorchCheckpointReader(FileSystemReader):
+    """torch's reader, over one of our stores."""
+
+    def __init__(self, store: Store, retrier: Retrier, registry: ExtensionRegistry | None) -> None:
+        super().__init__("", registry)
+        self._uri, self._retrier = store.uri, retrier
+        self._files = _StoreFiles(store, retrier)
+        self.fs = self._files  # type: ignore[assignment]  # torch's own subclasses do the same
+        self.path = ""
+
+    def load(self, plan: LoadPlan, planner: LoadPlanner, *, rank: int) -> LoadReport:
+        """Fill what the plan asks for."""
+        begun_s = time.monotonic()
+        self.read_data(plan, planner).wait()
+        return LoadReport(
+            uri=self._uri,
+            attempt="",
+            rank=rank,
+            num_bytes_wanted=self._files.num_bytes_read,
+            num_bytes_read=self._files.num_bytes_read,
+            num_requests=self._retrier.num_requests,
+            num_retries=self._retrier.num_retries,
+            plan_s=0.0,
+            read_s=time.monotonic() - begun_s,
+        )
+
+
+def read_torch_metadata(
+    store: Store, retrier: Retrier, registry: ExtensionRegistry | None, *, allow_pickle: bool
+) -> tuple[TorchCheckpointReader, Metadata]:
+    """Return the reader of the checkpoint in `store`, and its metadata.
+
+    Raises `UnsafePickleError` without `allow_pickle`.
+    """
+    uri = store.uri
+    if not allow_pickle:
+        raise UnsafePickleError(
+            f"{uri} holds a checkpoint of torch's own writer, whose .metadata is a pickle: reading it could run "
+            "any code",
+            uri=uri,
+            hint=ALLOW_PICKLE_HINT,
+        )
+    reader = TorchCheckpointReader(store, retrier, registry)
+
+    def look() -> Metadata:
+        try:
+            return reader.read_metadata()
+        except CloudckptError:
+            raise
+        except Exception as error:  # a pickle can raise anything, also where it is whole
+            if _is_cut(store, retrier):
+                raise CorruptCheckpointError(f"the .metadata of {uri} is damaged: {error}", uri=uri) from error
+            # Not reported as damage, for which a checkpoint is skipped or replaced: it may be intact.
+            raise UnsupportedFormatError(
+                f"the .metadata of {uri} cannot be read ({type(error).__name__}: {error}): it is damaged, or of a "
+                f"newer torch than this one ({torch.__version__}), or of a newer Python",
+                uri=uri,
+            ) from error
+
+    return reader, retrier.confirm(look, (CorruptCheckpointError, UnsupportedFormatError))
+
+
+def _is_cut(store: Store, retrier: Retrier) -> bool:
+    with _ObjectFile(store, retrier, _METADATA_KEY) as file:
+        size_bytes = file.seek(0, io.SEEK_END)
+        file.seek(max(size_bytes - len(_END), 0))
+        return file.read(len(_END)) != _END
+
+
+class _StoreFiles(FileSystemBase):
+    """The file system of a `FileSystemReader`: the objects of a store, for reading only."""
+
+    def __init__(self, store: Store, retrier: Retrier) -> None:
+        self.num_bytes_read = 0
+        self._store = store
+        self._retrier = retrier
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "rb":
+            raise io.UnsupportedOperation(mode)
+        file = _ObjectFile(self._store, self._retrier, str(path))
+        with io.BufferedReader(file, _BUFFER_BYTES) as stream:
+            yield stream
+        self.num_bytes_read += file.num_bytes_read
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return f"{path}/{suffix}" if str(path) else suffix
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        return str(path)
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return any(info.key == str(path) for info in self._store.list(str(path)))
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        raise io.UnsupportedOperation(f"rename {path} to {new_path}")
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        raise io.UnsupportedOperation(f"mkdir {path}")
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        raise io.UnsupportedOperation(f"rm_file {path}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003  # never asked of an adapter
+        return True
+
+
+class _ObjectFile(io.RawIOBase):
+    """An object as a seekable file."""
+
+    def __init__(self, store: Store, retrier: Retrier, key: str) -> None:
+        super().__init__()
+        self._store = store
+        self._retrier = retrier
+        self._key = key
+        self.num_bytes_read = 0
+        self._size_bytes = retrier.call(store.head, key).size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        self._position = max(origin + offset, 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        num_bytes = max(min(len(view), self._size_bytes - self._position), 0)
+        if num_bytes:
+            fetch(self._store, self._retrier, key=self._key, begin=self._position, views=[view[:num_bytes]])
+            self._position += num_bytes
+            self.num_bytes_read += num_bytes
+        return num_bytes

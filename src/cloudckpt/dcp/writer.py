@@ -1,0 +1,236 @@
+"""The DCP storage writer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from cloudckpt._torch_compat import StreamTransformExtension
+from cloudckpt.cancellation import Cancellation
+from cloudckpt.commit.commit_time import newest_commit_time_ns, note_commit_time_ns
+from cloudckpt.errors import CloudckptError, InvalidOptionError, portable
+from cloudckpt.format.nesting import check_names
+from cloudckpt.format.torch_metadata import DCP_VERSION, StoredRanges
+from cloudckpt.options import Options
+from cloudckpt.pipeline.context import Context, Lifecycle
+from cloudckpt.pipeline.save import SaveJob
+from cloudckpt.report import SaveReport
+from cloudckpt.telemetry.recorder import new_recorder, now_ns
+from cloudckpt.tensors.body import PendingMemory
+from cloudckpt.tensors.extensions import WriteTransforms
+from cloudckpt.tensors.write_items import estimate_total_bytes
+from cloudckpt.uri import is_valid_location, parse_location
+
+
+class Snapshot(PendingMemory, Protocol):
+    """A copy of the state dict that may still be in progress."""
+
+    @property
+    def completed(self) -> concurrent.futures.Future[None]:
+        """Done once the copy is complete; holds its exception if it failed."""
+
+
+class ObjectStoreWriter(StorageWriter):
+    """Writes checkpoints to `uri`: atomically, and over another one only with `overwrite`.
+
+    For ``dcp.save(state_dict, storage_writer=ObjectStoreWriter("s3://bucket/run/step-100"))``. One writer can be used
+    for several saves, one after the other, each with its ``checkpoint_id``. It can be pickled, and opens its store in
+    the process that uses it.
+
+    Its methods raise `CloudckptError` subclasses, which DCP carries to all ranks in a ``CheckpointException``.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        options: Options | None = None,
+        overwrite: bool = False,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+    ) -> None:
+        super().__init__()
+        self._location = parse_location(uri)
+        self._options = options or Options()
+        self._overwrite = overwrite
+        if _extensions and self._options.extensions:
+            raise InvalidOptionError("Options: extensions are given twice, here and as torch's _extensions")
+        self._transforms = WriteTransforms(_extensions or tuple(reversed(self._options.extensions)))
+        self.save_id = str(uuid.uuid4())
+        """The id of the save, as torch's writers have it: a new one after each `reset`."""
+        self.lifecycle = Lifecycle("save", self._options)
+        """Tells that the current save begins and how it ends."""
+        self._job: SaveJob | None = None
+        self._begun_ns = 0
+        self._cancellation = Cancellation()
+        self._snapshot: Snapshot | None = None
+        self._commits = True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URI that is written to."""
+        return self._location.uri
+
+    @property
+    def options(self) -> Options:
+        """The options that were given, or the defaults."""
+        return self._options
+
+    @property
+    def has_transforms(self) -> bool:
+        """True if the stored bytes are computed from the tensors' values."""
+        return bool(self._transforms)
+
+    @property
+    def report(self) -> SaveReport | None:
+        """The report of this writer's last save on this rank, once it has written."""
+        return self._job.report if self._job is not None else None
+
+    def follow(self, cancellation: Cancellation | None, snapshot: Snapshot | None = None) -> None:
+        """Let the next save be watched and cancelled, and read a `snapshot` in progress. None ends that."""
+        self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepare for another save, to `checkpoint_id` if one is given."""
+        if checkpoint_id is not None:
+            self._location = parse_location(checkpoint_id)
+        self.save_id = str(uuid.uuid4())
+        self._job = None
+        self.lifecycle = Lifecycle("save", self._options)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True if `checkpoint_id` has the form of a place that can be written."""
+        return is_valid_location(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what torch keeps with the metadata. torch calls it first, so the last save is over."""
+        self._job = None
+        return self._storage_meta()
+
+    def begin(self, rank: int) -> None:
+        """Tell that a save begins, before `set_up_storage_writer`."""
+        self.lifecycle.begin(self._location.uri, operation=self.save_id, rank=rank, is_set_up=False)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001  # torch's signature; it looks for the name "kwargs"
+        """Begin a save. Raises `CheckpointExistsError` before any byte moves."""
+        rank = int(kwargs.get("rank") or 0)
+        # Without collectives there is no coordinator: each rank commits a checkpoint of its own.
+        is_alone = not kwargs.get("use_collectives", True)
+        location = self._location.child(f"rank-{rank}") if is_alone else self._location
+        self.lifecycle.begin(location.uri, operation=self.save_id, rank=rank, is_set_up=True)
+        with self.lifecycle.ending_on_error():
+            recorder = new_recorder(self._options.trace, verb="save", uri=location.uri, operation=self.save_id)
+            recorder.open(rank)
+            context = Context(location, self._options, rank=rank, recorder=recorder)
+            self._cancellation.enter("planning")
+            self._commits = is_coordinator or is_alone
+            self._job = SaveJob(context, save_id=self.save_id, transforms=self._transforms)
+            self._begun_ns = now_ns()
+            with recorder.step("set_up"), self._cancellation.stopping(self._job.stop):
+                if is_alone:
+                    self._job.check_beside(Context(self._location, self._options, rank=rank, recorder=recorder))
+                if self._commits:
+                    self._job.check(overwrite=self._overwrite)
+                context.emit("save.set_up")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Attach this save's ticket. Raises `UnsupportedValueError` for a name that no manifest can hold."""
+        check_names((item.index.fqn for item in plan.items), uri=self.checkpoint_id)
+        return dataclasses.replace(plan, storage_data=self._require_job().ticket)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell all ranks the attempt that they write under."""
+        with self.lifecycle.ending_on_error():
+            job = self._require_job()
+            self._cancellation.check()
+            return [dataclasses.replace(plan, storage_data=job.complete_ticket(plan.storage_data)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Upload this rank's items, all of them or none."""
+        future: Future[list[WriteResult]] = Future()
+        with self.lifecycle.ending_on_error():
+            try:
+                job = self._require_job()
+                job.recorder.span("plan", self._begun_ns)
+                self._cancellation.enter("uploading", total_bytes=estimate_total_bytes(plan.items, planner))
+                pending = self._snapshot
+                if pending is not None and pending.completed.done():
+                    pending.completed.result()
+                    pending = None  # complete: no tensor has to be waited for
+                with job.recorder.step("write"), self._cancellation.stopping(job.stop):
+                    results = job.write(plan, planner, pending=pending, on_sent=self._cancellation.count_uploaded)
+                if pending is not None:
+                    pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
+                if not self._commits:
+                    self._cancellation.seal(commits=False)
+                future.set_result(results)
+            except CloudckptError:
+                raise
+            except Exception as error:
+                raise portable(error) from error
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit, on the coordinator. Returns only once the checkpoint exists.
+
+        Raises `CheckpointExistsError` if another save committed first, `IncompleteSaveError` if the ranks did not
+        write what was planned; in both cases what all ranks wrote is removed. Raises `CommitUnknownError`, and removes
+        nothing, if the outcome cannot be found out.
+        """
+        with self.lifecycle.ending_on_error():
+            # Made before the commit: afterwards nothing may fail.
+            storage_data = StoredRanges(result.storage_data for of_rank in results for result in of_rank)
+            job = self._require_job()
+            self._cancellation.seal(commits=True)
+            with job.recorder.step("commit"):
+                job.commit(metadata, results)
+            metadata.version = DCP_VERSION
+            metadata.storage_data = storage_data
+            metadata.storage_meta = self._storage_meta()
+        self.lifecycle.end(job.report)
+
+    def flush_trace(self) -> None:
+        """Write the part of `Options.trace` that follows the last step; each step writes its own at its end."""
+        if self._job is not None:
+            self._job.recorder.end()
+
+    def discard(self) -> None:
+        """Remove what this rank wrote in its last save.
+
+        Only for a save that all ranks know to have failed: never after `CommitUnknownError`, or a lost rank.
+        """
+        if self._job is not None:
+            self._job.discard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A save that has begun belongs to its process.
+        return {
+            **self.__dict__,
+            "_job": None,
+            "_snapshot": None,
+            "_cancellation": None,
+            "newest_commit_time_ns": newest_commit_time_ns(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A commit of the other process is later than all commits that this one knows, even if its clock is behind.
+        note_commit_time_ns(state.pop("newest_commit_time_ns"))
+        self.__dict__.update(state)
+        self._cancellation = Cancellation()
+
+    def _storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def _require_job(self) -> SaveJob:
+        if self._job is None:
+            raise CloudckptError("set_up_storage_writer has to be called before each save, as torch's dcp.save does")
+        return self._job

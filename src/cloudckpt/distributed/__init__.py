@@ -1,0 +1,4 @@
+"""Collectives that end in bounded time, whatever becomes of a rank. The pipeline's ends call `guarded_collectives`.
+
+`shared_reads` passes bytes that several ranks of a machine want from one of them to the others.
+"""

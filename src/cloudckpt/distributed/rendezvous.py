@@ -1,0 +1,348 @@
+"""Barriers whose wait ends when a rank is lost. See ``docs/design/009-waiting-for-ranks.md``.
+
+One thread per call talks to the process group's key-value store, which may hang. Callers only wait for that thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from cloudckpt.distributed.heartbeat import GroupState, Heartbeat, has_ended, own_process
+from cloudckpt.errors import RankLostError, bounded
+
+_BEATS_WITHIN_TIMEOUT = 8
+_MAX_BEAT_INTERVAL_S = 5.0
+_MIN_POLL_S = 0.0005
+_MAX_POLL_S = 0.05
+_MAX_FAREWELL_S = 2.0
+_MAX_NAMED_RANKS = 16
+_STATE_KEY = "state"
+
+
+class Rendezvous:
+    """The calls of one rank in one process group, one after the other, and their barriers.
+
+    Rank 0 watches all ranks and permits each barrier; the others watch rank 0. Any rank can fail a call. Both are one
+    compare-and-set of the same key, so a barrier is permitted for all ranks or for none. `store_keeper` is the rank
+    whose process holds the store, if one does.
+    """
+
+    def __init__(self, store: Any, *, rank: int, num_ranks: int, store_keeper: tuple[int, ...]) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout_s = 0.0
+        self.store = store
+        """Keys that no other use of the same store has, once a call has begun."""
+        self._store_keeper = store_keeper
+        self._connection: Any = None
+        self._known_keys = {_STATE_KEY}
+        self._changed = threading.Condition()
+        # The lock of `_changed` guards everything below.
+        self._mine = Heartbeat()
+        self._others: dict[int, Heartbeat] = {}
+        self._heard_s: dict[int, float] = {}
+        """Time of the last new heartbeat of each rank that this one watches."""
+        self._state = GroupState()
+        self._state_text = ""
+        self._answered_s = 0.0
+        """Time of the last answer of the store."""
+        self._trouble = ""
+        """Reason why the store cannot be used any more."""
+        self._lost: tuple[tuple[int, ...], str] | None = None
+        self._failure: tuple[tuple[int, ...], str, bool] | None = None
+        """Ranks, reason and finality of a failure that this rank wants to post."""
+        self._on_cancel: Callable[[tuple[int, ...]], object] | None = None
+        self._wants_cancel = self._has_answered = self._is_waiting = self._is_urgent = self._is_ending = False
+        self._thread: threading.Thread | None = None
+        self._doing = self._uri = ""
+
+    @property
+    def call(self) -> int:
+        """The number of the latest call."""
+        return self._mine.call
+
+    def begin(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
+        """Begin to post heartbeats for this call.
+
+        Raises `RankLostError` if the call has failed on another rank, or if the group has lost a rank.
+        """
+        self.start(call, doing=doing, uri=uri, timeout_s=timeout_s)
+        with self._changed:
+            while not self._has_answered:
+                self._raise_without_store()
+                self._changed.wait(timeout_s)
+            self._raise_if_failed()
+
+    def start(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
+        """Begin to post heartbeats for this call, and wait for nothing. Raises as `begin` does if a rank was lost."""
+        if not self._is_ending:
+            self.end(self.call, InterruptedError("the call was interrupted"))
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None, timeout_s)
+            self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
+            if self._lost is not None:
+                raise self._error(*self._lost, is_final=True)
+            if self._thread is not None:
+                raise self._lose_store("has not answered since the call before")
+            # Ranks may load from copies on disks of their own; the commit that they find is compared with the plans.
+            task = f"{doing}\0{uri if doing != 'loading' else ''}".encode(errors="surrogatepass")
+            self._mine = Heartbeat(
+                beat=self._mine.beat, call=call, task=hashlib.sha256(task).hexdigest()[:16], process=own_process()
+            )
+            self._failure = self._on_cancel = None
+            self._wants_cancel = self._is_ending = self._has_answered = False
+            self._answered_s = time.monotonic()
+            self._wake()
+            self._thread = threading.Thread(target=self._run, name="cloudckpt-ranks", daemon=True)
+            self._thread.start()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come to this barrier of the call.
+
+        Raises `RankLostError` on all ranks if one has failed, has gone to another call or has come to do something
+        else; and if one gave no sign of life for `timeout_s`, after which this group cannot be used any more.
+        """
+        with self._changed:
+            step = self._mine.step + 1
+            self._mine = msgspec.structs.replace(self._mine, step=step)
+            self._answered_s = time.monotonic()
+            self._heard_s = dict.fromkeys(self._watched, self._answered_s)
+            self._is_waiting = True
+            self._wake()
+            try:
+                while not self._state.permits(self._mine.call, step):
+                    self._raise_if_failed()
+                    self._raise_without_store()
+                    self._changed.wait(self.timeout_s)
+            finally:
+                self._is_waiting = False
+
+    def fail(self, error: BaseException) -> None:
+        """Fail this call on all ranks because of `error` on this one. A barrier that all may leave is left first."""
+        with self._changed:
+            text = bounded(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
+            self._failure = self._failure or ((self.rank,), f"rank {self.rank} left before the end ({text})", False)
+            self._wake()
+
+    def explain(self, error: Exception) -> RankLostError:
+        """Return the error for a collective that broke: find the rank that is lost, within `timeout_s`."""
+        try:
+            self.barrier()
+        except RankLostError as lost:
+            return lost
+        with self._changed:
+            reason = f"the connection between the ranks broke ({error})"
+            self._failure = ((), reason, True)
+            self._lost = ((), reason)
+            self._wake()
+            return self._error((), reason, is_final=True)
+
+    def set_on_cancel(self, call: int, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
+        """Have `on_cancel` called with the ranks that cancel this call; perhaps repeatedly."""
+        with self._changed:
+            if self._mine.call == call:
+                self._on_cancel = on_cancel
+
+    def cancel(self, call: int) -> None:
+        """Tell all ranks that this one wants the call to come to nothing, if it has not ended."""
+        with self._changed:
+            if self._mine.call == call and self._thread is not None:
+                self._wants_cancel = True
+                self._wake()
+
+    def end(self, call: int, error: BaseException | None) -> None:
+        """End the call, if it has not ended; with `error`, fail it on the other ranks. Takes seconds at most."""
+        thread = self._thread
+        if thread is None or self._mine.call != call:
+            return
+        if error is not None:
+            self.fail(error)
+        with self._changed:
+            deadline_s = time.monotonic() + min(self.timeout_s, _MAX_FAREWELL_S)
+            if self.rank in self._store_keeper and self._state.failed_call == call:
+                self._heard_s = dict.fromkeys(self._watched, time.monotonic())
+                self._is_waiting = True  # the store may end with this process: let the others read the failure first
+                self._wake()
+                self._changed.wait_for(self._have_others_ended, deadline_s - time.monotonic())
+                self._is_waiting = False
+            self._is_ending = True
+            self._wake()
+            self._changed.wait_for(lambda: self._thread is not thread, max(0.0, deadline_s - time.monotonic()))
+
+    @property
+    def _watched(self) -> range:
+        return range(1, self.num_ranks) if self.rank == 0 else range(1)
+
+    def _wake(self) -> None:
+        self._is_urgent = True
+        self._changed.notify_all()
+
+    def _have_others_ended(self) -> bool:
+        left = {rank for rank, one in self._others.items() if one.has_ended or one.call > self._mine.call}
+        return bool(self._trouble) or len(left | set(self._state.failed_ranks) - {self.rank}) == self.num_ranks - 1
+
+    def _raise_if_failed(self) -> None:
+        state = self._state
+        if state.is_final:
+            self._lost = (state.failed_ranks, state.reason)
+        if state.is_final or state.failed_call >= self._mine.call:
+            raise self._error(state.failed_ranks, state.reason, is_final=state.is_final)
+
+    def _raise_without_store(self) -> None:
+        if self._trouble:
+            raise self._lose_store(f"is out of reach ({self._trouble})")
+        if time.monotonic() - self._answered_s >= self.timeout_s:
+            raise self._lose_store(f"did not answer for {self.timeout_s:g} s")
+
+    def _lose_store(self, why: str) -> RankLostError:
+        kept_by = f", which rank {self._store_keeper[0]} keeps," if self._store_keeper else ""
+        self._lost = (self._store_keeper, f"the process group's store{kept_by} {why}")
+        return self._error(*self._lost, is_final=True)
+
+    def _error(self, ranks: tuple[int, ...], reason: str, *, is_final: bool) -> RankLostError:
+        text = (
+            f"{self._doing} {self._uri} failed on rank {self.rank}: {reason}. Nothing was removed, and rank 0 may have "
+            "committed: see cloudckpt.latest"
+        )
+        if is_final:
+            text += ". This process group cannot be used any more: make a new one, or restart the job"
+        return RankLostError(text, uri=self._uri, ranks=ranks)
+
+    def _run(self) -> None:
+        """Post heartbeats, read those of other ranks, and decide, until the call ends."""
+        thread, posted, due_s, poll_s = self._thread, b"", 0.0, _MIN_POLL_S
+        interval_s = min(_MAX_BEAT_INTERVAL_S, self.timeout_s / _BEATS_WITHIN_TIMEOUT)
+        try:
+            store = self._connection = self._connection or self._connect()
+            while True:
+                with self._changed:
+                    is_urgent, self._is_urgent, is_ending = self._is_urgent, False, self._is_ending
+                    if is_urgent or time.monotonic() >= due_s:
+                        due_s = time.monotonic() + interval_s
+                        self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1, has_ended=is_ending)
+                    mine = msgspec.json.encode(self._mine)
+                    keys = [*map(str, self._watched)] if self._is_waiting else []
+                self._decide(store)  # before the last heartbeat, so that nobody sees the end without its reason
+                if mine != posted:
+                    posted = mine
+                    store.set(str(self.rank), mine.decode())
+                found = self._read(store, [*keys, _STATE_KEY])  # the state last: it is as new as the heartbeats
+                with self._changed:
+                    self._take_in(found)
+                    if is_ending:
+                        return
+                    cancelled_by = self._state.cancelled_by if self._state.cancelled_call == self._mine.call else ()
+                    on_cancel = self._on_cancel
+                if cancelled_by and on_cancel is not None:
+                    on_cancel(cancelled_by)
+                poll_s = _MIN_POLL_S if is_urgent else min(_MAX_POLL_S, 1.5 * poll_s)
+                with self._changed:
+                    if self._next_state() == self._state:
+                        wait_s = min(poll_s, interval_s) if self._is_waiting else interval_s
+                        self._changed.wait_for(lambda: self._is_urgent, wait_s)
+        except Exception as error:  # noqa: BLE001  # whoever waits raises it
+            with self._changed:
+                self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
+        finally:
+            with self._changed:
+                if self._thread is thread:
+                    self._thread = None
+                self._changed.notify_all()
+
+    def _connect(self) -> Any:
+        """Open a connection of its own: calls over one connection wait for each other, and training may use it."""
+        connection = self.store
+        with contextlib.suppress(AttributeError):
+            connection = self.store.clone()
+        # The store may outlive a group, and the next one of the same name has the same keys.
+        life = str(connection.add(f"life-{self.rank}", 1))
+        self.store = dist.PrefixStore(life, self.store)  # type: ignore[attr-defined]  # the stubs leave it out
+        connection = dist.PrefixStore(life, connection)  # type: ignore[attr-defined]
+        self._take_state(connection.compare_set(_STATE_KEY, "", msgspec.json.encode(GroupState()).decode()))
+        return connection
+
+    def _read(self, store: Any, keys: list[str]) -> dict[str, bytes]:
+        """Read those of `keys` that exist: a store waits for one that does not."""
+        self._known_keys.update(key for key in keys if key not in self._known_keys and store.check([key]))
+        known = [key for key in keys if key in self._known_keys]
+        if store.has_extended_api():
+            return dict(zip(known, store.multi_get(known), strict=True))
+        return {key: store.get(key) for key in known}
+
+    def _take_in(self, found: dict[str, bytes]) -> None:
+        now_s = self._answered_s = time.monotonic()
+        self._has_answered = True
+        for key, text in found.items():
+            if key == _STATE_KEY:
+                self._take_state(text)
+            elif self._others.get(int(key)) != (heartbeat := msgspec.json.decode(text, type=Heartbeat)):
+                self._others[int(key)], self._heard_s[int(key)] = heartbeat, now_s
+        self._changed.notify_all()
+
+    def _take_state(self, text: bytes) -> None:
+        self._state, self._state_text = msgspec.json.decode(text, type=GroupState), text.decode()
+
+    def _decide(self, store: Any) -> None:
+        while True:
+            with self._changed:
+                expected, wanted = self._state_text, self._next_state()
+                if wanted == self._state:
+                    return
+            found = store.compare_set(_STATE_KEY, expected, msgspec.json.encode(wanted).decode())
+            with self._changed:
+                self._take_state(found)
+                self._changed.notify_all()
+
+    def _next_state(self) -> GroupState:
+        """Return the state that this rank wants, which is the present one if there is nothing to decide."""
+        state, call = self._state, self._mine.call
+        if self._wants_cancel and not (state.cancelled_call == call and self.rank in state.cancelled_by):
+            state = state.cancel(call, self.rank)
+        failure = self._failure or (self._find_failure() if self._is_waiting else None)
+        step = self._mine.step if self._is_waiting else 0
+        if failure is not None:
+            ranks, reason, is_final = failure
+            return state.fail(call, step, ranks, reason, is_final=is_final)
+        if self.rank == 0 and self._is_waiting and self._have_all_come():
+            return state.permit(call, step)
+        return state
+
+    def _have_all_come(self) -> bool:
+        mine = self._mine
+        return len(self._others) == self.num_ranks - 1 and all(
+            one.call == mine.call and one.step >= mine.step for one in self._others.values()
+        )
+
+    def _find_failure(self) -> tuple[tuple[int, ...], str, bool] | None:
+        """Return the ranks that this one waits for in vain, the reason, and True if they are lost for good."""
+        mine, watched = self._mine, self._others.items()
+        apart = [rank for rank, one in watched if one.call == mine.call and one.task != mine.task]
+        if apart and self.rank == 0:  # the others hear it from rank 0
+            why = "came to do something else than rank 0: all ranks must make the same calls, and save to the same URI"
+            return tuple(apart), f"{_named(apart)} {why}", False
+        gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
+        if gone:
+            return tuple(gone), f"{_named(gone)} left before the end", False
+        ended = [rank for rank, one in watched if has_ended(one.process)]
+        if ended:
+            return tuple(ended), f"the process of {_named(ended)} has ended", True
+        since_s = time.monotonic() - self.timeout_s
+        silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
+        if silent:
+            hint = "if ranks come that late, raise Options(timeout_s=…)"
+            return tuple(silent), f"{_named(silent)} gave no sign of life for {self.timeout_s:.3g} s ({hint})", True
+        return None
+
+
+def _named(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    shown = ", ".join(map(str, ranks[:_MAX_NAMED_RANKS])) + (", …" if len(ranks) > _MAX_NAMED_RANKS else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

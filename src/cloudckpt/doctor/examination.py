@@ -1,0 +1,316 @@
+"""Run all checks of a place: contact, credentials, permissions, promises of the store, settings of the bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from cloudckpt.doctor import environment
+from cloudckpt.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CredentialsError,
+    InvalidOptionError,
+    StoreError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.options import Options
+from cloudckpt.stores.open import open_store
+from cloudckpt.stores.probe import CHECKS, CheckFailed, Scratch
+from cloudckpt.uri import Location, parse_location
+
+if TYPE_CHECKING:
+    from cloudckpt.stores.base import Store
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+_MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}  # noqa: RUF001  # a dash as wide as the other marks
+_MAX_WAIT_S = 10.0
+_MAX_SHOWN = 5
+_LOST_WITHOUT = {
+    "put": "Without it nothing can be saved.",
+    "get": "Without it nothing can be loaded, and a save cannot verify its commit.",
+    "range reads": "Loads read ranges.",
+    "head": "Overwrites and copies ask for sizes.",
+    "delete": "Failed saves leave what they wrote, overwrites what they replaced, and gc has no effect.",
+    "listings": "Checkpoints are found by listings.",
+    "create-if-absent": "A save refuses to begin without it.",
+    "checksums": "It is not known if damaged bytes are refused.",
+    "parts": "Objects that are larger than a part cannot be saved.",
+    "abort": "What a failed save sent is paid for until a lifecycle rule removes it.",
+    "unfinished uploads": "gc cannot find what killed saves leave, and a save that resumes sends everything again.",
+}
+"""The consequence of each check's failure."""
+_OPTIONAL = ("checksums", "unfinished uploads", "head")
+_NEED_GET = ("range reads", "head")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The result of one check. If one that `matters` failed, saves or loads cannot be relied on."""
+
+    name: str
+    """Short, and the same in every release."""
+    outcome: Outcome
+    found: str
+    """The observation, or why there is none."""
+    advice: str = ""
+    """The consequence of a failure, and what to do about it."""
+    matters: bool = True
+    """False if a failure costs only money, time or comfort."""
+
+    @property
+    def mark(self) -> str:
+        """A sign for tables."""
+        return _MARKS[self.outcome]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorReport:
+    """The results of all checks, in order. ``str()`` returns a table."""
+
+    uri: str
+    read_only: bool
+    checks: tuple[Check, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        """True unless a check failed that matters."""
+        return not any(check.matters for check in self.failures)
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that failed, including those that do not matter."""
+        return tuple(check for check in self.checks if check.outcome == "failed")
+
+    def __getitem__(self, name: str) -> Check:
+        """Return the check of that name. Raises `KeyError` if there is none for this kind of store."""
+        return {check.name: check for check in self.checks}[name]
+
+    def __str__(self) -> str:
+        width = max((len(check.name) for check in self.checks), default=0)
+        lines = [f"{check.mark} {check.name:<{width}}  {check.found}" for check in self.checks]
+        return "\n".join(lines + [f"✗ {check.name}: {check.advice or check.found}" for check in self.failures])
+
+
+def examine(
+    uri: str | os.PathLike[str],
+    *,
+    read_only: bool = False,
+    deadline_s: float = 60.0,
+    options: Options | None = None,
+    on_check: Callable[[Check], None] | None = None,
+) -> DoctorReport:
+    """Find out if saves to `uri` and loads from it will work: credentials, permissions, promises of the store.
+
+    Writes objects below `uri` whose names `gc` knows as garbage (``.cloudckpt-probe-…``), and removes all of them
+    before it returns or raises. A failed check is part of the result, not an exception.
+
+    Args:
+        uri: The folder of the checkpoints.
+        read_only: Write nothing, and check only what loads need.
+        deadline_s: Skip the checks that would begin later. A single wait is at most 10 seconds, or
+            ``options.timeout_s`` if that is less.
+        options: The options of the saves and loads.
+        on_check: Called with each check as soon as it is done.
+
+    Raises:
+        InvalidURIError: `uri` names no place.
+        InvalidOptionError: An option has a value that cannot work.
+        MissingDependencyError: The package of the store is not installed.
+
+    """
+    options = options or Options()
+    if not 0 < deadline_s < float("inf"):
+        raise InvalidOptionError(f"deadline_s must be positive and finite, not {deadline_s!r}")
+    location = parse_location(uri)
+    bounded = dataclasses.replace(options, timeout_s=min(options.timeout_s, _MAX_WAIT_S))
+    store = open_store(location, bounded)
+    # Sessions and settings are asked of the store itself, not of a user's wrapper.
+    plain = store if options.wrap_store is None else open_store(location, dataclasses.replace(bounded, wrap_store=None))
+    checklist = _Checklist(deadline_s=deadline_s, on_check=on_check)
+    _check_contact(checklist, location, store, plain, timeout_s=bounded.timeout_s)
+    if read_only:
+        checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])
+    else:
+        with environment.removed_directories(location):
+            scratch = Scratch(store)
+            try:
+                _check_promises(checklist, scratch)
+            finally:
+                left = scratch.clean_up()
+        if left:
+            checklist.fail(
+                "left behind",
+                f"{len(left)} of the doctor's own objects could not be removed",
+                f"Remove them, or let gc do it: {', '.join(left[:_MAX_SHOWN])}",
+                matters=False,
+            )
+    _check_settings(checklist, location, plain)
+    return DoctorReport(uri=location.uri, read_only=read_only, checks=tuple(checklist.checks))
+
+
+class _Checklist:
+    """Runs checks and keeps the results. Skips the rest when contact is lost or time is up."""
+
+    def __init__(self, *, deadline_s: float, on_check: Callable[[Check], None] | None) -> None:
+        self.checks: list[Check] = []
+        self.skip_reason = ""
+        """The reason why all further checks are skipped, if they are."""
+        self._until = time.monotonic() + deadline_s
+        self._deadline_s = deadline_s
+        self._on_check = on_check
+
+    def has(self, name: str, outcome: Outcome) -> bool:
+        return any(check.name == name and check.outcome == outcome for check in self.checks)
+
+    def succeed(self, name: str, found: str, *, matters: bool = True) -> None:
+        self._add(Check(name=name, outcome="passed", found=found, matters=matters))
+
+    def fail(self, name: str, found: str, advice: str, *, matters: bool = True) -> None:
+        self._add(Check(name=name, outcome="failed", found=found, advice=advice, matters=matters))
+
+    def skip(self, name: str, reason: str, *, matters: bool = True) -> None:
+        self._add(Check(name=name, outcome="skipped", found=reason, matters=matters))
+
+    def run(
+        self, name: str, check: Callable[[], str | None], *, subject: str = "", advice: str = "", matters: bool = True
+    ) -> None:
+        """Run one check. `subject` begins the sentence about a failure."""
+        if not self.skip_reason and time.monotonic() > self._until:
+            self.skip_reason = f"not asked: {self._deadline_s:g} s were over"
+        if self.skip_reason:
+            self.skip(name, self.skip_reason, matters=matters)
+            return
+        try:
+            found = check()
+        except CheckFailed as failure:
+            self.fail(name, f"{subject}{failure.observed}", failure.advice, matters=matters)
+        except UnsupportedOperationError as error:
+            self.skip(name, str(error), matters=matters)
+        except AccessDeniedError as error:
+            self.fail(name, "denied", f"{error} {advice}".rstrip(), matters=matters)
+        except StoreError as error:
+            self.fail(name, str(error), advice or str(error), matters=matters)
+        else:
+            if found is None:
+                self.skip(name, "could not be told", matters=matters)
+            else:
+                self.succeed(name, found, matters=matters)
+
+    def _add(self, check: Check) -> None:
+        self.checks.append(check)
+        if self._on_check is not None:
+            self._on_check(check)
+
+
+def _check_contact(checklist: _Checklist, location: Location, store: Store, plain: Any, *, timeout_s: float) -> None:
+    """Check that the store answers, accepts the credentials, and has the bucket."""
+    error = _list_error(store)
+    if location.scheme in ("s3", "gs"):
+        _check_endpoint(checklist, plain, error, timeout_s=timeout_s)
+        _check_credentials(checklist, location, plain, error)
+        if isinstance(error, BucketNotFoundError):
+            checklist.fail("bucket", "does not exist", str(error))
+            checklist.skip_reason = "not asked: there is no such bucket"
+        elif error is None:
+            checklist.succeed("bucket", f"{location.authority} exists")
+        else:
+            checklist.skip("bucket", checklist.skip_reason or "could not be told")
+    elif location.scheme == "file":
+        checklist.run("user", environment.check_user)
+    checklist.run(
+        "list",
+        functools.partial(_raise_or_allow, error),
+        advice="Without it no checkpoint is found, and none can be saved.",
+    )
+
+
+def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None, *, timeout_s: float) -> None:
+    try:
+        endpoint = str(plain.session.endpoint_url("examine"))
+    except StoreError as unusable:
+        checklist.skip("endpoint", str(unusable))
+        return
+    if isinstance(error, TransientStoreError):
+        checklist.fail("endpoint", type(error).__name__, str(error))
+        checklist.skip_reason = "not asked: the store does not answer"
+    elif isinstance(error, CredentialsError) and environment.request_date(endpoint, timeout_s=timeout_s) is None:
+        checklist.skip("endpoint", "could not be told: without credentials nothing is asked")
+    else:
+        checklist.succeed("endpoint", f"{endpoint} answers")
+    checklist.run("clock", functools.partial(environment.check_clock, endpoint, timeout_s=timeout_s / 2))
+
+
+def _check_credentials(checklist: _Checklist, location: Location, plain: Any, error: StoreError | None) -> None:
+    if isinstance(error, CredentialsError) and not checklist.skip_reason:
+        checklist.skip_reason = "not asked: the store does not accept the credentials"
+        if checklist.has("clock", "failed"):  # a store refuses requests of another time
+            checklist.skip("credentials", "could not be told: the clock is off")
+        else:
+            checklist.fail("credentials", "not accepted", str(error))
+    elif location.scheme == "s3":
+        checklist.run("credentials", functools.partial(environment.check_s3_credentials, plain))
+    else:
+        checklist.run("credentials", functools.partial(environment.check_gcs_credentials, plain))
+    if location.scheme == "s3":
+        checklist.run("region", functools.partial(environment.check_s3_region, plain), matters=False)
+
+
+def _list_error(store: Store) -> StoreError | None:
+    try:
+        next(iter(store.list()), None)
+    except StoreError as error:
+        return error
+    return None
+
+
+def _raise_or_allow(error: StoreError | None) -> str:
+    if error is not None:
+        raise error
+    return "allowed"
+
+
+def _read_any_object(store: Store) -> str | None:
+    info = next((info for info in store.list() if info.size_bytes), None)
+    if info is None:
+        return None
+    store.read_into(info.key, 0, [memoryview(bytearray(1))])
+    return f"{store.url(info.key)} can be read"
+
+
+def _check_promises(checklist: _Checklist, scratch: Scratch) -> None:
+    """Run the checks that the probe of a save and the contract of stores share."""
+    for name, check in CHECKS.items():
+        matters = name not in _OPTIONAL
+        if name != "put" and not checklist.skip_reason and not checklist.has("put", "passed"):
+            checklist.skip(name, "not asked: nothing can be put", matters=matters)
+        elif name in _NEED_GET and not checklist.skip_reason and not checklist.has("get", "passed"):
+            checklist.skip(name, "not asked: nothing can be read", matters=matters)
+        else:
+            run = functools.partial(check, scratch)
+            checklist.run(name, run, subject="the store ", advice=_LOST_WITHOUT[name], matters=matters)
+
+
+def _check_settings(checklist: _Checklist, location: Location, plain: Any) -> None:
+    """Check the settings of the bucket, if they may be read."""
+    if location.scheme == "s3":
+        checklist.run("lifecycle", functools.partial(environment.check_s3_lifecycle, plain), matters=False)
+        checklist.run("versioning", functools.partial(environment.check_s3_versioning, plain), matters=False)
+    elif location.scheme == "gs":
+        bucket = None if checklist.skip_reason else environment.read_gcs_bucket(plain)
+        checks = {"lifecycle": environment.check_gcs_lifecycle, "versioning": environment.check_gcs_versioning}
+        for name, check in checks.items():
+            checklist.run(name, functools.partial(_check_if_read, check, bucket), matters=False)
+    elif location.scheme == "file":
+        checklist.run("free space", functools.partial(environment.check_free_space, location.path))
+
+
+def _check_if_read(check: Callable[[Any], str], bucket: Any) -> str | None:
+    return None if bucket is None else check(bucket)

@@ -1,0 +1,188 @@
+"""Manifest to bytes and back, with a checksum of the document in its own tail."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from awscrt.checksums import crc32c
+
+from cloudckpt._version import __version__
+from cloudckpt.errors import InvalidManifestError, UnsupportedFormatError
+from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_NAME, CommitTime, Manifest, StoredObject
+from cloudckpt.format.validation import find_name_problems, find_object_problems, find_problems
+
+_TAIL = re.compile(rb',"crc32c":"([0-9a-f]{8})"}\n?\Z')
+_MAX_SHOWN = 10
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_TAIL_BYTES = len(b',"crc32c":"00000000"}\n')
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
+
+
+def pack_tiles(values: Sequence[int]) -> str:
+    """CRC32C values as the manifest holds them."""
+    words = array("I", values)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return base64.b64encode(words.tobytes()).decode("ascii")
+
+
+def unpack_tiles(text: str) -> array[int]:
+    """The reverse of `pack_tiles`; `ValueError` where `text` is not such a list."""
+    raw = base64.b64decode(text, validate=True)
+    if len(raw) % 4:
+        raise ValueError("not a whole number of CRC32C values")
+    words = array("I", raw)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The document: compact JSON whose last member is the CRC32C of all that stands before it."""
+    body = msgspec.json.encode(manifest)[:-1]
+    return body + b',"crc32c":"%08x"}' % crc32c(body)
+
+
+def decode(document: bytes, *, uri: str) -> Manifest:
+    """The manifest in `document`, checked in every respect that the rest of cloudckpt relies on.
+
+    Raises `InvalidManifestError` for anything that is damaged, inconsistent or not a manifest, and
+    `UnsupportedFormatError` for a newer major version of the format.
+    """
+    check_document(document, uri=uri)
+    try:
+        manifest = _MANIFEST_DECODER.decode(document)
+    except _UNDECODABLE as error:
+        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    raise_problems(find_problems(manifest), uri=uri)
+    return manifest
+
+
+def raise_problems(problems: Sequence[str], *, uri: str) -> None:
+    """Raises `InvalidManifestError` where there are `problems`."""
+    if problems:
+        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        shown = "; ".join(problems[:_MAX_SHOWN]) + more
+        raise InvalidManifestError(f"the manifest of {uri} contradicts itself: {shown}", uri=uri, problems=problems)
+
+
+def check_document(document: bytes, *, uri: str) -> None:
+    """That `document` is whole, a manifest, and of a version that is known. Raises what `decode` raises."""
+    tail = _TAIL.search(document, max(0, len(document) - _TAIL_BYTES))
+    if tail is None:
+        raise _foreign(document, uri)
+    body = document[: tail.start()]
+    recorded, actual = int(tail.group(1), 16), crc32c(body)
+    if recorded != actual:
+        raise InvalidManifestError(
+            f"the manifest of {uri} is damaged: its checksum is {actual:08x}, but it was written as {recorded:08x}. "
+            "Load an older checkpoint, or restore the manifest from a backup",
+            uri=uri,
+        )
+    _check_version(_probe(document), uri)
+
+
+class _Head(msgspec.Struct):
+    format: Any = None
+    version: Any = None
+    software: Any = None
+
+    @property
+    def writer(self) -> str:
+        """The version of cloudckpt that wrote it, where it says that."""
+        found = self.software.get("cloudckpt") if isinstance(self.software, dict) else None
+        return f" by cloudckpt {found:.40}" if isinstance(found, str) else ""
+
+
+_HEAD_DECODER = msgspec.json.Decoder(_Head)  # made on import, too
+
+
+def _probe(document: bytes) -> _Head | None:
+    try:
+        return _HEAD_DECODER.decode(document)
+    except _UNDECODABLE:
+        return None
+
+
+def _check_version(head: _Head | None, uri: str) -> None:
+    if head is None or head.format != FORMAT_NAME:
+        raise InvalidManifestError(
+            f"{uri} holds a manifest.json that another program wrote, not a cloudckpt checkpoint", uri=uri
+        )
+    version = head.version
+    is_version = isinstance(version, list) and [type(number) for number in version] == [int, int]
+    if not is_version or not (version[0] >= 1 and version[1] >= 0):
+        raise InvalidManifestError(f"the manifest of {uri} has no usable version: {version!r:.80}", uri=uri)
+    if version[0] > FORMAT_MAJOR:
+        raise UnsupportedFormatError(
+            f"{uri} was written{head.writer} in version {version[0]}.{version[1]} of the format; this cloudckpt, "
+            f"{__version__}, reads up to {FORMAT_MAJOR}.x. Upgrade cloudckpt to load it",
+            uri=uri,
+        )
+
+
+def _foreign(document: bytes, uri: str) -> InvalidManifestError:
+    """Why a document without our checksum at its end is not a manifest that can be read."""
+    head = _probe(document)
+    if head is not None:
+        _check_version(head, uri)
+    if head is None and document.lstrip()[:1] != b"{":
+        return InvalidManifestError(
+            f"{uri} is not a cloudckpt manifest: its {len(document)} bytes are not JSON. Another program wrote it, "
+            "or it was damaged",
+            uri=uri,
+        )
+    return InvalidManifestError(
+        f"the manifest of {uri} is truncated: its {len(document)} bytes do not end in a checksum. "
+        "Load an older checkpoint, or restore the manifest from a backup",
+        uri=uri,
+    )
+
+
+class _Unseen(msgspec.Struct, frozen=True, gc=False):
+    """A value that the decoder skips."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of a `Manifest`."""
+
+    attempt: str
+    created_at: str
+    committed_at_ns: CommitTime | None = None
+    world_size: int
+    software: dict[str, str]
+    tile_bytes: int
+    objects: list[StoredObject]
+    tensors: dict[str, _Unseen]
+    values: dict[str, _Unseen]
+    metadata: dict[str, Any] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all data objects."""
+        return sum(stored.size for stored in self.objects)
+
+
+_DECODER = msgspec.json.Decoder(Summary)  # made on import: see `codec`
+
+
+def decode_summary(document: bytes, *, uri: str) -> Summary:
+    """Decode a summary of a manifest. Its tensors and chunks are not checked, which would take many times as long.
+
+    Raises what `decode` raises.
+    """
+    check_document(document, uri=uri)
+    try:
+        summary = _DECODER.decode(document)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidManifestError(f"the manifest of {uri} is not valid: {error}", uri=uri) from error
+    of_objects = find_object_problems(summary.objects, tile_bytes=summary.tile_bytes, world_size=summary.world_size)
+    raise_problems(of_objects or find_name_problems(summary.tensors, summary.values), uri=uri)
+    return summary

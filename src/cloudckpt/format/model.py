@@ -1,0 +1,173 @@
+"""The manifest's values, as they stand in its JSON (``docs/format.md``). Byte ranges are half-open."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+FORMAT_NAME = "cloudckpt"
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 1
+
+
+CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class StoredObject(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One data object: its key under the checkpoint, its size, and the CRC32C of each of its tiles."""
+
+    key: str
+    size: int
+    crc32c: str
+    """Base64 of the tiles' CRC32C values, each as four little-endian bytes."""
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One stored block of a tensor: where it lies in the tensor, and where its bytes lie."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    object_index: int
+    begin: int
+    end: int
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One tensor of the state dict: its element type, its global shape, and the chunks that cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+    requires_grad: bool = False
+    transforms: list[str] = []
+    """Descriptors of the stream transforms applied to each chunk's bytes, outermost first."""
+
+
+class StoredValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One Python object of the state dict: the byte range that holds its ``torch.save`` bytes."""
+
+    object_index: int
+    begin: int
+    end: int
+    transforms: list[str] = []
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A whole checkpoint."""
+
+    format: str
+    version: tuple[int, int]
+    attempt: str
+    created_at: str
+    committed_at_ns: CommitTime | None = None
+    """Nanoseconds since 1970 in UTC, by which checkpoints are ordered; absent before version 1.1."""
+    world_size: int
+    software: dict[str, str]
+    tile_bytes: int
+    objects: list[StoredObject]
+    tensors: dict[str, StoredTensor]
+    values: dict[str, StoredValue]
+    nesting: dict[str, list[str | int]] | None = None
+    """The path of each entry in the nested state dict; absent where it was not flattened."""
+    typed_nesting: dict[str, list[str | int | list[Any]]] | None = None
+    """The path of each entry that stands under a key which is not a string; such keys stand in lists of their own."""
+    empty_mappings: list[list[str | int | list[Any]]] = []
+    """The paths of mappings that hold no entry, as in `typed_nesting`."""
+    save_id: str | None = None
+    metadata: dict[str, Any] = {}
+    """The user's own."""
+
+
+ITEMSIZE_BYTES: dict[str, int] = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("complex64", "float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("bcomplex32", "complex32", "float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16", "bits16"), 2),
+    **dict.fromkeys(
+        (
+            "bool", "int8", "uint8", "bits8", "bits1x8", "bits2x4", "bits4x2",
+            "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+            "float4_e2m1fn_x2",
+            "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+            "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
+        ),
+        1,
+    ),
+}  # fmt: skip
+"""Bytes of one element of each dtype that a checkpoint can hold."""
+
+# https://github.com/huggingface/safetensors#format. Only tags that every published reader knows: the newer ones
+# (complex, float8_e8m0, float4, …) would make an object unreadable for older libraries, so those dtypes go as bytes.
+SAFETENSORS_TAG: dict[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""Tag of each dtype in a safetensors header; a dtype that is missing here is stored as ``U8``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectReceipt:
+    """An object that was written, and what must be found there again."""
+
+    key: str
+    size_bytes: int
+    tile_crc32cs: tuple[int, ...]
+
+
+class ItemReceipts(msgspec.Struct, frozen=True, kw_only=True):
+    """The places of an object's write items, in columns of one length: the coordinator of a job gets millions.
+
+    Items that are alike may share what describes them, and take hardly any room when they are sent.
+    """
+
+    stored_in: ObjectReceipt
+    tile_bytes: int
+    """The length of the tiles whose checksums `stored_in` has."""
+    offsets: list[tuple[int, ...] | None]
+    """The offsets in the items' indices; None for a Python object."""
+    begins: array[int]
+    ends: array[int]
+    """The ends of the items' bytes in the object."""
+    dtypes: list[str | None]
+    """The dtypes that were really written; a cached plan may have others."""
+    lengths: list[tuple[int, ...]]
+    transforms: list[tuple[str, ...]]
+    fqns: list[str]
+    """The last: pickle has short references to what came before 256 other things."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRange:
+    """Bytes ``[begin, end)`` of an object, for the ``storage_data`` of a saved checkpoint's metadata."""
+
+    key: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemLocation:
+    """The place at which a reader finds one item."""
+
+    object_index: int
+    begin: int
+    end: int
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]

@@ -1,0 +1,278 @@
+"""A nested state dict made flat, under the names that torch's planners give, and nested again.
+
+torch's own functions make text of every key, and a load of theirs first rebuilds the state dict with None in place of
+what is empty. Here keys keep their types, and nothing is rebuilt.
+
+A path leads from the state dict to one of its entries. Its steps are the index of a list (an ``int``), a key of a
+mapping that is a ``str``, or any other key of a mapping, in a tuple of its own: ``("state", (0,), "step")``.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+
+from cloudckpt.errors import UnsupportedValueError
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+PART_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes of a tensor that holds parts of a larger one, since torch 2.15 (``CheckpointableTensor``)."""
+_LEAVES = frozenset({bool, int, float, complex, str, bytes, type(None), tuple, torch.dtype, torch.device})
+_MAX_INTEGER_KEY = 2**63 - 1
+
+Path = tuple[Any, ...]
+
+
+def holds_parts(tensor: object) -> bool:
+    """Return whether torch may take the tensor for parts of a larger one."""
+    return hasattr(tensor, PART_ATTRIBUTES[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatStateDict:
+    """The entries in torch's order and under torch's names, and what torch's ``flatten_state_dict`` leaves out."""
+
+    entries: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    keyed: list[str] = field(default_factory=list)
+    """The names of the entries that stand under a key which is not a ``str``."""
+    containers: dict[str, Path] = field(default_factory=dict)
+    """The mappings and lists on the way, by the names under which torch before 2.4 may have saved them whole."""
+    empty: list[Path] = field(default_factory=list)
+    """The paths of the mappings that hold nothing."""
+
+
+class Nesting(dict[str, Path]):
+    """The path of each entry as torch's planners keep it, of text and indices alone, and what such paths cannot say."""
+
+    typed: dict[str, Path]
+    """The paths that have other keys than text, with these keys."""
+    empty: list[Path]
+    """See `FlatStateDict`."""
+
+    def __init__(self, paths: Mapping[str, Path], *, typed: Mapping[str, Path], empty: Iterable[Path]) -> None:
+        super().__init__(paths)
+        self.typed = dict(typed)
+        self.empty = list(empty)
+
+    @classmethod
+    def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:
+        """The nesting to be saved. Raises `UnsupportedValueError` for a key that could not be restored."""
+        typed = {name: _checked(flat.paths[name], uri) for name in flat.keyed}
+        paths = {**flat.paths, **{name: _as_text(path) for name, path in typed.items()}} if typed else flat.paths
+        empty = [_checked(path, uri) for path in flat.empty]
+        check_names((step for path in empty for step in path if isinstance(step, str)), uri=uri)
+        return cls(paths, typed=typed, empty=empty)
+
+    @classmethod
+    def merged(cls, nestings: Sequence[Nesting]) -> Nesting:
+        """The nesting of all ranks; where two differ, the first of them counts, as in torch."""
+        return cls(
+            ChainMap(*nestings),
+            typed=ChainMap(*(nesting.typed for nesting in nestings)),
+            empty=dict.fromkeys(path for nesting in nestings for path in nesting.empty),
+        )
+
+
+def flatten(state_dict: Mapping[Any, Any], *, uri: str) -> FlatStateDict:
+    """The entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
+    ``_flatten_sharded_tensors`` of each entry). Raises `UnsupportedValueError` where two would have one name.
+    """
+    flat = FlatStateDict()
+    try:
+        _add_all(flat, state_dict, "", (), is_keyed=False, uri=uri)
+    except RecursionError:
+        raise UnsupportedValueError(
+            "the state dict holds itself, or is nested too deeply to be made flat. Take that part of it out", uri=uri
+        ) from None
+    return flat
+
+
+def _add_all(
+    flat: FlatStateDict, container: Mapping[Any, Any] | list[Any], prefix: str, path: Path, *, is_keyed: bool, uri: str
+) -> None:
+    if isinstance(container, list):
+        for index, value in enumerate(container):
+            _add(flat, f"{prefix}{index}", (*path, index), value, is_keyed=is_keyed, uri=uri)
+        return
+    for key, value in container.items():
+        if type(key) is str:
+            _add(flat, prefix + key, (*path, key), value, is_keyed=is_keyed, uri=uri)
+        else:  # its text, and not its format: those of an enumeration may differ
+            _add(flat, prefix + str(key), (*path, (key,)), value, is_keyed=True, uri=uri)
+
+
+def _add(flat: FlatStateDict, name: str, path: Path, value: Any, *, is_keyed: bool, uri: str) -> None:
+    kind = type(value)
+    if kind in PLAIN_TENSORS or kind in _LEAVES:
+        flat.entries[name] = value
+    elif isinstance(value, Mapping):
+        flat.containers[name] = path
+        if not value:
+            flat.empty.append(path)
+        _add_all(flat, value, name + ".", path, is_keyed=is_keyed, uri=uri)
+        return
+    elif isinstance(value, list):
+        flat.containers[name] = path
+        if _holds_entries(value):
+            _add_all(flat, value, name + ".", path, is_keyed=is_keyed, uri=uri)
+            return
+        flat.entries[name] = value
+    elif isinstance(value, ShardedTensor):
+        flat.entries.update(_flatten_sharded_tensors({name: value}))  # nothing, where this rank has no shard
+    else:
+        flat.entries[name] = value
+    if name in flat.paths:
+        raise UnsupportedValueError(
+            f"two entries of the state dict would be called {name!r}: {_shown(flat.paths[name])} and {_shown(path)}. "
+            "Rename one of them",
+            uri=uri,
+        )
+    flat.paths[name] = path
+    if is_keyed:
+        flat.keyed.append(name)
+
+
+def _holds_entries(values: list[Any]) -> bool:
+    """Return whether torch looks into the list: a tensor or a mapping is in it, or in a list in it."""
+    return not _LEAVES.issuperset(map(type, values)) and any(
+        isinstance(value, (torch.Tensor, Mapping)) or (isinstance(value, list) and _holds_entries(value))
+        for value in values
+    )
+
+
+def assign(state_dict: Any, path: Path, value: Any) -> None:
+    """Assign `value` to the entry of `state_dict` at `path`."""
+    container = state_dict
+    for step in path[:-1]:
+        container = container[_key(step)]
+    container[_key(path[-1])] = value
+
+
+def unflatten(entries: Mapping[str, Any], paths: Mapping[str, Path], empty: Iterable[Path] = ()) -> dict[Any, Any]:
+    """The state dict that has `entries` at their `paths`, and mappings that hold nothing at the paths `empty`.
+
+    An entry without a path has its name as a key. Places of lists without an entry hold None. Raises ``ValueError``
+    where the paths contradict each other.
+    """
+    root: dict[Any, Any] = {}
+    for name, value in entries.items():
+        path = paths.get(name, (name,))
+        container = _container_at(root, path)
+        key = _key(path[-1])
+        if _get(container, key) is not None:
+            raise ValueError(f"two entries stand at {_shown(path)}")
+        container[key] = value
+    for path in empty:
+        container = _container_at(root, path)
+        if _get(container, _key(path[-1])) is None:
+            container[_key(path[-1])] = {}
+    return root
+
+
+def _container_at(root: dict[Any, Any], path: Path) -> Any:
+    """The container of the entry at `path`, with a place for it; made, with all on the way, where it is not there."""
+    container: Any = root
+    for depth, step in enumerate(path):
+        if not isinstance(container, list if type(step) is int else dict):
+            kind = type(container).__name__
+            raise ValueError(f"{_shown(path[:depth])} is a {kind} and something else at once")  # noqa: TRY004  # of data
+        if isinstance(container, list):
+            container.extend([None] * (step + 1 - len(container)))
+        if depth + 1 == len(path):
+            break
+        key = _key(step)
+        if _get(container, key) is None:
+            container[key] = [] if type(path[depth + 1]) is int else {}
+        container = container[key]
+    return container
+
+
+def name_path(path: Path) -> str:
+    """The name that torch's planners give to what stands at `path`."""
+    return ".".join(map(str, _as_text(path)))
+
+
+def check_names(names: Iterable[str], *, uri: str) -> None:
+    """Raise `UnsupportedValueError` for a name that no UTF-8 text can be."""
+    names = list(names)
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        bad = next(name for name in names if not _is_text(name))
+        raise UnsupportedValueError(
+            f"{bad!a:.200} holds a surrogate, which UTF-8 cannot store. Rename that entry of the state dict", uri=uri
+        ) from None
+
+
+def path_to_json(path: Path) -> list[Any]:
+    """The path as the manifest's ``typed_nesting`` has it: a key that is no text stands in a list of its own."""
+    return [_listed(step) for step in path]
+
+
+def path_from_json(path: Iterable[Any]) -> Path:
+    """The reverse of `path_to_json`."""
+    return tuple(_tupled(step) for step in path)
+
+
+def _listed(step: Any) -> Any:
+    return [_listed(one) for one in step] if isinstance(step, tuple) else step
+
+
+def _tupled(step: Any) -> Any:
+    return tuple(_tupled(one) for one in step) if isinstance(step, list) else step
+
+
+def _as_text(path: Path) -> Path:
+    return tuple(str(step[0]) if isinstance(step, tuple) else step for step in path)
+
+
+def _checked(path: Path, uri: str) -> Path:
+    """`path` with keys of Python's own types, each equal to the key that is in the state dict."""
+    return tuple((_plain_key(step[0], path, uri),) if isinstance(step, tuple) else step for step in path)
+
+
+def _plain_key(key: Any, path: Path, uri: str) -> Any:
+    if isinstance(key, tuple) and not any(isinstance(one, tuple) for one in key):
+        return tuple(_plain_key(one, path, uri) for one in key)
+    if key is None or isinstance(key, bool):
+        return key
+    if isinstance(key, str) and _is_text(key):
+        return str.__str__(key)
+    if isinstance(key, numbers.Integral) and -_MAX_INTEGER_KEY - 1 <= int(key) <= _MAX_INTEGER_KEY:
+        return int(key)
+    if isinstance(key, float) and math.isfinite(key):
+        return float(key)
+    raise UnsupportedValueError(
+        f"the key {key!r:.100} of {_shown(path)} in the state dict is a {type(key).__name__}, which cannot be restored."
+        " Keys can be str, int (of 64 bits), float (finite), bool, None, or a tuple of these",
+        uri=uri,
+    )
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _get(container: Any, key: Any) -> Any:
+    return container[key] if isinstance(container, list) else container.get(key)
+
+
+def _key(step: Any) -> Any:
+    return step[0] if isinstance(step, tuple) else step
+
+
+def _shown(path: Path) -> str:
+    return "".join(f"[{_key(step)!r:.100}]" for step in path) or "the state dict"

@@ -1,0 +1,247 @@
+"""The layout of one data object: a safetensors file (https://github.com/huggingface/safetensors#format)."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+
+from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
+
+_ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, each tensor is aligned to its own element
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One tensor, or one Python object's bytes (`dtype` None), that goes into an object."""
+
+    fqn: str
+    dtype: str | None
+    shape: tuple[int, ...]
+    """The chunk's shape."""
+    offsets: tuple[int, ...] | None
+    """The chunk's offsets in its tensor; None if it is the whole tensor."""
+    num_bytes: int
+
+    @property
+    def itemsize_bytes(self) -> int:
+        return 1 if self.dtype is None else ITEMSIZE_BYTES[self.dtype]
+
+
+class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The places of all entries in one object."""
+
+    header: bytes
+    """The object's first bytes."""
+    begins: tuple[int, ...]
+    """The offset of each entry's bytes in the object."""
+    size_bytes: int
+
+
+def sort_for_storage(entries: Sequence[Entry]) -> list[int]:
+    """The entries' indices in the order in which they are stored: by falling element size, else as given."""
+    return sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
+
+
+def lay_out(entries: Sequence[Entry]) -> Layout:
+    """The layout of an object that holds `entries`, which must be in `sort_for_storage`."""
+    header: dict[str, _HeaderEntry | dict[str, str]] = {"__metadata__": {"format": "pt"}}
+    relative_begins: list[int] = []
+    position = 0
+    for entry in entries:
+        relative_begins.append(position)
+        tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
+        name = entry.fqn if entry.offsets is None else name_entry(entry)
+        end = position + entry.num_bytes
+        header[name if name not in header else _unused(name, header)] = _HeaderEntry(
+            tag or "U8", entry.shape if tag else (entry.num_bytes,), (position, end)
+        )
+        position = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    prefix = len(text).to_bytes(8, "little") + text
+    return Layout(
+        header=prefix,
+        begins=tuple(len(prefix) + begin for begin in relative_begins),
+        size_bytes=len(prefix) + position,
+    )
+
+
+def name_entry(entry: Entry) -> str:
+    """Return the name of an entry in the header, unless it is taken."""
+    if entry.offsets is None:
+        return entry.fqn
+    ranges = (f"{o}:{o + n}" for o, n in zip(entry.offsets, entry.shape, strict=True))
+    return f"{entry.fqn}[{','.join(ranges)}]"
+
+
+def _unused(name: str, header: Container[str]) -> str:
+    """`name`, or the first variant of it that is free: names must be unique, and ``__metadata__`` is taken."""
+    variant, count = name, 1
+    while variant in header:
+        count += 1
+        variant = f"{name}#{count}"
+    return variant
+
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_METADATA_KEY = "__metadata__"
+_VARIANT = re.compile(r"#[0-9]+\Z")
+_MAX_NAMES = 5
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedEntry:
+    """An entry of an object, and the bytes ``[begin, end)`` of the object that are its own."""
+
+    entry: Entry
+    begin: int
+    end: int
+
+
+class ObjectContents:
+    """The entries of one object, by the manifest."""
+
+    def __init__(self, placed: Sequence[PlacedEntry]) -> None:
+        self.placed = sorted(placed, key=lambda one: (one.begin, one.end))
+        self._begins = [one.begin for one in self.placed]
+        # Entries may overlap in a manifest that somebody made up; this rises all the same.
+        self._reached = list(accumulate((one.end for one in self.placed), max))
+
+    def names(self, begin: int, end: int) -> str:
+        """The tensors and values that bytes ``[begin, end)`` belong to, for a message."""
+        first, last = bisect_right(self._reached, begin), bisect_left(self._begins, end)
+        fqns = {one.entry.fqn: None for one in self.placed[first:last] if one.end > begin}
+        names = [repr(fqn) for fqn in list(fqns)[:_MAX_NAMES]]
+        if len(fqns) > _MAX_NAMES:
+            names.append(f"{len(fqns) - _MAX_NAMES} more")
+        if not self._begins or begin < self._begins[0]:
+            names.insert(0, "the object's header")
+        return ", ".join(names) or "nothing that the manifest names"
+
+
+def list_contents(manifest: Manifest) -> list[ObjectContents]:
+    """Return the contents of each object, in the manifest's order."""
+    placed: list[list[PlacedEntry]] = [[] for _ in manifest.objects]
+    for fqn, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            num_bytes = chunk.end - chunk.begin
+            entry = Entry(
+                fqn=fqn,
+                dtype=None if tensor.transforms else tensor.dtype,
+                shape=() if tensor.transforms else chunk.lengths,
+                offsets=None if tensor.transforms or chunk.lengths == tensor.shape else chunk.offsets,
+                num_bytes=num_bytes,
+            )
+            placed[chunk.object_index].append(PlacedEntry(entry=entry, begin=chunk.begin, end=chunk.end))
+    for fqn, value in manifest.values.items():
+        entry = Entry(fqn=fqn, dtype=None, shape=(), offsets=None, num_bytes=value.end - value.begin)
+        placed[value.object_index].append(PlacedEntry(entry=entry, begin=value.begin, end=value.end))
+    return [ObjectContents(members) for members in placed]
+
+
+def find_header_end(prefix: bytes, *, size_bytes: int) -> int:
+    """Return the end of the header, by the object's first eight bytes. Raises `ValueError` if it is impossible."""
+    if len(prefix) < LENGTH_BYTES:
+        raise ValueError(f"the object has {size_bytes} bytes, too few for a header")
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header would have {length} bytes, more than the {MAX_HEADER_BYTES} that are allowed")
+    if LENGTH_BYTES + length > size_bytes:
+        raise ValueError(f"its header would have {length} bytes, but the object has only {size_bytes}")
+    return LENGTH_BYTES + length
+
+
+class _FoundEntry(msgspec.Struct, gc=False):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+# Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
+_ENTRY_DECODER = msgspec.json.Decoder(_FoundEntry)
+
+
+def find_header_problems(header: bytes, contents: ObjectContents, *, size_bytes: int) -> Iterator[str]:
+    """Every respect in which an object's header is no safetensors header, or says other things than the manifest.
+
+    `header` is the object's bytes up to the header's end. An empty entry may stand under a name with ``#2``, ``#3``, …
+    at its end, as any other may. Bytes that the manifest has under several names stand under one of them.
+    """
+    base = len(header)
+    try:
+        members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
+        if _METADATA_KEY in members:
+            msgspec.json.decode(members.pop(_METADATA_KEY), type=dict[str, str])
+        found = {name: _ENTRY_DECODER.decode(raw) for name, raw in members.items()}
+    except _UNDECODABLE as error:
+        yield f"its header is not that of a safetensors file: {error}"
+        return
+    wanted: Counter[tuple[object, ...]] = Counter(_expected(one, base) for one in contents.placed)
+    for name, entry in found.items():
+        rest: tuple[object, ...] = (entry.dtype, entry.shape, *entry.data_offsets)
+        for key in ((name, *rest), (_VARIANT.sub("", name), *rest)):
+            if wanted[key] > 0:
+                wanted[key] -= 1
+                break
+        else:
+            yield f"its header has {name!r:.200} as {_shown(rest)}, which the manifest does not say"
+    named = {(entry.dtype, entry.shape, *entry.data_offsets) for entry in found.values()}
+    for missing, count in wanted.items():
+        if count > 0 and not (missing[1:] in named and _has_bytes(missing)):
+            yield f"its header lacks {missing[0]!r:.200} as {_shown(missing[1:])}, which the manifest says"
+    ranges = sorted(entry.data_offsets for entry in found.values())
+    bounds = [(0, 0), *ranges, (size_bytes - base, size_bytes - base)]
+    if any(low[1] != high[0] for low, high in pairwise(bounds)):
+        yield "the entries of its header do not lie back to back, from the header's end to the object's"
+
+
+def _expected(one: PlacedEntry, base: int) -> tuple[object, ...]:
+    entry = one.entry
+    tag = None if entry.dtype is None else SAFETENSORS_TAG.get(entry.dtype)
+    shape = entry.shape if tag else (entry.num_bytes,)
+    return name_entry(entry), tag or "U8", shape, one.begin - base, one.end - base
+
+
+def _has_bytes(expected: tuple[Any, ...]) -> bool:
+    *_, begin, end = expected
+    return bool(begin < end)
+
+
+def _shown(rest: Sequence[object]) -> str:
+    dtype, shape, begin, end = rest
+    return f"{dtype!s:.20} {shape!s:.200} at [{begin!s:.40}, {end!s:.40})"
+
+
+# A safetensors header may have at most 100 MB (https://github.com/huggingface/safetensors#format); an entry of it
+# rarely passes 500 bytes.
+MAX_TENSORS_PER_OBJECT = 100_000
+
+
+def pack(sizes_bytes: Sequence[int], *, object_bytes: int, max_tensors: int = MAX_TENSORS_PER_OBJECT) -> list[range]:
+    """Consecutive groups, each of at most `max_tensors` and, but for a single larger one, within `object_bytes`."""
+    groups: list[range] = []
+    begin, filled_bytes = 0, 0
+    for index, size_bytes in enumerate(sizes_bytes):
+        full = filled_bytes + size_bytes > object_bytes or index - begin >= max_tensors
+        if index > begin and full:
+            groups.append(range(begin, index))
+            begin, filled_bytes = index, 0
+        filled_bytes += size_bytes
+    if begin < len(sizes_bytes):
+        groups.append(range(begin, len(sizes_bytes)))
+    return groups

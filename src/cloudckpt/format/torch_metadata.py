@@ -1,0 +1,346 @@
+"""A manifest as torch's `Metadata`, whose parts are made only on access: a rank needs a few of a million chunks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from typing import Any, overload
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.model import (
+    ITEMSIZE_BYTES,
+    Chunk,
+    ItemLocation,
+    ItemReceipts,
+    Manifest,
+    StoredRange,
+    StoredTensor,
+)
+from cloudckpt.format.nesting import Nesting, path_from_json
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's own name of a dtype, without the ``torch.``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a manifest calls `name`; `UnsupportedValueError` where this torch lacks it."""
+    dtype = getattr(torch, name, None) if name in ITEMSIZE_BYTES else None
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedValueError(
+            f"this torch ({torch.__version__}) has no dtype {name!r}: upgrade torch to load it", uri=""
+        )
+    return dtype
+
+
+def find_chunk(chunks: Sequence[Chunk], offsets: tuple[int, ...]) -> int | None:
+    """Return the position of the non-empty chunk at `offsets`, by binary search.
+
+    None does not mean that there is none: the chunks may stand in any order.
+    """
+    position = bisect_left(chunks, offsets, key=_offsets)
+    while position < len(chunks) and chunks[position].offsets == offsets:
+        if 0 not in chunks[position].lengths:
+            return position
+        position += 1
+    return None
+
+
+def find_overlapping_chunks(
+    chunks: Sequence[Chunk], offsets: Sequence[int], lengths: Sequence[int]
+) -> list[int] | None:
+    """The positions of the chunks that hold any of the box at `offsets`; None where only looking at each can tell.
+
+    They are searched for by halves, which finds them all if they stand in order, as ranks write them. That none is
+    missing is certain all the same: the chunks of a valid manifest hold each element once, so those that were found
+    must hold as many elements of the box as it has.
+    """
+    if not chunks or not offsets or 0 in lengths:
+        return None
+    first, last = chunks[0].offsets, chunks[-1].offsets
+    dim = next((dim for dim in range(len(offsets)) if first[dim] != last[dim]), 0)
+
+    def begin(chunk: Chunk) -> int:
+        return chunk.offsets[dim]
+
+    end = bisect_left(chunks, offsets[dim] + lengths[dim], key=begin)
+    at_or_before = bisect_right(chunks, offsets[dim], 0, end, key=begin)
+    if not at_or_before:
+        return None
+    found: list[int] = []
+    num_held = 0
+    for position in range(bisect_left(chunks, begin(chunks[at_or_before - 1]), 0, end, key=begin), end):
+        shared = _num_shared(chunks[position], offsets, lengths)
+        if shared:
+            found.append(position)
+            num_held += shared
+    return found if num_held == math.prod(lengths) else None
+
+
+def _num_shared(chunk: Chunk, offsets: Sequence[int], lengths: Sequence[int]) -> int:
+    return math.prod(
+        max(0, min(at + length, begin + extent) - max(at, begin))
+        for at, length, begin, extent in zip(chunk.offsets, chunk.lengths, offsets, lengths, strict=True)
+    )
+
+
+def _offsets(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.offsets
+
+
+# Made on import, by one thread: see `codec`.
+_CHUNKS_DECODER = msgspec.json.Decoder(list[Chunk])
+_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
+
+
+class StoredChunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of one tensor, in place of torch's list of them. Equal to a list of the same; can be pickled."""
+
+    __slots__ = ("_chunks",)
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ChunkStorageMetadata]: ...
+    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+        if isinstance(index, slice):
+            return [_torch_chunk(chunk) for chunk in self._chunks[index]]
+        return _torch_chunk(self._chunks[index])
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        return map(_torch_chunk, self._chunks)
+
+    def find_overlapping(self, box: ChunkStorageMetadata) -> list[ChunkStorageMetadata] | None:
+        """Those that hold any of `box`; None where only looking at each can tell."""
+        found = find_overlapping_chunks(self._chunks, tuple(box.offsets), tuple(box.sizes))
+        return None if found is None else [_torch_chunk(self._chunks[position]) for position in found]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (list, StoredChunks)):
+            return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _chunks_from, (msgspec.json.encode(self._chunks),)
+
+
+class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """The stored entries by FQN, in place of torch's dict. Each access makes the entry anew."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.tensors = manifest.tensors
+        self._values = manifest.values
+        self._names = dict.fromkeys([*manifest.tensors, *manifest.values])
+
+    def __getitem__(self, fqn: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        tensor = self.tensors.get(fqn)
+        if tensor is not None:
+            return make_torch_entry(tensor)
+        self._values[fqn]
+        return BytesStorageMetadata()
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self._names
+
+    def holds_value(self, fqn: str) -> bool:
+        """Return whether the entry is a Python value."""
+        return fqn in self._values
+
+    def keys(self) -> KeysView[str]:
+        return self._names.keys()  # of which sets are made and compared without Python code
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
+    """The location of each item of a valid manifest. Can be pickled."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._positions: dict[str, dict[tuple[int, ...], int]] = {}
+
+    def __getitem__(self, index: MetadataIndex) -> ItemLocation:
+        tensor = self._manifest.tensors.get(index.fqn)
+        if tensor is not None:
+            if index.offset is None:
+                raise KeyError(index)
+            return locate_chunk(tensor, tensor.chunks[self._position(tensor, index)])
+        value = self._manifest.values.get(index.fqn)
+        if value is None or index.offset is not None:
+            raise KeyError(index)
+        return ItemLocation(
+            object_index=value.object_index,
+            begin=value.begin,
+            end=value.end,
+            dtype=None,
+            lengths=(),
+            transforms=tuple(value.transforms),
+        )
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for fqn, tensor in self._manifest.tensors.items():
+            seen = dict.fromkeys(chunk.offsets for chunk in tensor.chunks)
+            yield from (MetadataIndex(fqn, offsets) for offsets in seen)
+        yield from map(MetadataIndex, self._manifest.values)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _locations_from, (msgspec.json.encode(self._manifest),)
+
+    def _position(self, tensor: StoredTensor, index: MetadataIndex) -> int:
+        offsets = tuple(index.offset or ())
+        hint = index.index
+        if hint is not None and 0 <= hint < len(tensor.chunks):
+            hinted = tensor.chunks[hint]
+            if hinted.offsets == offsets and 0 not in hinted.lengths:
+                return hint
+        position = find_chunk(tensor.chunks, offsets)
+        if position is not None:
+            return position
+        if index.fqn not in self._positions:
+            positions = self._positions[index.fqn] = {}
+            for position, chunk in enumerate(tensor.chunks):
+                # An empty chunk may lie where another begins, and it is never the one that is meant.
+                if chunk.offsets not in positions or 0 not in chunk.lengths:
+                    positions[chunk.offsets] = position
+        try:
+            return self._positions[index.fqn][offsets]
+        except KeyError:
+            raise KeyError(index) from None
+
+
+def make_torch_entry(tensor: StoredTensor) -> TensorStorageMetadata:
+    """Torch's description of one tensor, without how it lay in the memory of a rank: its chunks lie row by row."""
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype_of(tensor.dtype), requires_grad=tensor.requires_grad),
+        size=torch.Size(tensor.shape),
+        chunks=StoredChunks(tensor.chunks),  # type: ignore[arg-type]  # torch reads it as a sequence
+    )
+
+
+def _torch_chunk(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.lengths))
+
+
+def locate_chunk(tensor: StoredTensor, chunk: Chunk) -> ItemLocation:
+    """Return the location of a chunk of `tensor`."""
+    return ItemLocation(
+        object_index=chunk.object_index,
+        begin=chunk.begin,
+        end=chunk.end,
+        dtype=tensor.dtype,
+        lengths=chunk.lengths,
+        transforms=tuple(tensor.transforms),
+    )
+
+
+def _chunks_from(document: bytes) -> StoredChunks:
+    return StoredChunks(_CHUNKS_DECODER.decode(document))
+
+
+def _locations_from(document: bytes) -> ItemLocations:
+    return ItemLocations(_MANIFEST_DECODER.decode(document))
+
+
+DCP_VERSION = "1.0.0"
+"""The version of torch's own `Metadata`, which its planners look at."""
+
+
+def make_metadata(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_lazy: bool = False) -> Metadata:
+    """Torch's `Metadata` of the checkpoint; its ``storage_data`` maps each index to an `ItemLocation`.
+
+    Takes time and memory by the number of tensors, not of chunks: both they and the locations are made when asked for.
+    Where it `is_lazy`, so are the tensors' entries, and the nesting is left out: it is not for code that is not ours.
+    """
+    entries: Any = StoredEntries(manifest)
+    return Metadata(
+        state_dict_metadata=entries if is_lazy else dict(entries),
+        planner_data=None if is_lazy else _nesting_of(manifest),
+        storage_data=ItemLocations(manifest),
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=manifest.save_id, load_id=load_id),
+        version=DCP_VERSION,
+    )
+
+
+def _nesting_of(manifest: Manifest) -> Nesting | None:
+    if manifest.nesting is None:
+        return None
+    return Nesting(
+        {fqn: tuple(path) for fqn, path in manifest.nesting.items()},
+        typed={fqn: path_from_json(path) for fqn, path in (manifest.typed_nesting or {}).items()},
+        empty=map(path_from_json, manifest.empty_mappings),
+    )
+
+
+_Place = tuple[str, int, int]
+
+
+class StoredRanges(Mapping[MetadataIndex, StoredRange]):
+    """The range of each item of a save. Values are made on access. Can be pickled."""
+
+    def __init__(self, receipts: Iterable[ItemReceipts]) -> None:
+        self._columns = [
+            (of_object.stored_in.key, of_object.fqns, of_object.offsets, of_object.begins, of_object.ends)
+            for of_object in receipts
+        ]
+        self._places: dict[tuple[str, tuple[int, ...] | None], _Place] | None = None
+
+    def __getitem__(self, index: MetadataIndex) -> StoredRange:
+        try:
+            key, begin, end = self._found()[index.fqn, index.offset]
+        except KeyError:
+            raise KeyError(index) from None
+        return StoredRange(key=key, begin=begin, end=end)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return (MetadataIndex(fqn, offsets) for fqn, offsets in self._found())
+
+    def __len__(self) -> int:
+        return len(self._found())
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_places": None}
+
+    def _found(self) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
+        """A later item hides an earlier one of the same index, as in the manifest."""
+        if self._places is None:
+            self._places = {
+                (fqn, offsets): (key, begin, end)
+                for key, *columns in self._columns
+                for fqn, offsets, begin, end in zip(*columns, strict=True)
+            }
+        return self._places

@@ -1,0 +1,316 @@
+"""Check a manifest before anything is read or allocated because of it."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest, StoredObject, StoredTensor, StoredValue
+
+if TYPE_CHECKING:
+    from cloudckpt.format.chunk_arrays import Integers
+
+_MIN_TILE_BYTES = 4096
+_MAX_TILE_BYTES = 2**30
+_MAX_KEY_LENGTH = 1024
+_MAX_EMPTY_PLACES = 1_000_000  # of lists: what they cost is nothing, and no state dict has as many
+_MIN_CHUNKS_OF_ARRAYS = 16  # for fewer, making arrays takes longer than looking at each
+_MAX_COUNTED_DIMS = 3  # every block costs 2 ** that many steps
+_PRIME = 2**127 - 1
+_NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
+
+_Path = Sequence[Any]  # of strings, integers and lists of one key
+
+
+def find_problems(manifest: Manifest) -> list[str]:
+    """Every contradiction, each with its place; empty for a manifest that can be relied on.
+
+    Afterwards: keys stay under the checkpoint's ``data/``; every byte range lies in its object, is aligned to its
+    element size and has the length that dtype and shape demand; the chunks of a tensor fill it, each element once.
+    """
+    problems = find_object_problems(manifest.objects, tile_bytes=manifest.tile_bytes, world_size=manifest.world_size)
+    if problems:
+        return problems  # ranges cannot be judged against objects that are wrong themselves
+    import numpy as np  # noqa: PLC0415  # what lists checkpoints alone starts sooner without
+
+    object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
+    for fqn, tensor in list_unchecked(manifest):
+        found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
+        problems.extend(f"tensor {fqn!r}: {text}" for text in found)
+    for fqn, value in manifest.values.items():
+        problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
+    problems.extend(find_name_problems(manifest.tensors, manifest.values))
+    problems.extend(_nesting_problems(manifest))
+    return problems
+
+
+def find_object_problems(objects: Sequence[StoredObject], *, tile_bytes: int, world_size: int) -> list[str]:
+    """The contradictions in what a manifest says of objects, and of the save as a whole."""
+    problems = list(_object_problems(objects, tile_bytes))
+    if not _MIN_TILE_BYTES <= tile_bytes <= _MAX_TILE_BYTES or tile_bytes % 64:
+        problems.append(f"tile_bytes is {tile_bytes}, not a multiple of 64 in [{_MIN_TILE_BYTES}, {_MAX_TILE_BYTES}]")
+    if world_size < 1:
+        problems.append(f"world_size is {world_size}")
+    return problems
+
+
+def find_name_problems(tensors: Mapping[str, object], values: Mapping[str, object]) -> list[str]:
+    """One for each name that stands for two things."""
+    return [f"{fqn!r} is a tensor and a value at once" for fqn in sorted(tensors.keys() & values.keys())]
+
+
+def _nesting_problems(manifest: Manifest) -> Iterator[str]:
+    """The contradictions in the paths of the entries."""
+    nesting, typed = manifest.nesting or {}, manifest.typed_nesting or {}
+    for member, by_fqn in (("nesting", nesting), ("typed_nesting", typed)):
+        unknown = by_fqn.keys() - manifest.tensors.keys() - manifest.values.keys()
+        yield from (f"{member} names {fqn!r}, which is not stored" for fqn in sorted(unknown))
+        yield from (f"{member} of {fqn!r} is empty" for fqn, path in by_fqn.items() if not path)
+    if not all(manifest.empty_mappings):
+        yield "empty_mappings has an empty path"
+    with_keys: list[_Path] = [*typed.values(), *manifest.empty_mappings]
+    for step in itertools.chain.from_iterable(with_keys):
+        if isinstance(step, list) and not (len(step) == 1 and _is_key(step[0])):
+            yield f"{step!r:.80} is not the key of a mapping"
+    yield from _index_problems([*nesting.values(), *with_keys])
+
+
+def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:
+    """A loader makes lists as long as the indices say, also where the places hold nothing: empty containers."""
+    at_most = num_steps = 0
+    for path in paths:
+        num_steps += len(path)
+        for step in path:
+            if isinstance(step, int):
+                at_most += step + 1
+                if not 0 <= step < MAX_BYTES:
+                    yield f"nesting {path!r:.200} has an index outside [0, {MAX_BYTES})"
+                    return
+    # Each list counts once, but finding that out takes long.
+    max_places = num_steps + _MAX_EMPTY_PLACES
+    if at_most > max_places and _num_list_places(paths) > max_places:
+        yield f"nesting has lists with more than {max_places} places in all for {len(paths)} entries"
+
+
+def _is_key(key: object) -> bool:
+    """Return whether a mapping may have the JSON key `key`: a scalar, or a list of scalars for a Python tuple."""
+    return all(isinstance(one, (str, int, float, type(None))) for one in (key if isinstance(key, list) else [key]))
+
+
+def _num_list_places(paths: Iterable[_Path]) -> int:
+    lengths: dict[int, int] = {}
+    nodes: dict[tuple[int, object], int] = {}
+    for path in paths:
+        node = 0
+        for step in path:
+            if isinstance(step, int):
+                lengths[node] = max(lengths.get(node, 0), step + 1)
+            # As text, a key is what it is in the other member.
+            known = step if isinstance(step, (str, int)) else str(step[0] if step else step)
+            node = nodes.setdefault((node, known), len(nodes) + 1)
+    return sum(lengths.values())
+
+
+def is_safe_key(key: str) -> bool:
+    """Return whether `key` names an object under a checkpoint's ``data/`` and can name nothing else."""
+    segments = key.split("/")
+    return (
+        len(key) <= _MAX_KEY_LENGTH
+        and len(segments) >= _NUM_KEY_SEGMENTS
+        and segments[0] == "data"
+        and all(segment not in ("", ".", "..") for segment in segments)
+        and not any(character in "\\:\0" or not character.isprintable() for character in key)
+    )
+
+
+def num_tiles(size_bytes: int, tile_bytes: int) -> int:
+    """Return the number of tiles of an object of `size_bytes`."""
+    return -(-size_bytes // tile_bytes)
+
+
+def _object_problems(objects: Sequence[StoredObject], tile_bytes: int) -> Iterator[str]:
+    seen: set[str] = set()
+    for index, stored in enumerate(objects):
+        where = f"objects[{index}]"
+        if not is_safe_key(stored.key):
+            yield f"{where}: key {stored.key!r:.200} does not lie under data/"
+        if stored.key in seen:
+            yield f"{where}: key {stored.key!r:.200} occurs twice"
+        seen.add(stored.key)
+        if not 0 <= stored.size <= MAX_BYTES:
+            yield f"{where}: size is {stored.size}"
+        elif tile_bytes > 0:
+            num_values = num_tiles(stored.size, tile_bytes)
+            if _num_base64_bytes(stored.crc32c) != 4 * num_values:
+                yield f"{where}: does not have one checksum for each of its {num_values} tiles"
+
+
+def _num_base64_bytes(text: str) -> int:
+    """Return the number of bytes that `text` encodes; -1 if it is not base64."""
+    try:
+        return len(base64.b64decode(text, validate=True))
+    except ValueError:
+        return -1
+
+
+def _tensor_problems(
+    tensor: StoredTensor, objects: Sequence[StoredObject], object_sizes_bytes: Integers
+) -> Iterator[str]:
+    itemsize_bytes = ITEMSIZE_BYTES.get(tensor.dtype)
+    if itemsize_bytes is None:
+        yield f"dtype {tensor.dtype!r:.80} is unknown"
+        return
+    if len(tensor.shape) > MAX_NDIM or any(not 0 <= length <= MAX_BYTES for length in tensor.shape):
+        yield f"shape {tensor.shape!r:.200} is not a shape"
+        return
+    if math.prod(tensor.shape) * itemsize_bytes > MAX_BYTES:
+        yield f"shape {tensor.shape!r:.200} is too large"
+        return
+    if len(tensor.chunks) >= _MIN_CHUNKS_OF_ARRAYS:
+        from cloudckpt.format.chunk_arrays import is_sound  # noqa: PLC0415  # numpy, see `find_problems`
+
+        if is_sound(tensor, itemsize_bytes, object_sizes_bytes):
+            return
+    in_place = True
+    for index, chunk in enumerate(tensor.chunks):
+        for text in _chunk_problems(chunk, tensor, itemsize_bytes, objects):
+            in_place = False
+            yield f"chunk {index}: {text}"
+    if in_place and not fills_once(((chunk.offsets, chunk.lengths) for chunk in tensor.chunks), tensor.shape):
+        volume = sum(math.prod(chunk.lengths) for chunk in tensor.chunks)
+        yield f"its chunks do not fill it, each element once: they hold {volume} elements of {math.prod(tensor.shape)}"
+
+
+def _chunk_problems(
+    chunk: Chunk, tensor: StoredTensor, itemsize_bytes: int, objects: Sequence[StoredObject]
+) -> Iterator[str]:
+    if len(chunk.offsets) != len(tensor.shape) or len(chunk.lengths) != len(tensor.shape):
+        yield f"has {len(chunk.offsets)} offsets and {len(chunk.lengths)} lengths in {len(tensor.shape)} dimensions"
+        return
+    for offset, length, extent in zip(chunk.offsets, chunk.lengths, tensor.shape, strict=True):
+        if offset < 0 or length < 0 or offset + length > extent:
+            yield f"[{offset}, {offset + length}) does not lie in [0, {extent})"
+            return
+    in_range = True
+    for text in _range_problems(chunk, objects):
+        in_range = False
+        yield text
+    if not in_range or tensor.transforms:
+        return
+    if chunk.end - chunk.begin != math.prod(chunk.lengths) * itemsize_bytes:
+        yield f"{chunk.end - chunk.begin} bytes do not hold {chunk.lengths} of {tensor.dtype}"
+    elif chunk.begin % itemsize_bytes:
+        yield f"byte {chunk.begin} is not aligned to {tensor.dtype}"
+
+
+def _range_problems(stored: Chunk | StoredValue, objects: Sequence[StoredObject]) -> Iterator[str]:
+    if not 0 <= stored.object_index < len(objects):
+        yield f"object {stored.object_index} does not exist"
+    elif not 0 <= stored.begin <= stored.end <= objects[stored.object_index].size:
+        yield f"bytes [{stored.begin}, {stored.end}) do not lie in object {stored.object_index}"
+
+
+MAX_NDIM = 64  # torch's own limit
+MAX_BYTES = 2**63 - 1
+
+
+def list_unchecked(manifest: Manifest) -> Iterator[tuple[str, StoredTensor]]:
+    """All tensors but those that certainly have no problem: one chunk holds them, and it lies where it can.
+
+    Models have few shapes and many tensors, so that what follows from a shape is found out once for each. The objects
+    have to be sound already.
+    """
+    sizes_bytes = [stored.size for stored in manifest.objects]
+    of_shape: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int, int] | None] = {}
+    for fqn, tensor in manifest.tensors.items():
+        shape = tensor.shape
+        if len(tensor.chunks) == 1 and not tensor.transforms:
+            key = (tensor.dtype, shape)
+            try:
+                expected = of_shape[key]
+            except KeyError:
+                expected = of_shape[key] = _expected(tensor.dtype, shape)
+            if expected is not None:
+                chunk = tensor.chunks[0]
+                begin, end = chunk.begin, chunk.end
+                origin, num_bytes, itemsize_bytes = expected
+                if (
+                    chunk.lengths == shape
+                    and chunk.offsets == origin
+                    and end - begin == num_bytes
+                    and begin % itemsize_bytes == 0
+                    and begin >= 0
+                    and 0 <= chunk.object_index < len(sizes_bytes)
+                    and end <= sizes_bytes[chunk.object_index]
+                ):
+                    continue
+        yield fqn, tensor
+
+
+def _expected(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
+    """Offsets and bytes of the one chunk, and bytes of an element; None where there is no such tensor."""
+    itemsize_bytes = ITEMSIZE_BYTES.get(dtype)
+    if itemsize_bytes is None or len(shape) > MAX_NDIM or not all(0 <= length <= MAX_BYTES for length in shape):
+        return None
+    num_bytes = math.prod(shape) * itemsize_bytes
+    return ((0,) * len(shape), num_bytes, itemsize_bytes) if num_bytes <= MAX_BYTES else None
+
+
+def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+    """Return whether every element of an array of `shape` lies in exactly one of `blocks` (offsets, lengths).
+
+    Takes time and memory proportional to the number of blocks and dimensions: two functions on a grid are equal if
+    their mixed differences are, and a block's indicator differs from zero only at the block's corners.
+    """
+    filled = [(offsets, lengths) for offsets, lengths in blocks if 0 not in lengths]
+    if len(filled) == 1:  # nearly always, and large jobs have a million tensors
+        return filled[0] == ((0,) * len(shape), shape)
+    whole = [] if 0 in shape else [((0,) * len(shape), shape)]
+    split = [dim for dim, extent in enumerate(shape) if any(lengths[dim] != extent for _, lengths in filled)]
+    if len(split) > _MAX_COUNTED_DIMS:
+        return _is_same_at_random(filled, whole, split)
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, group in ((1, filled), (-1, whole)):
+        for offsets, lengths in group:
+            ends = [((offsets[dim], sign), (offsets[dim] + lengths[dim], -sign)) for dim in split]
+            for corner in itertools.product(*ends):
+                odd = sum(1 for _, direction in corner if direction != sign) % 2
+                corners[tuple(position for position, _ in corner)] += -sign if odd else sign
+    return not any(corners.values())
+
+
+def _is_same_at_random(
+    filled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    whole: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
+    split: Sequence[int],
+) -> bool:
+    """Return whether the corners cancel out, without making each: they are terms of a product.
+
+    Each position stands for a random number, so the sums are two polynomials at a random point. Where these differ, the
+    chance that their values do not is below 2 ** -110 for every document (Schwartz, Zippel, 1979), for nobody can know
+    the numbers beforehand.
+    """
+    drawn: list[dict[int, int]] = [{} for _ in split]
+
+    def number(at: int, position: int) -> int:
+        numbers = drawn[at]
+        if position not in numbers:
+            numbers[position] = secrets.randbelow(_PRIME)
+        return numbers[position]
+
+    def total(blocks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+        result = 0
+        for offsets, lengths in blocks:
+            term = 1
+            for at, dim in enumerate(split):
+                begin, end = offsets[dim], offsets[dim] + lengths[dim]
+                term = term * (number(at, begin) - number(at, end)) % _PRIME
+            result += term
+        return result % _PRIME
+
+    return total(filled) == total(whole)

@@ -1,0 +1,5 @@
+"""List, describe, verify, compare and remove checkpoints, without a model.
+
+Takes URIs and `Options`; returns values of `cloudckpt.types`. The public package, the command line, `manager` and
+`convert` call it.
+"""

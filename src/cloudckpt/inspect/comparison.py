@@ -1,0 +1,334 @@
+"""Compare two checkpoints by value, whatever ranks and shards they were saved with."""
+
+from __future__ import annotations
+
+import math
+import os
+import reprlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from cloudckpt._collecting import rare_collections
+from cloudckpt.errors import InvalidOptionError
+from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor
+from cloudckpt.inspect.blocks import ComparedBlock, Side, batches, boxes_for, read_both
+from cloudckpt.options import Options
+from cloudckpt.tensors.unpickling import load_safely
+
+Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One entry that is not the same in both."""
+
+    name: str
+    kind: Kind
+    """``"added"``: only the second has it. ``"type"``: a tensor in one, and none in the other."""
+    before: str
+    """Description of the entry in the first checkpoint; empty if it has none."""
+    after: str
+    num_elements: int = 0
+    num_different: int = 0
+    """Elements whose values differ by more than the tolerances."""
+    max_absolute: float = 0.0
+    """The largest ``|after - before|``; infinite if only one of the two is NaN or infinite."""
+    max_relative: float = 0.0
+    """The largest difference as a share of the larger of the two magnitudes: from 0 to 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Differences of the second of two checkpoints from the first."""
+
+    before: str
+    after: str
+    """Their URIs."""
+    differences: tuple[Difference, ...]
+    """By name."""
+    num_same: int
+    """Entries that are the same in both."""
+    num_bytes_compared: int
+
+    @property
+    def is_same(self) -> bool:
+        """True if there is no difference."""
+        return not self.differences
+
+
+def compare(
+    before: str | os.PathLike[str],
+    after: str | os.PathLike[str],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    only: Callable[[str], bool] | None = None,
+    options: Options | None = None,
+    options_after: Options | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare two checkpoints entry by entry, element by element.
+
+    Elements are equal if both are NaN, or if ``|after - before| <= atol + rtol * |before|``. How tensors are cut into
+    shards makes no difference. Every byte is checked as in a load. Values that are no tensors are equal if their bytes
+    are, or if they load without running code and compare equal.
+
+    Takes memory for a block of 64 MiB of each checkpoint besides what two loads take (`Options.read_bytes`). A
+    transformed chunk and a value are held whole.
+
+    Args:
+        before: URI of the first checkpoint.
+        after: URI of the second checkpoint.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        only: Returns True for the names to compare. None for all.
+        options: Options for `before`, and for `after` unless `options_after` is given.
+        options_after: Options for `after`, if it is on another store.
+        on_progress: Called with the bytes done and their total.
+
+    Raises:
+        InvalidOptionError: A tolerance is negative or not finite.
+        CloudckptError: A checkpoint cannot be read, as in `load`.
+
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not 0 <= value < math.inf:
+            raise InvalidOptionError(f"{name} must be a number from 0 on, not {value!r}")
+    with rare_collections():
+        sides = [Side(before, options or Options()), Side(after, options_after or options or Options())]
+        found = _Comparer(sides, only or (lambda _: True))
+        done = 0
+        for batch in batches(found.blocks()):
+            for wanted in batch:
+                wanted.make()
+            read_both([(side, [(wanted, wanted.of(at)) for wanted in batch]) for at, side in enumerate(sides)])
+            for wanted in batch:
+                found.judge(wanted, rtol=rtol, atol=atol)
+                done += wanted.num_bytes
+            if on_progress is not None:
+                on_progress(done, found.num_bytes)
+        return found.result()
+
+
+class _Comparer:
+    """Compares the entries of two manifests, and collects the differences."""
+
+    def __init__(self, sides: Sequence[Side], only: Callable[[str], bool]) -> None:
+        first, second = (side.manifest for side in sides)
+        self._uris = [side.context.uri for side in sides]
+        self._first, self._second = first, second
+        self._differences: dict[str, Difference] = {}
+        self._tallies: dict[str, Tally] = {}
+        names = [
+            name
+            for name in dict.fromkeys((*first.tensors, *first.values, *second.tensors, *second.values))
+            if only(name)
+        ]
+        self._names = len(names)
+        self._common = [name for name in names if self._is_comparable(name)]
+        self._num_compared = 0
+        self.num_bytes = sum(self._bytes_of(name) for name in self._common)
+
+    def blocks(self) -> Iterator[ComparedBlock]:
+        """Yield every block that has to be read."""
+        for name in self._common:
+            first, second = self._first.tensors.get(name), self._second.tensors.get(name)
+            if first is None or second is None:
+                yield ComparedBlock(name, None, "", self._bytes_of(name))
+                continue
+            self._tallies[name] = Tally()
+            itemsize_bytes = ITEMSIZE_BYTES[first.dtype]
+            for box in boxes_for(first, second, itemsize_bytes):
+                yield ComparedBlock(name, box, first.dtype, math.prod(box.lengths) * itemsize_bytes)
+
+    def judge(self, wanted: ComparedBlock, *, rtol: float, atol: float) -> None:
+        """Compare a block that was read, and free it."""
+        before, after = wanted.of(0), wanted.of(1)
+        if wanted.box is not None:
+            self._tallies[wanted.name].add(before, after, rtol=rtol, atol=atol)
+        else:
+            same, told = is_same_value(before.getvalue(), after.getvalue())
+            if not same:
+                self._differ(wanted.name, "values", *told)
+        self._num_compared += wanted.num_bytes
+        wanted.release()
+
+    def result(self) -> Comparison:
+        """Return the comparison after the last block."""
+        for name, tally in self._tallies.items():
+            if tally.num_different:
+                text = _tensor_text(self._first.tensors[name])
+                self._differences[name] = Difference(
+                    name=name,
+                    kind="values",
+                    before=text,
+                    after=text,
+                    num_elements=tally.num_elements,
+                    num_different=tally.num_different,
+                    max_absolute=tally.max_absolute,
+                    max_relative=tally.max_relative,
+                )
+        return Comparison(
+            before=self._uris[0],
+            after=self._uris[1],
+            differences=tuple(self._differences[name] for name in sorted(self._differences)),
+            num_same=self._names - len(self._differences),
+            num_bytes_compared=self._num_compared,
+        )
+
+    def _is_comparable(self, name: str) -> bool:
+        """Return True if the bytes must be read. A difference in the manifests is noted at once."""
+        texts = [_text_of(manifest, name) for manifest in (self._first, self._second)]
+        first, second = self._first.tensors.get(name), self._second.tensors.get(name)
+        if not texts[0] or not texts[1]:
+            self._differ(name, "removed" if texts[0] else "added", *texts)
+        elif (first is None) != (second is None):
+            self._differ(name, "type", *texts)
+        elif first is not None and second is not None and first.shape != second.shape:
+            self._differ(name, "shape", *texts)
+        elif first is not None and second is not None and first.dtype != second.dtype:
+            self._differ(name, "dtype", *texts)
+        else:
+            return True
+        return False
+
+    def _differ(self, name: str, kind: Kind, before: str, after: str) -> None:
+        self._differences[name] = Difference(name=name, kind=kind, before=before, after=after)
+
+    def _bytes_of(self, name: str) -> int:
+        tensor = self._first.tensors.get(name)
+        if tensor is not None:
+            return math.prod(tensor.shape) * ITEMSIZE_BYTES[tensor.dtype]
+        value = self._first.values[name]
+        return value.end - value.begin
+
+
+def _text_of(manifest: Manifest, name: str) -> str:
+    tensor = manifest.tensors.get(name)
+    if tensor is not None:
+        return _tensor_text(tensor)
+    return "a value" if name in manifest.values else ""
+
+
+def _tensor_text(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+class Tally:
+    """Differences of one tensor, added up block by block."""
+
+    def __init__(self) -> None:
+        self.num_elements = self.num_different = 0
+        self.max_absolute = self.max_relative = 0.0
+
+    def add(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
+        """Add two contiguous blocks of one shape and dtype. Takes memory for a million elements beside them."""
+        self.num_elements += before.numel()
+        bits = [block.reshape(-1).view(torch.uint8) for block in (before, after)]
+        if torch.equal(*bits):
+            return
+        first, second = before.reshape(-1), after.reshape(-1)
+        for begin in range(0, first.numel(), _PIECE_ELEMENTS):
+            self._add_piece(
+                first[begin : begin + _PIECE_ELEMENTS], second[begin : begin + _PIECE_ELEMENTS], rtol=rtol, atol=atol
+            )
+
+    def _add_piece(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
+        wide = _widened(before), _widened(after)
+        if wide[0] is None or wide[1] is None:  # torch cannot calculate with this dtype: compare bits
+            rows = [block.view(torch.uint8).view(len(before), -1) for block in (before, after)]
+            num_different = int((rows[0] != rows[1]).any(dim=1).sum())
+            self._note(num_different, math.inf if num_different else 0.0, 0.0)
+            return
+        is_same = wide[0] == wide[1]
+        x, y = (block if block.is_complex() else block.double() for block in wide)
+        apart = (y - x).abs()
+        is_same |= (x.isnan() & y.isnan()) | ((apart <= atol + rtol * x.abs()) & apart.isfinite() & bool(atol or rtol))
+        if bool(is_same.all()):
+            return
+        is_different = ~is_same
+        apart = apart[is_different]
+        larger = torch.maximum(x.abs(), y.abs())[is_different]
+        self._note(int(is_different.sum()), _largest(apart), _largest(apart / larger, otherwise=2.0))
+
+    def _note(self, num_different: int, absolute: float, relative: float) -> None:
+        self.num_different += num_different
+        self.max_absolute = max(self.max_absolute, absolute)
+        self.max_relative = max(self.max_relative, relative)
+
+
+def _widened(block: torch.Tensor) -> Any:
+    """Convert to a dtype that holds every value and that torch calculates with; None if there is none."""
+    dtype = block.dtype
+    try:
+        if dtype.is_complex:
+            return block.to(torch.complex128)
+        if dtype.is_floating_point:
+            return block.to(torch.float64)
+        if dtype in (torch.uint64, torch.uint32, torch.uint16):
+            # As many bits keep equal values equal. Distances are computed as floats.
+            return _unsigned(block)
+        return block.to(torch.int64)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def _unsigned(block: torch.Tensor) -> torch.Tensor:
+    if block.dtype is torch.uint64:
+        return block.view(torch.int64)  # distances are wrong for numbers above 2 ** 63
+    return block.to(torch.int64)
+
+
+def _largest(numbers: torch.Tensor, *, otherwise: float = math.inf) -> float:
+    """Return the largest number; `otherwise` if there is a NaN, which then is in one block only."""
+    largest = float(numbers.max())
+    return otherwise if math.isnan(largest) else largest
+
+
+_MAX_SHOWN = 100
+
+
+def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
+    """Compare two values by what ``torch.save`` wrote of them. Return also a text for each, for a `Difference`."""
+    if before == after:
+        return True, ("", "")
+    try:
+        values = [load_safely(content, map_location="cpu") for content in (before, after)]
+    except Exception:  # noqa: BLE001  # a bucket can hold anything
+        return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
+    first, second = (_shown(value) for value in values)
+    return _is_equal(*values), (first, second)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, (np.ndarray, np.generic)):
+        one, other = ((each.dtype, each.shape, each.tobytes()) for each in (one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)
+
+
+def _shown(value: object) -> str:
+    shown = reprlib.Repr()
+    shown.maxother = shown.maxstring = _MAX_SHOWN
+    return shown.repr(value)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

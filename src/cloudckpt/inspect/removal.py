@@ -1,0 +1,261 @@
+"""Remove whole checkpoints (`delete`), and what saves left behind (`gc`)."""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import datetime, timedelta, timezone
+
+from cloudckpt.commit.collect import KeptKey, Place, collect, delete_checkpoint, judge, walk, walk_checkpoint
+from cloudckpt.commit.garbage import Inventory
+from cloudckpt.commit.publish import check_conditional_create
+from cloudckpt.commit.reports import Garbage, GarbageReport, KeptObject, describe_garbage
+from cloudckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CommitUnknownError,
+    GarbageLeftError,
+    InvalidOptionError,
+    InvalidURIError,
+    StoreError,
+)
+from cloudckpt.io.retry import Retrier
+from cloudckpt.options import Options
+from cloudckpt.pipeline.context import tell
+from cloudckpt.report import Event, EventName
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+from cloudckpt.uri import Location, parse_location
+
+__all__ = ["Garbage", "GarbageReport", "KeptObject", "delete", "gc"]
+
+_ONE_DAY = timedelta(days=1)
+
+
+def gc(
+    root: str | os.PathLike[str],
+    *,
+    older_than: timedelta | float = _ONE_DAY,
+    dry_run: bool = True,
+    quiet: bool = False,
+    options: Options | None = None,
+) -> GarbageReport:
+    """Find, and with ``dry_run=False`` remove, what dead, failed or overwritten saves left under `root`.
+
+    Garbage is data that the current manifest does not name, unfinished uploads, manifests that no longer count, remains
+    of probes, and the last traces of deleted checkpoints. Never removed are files that cloudckpt did not write, objects
+    of a checkpoint, and data of a save with a sign of life in the last `older_than`. A save whose data is removed all
+    the same fails: it can no longer be committed. A location whose state is unclear is left alone and reported.
+
+    A real run can be interrupted at any moment and repeated, and two can run at once.
+
+    Args:
+        root: A checkpoint, a folder of checkpoints, or any folder above.
+        older_than: A timedelta or seconds. It must be longer than a save takes.
+        dry_run: Only report. Writes nothing to the store.
+        quiet: Do not print the report of a dry run.
+        options: How to reach the store.
+
+    Raises:
+        GarbageLeftError: Something could not be removed or looked at. The rest was done; ``report`` says what is left.
+        StoreError: `root` cannot be listed.
+        NoConditionalCommitError: The store cannot create-if-absent, unless ``Options(commit="unconditional")``.
+        InvalidOptionError: An argument is wrong.
+
+    """
+    options = options or Options()
+    before = _parse_older_than(older_than)
+    _check_dry_run(dry_run)
+    location = parse_location(root)
+    report = _Collection(location, options, before=before, dry_run=dry_run).report()
+    if dry_run and not quiet:
+        print(report)  # noqa: T201  # what a dry run is for
+    if report.failed:
+        first, num_more = report.failed[0], len(report.failed) - 1
+        raise GarbageLeftError(
+            f"gc could not do all of its work under {location.uri}: {first.uri}: {first.reason}"
+            + (f" (and {num_more} more, see the error's report)" if num_more else "")
+            + ". The rest was done; run it again when that is mended",
+            uri=location.uri,
+            report=report,
+        )
+    return report
+
+
+def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> None:
+    """Delete the checkpoint at `uri`: all that cloudckpt wrote there, with what other saves left.
+
+    After the first request it is gone for every reader. If the process dies then, `gc` removes the rest. A save that
+    runs at the same place fails. One object of about a hundred bytes stays, which keeps that save from being committed;
+    `gc` removes it after its `older_than`. Folders of ranks that saved separately are deleted, too.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint is committed there.
+        InvalidManifestError: The only manifest is that of another program.
+        CheckpointChangedError: Another save committed meanwhile. It is left untouched.
+        CommitUnknownError: The outcome is unknown.
+        StoreError: A request failed.
+        NoConditionalCommitError: The store cannot create-if-absent.
+
+    """
+    options = options or Options()
+    location = parse_location(uri)
+    try:
+        _delete(location, options)
+    except (StoreError, CheckpointError) as error:
+        _emit("delete.failed", location.uri, options, error=error)
+        raise
+    _emit("delete.done", location.uri, options)
+
+
+def _delete(location: Location, options: Options) -> None:
+    store, retrier = open_store(location, options), _retrier(location.uri, options)
+    conditional = options.commit == "conditional"
+    if conditional:
+        check_conditional_create(store, retrier)
+    inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
+    was_there = False
+    for prefix in prefixes:
+        place = _place(location, store, inventory, prefix, options)
+        was_there |= delete_checkpoint(place, retrier, conditional=conditional)
+    if not was_there:
+        raise CheckpointNotFoundError(
+            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. What failed saves have left "
+            "there, cloudckpt.gc removes",
+            uri=location.uri,
+        )
+
+
+class _Collection:
+    """One call of `gc`."""
+
+    def __init__(self, location: Location, options: Options, *, before: datetime, dry_run: bool) -> None:
+        self._location = location
+        self._options = options
+        self._before = before
+        self._dry_run = dry_run
+        self._is_conditional = options.commit == "conditional"
+        self._store, self._retrier = open_store(location, options), _retrier(location.uri, options)
+        self._found: list[Garbage] = []
+        self._skipped: list[KeptObject] = []
+        self._failed: list[KeptObject] = []
+
+    def report(self) -> GarbageReport:
+        """Collect the garbage at every location, and report it."""
+        if not self._dry_run and self._is_conditional:
+            check_conditional_create(self._store, self._retrier)
+        for _ in range(2):  # absence is believed only from two walks
+            self._failed.clear()
+            inventory = walk(
+                self._store,
+                self._retrier,
+                has_hidden_uploads=self._location.scheme == "file",
+                on_unlisted=lambda error: self._fail(self._location.uri, error, "unfinished uploads: "),
+            )
+            is_nothing_there = not inventory.locations and not inventory.unlisted
+            if not is_nothing_there:
+                break
+        for prefix, error in sorted(inventory.unlisted.items()):
+            uri = _uri_of(self._location, prefix)
+            reason = "permission denied, so that what lies there was not judged. Grant this user access to it"
+            self._failed.append(KeptObject(uri=uri, reason=reason))
+            _emit("gc.failed", uri, self._options, error=error)
+        for prefix in inventory.locations:
+            self._collect(prefix, inventory)
+        return GarbageReport(
+            root=self._location.uri,
+            dry_run=self._dry_run,
+            locations=tuple(self._found),
+            skipped=tuple(self._skipped),
+            failed=tuple(self._failed),
+            is_nothing_there=is_nothing_there,
+        )
+
+    def _collect(self, prefix: str, inventory: Inventory) -> None:
+        uri = _uri_of(self._location, prefix)
+        left: list[KeptKey] = []
+        if unlisted := inventory.unlisted_at(prefix):
+            seen = _uri_of(self._location, unlisted[0])
+            self._skipped.append(KeptObject(uri=uri, reason=f"what is garbage there cannot be told without {seen}"))
+            return
+        try:
+            place = _place(self._location, self._store, inventory, prefix, self._options)
+            if self._dry_run:
+                plan = judge(place, self._retrier, before=self._before).plan
+            else:
+                plan, left = collect(place, self._retrier, before=self._before, conditional=self._is_conditional)
+        except (StoreError, CommitUnknownError) as error:
+            self._fail(uri, error)
+            return
+        except (CheckpointError, InvalidURIError) as error:
+            # The manifest.json of another program is skipped silently if no data of ours lies beside it.
+            if inventory.at(prefix):
+                self._skipped.append(KeptObject(uri=uri, reason=str(error)))
+            return
+        for item in left:
+            self._fail(self._store.url(item.key), item.error)
+        if plan.is_empty:
+            return
+        garbage = describe_garbage(uri, prefix, plan)
+        self._found.append(garbage)
+        if not self._dry_run and not left:
+            _emit("gc.removed", uri, self._options, num_bytes=garbage.num_bytes, message=", ".join(garbage.reasons))
+
+    def _fail(self, uri: str, error: Exception, what: str = "") -> None:
+        self._failed.append(KeptObject(uri=uri, reason=f"{what}{error}"))
+        _emit("gc.failed", uri, self._options, error=error)
+
+
+def _check_dry_run(dry_run: object) -> None:
+    if not isinstance(dry_run, bool):
+        raise InvalidOptionError(f"dry_run must be True or False, not {dry_run!r}")
+
+
+def _parse_older_than(older_than: timedelta | float) -> datetime:
+    """Return the time before which all signs of life must lie."""
+    seconds = older_than.total_seconds() if isinstance(older_than, timedelta) else older_than
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not 0 <= seconds < math.inf:
+        raise InvalidOptionError(
+            f"older_than must be a timedelta or a number of seconds, finite and not negative, not {older_than!r}"
+        )
+    try:
+        return datetime.now(timezone.utc) - timedelta(seconds=seconds)
+    except OverflowError:
+        raise InvalidOptionError(f"older_than must be a time since there are calendars, not {older_than!r}") from None
+
+
+def _retrier(uri: str, options: Options) -> Retrier:
+    def on_retry(error: StoreError) -> None:
+        _emit("retry", uri, options, key=error.key, error=error)
+
+    return Retrier(retries=options.retries, timeout_s=options.timeout_s, on_retry=on_retry)
+
+
+def _emit(
+    name: EventName,
+    uri: str,
+    options: Options,
+    *,
+    key: str = "",
+    num_bytes: int = 0,
+    error: Exception | None = None,
+    message: str = "",
+) -> None:
+    """Emit an event. An exception of a subscriber is only logged, because a removal cannot be undone."""
+    text = message if error is None else str(error)
+    kind = "" if error is None else type(error).__name__
+    event = Event(name=name, uri=uri, rank=0, key=key, num_bytes=num_bytes, error=kind, message=text)
+    tell(event, options, words=f"{name} {uri}" + (f": {text}" if text else ""))
+
+
+def _uri_of(location: Location, prefix: str) -> str:
+    return f"{location.uri.rstrip('/')}/{prefix.rstrip('/')}" if prefix else location.uri
+
+
+def _place(location: Location, store: Store, inventory: Inventory, prefix: str, options: Options) -> Place:
+    own = store
+    if prefix:
+        # Raises `InvalidURIError` for a folder that no checkpoint can have.
+        own = open_store(parse_location(location.child(prefix.rstrip("/")).uri), options)
+    return Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix))

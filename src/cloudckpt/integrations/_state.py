@@ -1,0 +1,147 @@
+"""Conversion of a framework's nested state to a flat state dict and back, and the random state of a process."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
+from cloudckpt.tensors.unpickling import load_safely
+from cloudckpt.tensors.values import check_value
+
+SKELETON = "skeleton"
+"""Key of the serialized structure that holds everything except the tensors."""
+_PLACEHOLDER = "cloudckpt.tensor"
+
+
+def serialize(value: object) -> bytes:
+    """Serialize any value with ``torch.save``, to store it as one value of a checkpoint."""
+    check_value(value, "the framework's state", uri="a checkpoint")
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def deserialize(data: bytes, *, allow_pickle: bool = False, uri: str = "") -> Any:
+    """Deserialize what `serialize` returned.
+
+    Raises `UnsafePickleError` if that needs a class that could run code, unless `allow_pickle` is true.
+    """
+    if allow_pickle:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    try:
+        return load_safely(data, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise UnsafePickleError(
+            f"the framework's state in {uri or 'this checkpoint'} was not loaded, because unpickling it could run any "
+            f"code ({error}). If you trust its author, allow its classes with "
+            "torch.serialization.add_safe_globals, or give weights_only=False if the framework accepts it, as "
+            "Lightning's fit does",
+            uri=uri,
+        ) from None
+
+
+def flatten(tree: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
+    """Return a flat state dict with the contents of `tree`: each tensor under its path, the rest in `SKELETON`.
+
+    Raises `UnsupportedValueError` for a tensor that is sharded over ranks.
+    """
+    tensors: dict[str, Any] = {}
+
+    def replace(path: str, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedValueError(
+                f"{path} is a {type(tensor).__name__}, and one rank has only a part of it. Use a strategy that saves "
+                "on all ranks",
+                uri=uri,
+            )
+        name = path
+        while name in tensors or name == SKELETON:  # two paths are equal if keys contain dots, or are 1 and "1"
+            name += "_"
+        tensors[name] = tensor.detach()
+        return {_PLACEHOLDER: name}
+
+    skeleton = _map_leaves(tree, "", lambda value: isinstance(value, torch.Tensor), replace)
+    return {**tensors, SKELETON: serialize(skeleton)}
+
+
+def unflatten(
+    flat: Mapping[str, Any],
+    *,
+    without: Callable[[str], object] | None = None,
+    allow_pickle: bool = False,
+    uri: str = "",
+) -> Any:
+    """Rebuild what `flatten` was given, except the top-level keys for which `without` is true."""
+    skeleton = deserialize(flat[SKELETON], allow_pickle=allow_pickle, uri=uri)
+    if without is not None:
+        skeleton = {key: value for key, value in skeleton.items() if not without(key)}
+    return _map_leaves(
+        skeleton,
+        "",
+        lambda value: type(value) is dict and len(value) == 1 and _PLACEHOLDER in value,
+        lambda _, value: flat[value[_PLACEHOLDER]],
+    )
+
+
+def _map_leaves(value: Any, path: str, is_wanted: Callable[[Any], bool], change: Callable[[str, Any], Any]) -> Any:
+    if is_wanted(value):
+        return change(path, value)
+    if isinstance(value, dict):
+        items = {key: _map_leaves(each, _join(path, key), is_wanted, change) for key, each in value.items()}
+        if type(value) is dict:
+            return items
+        copied = value.copy()  # keeps the class, such as OrderedDict
+        copied.update(items)
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_map_leaves(each, _join(path, index), is_wanted, change) for index, each in enumerate(value))
+    return value
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """State of this process's random generators: Python's, numpy's, torch's, and those of its GPUs."""
+
+    python: Any
+    numpy: Any
+    cpu: torch.Tensor
+    devices: list[torch.Tensor]
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """Return the current state of the generators."""
+        kind, keys, *rest = np.random.get_state()
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        numpy = (kind, torch.tensor(np.asarray(keys).astype(np.int64)), *rest)
+        return cls(python=random.getstate(), numpy=numpy, cpu=torch.get_rng_state(), devices=devices)
+
+    def restore(self) -> None:
+        """Set the generators to this state; those of the GPUs only if their number is the same."""
+        random.setstate(self.python)
+        kind, keys, *rest = self.numpy
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+        torch.set_rng_state(self.cpu)
+        if torch.cuda.is_available() and torch.cuda.device_count() == len(self.devices):
+            torch.cuda.set_rng_state_all(self.devices)
+
+    def to_bytes(self) -> bytes:
+        """Serialize the state, to store it in a checkpoint."""
+        return serialize((self.python, self.numpy, self.cpu, self.devices))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RandomState:
+        """Deserialize what `to_bytes` returned."""
+        python, numpy, cpu, devices = deserialize(data)
+        return cls(python=python, numpy=numpy, cpu=cpu, devices=devices)

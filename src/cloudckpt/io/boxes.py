@@ -1,0 +1,86 @@
+"""Boxes in row-major arrays, and the flat ranges they are made of. Counts are elements; ranges are half-open."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A block of an array: it starts at `offsets` and extends over `lengths`."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def compute_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+def find_runs(shape: Sequence[int], box: Box, *, max_gap: int) -> list[tuple[int, int]]:
+    """The flat ranges of an array of `shape` that hold `box`, in order.
+
+    Runs that lie at most `max_gap` elements apart are given as one, so that with ``max_gap=0`` the ranges hold
+    exactly the box, and otherwise also what lies in between.
+    """
+    if 0 in box.lengths:
+        return []
+    strides = compute_strides(shape)
+    span = 1
+    repeated: list[tuple[int, int]] = []
+    for stride, length in zip(reversed(strides), reversed(box.lengths), strict=True):
+        if length == 1:
+            continue
+        if not repeated and stride - span <= max_gap:
+            span += (length - 1) * stride
+        else:
+            repeated.append((length, stride))
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    starts = (
+        first + sum(steps)
+        for steps in itertools.product(*(range(0, n * stride, stride) for n, stride in reversed(repeated)))
+    )
+    return [(start, start + span) for start in starts]
+
+
+def split_into_boxes(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
+    """The flat range ``[begin, end)`` of an array of `shape` as boxes, in order; at most ``2 * ndim - 1`` of them."""
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner_shape = tuple(shape[1:])
+    inner = math.prod(inner_shape)
+    (row, head), (last_row, tail) = divmod(begin, inner), divmod(end, inner)
+    if row == last_row:
+        yield from _in_row(row, split_into_boxes(head, tail, inner_shape))
+        return
+    if head:
+        yield from _in_row(row, split_into_boxes(head, inner, inner_shape))
+        row += 1
+    if row < last_row:
+        yield Box((row, *(0 for _ in inner_shape)), (last_row - row, *inner_shape))
+    if tail:
+        yield from _in_row(last_row, split_into_boxes(0, tail, inner_shape))
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """Return the overlap of two boxes; None if they have none."""
+    offsets = tuple(max(a, b) for a, b in zip(one.offsets, other.offsets, strict=True))
+    ends = (
+        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+    )
+    lengths = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+    return Box(offsets, lengths) if all(length > 0 for length in lengths) else None
+
+
+def _in_row(row: int, boxes: Iterator[Box]) -> Iterator[Box]:
+    for box in boxes:
+        yield Box((row, *box.offsets), (1, *box.lengths))

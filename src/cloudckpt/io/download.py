@@ -1,0 +1,276 @@
+"""Byte ranges from a store into memory, resumed where they break off, verified tile by tile.
+
+This module decides what is believed of a data object. That it is missing, ends too early or has wrong bytes is first
+only what one answer says, which may be the answer of something else on the way. It is believed once three looks have
+said so, and in each look a read and the object's HEAD agree. A store that contradicts itself is a
+`TransientStoreError`, and is tried again as any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, TypeAlias
+
+from cloudckpt.errors import (
+    CorruptCheckpointError,
+    InterruptedReadError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    TransientStoreError,
+)
+from cloudckpt.io.checksum import compute_tile_crc32cs
+from cloudckpt.io.retry import NUM_LOOKS, Attempts, Looks, Retrier
+from cloudckpt.stores._body import num_bytes
+from cloudckpt.stores.base import Store, Views
+from cloudckpt.telemetry.recorder import Recorder, now_ns
+
+_Answer: TypeAlias = Literal["absent", "short", "there"]
+"""The store's answer about the bytes before an offset: no object, one that ends earlier, or all there."""
+
+
+class _WrongBytesError(Exception):
+    """Some tiles do not have the checksums that were saved."""
+
+
+class _OtherSizeError(Exception):
+    """The object has another size than was expected."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(f"it has {size_bytes} bytes")
+        self.size_bytes = size_bytes
+
+
+def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views) -> None:
+    """Fill `views` with the object's bytes from `begin` on. A body that breaks off is resumed at the byte reached.
+
+    Raises `ObjectNotFoundError` and `ShortObjectError` only once they are believed.
+    """
+    remaining, position, end = list(views), begin, begin + num_bytes(views)
+    looks = Looks(retrier)
+    with Attempts(retrier) as attempts:
+        while True:
+            attempts.begin()
+            try:
+                store.read_into(key, position, remaining)
+            except (ObjectNotFoundError, ShortObjectError) as error:
+                try:
+                    _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
+                except Exception as contradiction:
+                    if not attempts.wait_after(contradiction):
+                        raise
+                else:
+                    if not looks.wait_after(error):
+                        raise
+                    attempts.renew()
+            except Exception as error:
+                received_bytes = error.received_bytes if isinstance(error, InterruptedReadError) else 0
+                position += received_bytes
+                remaining = _skip(remaining, received_bytes)
+                if not attempts.wait_after(error):
+                    raise
+            else:
+                return
+
+
+def measure(store: Store, retrier: Retrier, *, key: str, size_bytes: int) -> int:
+    """Return the size of the object at `key`. Absence, or another size than `size_bytes`, is confirmed first.
+
+    If all is as expected, this takes one HEAD.
+    """
+
+    def attempt() -> int:
+        try:
+            found_bytes = store.head(key).size_bytes
+        except ObjectNotFoundError:
+            _compare(store, key, max(size_bytes, 1), by_head="absent")
+            raise
+        if found_bytes != size_bytes:
+            is_short = found_bytes < size_bytes
+            _compare(store, key, size_bytes + (not is_short), by_head="short" if is_short else "there")
+        return found_bytes
+
+    def look() -> int:
+        found_bytes = retrier.call(attempt)
+        if found_bytes != size_bytes:
+            raise _OtherSizeError(found_bytes)
+        return found_bytes
+
+    try:
+        return retrier.confirm(look, (ObjectNotFoundError, _OtherSizeError))
+    except _OtherSizeError as error:
+        return error.size_bytes
+
+
+def _compare(
+    store: Store, key: str, end: int, *, by_read: _Answer | None = None, by_head: _Answer | None = None
+) -> None:
+    """Ask for the answer that is not given, about the first `end` bytes; raise `TransientStoreError` if they differ."""
+    by_read = by_read or _read_answer(store, key, end)
+    by_head = by_head or _head_answer(store, key, end)
+    if by_read == by_head:
+        return
+    words = {
+        "absent": "that no object exists",
+        "short": f"that the object ends before byte {end}",
+        "there": f"that the object has {end} bytes or more",
+    }
+    raise TransientStoreError(
+        f"{store.url(key)}: the store contradicts itself. A read says {words[by_read]}, and a HEAD says "
+        f"{words[by_head]}. Try again; if it stays so, look for a proxy or a load balancer that answers for the store",
+        key=store.url(key),
+        operation="read_into",
+    )
+
+
+def _read_answer(store: Store, key: str, end: int) -> _Answer:
+    try:
+        store.read_into(key, end - 1, [memoryview(bytearray(1))])
+    except ObjectNotFoundError:
+        return "absent"
+    except ShortObjectError:
+        return "short"
+    return "there"
+
+
+def _head_answer(store: Store, key: str, end: int) -> _Answer:
+    try:
+        return "short" if store.head(key).size_bytes < end else "there"
+    except ObjectNotFoundError:
+        return "absent"
+    except ShortObjectError:
+        return "short"
+
+
+def fetch_and_verify(
+    store: Store,
+    retrier: Retrier,
+    *,
+    key: str,
+    begin: int,
+    views: Views,
+    tile_bytes: int,
+    expected_crc32cs: Sequence[int],
+    holding: Callable[[int, int], str],
+) -> None:
+    """Fetch whole tiles, whose checksums must be `expected_crc32cs`.
+
+    `holding` names what a range of the object's bytes holds, for the error. Raises `CorruptCheckpointError` for tiles
+    that `find_wrong_tiles` finds, and for an object that is too short.
+    """
+    try:
+        fetch(store, retrier, key=key, begin=begin, views=views)
+        wrong = find_wrong_tiles(
+            store,
+            retrier,
+            key=key,
+            begin=begin,
+            views=views,
+            tile_bytes=tile_bytes,
+            expected_crc32cs=expected_crc32cs,
+        )
+    except ShortObjectError as error:
+        raise CorruptCheckpointError(
+            f"{store.url(key)} is shorter than when it was saved, so "
+            f"{holding(begin, begin + num_bytes(views))} cannot be loaded: {error}",
+            uri=store.uri,
+        ) from error
+    if wrong:
+        index, actual = next(iter(wrong.items()))
+        low = begin + index * tile_bytes
+        high = min(low + tile_bytes, begin + num_bytes(views))
+        raise CorruptCheckpointError(
+            f"{store.url(key)} is damaged: bytes [{low}, {high}) have CRC32C {actual:08x}, but "
+            f"{expected_crc32cs[index]:08x} was saved. They hold {holding(low, high)}. Load an older checkpoint",
+            uri=store.uri,
+        )
+
+
+def find_wrong_tiles(
+    store: Store,
+    retrier: Retrier,
+    *,
+    key: str,
+    begin: int,
+    views: Views,
+    tile_bytes: int,
+    expected_crc32cs: Sequence[int],
+) -> dict[int, int]:
+    """Return index and actual CRC32C of each fetched tile that is wrong. `views` hold whole tiles.
+
+    A tile that does not match is read twice more, into its place: its bytes may have been damaged on their way.
+    """
+    begun_ns = now_ns()
+    values = compute_tile_crc32cs(views, tile_bytes)
+    retrier.recorder.span("checksum", begun_ns, key=key)
+    retrier.recorder.spent("stage", begun_ns)
+    wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
+    looks = Looks(retrier, num_looks=NUM_LOOKS - 1)
+    while wrong:
+        still_wrong: dict[int, int] = {}
+        for first, last in _runs(list(wrong)):
+            low, high = first * tile_bytes, last * tile_bytes
+            again = _first(_skip(views, low), high - low)
+            fetch(store, retrier, key=key, begin=begin + low, views=again)
+            actual = compute_tile_crc32cs(again, tile_bytes)
+            still_wrong |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}
+        wrong = still_wrong
+        if wrong:
+            retrier.call(_compare, store, key, begin + num_bytes(views), by_read="there")
+            error = _WrongBytesError(f"{store.url(key)}: {len(wrong)} tiles have other checksums than were saved")
+            if not looks.wait_after(error):
+                break
+    return wrong
+
+
+def _differing(actual: Sequence[int], expected: Sequence[int]) -> list[int]:
+    return [index for index, value in enumerate(actual) if value != expected[index]]
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Rising indices as half-open ranges."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
+def _first(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    found: list[memoryview] = []
+    for view in views:
+        if num_bytes <= 0:
+            break
+        found.append(view[:num_bytes])
+        num_bytes -= len(view)
+    return found
+
+
+def _skip(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    rest: list[memoryview] = []
+    for view in views:
+        if num_bytes >= len(view):
+            num_bytes -= len(view)
+        else:
+            rest.append(view[num_bytes:] if num_bytes else view)
+            num_bytes = 0
+    return rest
+
+
+@contextlib.contextmanager
+def stage_targets(opened: AbstractContextManager[Views], *, key: str, recorder: Recorder) -> Iterator[Views]:
+    """Open the target memory. The time that it takes to open and to close counts as staging.
+
+    `key` is for the timeline.
+    """
+    begun_ns = now_ns()
+    with opened as views:
+        recorder.span("stage", begun_ns, key=key)
+        recorder.spent("stage", begun_ns)
+        yield views
+        begun_ns = now_ns()
+    recorder.span("place", begun_ns, key=key)
+    recorder.spent("stage", begun_ns)

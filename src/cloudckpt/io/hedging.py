@@ -1,0 +1,449 @@
+"""Limit the requests in flight, and repeat a request that takes far longer than its peers; the first to end counts.
+
+See ``docs/design/014-concurrency-and-tails.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from typing_extensions import Self
+
+from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
+from cloudckpt.options import DEFAULT_CONNECTIONS
+from cloudckpt.stores._body import num_bytes
+from cloudckpt.stores.base import (
+    Capabilities,
+    FoundPart,
+    ObjectInfo,
+    Part,
+    Store,
+    Tried,
+    UploadedPart,
+    UploadInfo,
+    Views,
+    once,
+)
+from cloudckpt.stores.http_clients import CallScope
+
+_T = TypeVar("_T")
+Kind: TypeAlias = Literal["upload", "download"]
+
+LEAST_S = 2.0
+"""A request that takes less is not worth a second one."""
+_MOST_PER_HOST = 128
+_CALM_S = 30.0
+"""No request is repeated for this long after the store has asked to slow down."""
+_MOST_AT_ONCE = 4
+_TIMES_SLOWER = 3.0
+_LEAST_PEERS = 4
+_MOST_PEERS = 64
+_LEAST_ALLOWED = 2
+_ONE_IN = 20
+
+
+def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
+    """Return `connections` if the user has set it; otherwise 16, or less where the ranks of one host share 128."""
+    if connections is not None:
+        return connections
+    return min(DEFAULT_CONNECTIONS, max(_MOST_PER_HOST // max(ranks_of_host, 1), 1))
+
+
+def max_hedges(num_requests: int) -> int:
+    """Return how many of `num_requests` may be repeated: one in twenty, and always a few."""
+    return max(num_requests // _ONE_IN, _LEAST_ALLOWED)
+
+
+class ConcurrencyLimit:
+    """The number of requests that may be in flight: additive increase, multiplicative decrease.
+
+    It begins at `most`, and halves when the store asks to slow down or a request times out, once for all requests that
+    were under way then. After as many successes as it allows requests, it rises by one, up to `most`. It is never below
+    1. It has no lock.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.current = most
+        self._decreased_s = float("-inf")
+        self._num_successes = 0
+
+    def decrease(self, *, begun_s: float, now_s: float) -> None:
+        """Halve the limit after a request that began at `begun_s` was refused or timed out. Times are of one clock."""
+        if begun_s <= self._decreased_s:
+            return  # the last decrease answers this request, too
+        self.current = max(self.current // 2, 1)
+        self._decreased_s = now_s
+        self._num_successes = 0
+
+    def record_success(self, *, begun_s: float) -> None:
+        """Count a request that began at `begun_s` and succeeded; raise the limit by one after enough of them."""
+        if self.current == self._most or begun_s <= self._decreased_s:
+            return
+        self._num_successes += 1
+        if self._num_successes >= self.current:
+            self.current += 1
+            self._num_successes = 0
+
+
+class PeerTimes:
+    """The times that the last requests of one kind took, by size. It has no lock."""
+
+    def __init__(self) -> None:
+        self._took: deque[tuple[int, float]] = deque(maxlen=_MOST_PEERS)
+
+    def add(self, *, num_bytes: int, took_s: float) -> None:
+        """Record a request that succeeded."""
+        self._took.append((num_bytes, took_s))
+
+    def patience_s(self, num_bytes: int) -> float | None:
+        """Return the time after which a request for `num_bytes` is a straggler; None if too few peers are known.
+
+        Peers have half to twice its size.
+        """
+        took = [
+            took_s for size_bytes, took_s in self._took if num_bytes <= 2 * size_bytes and size_bytes <= 2 * num_bytes
+        ]
+        if len(took) < _LEAST_PEERS:
+            return None
+        return max(_TIMES_SLOWER * statistics.median(took), LEAST_S)
+
+
+class _Hedge(Generic[_T]):
+    """The second request for the same."""
+
+    def __init__(self) -> None:
+        self.scope = CallScope()
+        self.has_ended = threading.Event()
+        self.result: _T | None = None
+
+
+class HedgedRequest(Generic[_T]):
+    """The context of one request. It suppresses the request's error if the second request has succeeded.
+
+    `second_result` then has the second request's result.
+    """
+
+    def __init__(
+        self,
+        hedger: Hedger,
+        kind: Kind,
+        name: Hashable,
+        *,
+        num_bytes: int,
+        held_bytes: int,
+        second: Callable[[], _T],
+    ) -> None:
+        self.kind: Kind = kind
+        self.name = name
+        self.num_bytes = num_bytes
+        self.held_bytes = held_bytes
+        self.second = second
+        self.begun_s = 0.0
+        self.scope = CallScope()
+        self.hedge: _Hedge[_T] | None = None
+        self._hedger = hedger
+
+    def __enter__(self) -> Self:
+        self._hedger.begin(self)
+        self.scope.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.scope.__exit__(kind, error, trace)
+        return self._hedger.settle(self, error)
+
+    @property
+    def second_result(self) -> _T:
+        """The second request's result, after the first has failed."""
+        if self.hedge is None or self.hedge.result is None:
+            raise RuntimeError("only a request that has failed, and whose second request has succeeded, has one")
+        return self.hedge.result
+
+
+class Hedger:
+    """Count requests, tell `limit` how they end, and repeat stragglers, each no more than once.
+
+    `watch` looks for stragglers; the worker threads' watcher calls it again and again. A request is repeated only if
+    its connection can be closed. The loser ends before its caller goes on, so that no loser sends from, or writes into,
+    memory that its caller has released; a thread waits for a loser no longer than a new connection may take. Second
+    requests hold at most `budget_bytes`. `on_hedge` is called for each second request, in the thread that watches. Safe
+    to share between threads.
+    """
+
+    def __init__(
+        self,
+        limit: ConcurrencyLimit,
+        *,
+        budget_bytes: int,
+        on_hedge: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = limit
+        self._on_hedge = on_hedge
+        self._budget_bytes = budget_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running: set[HedgedRequest[Any]] = set()
+        self._peers: defaultdict[Kind, PeerTimes] = defaultdict(PeerTimes)
+        self._hedged: set[Hashable] = set()
+        self._num_requests = 0
+        self._num_at_once = 0
+        self._held_bytes = 0
+        self._calm_until_s = 0.0
+
+    @property
+    def num_hedges(self) -> int:
+        """Requests that were made a second time."""
+        return len(self._hedged)
+
+    def was_hedged(self, name: Hashable) -> bool:
+        """True if the request `name` was made a second time."""
+        return name in self._hedged
+
+    def connections(self) -> int:
+        """Return how many requests may be in flight now."""
+        return self._limit.current
+
+    def request(
+        self, kind: Kind, name: Hashable, *, num_bytes: int, held_bytes: int, second: Callable[[], _T]
+    ) -> HedgedRequest[_T]:
+        """Return the context in which to make a request that raises `StoreError`.
+
+        `second` makes it once more, in another thread, and holds `held_bytes`; it must not return None. `name` is the
+        same however often the retrier tries the request.
+        """
+        return HedgedRequest(self, kind, name, num_bytes=num_bytes, held_bytes=held_bytes, second=second)
+
+    def begin(self, request: HedgedRequest[Any]) -> None:
+        """Count the request among those that are under way."""
+        with self._lock:
+            request.begun_s = self._clock()
+            self._num_requests += 1
+            self._running.add(request)
+
+    def settle(self, request: HedgedRequest[Any], failure: BaseException | None) -> bool:
+        """End the loser, and record the outcome. True if the first request failed and the second has succeeded."""
+        with self._lock:
+            self._running.remove(request)
+        hedge = request.hedge
+        try:
+            if hedge is not None:
+                try:
+                    if not isinstance(failure, TransientStoreError):
+                        hedge.scope.cancel()
+                finally:
+                    hedge.has_ended.wait()
+            if failure is None:
+                self._record_success(request)
+                return False
+            if hedge is not None and hedge.result is not None:
+                self._record_success(request)
+                return True
+            if isinstance(failure, ThrottledError):
+                self._slow_down(request.begun_s)
+            elif isinstance(failure, StoreTimeoutError):
+                with self._lock:
+                    self._limit.decrease(begun_s=request.begun_s, now_s=self._clock())
+            return False
+        finally:
+            if hedge is not None:
+                with self._lock:
+                    self._num_at_once -= 1
+                    self._held_bytes -= request.held_bytes
+
+    def watch(self) -> None:
+        """Repeat the requests that are far slower than their peers."""
+        with self._lock:
+            now_s = self._clock()
+            if now_s < self._calm_until_s:
+                return
+            num_before = len(self._hedged)
+            for request in sorted(self._running, key=lambda request: request.begun_s):
+                if self._is_straggler(request, now_s) and self._is_affordable(request):
+                    self._start_hedge(request)
+            num_more = len(self._hedged) - num_before
+        for _ in range(num_more):  # without the lock: it is the user's own code
+            self._on_hedge()
+
+    def _is_straggler(self, request: HedgedRequest[Any], now_s: float) -> bool:
+        patience_s = self._peers[request.kind].patience_s(request.num_bytes)
+        return patience_s is not None and now_s - request.begun_s > patience_s and request.scope.is_cancellable
+
+    def _is_affordable(self, request: HedgedRequest[Any]) -> bool:
+        return (
+            request.hedge is None
+            and request.name not in self._hedged
+            and len(self._hedged) < max_hedges(self._num_requests)
+            and self._num_at_once < _MOST_AT_ONCE
+            and self._held_bytes + request.held_bytes <= self._budget_bytes
+        )
+
+    def _start_hedge(self, request: HedgedRequest[Any]) -> None:
+        hedge: _Hedge[Any] = _Hedge()
+        thread = threading.Thread(target=self._run_hedge, args=(request, hedge), name="cloudckpt-hedge", daemon=False)
+        try:
+            thread.start()
+        except RuntimeError:  # the system's limit, or the interpreter ends
+            return
+        request.hedge = hedge
+        self._hedged.add(request.name)
+        self._num_at_once += 1
+        self._held_bytes += request.held_bytes
+
+    def _run_hedge(self, request: HedgedRequest[Any], hedge: _Hedge[Any]) -> None:
+        begun_s = self._clock()
+        try:
+            with hedge.scope:
+                hedge.result = request.second()
+        except ThrottledError:
+            self._slow_down(begun_s)
+        except Exception:  # noqa: BLE001, S110  # the first request goes on as if there were no second one
+            pass
+        else:
+            request.scope.cancel()
+        finally:
+            hedge.has_ended.set()
+
+    def _record_success(self, request: HedgedRequest[Any]) -> None:
+        with self._lock:
+            ended_s = self._clock()
+            self._limit.record_success(begun_s=request.begun_s)
+            self._peers[request.kind].add(num_bytes=request.num_bytes, took_s=ended_s - request.begun_s)
+
+    def _slow_down(self, begun_s: float) -> None:
+        with self._lock:
+            now_s = self._clock()
+            self._limit.decrease(begun_s=begun_s, now_s=now_s)
+            self._calm_until_s = now_s + _CALM_S
+
+
+class HedgedStore(Store):
+    """Pass every call on to `inner`, and hedge the requests for parts and ranges.
+
+    A part's bytes are the same both times, so it does not matter which of the two requests the store carries out last.
+    If the tokens differ all the same, completion asks the store which one it has. The second request for a range reads
+    into memory of its own, which is copied once the first has ended.
+    """
+
+    def __init__(self, inner: Store, hedger: Hedger) -> None:
+        self._inner = inner
+        self._hedger = hedger
+        self.capabilities = inner.capabilities
+        self.limits = inner.limits
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        def upload_again() -> UploadedPart:
+            return self._inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
+
+        name = _name_part(key, upload_id, part)
+        with self._hedger.request(
+            "upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again
+        ) as request:
+            return self._inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
+        return request.second_result
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        size_bytes = num_bytes(views)
+
+        def read_again() -> memoryview:
+            content = memoryview(bytearray(size_bytes))
+            self._inner.read_into(key, offset_bytes, [content])
+            return content
+
+        name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
+        with self._hedger.request(
+            "download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again
+        ) as request:
+            self._inner.read_into(key, offset_bytes, views)
+            return
+        _copy(request.second_result, views)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
+        try:
+            self._inner.complete_multipart(key, upload_id, parts)
+        except StoreError as error:
+            twice = [done for done in parts if self._hedger.was_hedged(_name_part(key, upload_id, done.part))]
+            if not twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
+                raise
+            # If the encryption's key is not ours, equal parts have different ETags, and the store may have carried out
+            # a request last that was given up.
+            try:
+                held = list(self._inner.list_parts(key, upload_id))
+            except StoreError:  # it may not be permitted, and is not what has gone wrong
+                raise error from None
+            latest = [_with_held_token(done, held) if done in twice else done for done in parts]
+            if latest == list(parts):
+                raise
+            self._inner.complete_multipart(key, upload_id, latest)
+
+    def probe(self) -> Capabilities:
+        return self._inner.probe()
+
+    @property
+    def uri(self) -> str:
+        return self._inner.uri
+
+    def url(self, key: str) -> str:
+        return self._inner.url(key)
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        self._inner.put(key, views, crc32c=crc32c, if_absent=if_absent)
+
+    def create_multipart(self, key: str) -> str:
+        return self._inner.create_multipart(key)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        self._inner.abort_multipart(key, upload_id)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        return self._inner.read(key, max_bytes=max_bytes)
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._inner.head(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self._inner.list(prefix)
+
+    def list_directories(self) -> Iterator[str]:
+        return self._inner.list_directories()
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._inner.delete(keys)
+
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
+        return self._inner.list_uploads(prefix)
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        return self._inner.list_parts(key, upload_id)
+
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        return self._inner.copy_from(source_url, target_key, tried=tried)
+
+
+def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int]:
+    return ("upload", key, upload_id, part.number)
+
+
+def _with_held_token(done: UploadedPart, held: Sequence[FoundPart]) -> UploadedPart:
+    """Return the part with the token that the store has for it now, if the store's part certainly has its bytes."""
+    for found in held:
+        if (found.number, found.size_bytes, found.crc32c) == (done.part.number, done.part.size_bytes, done.crc32c):
+            return dataclasses.replace(done, token=found.token)
+    return done
+
+
+def _copy(content: memoryview, views: Views) -> None:
+    position = 0
+    for view in views:
+        view[:] = content[position : position + view.nbytes]
+        position += view.nbytes

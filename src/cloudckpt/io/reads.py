@@ -1,0 +1,238 @@
+"""Plan the ranged reads that fetch the wanted byte ranges. Pure functions of values."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+
+class WantedRange(NamedTuple):
+    """Bytes ``[begin, end)`` of an object that one consumer wants. A tuple, since a load has one for each tensor."""
+
+    consumer: int
+    object_index: int
+    begin: int
+    end: int
+    is_held: bool = False
+    """Memory for all of it is taken with its first byte, and given back with its last."""
+
+
+_RANGE = operator.itemgetter(WantedRange._fields.index("begin"), WantedRange._fields.index("end"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRead:
+    """One ranged read, and the part of each want that it brings (the wants' own ranges may reach further)."""
+
+    object_index: int
+    begin: int
+    end: int
+    wants: tuple[WantedRange, ...]
+    overlapping: bool
+    """Some byte is wanted twice."""
+    continues: bool
+    """It brings more of a want that is held, and that the read before it has begun."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
+
+def plan_reads(
+    wants: Sequence[WantedRange],
+    *,
+    object_sizes_bytes: Mapping[int, int],
+    tile_bytes: int,
+    request_bytes: int,
+    max_gap_bytes: int,
+    max_over_read: float,
+) -> list[RangeRead]:
+    """Reads of whole tiles that bring all `wants`, each byte once, in the order in which to send them.
+
+    Ranges up to `max_gap_bytes` apart are read as one. So are others where that saves requests, the nearest first,
+    while the gaps between them come to at most `max_over_read` of the bytes wanted. No read is longer than
+    `request_bytes` (in whole tiles, at least one). Empty wants need no read.
+    """
+    by_object: defaultdict[int, list[WantedRange]] = defaultdict(list)
+    for want in wants:
+        if want.begin < want.end:
+            by_object[want.object_index].append(want)
+    step_bytes = max(request_bytes // tile_bytes, 1) * tile_bytes
+    runs: list[Run] = []
+    num_wanted_bytes = 0
+    for object_index, members in sorted(by_object.items()):
+        members.sort(key=_RANGE)
+        for begin, end, num_bytes in _touching(members, tile_bytes, max_gap_bytes):
+            runs.append(Run(object_index, begin, min(end, object_sizes_bytes[object_index])))
+            num_wanted_bytes += num_bytes
+    budget_bytes = int(max_over_read * num_wanted_bytes)
+    requests: list[RangeRead] = []
+    merged = merge_runs(runs, step_bytes=step_bytes, budget_bytes=budget_bytes)
+    for object_index, of_object in itertools.groupby(merged, key=operator.attrgetter("object_index")):
+        cuts = (cut for run in of_object for cut in _cut(run, tile_bytes, step_bytes))
+        requests += _requests_of(object_index, by_object[object_index], cuts, tile_bytes)
+    return spread(requests)
+
+
+def _touching(wants: Sequence[WantedRange], tile_bytes: int, max_gap_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """The stretches of whole tiles that hold `wants`, which are sorted, and how many bytes of each are wanted."""
+    begin = end = reached = -1
+    num_wanted_bytes = 0
+    for want in wants:
+        low = want.begin // tile_bytes * tile_bytes
+        high = -(-want.end // tile_bytes) * tile_bytes
+        if end >= 0 and low - end > max_gap_bytes:
+            yield begin, end, num_wanted_bytes
+            end, num_wanted_bytes = -1, 0
+        if end < 0:
+            begin, end = low, high
+        elif high > end:
+            end = high
+        if want.end > reached:
+            num_wanted_bytes += want.end - max(want.begin, reached)
+            reached = want.end
+    if end >= 0:
+        yield begin, end, num_wanted_bytes
+
+
+def _cut(run: Run, tile_bytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
+    """Pieces of whole tiles, at most `step_bytes` each, as few as can be and about as large as each other."""
+    num_bytes = run.end - run.begin
+    share_bytes = -(-num_bytes // -(-num_bytes // step_bytes))
+    piece_bytes = -(-share_bytes // tile_bytes) * tile_bytes
+    for low in range(run.begin, run.end, piece_bytes):
+        yield low, min(low + piece_bytes, run.end)
+
+
+def _requests_of(
+    object_index: int, wants: Sequence[WantedRange], cuts: Iterable[tuple[int, int]], tile_bytes: int
+) -> Iterator[RangeRead]:
+    """One read for each of the rising `cuts` that holds any of `wants`, which are sorted."""
+    begun: list[WantedRange] = []  # before this cut, and reaching into it
+    index = 0
+    for low, high in cuts:
+        inside = begun
+        while index < len(wants) and wants[index].begin < high:
+            inside.append(wants[index])
+            index += 1
+        if not inside:
+            continue
+        overlapping, reached = False, low
+        for want in inside:
+            overlapping = overlapping or max(want.begin, low) < reached
+            reached = max(reached, min(want.end, high))
+        yield RangeRead(
+            object_index=object_index,
+            # A cut can fall into a gap, of which nothing has to be read then.
+            begin=max(low, inside[0].begin // tile_bytes * tile_bytes),
+            end=min(high, -(-reached // tile_bytes) * tile_bytes),
+            wants=tuple(inside),
+            overlapping=overlapping,
+            continues=any(want.is_held and want.begin < low for want in inside),
+        )
+        begun = [want for want in inside if want.end > high]
+
+
+class Run(NamedTuple):
+    """Bytes ``[begin, end)`` of an object."""
+
+    object_index: int
+    begin: int
+    end: int
+
+
+def merge_runs(runs: Sequence[Run], *, step_bytes: int, budget_bytes: int) -> Iterator[Run]:
+    """`runs`, some joined over the gap between them; all such gaps together have at most `budget_bytes`.
+
+    `runs` are by object, and rising and apart within each. The smallest gaps come first. One is only read where that
+    leaves fewer reads of at most `step_bytes`.
+    """
+    # Of a joined run, the index of the first is known at its last, and the other way round: no other is ever asked for.
+    first_of, last_of = list(range(len(runs))), list(range(len(runs)))
+
+    def num_reads(num_bytes: int) -> int:
+        return -(-num_bytes // step_bytes)
+
+    for gap_bytes, index in _gaps(runs, budget_bytes):
+        if gap_bytes > budget_bytes:
+            break
+        first, last = first_of[index], last_of[index + 1]
+        begin, end = runs[first].begin, runs[last].end
+        apart = num_reads(runs[index].end - begin) + num_reads(end - runs[index + 1].begin)
+        if num_reads(end - begin) < apart:
+            budget_bytes -= gap_bytes
+            last_of[first], first_of[last] = last, first
+    index = 0
+    while index < len(runs):
+        last = last_of[index]
+        yield Run(runs[index].object_index, runs[index].begin, runs[last].end)
+        index = last + 1
+
+
+def _gaps(runs: Sequence[Run], most_bytes: int) -> list[tuple[int, int]]:
+    """Size and place of each gap that could be read, the smallest first."""
+    gaps = (
+        (runs[index + 1].begin - runs[index].end, index)
+        for index in range(len(runs) - 1)
+        if runs[index].object_index == runs[index + 1].object_index
+    )
+    return sorted(gap for gap in gaps if gap[0] <= most_bytes)
+
+
+class Read(Protocol):
+    """A ranged read, as far as its place in the order depends on it."""
+
+    @property
+    def object_index(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def continues(self) -> bool:
+        """It brings more of what the read before it in its object has begun, and for which memory is held."""
+
+
+_Read = TypeVar("_Read", bound=Read)
+
+
+def spread(reads: Iterable[_Read]) -> list[_Read]:
+    """`reads`, given object by object, so ordered that connections stay busy to the end and on many objects.
+
+    Large ones come before small ones (by powers of two), so that no connection still works on a long one when the
+    others are done. Among alike ones the objects take turns: the bandwidth of one object, or of the disks it lies on,
+    bounds no phase of a load. Those that continue others follow them, so that little memory is held at once.
+    """
+    num_turns: defaultdict[tuple[int, int], int] = defaultdict(int)
+    placed: list[tuple[int, int, int, list[_Read]]] = []
+    for unit in _units(reads):
+        size_class = (sum(read.num_bytes for read in unit) - 1).bit_length()
+        object_index = unit[0].object_index
+        turn = num_turns[size_class, object_index]
+        num_turns[size_class, object_index] += 1
+        placed.append((-size_class, turn, object_index, unit))
+    placed.sort(key=lambda at: at[:3])
+    return [read for *_, unit in placed for read in unit]
+
+
+def _units(reads: Iterable[_Read]) -> Iterator[list[_Read]]:
+    unit: list[_Read] = []
+    for read in reads:
+        if unit and not read.continues:
+            yield unit
+            unit = []
+        unit.append(read)
+    if unit:
+        yield unit
+
+
+def choose_request_bytes(num_bytes: int, *, connections: int, for_each: int, least_bytes: int, most_bytes: int) -> int:
+    """Choose a size at which `num_bytes` make `for_each` requests for each of `connections`, within bounds.
+
+    `most_bytes` holds where it is below `least_bytes`.
+    """
+    return min(max(num_bytes // (for_each * connections), least_bytes), most_bytes)

@@ -1,0 +1,233 @@
+"""Find the objects and parts of an earlier attempt that a save can use.
+
+A leftover is used only after its bytes were compared with those to send (``docs/design/008-resumable-saves.md``).
+Nothing here fails a save: what cannot be used is sent again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, runtime_checkable
+
+from cloudckpt._workers import each_done
+from cloudckpt.errors import StoreError
+from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
+from cloudckpt.io.download import fetch
+from cloudckpt.io.retry import Retrier
+from cloudckpt.options import MIB
+from cloudckpt.stores._body import num_bytes
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views
+
+_T = TypeVar("_T")
+_log = logging.getLogger("cloudckpt")
+
+_PIECE_BYTES = 4 * MIB  # of what is read back at once, on each connection
+
+
+class Body(Protocol):
+    """The bytes of one object, wherever they lie."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def open(self, begin: int, end: int) -> AbstractContextManager[Views]:
+        """Views of bytes ``[begin, end)``, valid while the context is open."""
+
+
+@runtime_checkable
+class KnownBody(Body, Protocol):
+    """One that was checked and recorded before: it is compared by checksums, and need not be opened for that.
+
+    Only for what was written of the very same source; a CRC32C of another is no proof.
+    """
+
+    @property
+    def known_crc32cs(self) -> Sequence[int]:
+        """The CRC32C of each tile."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Leftover:
+    """The object or the unfinished uploads at one key of an earlier attempt."""
+
+    key: str
+    size_bytes: int | None = None
+    """The object's size; None if there is no object."""
+    upload_ids: list[str] = field(default_factory=list)
+    """The ids of the unfinished uploads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParts:
+    """The parts of an object that an unfinished upload holds, by their numbers."""
+
+    key: str
+    upload_id: str
+    uploaded: dict[int, UploadedPart]
+    crc32cs: dict[int, list[int]]
+    """The checksums of the parts' tiles."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(done.part.size_bytes for done in self.uploaded.values())
+
+
+class _DifferentError(Exception):
+    """The store holds other bytes."""
+
+
+def find_leftovers(store: Store, retrier: Retrier, prefixes: Iterable[str]) -> dict[str, list[Leftover]]:
+    """Return the leftovers under `prefixes` by the rest of the key, those under an earlier prefix first."""
+    found: defaultdict[str, list[Leftover]] = defaultdict(list)
+    try:
+        for prefix in prefixes:
+            here: dict[str, Leftover] = {}
+            for info in retrier.collect(store.list, prefix):
+                here.setdefault(info.key, Leftover(key=info.key)).size_bytes = info.size_bytes
+            for upload in retrier.collect(store.list_uploads, prefix):
+                here.setdefault(upload.key, Leftover(key=upload.key)).upload_ids.append(upload.upload_id)
+            for key, leftover in here.items():
+                found[key[len(prefix) :]].append(leftover)
+    except StoreError as error:
+        _log.warning("could not look for what an earlier save left at %s, so all is sent: %s", store.uri, error)
+        return {}
+    return dict(found)
+
+
+class Resumption:
+    """Tells, for one session's objects, what of them is on the store."""
+
+    def __init__(self, store: Store, retrier: Retrier, *, tile_bytes: int, connections: int) -> None:
+        self._store = store
+        self._retrier = retrier
+        self._tile_bytes = tile_bytes
+        self._connections = connections
+
+    def read_back(self, key: str, body: Body) -> list[int] | None:
+        """The CRC32C of each tile of `body`, if what lies at `key` is `body`, byte for byte; else None."""
+        step_bytes = max(_PIECE_BYTES // self._tile_bytes, 1) * self._tile_bytes
+        begins = range(0, body.size_bytes, step_bytes)
+        values: dict[int, list[int]] = {}
+
+        def check(begin: int) -> None:
+            end = min(begin + step_bytes, body.size_bytes)
+            stored = bytearray(end - begin)
+            fetch(self._store, self._retrier, key=key, begin=begin, views=[memoryview(stored)])
+            known = self._known(body, begin, end)
+            if known is not None:
+                values[begin] = compute_tile_crc32cs([memoryview(stored)], self._tile_bytes)
+                if values[begin] != known:
+                    raise _DifferentError
+                return
+            with body.open(begin, end) as views:
+                if not _are_same(stored, views):
+                    raise _DifferentError
+                values[begin] = compute_tile_crc32cs(views, self._tile_bytes)
+
+        try:
+            # The first piece alone: of a state that has changed, hardly anything is as it was.
+            for group in (begins[:1], begins[1:]):
+                self._run_all(group, check)
+        except _DifferentError:
+            return None
+        except StoreError as error:
+            _log.info("%s cannot be used: %s", self._store.url(key), error)
+            return None
+        return [value for begin in begins for value in values[begin]]
+
+    def finished(self, body: Body, leftovers: Sequence[Leftover]) -> ObjectReceipt | None:
+        """The first object that is `body`."""
+        for leftover in leftovers:
+            values = self.read_back(leftover.key, body) if leftover.size_bytes == body.size_bytes else None
+            if values is not None:
+                return ObjectReceipt(key=leftover.key, size_bytes=body.size_bytes, tile_crc32cs=tuple(values))
+        return None
+
+    def unfinished(self, body: Body, parts: Sequence[Part], leftovers: Sequence[Leftover]) -> HeldParts | None:
+        """Return the parts that the first useful upload holds, or all hold if parts can change uploads."""
+        kind, best = self._store.capabilities.listed_parts, None
+        if kind == "none":
+            return None
+        for leftover in leftovers:
+            # Of two uploads, nobody knows which the other process completes, if it lives. An upload without a part may
+            # be one that it never heard of, so that it makes another to the same key.
+            if leftover.size_bytes is None and len(leftover.upload_ids) == 1:
+                missing = [part for part in parts if best is None or part.number not in best.uploaded]
+                held = self._held(leftover.key, leftover.upload_ids[0], body, missing)
+                if held.uploaded and kind == "same_upload":
+                    return held
+                if best is not None:
+                    best.uploaded.update(held.uploaded)
+                    best.crc32cs.update(held.crc32cs)
+                elif held.uploaded:
+                    best = held
+        return best
+
+    def _held(self, key: str, upload_id: str, body: Body, parts: Sequence[Part]) -> HeldParts:
+        held = HeldParts(key=key, upload_id=upload_id, uploaded={}, crc32cs={})
+        listed: defaultdict[int, list[FoundPart]] = defaultdict(list)
+        try:
+            for found in self._retrier.collect(self._store.list_parts, key, upload_id):
+                listed[found.number].append(found)
+        except StoreError as error:
+            _log.info("the upload to %s cannot be used: %s", self._store.url(key), error)
+            return held
+
+        def take(part: Part, values: list[int], whole: int, same: FoundPart | None) -> None:
+            if same is not None:
+                held.crc32cs[part.number] = values
+                held.uploaded[part.number] = UploadedPart(part=part, token=same.token, crc32c=whole)
+
+        def check(part: Part) -> None:
+            candidates = [found for found in listed[part.number] if found.size_bytes == part.size_bytes]
+            values = self._known(body, part.offset_bytes, part.offset_bytes + part.size_bytes)
+            if values is not None and all(found.crc32c is not None for found in candidates):
+                whole = combine_tile_crc32cs(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
+                take(part, values, whole, next((found for found in candidates if found.crc32c == whole), None))
+                return
+            with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
+                values = compute_tile_crc32cs(views, self._tile_bytes)
+                whole = combine_tile_crc32cs(values, tile_bytes=self._tile_bytes, size_bytes=part.size_bytes)
+                same = next((found for found in candidates if _holds(found, views, crc32c=whole)), None)
+            take(part, values, whole, same)
+
+        self._run_all([part for part in parts if part.number in listed], check)
+        return held
+
+    def _known(self, body: Body, begin: int, end: int) -> list[int] | None:
+        """The CRC32C of each tile of ``[begin, end)``, where they are known beforehand. Bounds lie on tiles."""
+        if not isinstance(body, KnownBody):
+            return None
+        return list(body.known_crc32cs[begin // self._tile_bytes : -(-end // self._tile_bytes)])
+
+    def _run_all(self, items: Sequence[_T], work: Callable[[_T], None]) -> None:
+        done = each_done(items, work, num_threads=self._connections, name="cloudckpt-resume", on_failure=lambda: None)
+        for _ in done:
+            pass
+
+
+def _holds(found: FoundPart, views: Views, *, crc32c: int) -> bool:
+    if found.crc32c is not None:
+        return found.crc32c == crc32c
+    if found.md5 is None:
+        return False
+    digest = hashlib.md5(usedforsecurity=False)
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest() == found.md5
+
+
+def _are_same(stored: bytearray, views: Views) -> bool:
+    position = 0
+    for view in views:
+        # As bytes: two memory views are compared element by element, which takes forty times as long.
+        if stored[position : position + view.nbytes] != view:
+            return False
+        position += view.nbytes
+    return position == len(stored) == num_bytes(views)

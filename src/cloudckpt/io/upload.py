@@ -1,0 +1,338 @@
+"""Upload objects as parallel parts. An object becomes visible whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from typing_extensions import Self
+
+from cloudckpt._workers import Workers
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
+from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
+from cloudckpt.io.download import measure
+from cloudckpt.io.hedging import Hedger
+from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
+from cloudckpt.io.retry import Retrier
+from cloudckpt.stores.base import Limits, Part, Store, UploadedPart, Views
+from cloudckpt.telemetry.recorder import Recorder, now_ns
+
+_log = logging.getLogger("cloudckpt")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Object:
+    key: str
+    """The fresh key that it was submitted for."""
+    target_key: str
+    """The key that the data goes to. It differs from `key` only if an earlier attempt's upload is continued."""
+    body: Body
+    parts: list[Part]
+    upload_id: str | None
+    num_held_bytes: int = 0
+    """The size of the parts of an earlier attempt. If there are any, after a failure all is sent again."""
+    is_given_up: bool = False
+    crc32cs: dict[int, list[int]] = field(default_factory=dict)
+    uploaded: dict[int, UploadedPart] = field(default_factory=dict)
+
+
+class UploadSession:
+    """Uploads objects over one pool of connections; the first failure ends all of it.
+
+    Used as a context: left with an error, it waits for the calls in flight, aborts every unfinished multipart upload
+    and removes every object that it wrote. Nothing that it did not finish ever becomes visible. If it is `resumable`,
+    it aborts and removes nothing, so that a later one finds what is there already.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        retrier: Retrier,
+        *,
+        cleaner: Retrier,
+        hedger: Hedger,
+        part_bytes: int,
+        tile_bytes: int,
+        resumable: bool,
+        on_part: Callable[[str, int], None],
+        on_completing: Callable[[str], None],
+        on_object: Callable[[str, int], None],
+    ) -> None:
+        self._store = store
+        self._retrier = retrier
+        self._cleaner = cleaner
+        self._part_bytes = part_bytes
+        self._tile_bytes = tile_bytes
+        self._hedger = hedger
+        self._resumable = resumable
+        self._resumption = Resumption(store, retrier, tile_bytes=tile_bytes, connections=hedger.connections())
+        self._on_part = on_part
+        self._on_completing = on_completing
+        self._on_object = on_object
+        self._workers = self._new_workers()
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._open: dict[str, _Object] = {}
+        self._given_up: list[_Object] = []
+        self._num_reused_bytes = 0
+        self._receipts: dict[str, ObjectReceipt] = {}
+        self._started_keys: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        self._workers.join()
+        if self._failure is not None and not self._resumable:
+            self._remove_everything()
+
+    @property
+    def num_reused_bytes(self) -> int:
+        """Bytes of the objects that were on the store already, and were not sent."""
+        return self._num_reused_bytes
+
+    def submit(
+        self, key: str, body: Body, leftovers: Sequence[Leftover] = (), *, part_bytes: int | None = None
+    ) -> None:
+        """Upload `body` to the fresh key `key`; returns once its last part has found a place in the queue.
+
+        Its parts are of `part_bytes`, if that is given. What is there of it already, in `leftovers`, is used instead,
+        and its receipt names another key then. Raises the session's first failure, as does `finish`.
+        """
+        parts = self._planned(key, body.size_bytes, part_bytes or self._part_bytes)
+        finished = self._resumption.finished(body, leftovers)
+        if finished is not None:
+            with self._lock:
+                self._started_keys.append(key)
+                self._receipts[key] = finished
+                self._num_reused_bytes += finished.size_bytes
+            return
+        held = None if parts is None else self._resumption.unfinished(body, parts, leftovers)
+        target = (
+            self._fresh(key, body, parts) if parts is None or held is None else self._going_on(key, body, parts, held)
+        )
+        with self._lock:
+            self._started_keys.append(key)
+        self._send(target)
+
+    def _planned(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
+        """The parts of an upload; None for what is put whole."""
+        limits = self._store.limits
+        if size_bytes <= min(part_bytes, limits.max_put_bytes) or not self._store.capabilities.multipart:
+            return None
+        try:
+            return plan_parts(size_bytes, part_bytes=part_bytes, tile_bytes=self._tile_bytes, limits=limits)
+        except ValueError as error:
+            url = self._store.url(key)
+            raise UnsupportedOperationError(f"cannot upload {url}: {error}", key=url, operation="put") from error
+
+    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _Object:
+        upload_id = None
+        if parts is None:
+            parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
+        else:
+            upload_id = self._retrier.call(self._store.create_multipart, key)
+        return _Object(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
+
+    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> _Object:
+        """With the upload of an earlier attempt; or with its parts, where parts can complete any upload."""
+        target_key, upload_id = held.key, held.upload_id
+        if self._store.capabilities.listed_parts == "any_upload":
+            target_key, upload_id = key, self._retrier.call(self._store.create_multipart, key)
+        return _Object(
+            key=key,
+            target_key=target_key,
+            body=body,
+            parts=parts,
+            upload_id=upload_id,
+            num_held_bytes=held.num_bytes,
+            crc32cs=held.crc32cs,
+            uploaded=held.uploaded,
+        )
+
+    def _send(self, target: _Object) -> None:
+        with self._lock:
+            self._open[target.key] = target
+        missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
+        # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
+        for part in missing or [None]:
+            self._workers.submit(functools.partial(self._send_part, target, part), most_for_each=2)
+            if self._failure is not None:
+                raise self._failure
+
+    def _new_workers(self) -> Workers:
+        return Workers(self._hedger.connections, name="cloudckpt-upload", watch=self._hedger.watch)
+
+    def finish(self) -> list[ObjectReceipt]:
+        """Wait for every object submitted, and return their receipts in the order of submission."""
+        self._workers.join()
+        if self._failure is None and self._given_up:
+            self._workers = self._new_workers()
+            for target in self._given_up:
+                self._send(self._fresh(target.key, target.body, target.parts))
+            self._workers.join()
+        if self._failure is not None:
+            raise self._failure
+        return [self._receipts[key] for key in self._started_keys]
+
+    def _send_part(self, target: _Object, part: Part | None) -> None:
+        """Send a part, and complete the object after its last one. Without a part, complete the object."""
+        store, retrier, upload_id = self._store, self._retrier, target.upload_id
+        if self._failure is not None or target.is_given_up:
+            return
+        try:
+            if part is not None:
+                with open_part(
+                    target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=retrier.recorder
+                ) as (views, values, whole):
+                    if upload_id is None:
+                        retrier.call(store.put, target.target_key, views, crc32c=whole)
+                    else:
+                        target.uploaded[part.number] = retrier.call(
+                            store.upload_part, target.target_key, upload_id, part, views, crc32c=whole
+                        )
+                with self._lock:
+                    target.crc32cs[part.number] = values
+                    is_last = len(target.crc32cs) == len(target.parts)
+                self._on_part(target.target_key, part.size_bytes)
+            if part is None or is_last:
+                self._complete(target)
+        except BaseException as error:  # noqa: BLE001  # finish() raises it
+            if target.num_held_bytes and isinstance(error, StoreError):
+                self._give_up(target, error)
+            else:
+                self._fail(_explain(error))
+
+    def _give_up(self, target: _Object, error: StoreError) -> None:
+        """Mark the object to be sent again as a whole, after the others."""
+        _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
+        with self._lock:
+            if not target.is_given_up:
+                target.is_given_up = True
+                self._given_up.append(target)
+                del self._open[target.key]
+
+    def _complete(self, target: _Object) -> None:
+        size_bytes = target.body.size_bytes
+        if target.upload_id is not None:
+            self._on_completing(target.target_key)
+            self._retrier.call(self._complete_once, target)
+            self._check_stored(target)
+        values = tuple(value for part in target.parts for value in target.crc32cs[part.number])
+        receipt = ObjectReceipt(key=target.target_key, size_bytes=size_bytes, tile_crc32cs=values)
+        with self._lock:
+            del self._open[target.key]
+            self._receipts[target.key] = receipt
+            self._num_reused_bytes += target.num_held_bytes
+        self._on_object(target.target_key, size_bytes)
+
+    def _complete_once(self, target: _Object) -> None:
+        assert target.upload_id is not None  # noqa: S101  # it is called for uploads alone
+        parts = [target.uploaded[part.number] for part in target.parts]
+        try:
+            self._store.complete_multipart(target.target_key, target.upload_id, parts)
+        except ObjectNotFoundError:
+            # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
+            # lies there can only be ours; but if uploads are taken up, it may have been somebody else's last word.
+            if self._resumable and self._resumption.read_back(target.target_key, target.body) is None:
+                raise
+            if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
+                raise
+
+    def _check_stored(self, target: _Object) -> None:
+        store, size_bytes = self._store, target.body.size_bytes
+        url = store.url(target.target_key)
+        stored_bytes = measure(store, self._retrier, key=target.target_key, size_bytes=size_bytes)
+        if stored_bytes != size_bytes:
+            raise ShortObjectError(
+                f"{url} has {stored_bytes} bytes after {size_bytes} were uploaded and confirmed: the store is not "
+                "reliable, so nothing was committed",
+                key=url,
+                operation="complete_multipart",
+            )
+        if target.num_held_bytes and self._resumption.read_back(target.target_key, target.body) is None:
+            raise StoreError(f"{url} is not what was sent", key=url, operation="complete_multipart")
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+        self._retrier.stop()
+
+    def _remove_everything(self) -> None:
+        """After a failure, with no call in flight. What cannot be removed is left to gc, and said."""
+        for target in self._open.values():
+            if target.upload_id is not None:
+                with _logged("abort", self._store.url(target.key)):
+                    self._cleaner.call(self._store.abort_multipart, target.key, target.upload_id)
+        with _logged("remove", self._store.uri):
+            self._cleaner.call(self._store.delete, self._started_keys)
+
+
+def _explain(error: BaseException) -> BaseException:
+    if not isinstance(error, ObjectNotFoundError):
+        return error
+    why = "Something removed it during the save (a gc that spares too little, a lifecycle rule?): save again"
+    return ObjectNotFoundError(f"{error} {why}", key=error.key, operation=error.operation)
+
+
+@contextlib.contextmanager
+def _logged(verb: str, where: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        _log.warning("could not %s %s, gc will: %s", verb, where, error)
+
+
+@contextlib.contextmanager
+def open_part(
+    body: Body, part: Part, *, key: str, tile_bytes: int, recorder: Recorder
+) -> Iterator[tuple[Views, list[int], int]]:
+    """The part's views, the CRC32C of each of its tiles, and that of all of it. `key` is for the timeline."""
+    begun_ns = now_ns()
+    with body.open(part.offset_bytes, part.offset_bytes + part.size_bytes) as views:
+        recorder.span("stage", begun_ns, key=key, part=part.number, size=part.size_bytes)
+        checksum_begun_ns = now_ns()
+        values = compute_tile_crc32cs(views, tile_bytes)
+        whole = combine_tile_crc32cs(values, tile_bytes=tile_bytes, size_bytes=part.size_bytes)
+        recorder.span("checksum", checksum_begun_ns, key=key, part=part.number, size=part.size_bytes)
+        recorder.spent("stage", begun_ns)
+        yield views, values, whole
+
+
+def plan_parts(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limits) -> list[Part]:
+    """The parts of an object: whole tiles each, near `part_bytes`, within what the store accepts.
+
+    Raises `ValueError` where no such parts exist, because the object or the tiles are too large for the store.
+    """
+
+    def up_to_tiles(num_bytes: int) -> int:
+        return -(-num_bytes // tile_bytes) * tile_bytes
+
+    step_bytes = max(
+        up_to_tiles(min(part_bytes, limits.max_part_bytes)),
+        up_to_tiles(limits.min_part_bytes),
+        up_to_tiles(-(-size_bytes // limits.max_parts)),
+    )
+    if step_bytes > limits.max_part_bytes:
+        step_bytes = limits.max_part_bytes // tile_bytes * tile_bytes
+    too_small = step_bytes < min(size_bytes, limits.min_part_bytes)
+    if not step_bytes or too_small or -(-size_bytes // step_bytes) > limits.max_parts:
+        raise ValueError(
+            f"an object of {size_bytes} bytes does not fit into {limits.max_parts} parts of {limits.min_part_bytes} "
+            f"to {limits.max_part_bytes} bytes, in whole tiles of {tile_bytes}"
+        )
+    return [
+        Part(number=number, offset_bytes=offset, size_bytes=min(step_bytes, size_bytes - offset))
+        for number, offset in enumerate(range(0, size_bytes, step_bytes), start=1)
+    ]

@@ -1,0 +1,303 @@
+"""Remove superseded checkpoints in a background thread after each commit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+
+from cloudckpt.commit.collect import Place, delete_checkpoint, walk_checkpoint
+from cloudckpt.commit.garbage import attempt_time
+from cloudckpt.commit.log import resolve
+from cloudckpt.commit.publish import check_conditional_create
+from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
+from cloudckpt.inspect.removal import KeptObject, gc
+from cloudckpt.io.retry import Retrier
+from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
+from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
+from cloudckpt.options import Options
+from cloudckpt.report import Event, EventName
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+from cloudckpt.telemetry import watchers
+from cloudckpt.uri import parse_location
+
+_log = logging.getLogger("cloudckpt")
+
+_root_locks: dict[str, threading.Lock] = {}
+_ALIVE = timedelta(days=1)
+"""Time after its last write for which a save counts as running, as in `gc`."""
+_MAX_DENIED = 8
+"""Denied removals after which a run stops. A few steps may be protected; after this many, the next is denied too."""
+_MAX_FENCES = 64
+"""Fences of deleted checkpoints that one run removes. The bound keeps a run short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionReport:
+    """Result of one retention run."""
+
+    kept: tuple[str, ...]
+    """URIs of the checkpoints that stay, newest first. None of them was touched."""
+    removed: tuple[str, ...]
+    """URIs of the removed checkpoints, oldest first."""
+    failed: tuple[KeptObject, ...]
+    """Checkpoints that should have been removed, with the reason why they were not, and steps without read access. One
+    of them may be half removed and then cannot be loaded. The next save tries again."""
+
+
+def lock_root(root: str) -> threading.Lock:
+    """Return the lock of `root`, to hold while a step is removed or restored.
+
+    It keeps one manager of this process from removing the step that another one reads.
+    """
+    return _root_locks.setdefault(root, threading.Lock())
+
+
+class Retention:
+    """Removes superseded checkpoints of one manager, on the coordinator, in at most one thread.
+
+    Args:
+        steps: Steps of the manager.
+        options: Options of the manager.
+        policy: Checkpoints to keep.
+        get_damaged_uris: Returns the URIs that `restore` found damaged.
+
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        options: Options,
+        policy: RetentionPolicy,
+        *,
+        get_damaged_uris: Callable[[], Collection[str]],
+    ) -> None:
+        self._steps = steps
+        self._options = options
+        self._policy = policy
+        self._get_damaged_uris = get_damaged_uris
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_wanted = False
+        self._report: RetentionReport | None = None
+        self._fenced_at: dict[str, datetime] = {}
+        """URIs of deleted checkpoints whose fence is still there, and the time of the fence."""
+        self._own_uris: set[str] = set()
+        """URIs that this manager committed since the last listing."""
+        self._own_step: int | None = None
+        """Step that this manager committed last."""
+        self._denied_uris: set[str] = set()
+        """URIs whose removal was denied. A run tries them after all others."""
+        self._announced_save: object = None
+        """Save whose commit has not been reported yet."""
+
+    @property
+    def report(self) -> RetentionReport | None:
+        """Report of the last run."""
+        with self._changed:
+            return self._report
+
+    def announce(self, save: object) -> None:
+        """Name the save whose commit starts the next run. `start` does nothing for any other save."""
+        self._announced_save = save
+
+    def start(self, uri: str, save: object) -> None:
+        """Start a run after `save` has committed a step at `uri`. Does not wait and never raises."""
+        if self._policy.keep_last is None:
+            return
+        with self._changed:
+            if self._announced_save is not save:
+                return
+            self._announced_save = None
+            self._fenced_at.pop(uri, None)
+            self._own_uris.add(uri)
+            self._own_step = parse_step_uri(uri)
+            self._is_wanted = True
+            if self._thread is not None:
+                return
+            # Not a daemon: the interpreter waits for the thread, which ends when no run is wanted.
+            thread = threading.Thread(target=self._run_while_wanted, name="cloudckpt-retention", daemon=False)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the interpreter is exiting, or the system has too many threads
+                _log.warning("did not look for superseded checkpoints under %s: %s", self._steps.root.uri, error)
+                return
+            self._thread = thread
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until no run is in progress or wanted. Returns False after `timeout_s`."""
+        ends_at_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            thread = self._thread
+            if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
+                return False
+        if thread is not None:
+            thread.join(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
+        return thread is None or not thread.is_alive()
+
+    def _run_while_wanted(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_wanted:
+                    self._thread = None  # under the same lock as the check: a later `start` begins a new thread
+                    self._changed.notify_all()
+                    return
+                self._is_wanted = False
+            report = self._run()
+            with self._changed:
+                self._report = report
+
+    def _run(self) -> RetentionReport:
+        failed: list[KeptObject] = []
+        removed: list[str] = []
+        infos: list[StepInfo] = []
+        try:
+            with self._changed:
+                excluded, own_step = set(self._fenced_at), self._own_step
+                self._own_uris.clear()
+            folders = self._list_folders(excluded_uris=excluded)
+            infos = [one.info for one in folders if one.info is not None]
+            failed += [KeptObject(uri=one.uri, reason=str(one.denied)) for one in folders if one.denied is not None]
+            # A step whose metrics cannot be read may be one of the best, so it stays.
+            unknown = [one for one in folders if one.problem]
+            failed += [KeptObject(uri=one.uri, reason=one.problem) for one in unknown]
+            damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
+            superseded = find_superseded(infos, self._policy, damaged=damaged, own_step=own_step)
+            self._remove_all(superseded, removed, failed)
+            self._note_fences(folders)
+            self._remove_fences()
+        except Exception as error:  # noqa: BLE001  # nobody waits for this thread, so the report carries the error
+            failed.append(KeptObject(uri=self._steps.root.uri, reason=str(error) or repr(error)))
+        for one in failed:
+            _log.warning("did not remove the superseded checkpoint %s: %s", one.uri, one.reason)
+            self._emit("retention.failed", one.uri)
+        tried = {*removed, *(one.uri for one in failed)}
+        kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
+        return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
+
+    def _remove_all(self, superseded: list[StepInfo], removed: list[str], failed: list[KeptObject]) -> None:
+        num_denied = 0
+        for info in sorted(superseded, key=lambda info: info.uri in self._denied_uris):
+            try:
+                reason = self._remove(info)
+            except StoreError as error:
+                failed.append(KeptObject(uri=info.uri, reason=str(error)))
+                if not isinstance(error, AccessDeniedError):
+                    return  # the next removal would fail in the same way
+                self._denied_uris.add(info.uri)
+                num_denied += 1
+                if num_denied == _MAX_DENIED:
+                    return
+                continue
+            if reason is None:
+                removed.append(info.uri)
+            else:
+                failed.append(KeptObject(uri=info.uri, reason=reason))
+
+    def _list_folders(self, *, excluded_uris: set[str]) -> list[StepFolder]:
+        """List the steps, with metrics if the policy needs them. Raises `StoreError` if all of them are denied."""
+        folders = self._steps.list_folders(excluded_uris=excluded_uris)
+        if self._policy.keep_best is not None:
+            folders = self._steps.read_metrics(folders)
+        denied = [one.denied for one in folders if one.denied is not None]
+        if denied and len(denied) == len(folders):
+            raise denied[0]
+        return folders
+
+    def _remove(self, info: StepInfo) -> str | None:
+        """Remove a checkpoint. Returns the reason if it stays. Raises `StoreError`."""
+        with lock_root(self._steps.root.uri):
+            try:
+                reason = remove_step(info.uri, self._options, alive_since=datetime.now(timezone.utc) - _ALIVE)
+            except CheckpointError as error:
+                return str(error)
+        if reason is None:
+            with self._changed:
+                self._fenced_at[info.uri] = datetime.now(timezone.utc)
+            _log.info("removed the superseded checkpoint %s", info.uri)
+            self._emit("retention.removed", info.uri)
+        return reason
+
+    def _note_fences(self, folders: list[StepFolder]) -> None:
+        with self._changed:
+            for one in folders:
+                # This manager may have committed there since the listing.
+                if one.fenced_at is not None and one.uri not in self._own_uris:
+                    self._fenced_at[one.uri] = one.fenced_at
+
+    def _remove_fences(self) -> None:
+        """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
+        before = datetime.now(timezone.utc) - _ALIVE
+        with self._changed:
+            old = [uri for uri, since in self._fenced_at.items() if since < before]
+        for uri in old[:_MAX_FENCES]:
+            try:
+                gc(uri, older_than=_ALIVE, dry_run=False, options=self._options)
+            except CloudckptError as error:
+                _log.warning("did not remove the fence of the deleted checkpoint %s: %s", uri, error)
+                return
+            with self._changed:
+                self._fenced_at.pop(uri, None)
+
+    def _emit(self, name: EventName, uri: str) -> None:
+        event = Event(name=name, uri=uri, rank=0)
+        watchers.tell(event)
+        if self._options.on_event is None:
+            return
+        try:
+            self._options.on_event(event)
+        except Exception:  # noqa: BLE001  # a user's callback must not end the thread
+            _log.exception("Options.on_event raised in the retention thread")
+
+
+def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | None:
+    """Remove the checkpoint at `uri` as `cloudckpt.delete` does. One that is gone already counts as removed.
+
+    Returns the reason, and removes nothing, if another save has written there since `alive_since`: it overwrites the
+    step. A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
+    """
+    location = parse_location(uri)
+    store = open_store(location, options)
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    conditional = options.commit == "conditional"
+    if conditional:
+        check_conditional_create(store, retrier)
+    inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
+    places: list[Place] = []
+    for prefix in prefixes:
+        own: Store = open_store(location.child(prefix.rstrip("/")), options) if prefix else store
+        places.append(Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix)))
+    if any(_has_other_writer(place, retrier, alive_since=alive_since) for place in places):
+        return "another save is writing there"
+    for place in places:
+        delete_checkpoint(place, retrier, conditional=conditional)
+    return None
+
+
+def _has_other_writer(place: Place, retrier: Retrier, *, alive_since: datetime) -> bool:
+    attempts = {item.attempt for item in place.found if item.attempt}
+    if len(attempts) <= 1:
+        return False  # the only attempt is the committed one; the manifest, which may be large, need not be read
+    try:
+        manifest = resolve(place.store, retrier).manifest
+    except CheckpointError:
+        own: set[str] = set()
+    else:
+        named = {place.prefix + stored.key for stored in manifest.objects}
+        own = {item.attempt for item in place.found if item.key in named}
+    return any(
+        item.moment >= alive_since or _began_since(item.attempt, alive_since)
+        for item in place.found
+        if item.attempt and item.attempt not in own
+    )
+
+
+def _began_since(attempt: str, moment: datetime) -> bool:
+    try:
+        return attempt_time(attempt) >= moment
+    except ValueError:
+        return False

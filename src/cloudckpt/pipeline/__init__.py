@@ -1,0 +1,5 @@
+"""One save, load or verification on one rank: wires planning, staging, transfer and commit together.
+
+Takes plans and planners of one rank. Gives objects on a store, filled tensors, and reports. Called by `dcp`, `convert`
+and `inspect`.
+"""

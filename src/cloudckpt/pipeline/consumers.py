@@ -1,0 +1,330 @@
+"""The items of a load plan: what each of them fills, and the end of each once its bytes are there."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, overload
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from cloudckpt.errors import CheckpointError, CloudckptError, CorruptCheckpointError, UnsupportedValueError
+from cloudckpt.format.model import ITEMSIZE_BYTES, ItemLocation, Manifest
+from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.io.addresses import find_overlapping
+from cloudckpt.io.boxes import Box
+from cloudckpt.io.reads import RangeRead, WantedRange
+from cloudckpt.pipeline.context import Context
+from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
+from cloudckpt.tensors.targets import BytesTarget, Target, Targets, TensorTarget, WholeTensors
+from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
+from cloudckpt.tensors.values import copy_safely
+
+_MAX_NAMES = 5
+
+
+class LoadItems(Sequence[ReadItem]):
+    """Stands for torch's list of items: those for whole tensors stored as one chunk, and then `others`.
+
+    An item of a whole tensor is made when it is asked for. Equal to a list of the same; can be pickled, and is smaller
+    then.
+    """
+
+    __slots__ = ("_sizes", "fqns", "others")
+
+    def __init__(self, fqns: list[str], sizes: list[torch.Size], others: list[ReadItem]) -> None:
+        self.fqns = fqns
+        self.others = others
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.fqns) + len(self.others)
+
+    @overload
+    def __getitem__(self, index: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ReadItem]: ...
+    def __getitem__(self, index: int | slice) -> ReadItem | list[ReadItem]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position < len(self.fqns):
+            return whole_item(self.fqns[position], self._sizes[position])
+        return self.others[position - len(self.fqns)]
+
+    def __iter__(self) -> Iterator[ReadItem]:
+        yield from map(whole_item, self.fqns, self._sizes)
+        yield from self.others
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, (list, LoadItems)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def whole_item(fqn: str, size: Sequence[int]) -> ReadItem:
+    """Return the read of a whole tensor that was stored as one chunk."""
+    origin = torch.Size((0,) * len(size))
+    index = MetadataIndex(fqn, origin, 0)
+    return ReadItem(
+        type=LoadItemType.TENSOR,
+        dest_index=index,
+        dest_offsets=origin,
+        storage_index=index,
+        storage_offsets=origin,
+        lengths=torch.Size(size),
+    )
+
+
+class Consumer(NamedTuple):
+    """One read item and what it fills; `tensor` is None for a Python object."""
+
+    item: ReadItem
+    location: ItemLocation
+    target: Target
+    tensor: torch.Tensor | None
+
+
+class Consumers:
+    """All that a load fills, numbered: whole tensors first, and then the `others`, each with an item of its own."""
+
+    __slots__ = ("others", "targets", "wholes")
+
+    def __init__(self, wholes: WholeTensors, others: Sequence[Consumer]) -> None:
+        self.wholes = wholes
+        self.others = others
+        self.targets = Targets(wholes, [consumer.target for consumer in others])
+
+    def __len__(self) -> int:
+        return len(self.wholes) + len(self.others)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes that are wanted."""
+        return self.wholes.num_bytes + sum(consumer.target.num_bytes for consumer in self.others)
+
+    def fqn_of(self, number: int) -> str:
+        """Return the entry of the state dict that this one fills, or fills a part of."""
+        num_whole = len(self.wholes)
+        if number < num_whole:
+            return self.wholes.fqns[number]
+        return self.others[number - num_whole].item.storage_index.fqn
+
+    def names_in(self, request: RangeRead, begin: int, end: int) -> str:
+        """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
+        fqns = {self.fqn_of(want.consumer): None for want in request.wants if want.begin < end and want.end > begin}
+        shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
+        return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")
+
+    def wants(self, *, max_gap_bytes: int) -> list[WantedRange]:
+        """Return the ranges to fetch."""
+        wants = list(self.wholes.wants())
+        for number, consumer in enumerate(self.others, len(self.wholes)):
+            wants += consumer.target.wants(number, max_gap_bytes=max_gap_bytes)
+        return wants
+
+    def keep_apart(self) -> None:
+        """Fill tensors that share memory, such as tied weights, by copies. To be called after `wants`.
+
+        A read checks its bytes in place, and would find those of another read there. Of tensors that fill the same
+        memory, the last one is copied there, and the others are only checked.
+        """
+        begins, ends = self.wholes.address_ranges()
+        filled: list[Target] = []
+        for consumer in self.others:
+            addresses = _addresses_of(consumer)
+            if addresses is not None:
+                filled.append(consumer.target)
+                begins.append(addresses[0])
+                ends.append(addresses[1])
+        num_whole = len(self.wholes)
+        found = find_overlapping(begins, ends)
+        self.wholes.copy_instead(position for position in found if position < num_whole)
+        for position in found:
+            target = filled[position - num_whole] if position >= num_whole else None
+            if isinstance(target, TensorTarget):
+                target.copy_instead()
+        last: dict[tuple[int, int], int] = {}
+        for position in sorted(found):
+            target = filled[position - num_whole] if position >= num_whole else None
+            if target is None or (isinstance(target, TensorTarget) and target.is_dense):
+                earlier = last.get((begins[position], ends[position]))
+                if earlier is not None:
+                    self._drop(earlier, filled)
+                last[begins[position], ends[position]] = position
+
+    def _drop(self, position: int, filled: Sequence[Target]) -> None:
+        num_whole = len(self.wholes)
+        if position < num_whole:
+            self.wholes.drop(position)
+            return
+        target = filled[position - num_whole]
+        if isinstance(target, TensorTarget):  # no other is dense
+            target.drop()
+
+    def are_copied(self) -> list[bool]:
+        """Return for each whether its bytes pass through a buffer. To be called after `keep_apart`."""
+        return [*self.wholes.are_copied(), *(consumer.target.is_copied for consumer in self.others)]
+
+
+def consumers_of(
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    manifest: Manifest,
+    storage_data: Mapping[MetadataIndex, ItemLocation],
+    *,
+    tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None,
+    uri: str,
+) -> Consumers:
+    """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors."""
+    wholes = WholeTensors()
+    if isinstance(items, LoadItems) and tensors_of is not None:
+        left = wholes.add(items.fqns, tensors_of(items.fqns), manifest.tensors)
+        items = [*(items[position] for position in left), *items.others]
+    return Consumers(wholes, [_consumer_of(item, planner, storage_data, uri=uri) for item in items])
+
+
+def _addresses_of(consumer: Consumer) -> tuple[int, int] | None:
+    """Return the addresses of the memory that is written to, directly or by a copy."""
+    if isinstance(consumer.target, TensorTarget):
+        return consumer.target.address_range
+    return None if consumer.tensor is None else address_range(consumer.tensor)
+
+
+def _consumer_of(
+    item: ReadItem, planner: LoadPlanner, storage_data: Mapping[MetadataIndex, ItemLocation], *, uri: str
+) -> Consumer:
+    index = item.storage_index
+    location = storage_data.get(index)
+    if location is None:
+        raise CorruptCheckpointError(f"{uri} has no data for {index.fqn!r} at {index.offset}", uri=uri)
+    if item.type is LoadItemType.BYTE_IO:
+        return Consumer(item, location, BytesTarget(location), None)
+    tensor, lengths = planner.resolve_tensor(item).detach(), tuple(item.lengths)
+    if tensor.shape != lengths:
+        raise CloudckptError(
+            f"{index.fqn!r}: the planner gave a tensor of shape {tuple(tensor.shape)} for a read of {lengths}"
+        )
+    if type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided and is_short(tensor):
+        raise UnsupportedValueError(f"cannot load {index.fqn!r} of {uri}: it is {describe_shortage(tensor)}", uri=uri)
+    offsets = tuple(item.storage_offsets)
+    if len(offsets) != len(location.lengths) or any(
+        begin < 0 or begin + length > extent
+        for begin, length, extent in zip(offsets, lengths, location.lengths, strict=False)
+    ):
+        raise CloudckptError(
+            f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
+        )
+    target: Target = (
+        BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
+    )
+    return Consumer(item, location, target, tensor)
+
+
+class Finisher:
+    """Gives the planner each item whose bytes are all there, in the thread of the load: planners need no locks."""
+
+    def __init__(self, context: Context, *, transforms: ReadTransforms, allow_pickle: bool) -> None:
+        self._context = context
+        self._transforms = transforms
+        self._allow_pickle = allow_pickle
+
+    def check(self, consumers: Consumers) -> None:
+        """Raise for a missing extension before anything is read."""
+        seen: set[tuple[str, ...]] = set()
+        for consumer in consumers.others:
+            descriptors = consumer.location.transforms
+            if descriptors and descriptors not in seen:
+                seen.add(descriptors)
+                self._transforms.check(descriptors, fqn=consumer.item.storage_index.fqn, uri=self._context.uri)
+
+    def finish_all(
+        self,
+        consumers: Consumers,
+        planner: LoadPlanner,
+        requests: Sequence[RangeRead],
+        done: Iterable[RangeRead],
+    ) -> None:
+        """Finish each of `consumers` once the last of its `requests` is `done`, and at once if it has none.
+
+        Whole tensors need no end: they are filled, and the planner is not told.
+        """
+        num_whole, num_left = len(consumers.wholes), len(requests)
+        outstanding = [0] * len(consumers.others)
+        for number in _other_numbers(requests, num_whole):
+            outstanding[number] += 1
+        for consumer, num_wants in zip(consumers.others, outstanding, strict=True):
+            if not num_wants:  # empty
+                self.finish(consumer, planner)
+        for request in done:
+            num_left -= 1
+            for number in _other_numbers([request], num_whole):
+                outstanding[number] -= 1
+                if not outstanding[number]:
+                    self.finish(consumers.others[number], planner)
+        if num_left or any(outstanding):
+            raise CheckpointError(
+                f"the load of {self._context.uri} ended before all was read. What was loaded is not usable; load again",
+                uri=self._context.uri,
+            )
+
+    def finish(self, consumer: Consumer, planner: LoadPlanner) -> None:
+        """Give the planner one item whose bytes are all there."""
+        item, location, target, tensor = consumer.item, consumer.location, consumer.target, consumer.tensor
+        if isinstance(target, BytesTarget):
+            content: bytes | bytearray = target.content
+            target.release()
+            if location.transforms:
+                content = self._undo_transforms(consumer, content)
+            if tensor is None or location.dtype is None:
+                planner.load_bytes(item, self._value(item, content))
+                return
+            chunk = decoded_chunk(content, location.dtype, location.lengths)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                chunk = chunk.narrow(dim, offset, length)
+            tensor.copy_(chunk)
+        if tensor is not None:
+            planner.commit_tensor(item, tensor)
+
+    def _undo_transforms(self, consumer: Consumer, stored: bytes | bytearray) -> bytearray:
+        item, location, uri = consumer.item, consumer.location, self._context.uri
+        fqn, read_bytes = item.storage_index.fqn, self._context.options.read_bytes
+        if location.dtype is None:
+            content = self._transforms.undo(location.transforms, stored, max_bytes=read_bytes, fqn=fqn, uri=uri)
+            if content is None:
+                raise CheckpointError(
+                    f"the value {fqn!r} of {uri} unpacks to more than Options(read_bytes={read_bytes}). If it may be "
+                    "so large, load with a larger read_bytes",
+                    uri=uri,
+                )
+            return content
+        num_bytes = math.prod(location.lengths) * ITEMSIZE_BYTES[location.dtype]
+        content = self._transforms.undo(location.transforms, stored, max_bytes=num_bytes, fqn=fqn, uri=uri)
+        if content is None or len(content) != num_bytes:
+            raise CorruptCheckpointError(
+                f"{fqn!r} of {uri} unpacks to {'more' if content is None else 'fewer'} than the {num_bytes} bytes that "
+                f"{list(location.lengths)} of {location.dtype} take. Load an older checkpoint",
+                uri=uri,
+            )
+        return content
+
+    def _value(self, item: ReadItem, content: bytes | bytearray) -> io.BytesIO:
+        if self._allow_pickle:
+            return io.BytesIO(content)
+        return copy_safely(
+            content, item.storage_index.fqn, uri=self._context.uri, is_verified=self._context.options.verify
+        )
+
+
+def _other_numbers(requests: Iterable[RangeRead], num_whole: int) -> Iterator[int]:
+    """Yield, for each want of the requests, the number of its consumer, if it is beyond the first `num_whole`."""
+    for request in requests:
+        for want in request.wants:
+            if want.consumer >= num_whole:
+                yield want.consumer - num_whole

@@ -1,0 +1,234 @@
+"""The state that every step of a save or load shares: its location, its store, and the events that it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from cloudckpt import _forks
+from cloudckpt._workers import num_cores_of_rank, ranks_of_host
+from cloudckpt.errors import SaveCancelledError
+from cloudckpt.io.hedging import ConcurrencyLimit, HedgedStore, Hedger, choose_connections
+from cloudckpt.io.retry import Retrier
+from cloudckpt.io.traced import TracedStore
+from cloudckpt.options import Options
+from cloudckpt.report import Event, EventName, LoadReport, SaveReport
+from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
+from cloudckpt.telemetry import watchers
+from cloudckpt.telemetry.recorder import Recorder
+from cloudckpt.telemetry.watchers import fields
+from cloudckpt.uri import Location
+
+_log = logging.getLogger("cloudckpt")
+
+_MIN_FILE_THREADS = 2  # while one waits for its device, another can copy
+_MAX_FILE_THREADS = 8
+
+LEVELS: dict[EventName, int] = {
+    "save.begun": logging.DEBUG,
+    "save.staged": logging.DEBUG,
+    "save.done": logging.INFO,
+    "save.cancelled": logging.INFO,
+    "save.failed": logging.WARNING,
+    "load.begun": logging.DEBUG,
+    "load.done": logging.INFO,
+    "load.failed": logging.WARNING,
+    "load.skipped": logging.WARNING,
+    "gc.removed": logging.INFO,
+    "gc.failed": logging.WARNING,
+    "delete.done": logging.INFO,
+    "delete.failed": logging.WARNING,
+}
+"""The level of each event that is written to the log."""
+
+
+class Context:
+    """One location in one save or load of one rank. Belongs to one process; opens its store on first use."""
+
+    def __init__(self, location: Location, options: Options, *, rank: int, recorder: Recorder | None = None) -> None:
+        _forks.refuse_in_fork()
+        self.location = location
+        self.options = options
+        self.rank = rank
+        self.recorder = recorder if recorder is not None else Recorder()
+        self.retrier = self.new_retrier()
+        connections = options.connections
+        if connections is None and location.scheme == "file":
+            connections = _num_file_threads()
+        self.connections = choose_connections(connections, ranks_of_host=ranks_of_host())
+        """The most requests in flight at once."""
+        # If only few requests fit into the memory of a load, none of it is left for hedged ones.
+        self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
+        self.hedger = Hedger(
+            ConcurrencyLimit(self.connections),
+            budget_bytes=self.hedge_bytes,
+            on_hedge=lambda: self.announce("hedge"),
+        )
+        self.on_sent: Callable[[int], None] = _ignore
+        """Called with the size of each part that the store has."""
+        self._store: Store | None = None
+
+    def new_retrier(self) -> Retrier:
+        """Return a retrier for calls that are made even if the others were stopped."""
+        return Retrier(
+            retries=self.options.retries,
+            timeout_s=self.options.timeout_s,
+            on_retry=lambda error: self.emit("retry", key=error.key, error=error),
+            recorder=self.recorder,
+        )
+
+    @property
+    def uri(self) -> str:
+        return self.location.uri
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            store = open_store(self.location, self.options)
+            traced = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
+            self._store = HedgedStore(traced, self.hedger)
+        return self._store
+
+    def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:
+        """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""
+        if name == "save.part_uploaded":
+            self.on_sent(num_bytes)
+        if self.options.on_event is None and not watchers.is_watched():
+            return
+        event = Event(
+            name=name,
+            uri=self.uri,
+            rank=self.rank,
+            key=key,
+            num_bytes=num_bytes,
+            operation=self.recorder.operation,
+            error="" if error is None else type(error).__name__,
+            message="" if error is None else str(error),
+        )
+        watchers.tell(event)
+        if self.options.on_event is not None:
+            self.options.on_event(event)
+
+    def announce(self, name: EventName) -> None:
+        """Emit an event, and log what the user's function raises: no caller waits for this thread."""
+        try:
+            self.emit(name)
+        except Exception:  # noqa: BLE001  # the user's function decides nothing
+            _log.exception("Options.on_event failed at %s", name)
+
+
+class Lifecycle:
+    """Tells that the current save or load of a writer or reader begins, and how it ends."""
+
+    def __init__(self, verb: Literal["save", "load"], options: Options) -> None:
+        self._verb: Literal["save", "load"] = verb
+        self._options = options
+        self._uri = self._operation = ""
+        self._rank = 0
+        self._begun_s: float | None = None
+        self._is_set_up = False
+
+    def begin(self, uri: str, *, operation: str, rank: int | None, is_set_up: bool) -> None:
+        """Tell that it begins, unless that was told and the set-up has not come since.
+
+        A `rank` of None is that of the default process group.
+        """
+        if self._begun_s is None or self._is_set_up:
+            if rank is None:
+                rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            self._uri, self._operation, self._rank, self._begun_s = uri, operation, rank, time.monotonic()
+            self._tell("save.begun" if self._verb == "save" else "load.begun", f"{self._verb} of {uri} begins")
+        self._is_set_up = is_set_up
+
+    def end_staging(self, num_bytes: int) -> None:
+        """Tell that the copy of a background save is complete."""
+        if self._begun_s is not None:
+            seconds = time.monotonic() - self._begun_s
+            words = f"{num_bytes} bytes for {self._uri} are copied"
+            self._tell("save.staged", words, num_bytes=num_bytes, seconds=seconds)
+
+    def end(self, outcome: BaseException | SaveReport | LoadReport | None = None) -> None:
+        """Tell how it ended, once; nothing if it has not begun."""
+        if self._begun_s is None:
+            return
+        seconds, self._begun_s = time.monotonic() - self._begun_s, None
+        if isinstance(outcome, BaseException):
+            cause = _cause_of(outcome)
+            name: EventName = "save.failed" if self._verb == "save" else "load.failed"
+            if isinstance(cause, SaveCancelledError):
+                name = "save.cancelled"
+            kind = type(cause).__name__
+            self._tell(name, f"{name} {self._uri}: {kind}: {cause}", seconds=seconds, error=kind, message=str(cause))
+            return
+        num_bytes = outcome.num_bytes if isinstance(outcome, SaveReport) else 0
+        if isinstance(outcome, LoadReport):
+            num_bytes = outcome.num_bytes_read
+        done: EventName = "save.done" if self._verb == "save" else "load.done"
+        words = f"{'saved' if self._verb == 'save' else 'loaded'} {outcome or self._uri}"
+        self._tell(done, words, seconds=seconds, num_bytes=num_bytes, report=outcome)
+
+    @contextlib.contextmanager
+    def ending_on_error(self) -> Iterator[None]:
+        """End it with what the context raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def _tell(self, name: EventName, words: str, **more: Any) -> None:
+        event = Event(name=name, uri=self._uri, rank=self._rank, operation=self._operation, **more)
+        tell(event, self._options, words=words)
+
+    def __reduce__(self) -> tuple[Callable[..., Lifecycle], tuple[object, ...]]:
+        """Leave out the current operation: it belongs to its process."""
+        return Lifecycle, (self._verb, self._options)
+
+
+def tell(event: Event, options: Options, *, words: str) -> None:
+    """Log the event, and hand it to all listeners. An error of theirs is logged: it changes no outcome."""
+    report = event.report
+    extra = fields(
+        event=event.name,
+        uri=event.uri,
+        rank=event.rank,
+        operation=event.operation,
+        attempt=None if report is None else report.attempt,
+        num_bytes=event.num_bytes,
+        seconds=event.seconds,
+        error=event.error,
+    )
+    if event.name in LEVELS:
+        _log.log(LEVELS[event.name], "%s", words, extra=extra)
+    watchers.tell(event)
+    if options.on_event is not None:
+        try:
+            options.on_event(event)
+        except Exception:  # noqa: BLE001  # the user's function decides nothing
+            _log.exception("Options.on_event failed at %s", event.name)
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """Return the cause on the first failing rank of torch's exception; `error` itself if it is another one."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict) and failures:
+        found = failures[min(failures)]
+        found = found[0] if isinstance(found, tuple) else found
+        if isinstance(found, BaseException):
+            return found
+    return error
+
+
+def _ignore(_num_bytes: int) -> None:
+    """Stands for a listener that does not exist."""
+
+
+def _num_file_threads() -> int:
+    """Return the number of this rank's cores, within bounds: the CPU copies a file's bytes."""
+    return min(max(num_cores_of_rank(), _MIN_FILE_THREADS), _MAX_FILE_THREADS)

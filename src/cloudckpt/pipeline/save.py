@@ -1,0 +1,504 @@
+"""One save on one rank: check, write, commit; and the clean-up when one of them fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from cloudckpt._workers import each_done
+from cloudckpt.commit.attempts import data_key, data_prefix, find_resumable_attempts, new_attempt_id
+from cloudckpt.commit.commit_time import CommitTimes, draw_commit_time_ns
+from cloudckpt.commit.log import (
+    Entry,
+    check_ours,
+    holds_rank_checkpoints,
+    holds_torch_checkpoint,
+    list_entries,
+    manifest_key,
+    manifest_number,
+    read_entry,
+    read_log,
+)
+from cloudckpt.commit.publish import (
+    check_conditional_create,
+    check_objects_present,
+    check_still_next,
+    publish,
+    remove_superseded,
+)
+from cloudckpt.errors import (
+    OVERWRITE_HINT,
+    CheckpointExistsError,
+    CloudckptError,
+    CommitUnknownError,
+    StoreError,
+    UnsupportedValueError,
+)
+from cloudckpt.format.build import build_manifest
+from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
+from cloudckpt.format.safetensors import lay_out, pack, sort_for_storage
+from cloudckpt.io.reads import choose_request_bytes
+from cloudckpt.io.resume import find_leftovers
+from cloudckpt.io.upload import UploadSession
+from cloudckpt.options import MIB
+from cloudckpt.pipeline.context import Context
+from cloudckpt.report import SaveReport
+from cloudckpt.stores.base import Store
+from cloudckpt.telemetry.recorder import Recorder
+from cloudckpt.tensors.body import PendingMemory, PieceBody, new_piece, new_side_streams
+from cloudckpt.tensors.extensions import WriteTransforms
+from cloudckpt.tensors.host_memory import new_arena
+from cloudckpt.tensors.values import check_values
+from cloudckpt.tensors.write_items import (
+    StagedItem,
+    estimate_bytes,
+    find_aliases,
+    is_same_content,
+    known_tensors,
+    stage_items,
+)
+
+_log = logging.getLogger("cloudckpt")
+
+_NEAR = frozenset({"file", "memory"})
+"""Schemes of stores that answer sooner than a thread starts."""
+_PARTS_PER_CONNECTION = 4
+_SMALL_PART_BYTES = 16 * MIB
+# An object's layout needs all of its tensors; meanwhile the object before it is sent.
+_MAX_TENSORS_PER_OBJECT = 4096
+# Transformed tensors are held until the layout of their object is known.
+_MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """A message between a rank and the coordinator, in a plan's ``storage_data``."""
+
+    nonce: str
+    """Drawn by the rank for this save. A cached plan brings the ticket of an older save, and so another nonce."""
+    attempt: str | None = None
+    resumed: tuple[str, ...] = ()
+    """Attempts whose objects are used again where they are the same."""
+
+
+class SaveJob:
+    """One save, from set-up to commit. `report` is filled in as it goes."""
+
+    report: SaveReport | None = None
+    _copy_of: str | None = None  # identifies the source of a copy
+
+    def __init__(self, context: Context, *, save_id: str, transforms: WriteTransforms) -> None:
+        self.ticket = Ticket(nonce=new_attempt_id())
+        self._context = context
+        self._save_id = save_id
+        self._transforms = transforms
+        self._attempt = self.ticket.nonce
+        self._resumed: tuple[str, ...] = ()
+        self._number = 0
+        self._written_keys: list[str] = []
+        self._started_s = time.monotonic()
+
+    def stop(self, error: BaseException) -> None:
+        """Make `check` and `write` raise `error` instead of calling the store; clean-up goes on. For any thread."""
+        self._context.retrier.stop(error)
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._context.recorder
+
+    def check(self, *, overwrite: bool) -> None:
+        """Find the number of the commit, before any byte moves. Only the rank that commits calls this."""
+        context, uri = self._context, self._context.uri
+        entries = self._entries_to_replace() if overwrite else self._entries_beside_no_checkpoint()
+        self._number = entries[-1].number + 1 if entries else 0
+        if manifest_number(manifest_key(self._number)) is None:
+            key = context.store.url(manifest_key(entries[-1].number))
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {uri}, and no number comes after {key}, which no cloudckpt wrote. "
+                "Remove that object, or choose another URI",
+                uri=uri,
+            )
+        if context.options.commit != "unconditional":
+            # The answer is kept for the process, so the report does not count the requests.
+            check_conditional_create(context.store, context.new_retrier())
+        if context.options.resume:
+            self._attempt = new_attempt_id(resumable_as=self._number, copy_of=self._copy_of)
+            self._resumed = find_resumable_attempts(context.store, self._number, context.retrier, copy_of=self._copy_of)
+
+    def _entries_to_replace(self) -> Sequence[Entry]:
+        store, retrier = self._context.store, self._context.retrier
+        entries = list_entries(store, retrier)  # damaged ones too
+        if entries and not retrier.call(_has_data, store):
+            check_ours(store, entries, retrier)
+        for entry in [entry for entry in entries if not entry.is_fence][-1:]:
+            # This commit has to be later.
+            CommitTimes().read(store, manifest_key(entry.number), entry, retrier)
+        return entries
+
+    def _entries_beside_no_checkpoint(self) -> Sequence[Entry]:
+        """Raises `CheckpointExistsError` if a checkpoint of any kind exists."""
+        context, store, retrier = self._context, self._context.store, self._context.retrier
+        log, *others = _call_together(
+            # A conditional commit creates only what is absent, so one look is enough.
+            functools.partial(read_log, store, retrier, is_confirmed=context.options.commit != "conditional"),
+            # Two looks for each, at the same time.
+            *[functools.partial(holds_torch_checkpoint, store, retrier, is_confirmed=False)] * 2,
+            *[functools.partial(holds_rank_checkpoints, store, retrier, is_confirmed=False)] * 2,
+            num_threads=1 if context.location.scheme in _NEAR else context.connections,
+        )
+        if log.counting is not None or any(others):
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {context.uri}: nothing was written",
+                uri=context.uri,
+                hint=OVERWRITE_HINT,
+            )
+        entries: Sequence[Entry] = log.entries
+        return entries
+
+    def check_beside(self, shared: Context) -> None:
+        """For a rank that saves alone: refuse a place with a checkpoint of all ranks, which would hide its own."""
+        if read_log(shared.store, shared.retrier).counting is not None:
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {shared.uri}, saved by all ranks together: a rank's own beside it would "
+                "not be found. Choose another URI",
+                uri=shared.uri,
+            )
+
+    def complete_ticket(self, ticket: object) -> object:
+        """Return a rank's ticket with the attempt that all ranks write under. For the coordinator."""
+        if not isinstance(ticket, Ticket):
+            return ticket
+        return dataclasses.replace(ticket, attempt=self._attempt, resumed=self._resumed)
+
+    def write(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        *,
+        pending: PendingMemory | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> list[WriteResult]:
+        """Upload this rank's items, all or none, and return one result for each object.
+
+        Memory that is still `pending` is read part by part, once it is there. `on_sent` gets the size of each
+        part that the store has.
+        """
+        begun_s = time.monotonic()
+        ticket = plan.storage_data
+        # A cached plan brings the ticket of an older save, whose keys are taken. This rank's own id then takes its
+        # place: the manifest names every object by its whole key.
+        if isinstance(ticket, Ticket) and ticket.nonce == self.ticket.nonce and ticket.attempt is not None:
+            self._attempt, self._resumed = ticket.attempt, ticket.resumed
+        context, options, recorder = self._context, self._context.options, self._context.recorder
+        if on_sent is not None:
+            context.on_sent = on_sent
+        staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
+        check_values(plan.items, known_tensors(planner), uri=context.uri)  # before anything is sent
+        # If objects are written as streams, a process that was thought dead could still write to them.
+        earlier = self._resumed if context.store.capabilities.multipart else ()
+        leftovers = find_leftovers(
+            context.store, context.retrier, [data_prefix(name, context.rank) for name in earlier]
+        )
+        aliases = {} if self._transforms else find_aliases(plan.items, known_tensors(planner))
+        sizes_bytes = [0 if i in aliases else estimate_bytes(item) for i, item in enumerate(plan.items)]
+        make_receipts: list[Callable[..., ItemReceipts]] = []
+        with (
+            contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,
+            UploadSession(
+                context.store,
+                context.retrier,
+                cleaner=context.new_retrier(),
+                hedger=context.hedger,
+                part_bytes=options.part_bytes,
+                tile_bytes=options.tile_bytes,
+                resumable=options.resume,
+                on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+                on_completing=lambda key: context.emit("save.completing", key=key),
+                on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
+            ) as session,
+        ):
+            # Object by object: tensors that a planner computes are not all held at once.
+            for number, group in enumerate(_group_items(context, plan.items, sizes_bytes, aliases, self._transforms)):
+                items = [plan.items[i] for i in group]
+                in_object = list(stage_items(items, planner, self._transforms, uri=context.uri, pending=pending))
+                body, make = _lay_out_object(in_object, _same_contents(group, in_object, aliases), arena, pending)
+                make_receipts.append(make)
+                del in_object  # the body holds what it still needs, and only until it is sent
+                key = data_key(self._attempt, context.rank, number)
+                found = leftovers.get(key.removeprefix(data_prefix(self._attempt, context.rank)), [])
+                are_copied = 2 * body.copied_bytes > body.size_bytes
+                part_bytes = part_bytes_of(context, sum(sizes_bytes), are_copied=are_copied)
+                session.submit(key, body, found, part_bytes=part_bytes)
+            objects = session.finish()
+        self._written_keys = [receipt.key for receipt in objects]
+        self.report = SaveReport(
+            uri=context.uri,
+            attempt=self._attempt,
+            rank=context.rank,
+            num_bytes=sum(receipt.size_bytes for receipt in objects) - session.num_reused_bytes,
+            num_reused_bytes=session.num_reused_bytes,
+            num_objects=len(objects),
+            num_requests=context.retrier.num_requests + context.hedger.num_hedges,
+            num_retries=context.retrier.num_retries,
+            num_hedges=context.hedger.num_hedges,
+            plan_s=begun_s - self._started_s,
+            write_s=time.monotonic() - begun_s,
+            stage_s=recorder.seconds("stage") - staged_s,
+            transfer_s=recorder.seconds("transfer") - transferred_s,
+            commit_s=0.0,
+        )
+        if session.num_reused_bytes:
+            context.emit("save.resumed", num_bytes=session.num_reused_bytes)
+        context.emit("save.written", num_bytes=self.report.num_bytes)
+        return [
+            _result_of(make, receipt, options.tile_bytes) for make, receipt in zip(make_receipts, objects, strict=True)
+        ]
+
+    def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+        """Make the checkpoint exist. Unless its outcome is unknown, a failure removes what all ranks wrote."""
+        begun_s = time.monotonic()
+        context = self._context
+        keys = {result.storage_data.stored_in.key for of_rank in results for result in of_rank}
+        with self._removing_on_error(keys):
+            manifest = build_manifest(
+                metadata,
+                results,
+                uri=context.uri,
+                attempt=self._attempt,
+                save_id=self._save_id,
+                committed_at_ns=draw_commit_time_ns(),
+                tile_bytes=context.options.tile_bytes,
+                user_metadata=context.options.metadata,
+            )
+        self.commit_manifest(manifest, keys)
+        if self.report is not None:
+            self.report = dataclasses.replace(
+                self.report,
+                num_requests=context.retrier.num_requests + context.hedger.num_hedges,
+                num_retries=context.retrier.num_retries,
+                commit_s=time.monotonic() - begun_s,
+            )
+
+    def commit_manifest(self, manifest: Manifest, keys: Iterable[str]) -> None:
+        """Make `manifest` the checkpoint. Unless the outcome is unknown, a failure removes the objects at `keys`."""
+        context = self._context
+        with self._removing_on_error(keys):
+            check_objects_present(context.store, manifest, context.retrier)
+            context.emit("save.committing", key=manifest_key(self._number))
+            check_still_next(context.store, self._number, context.retrier)
+        self._publish(manifest, keys)
+        self._written_keys = []  # they belong to the checkpoint now
+        self._tidy_up(manifest)
+
+    def discard(self) -> None:
+        """Remove what this rank wrote in a save that failed, unless a commit refers to it."""
+        keys, self._written_keys = self._written_keys, []
+        if keys and not self._may_be_committed(keys):
+            self._remove(keys)
+
+    def _may_be_committed(self, keys: Iterable[str]) -> bool:
+        # torch also reports a failure that came after the commit.
+        context = self._context
+        retrier = context.new_retrier()
+        try:
+            for entry in list_entries(context.store, retrier):
+                found = read_entry(context.store, entry.number, retrier)
+                if found is None:
+                    return True  # it was listed, and cannot be ruled out unread
+                if isinstance(found, Manifest) and not {stored.key for stored in found.objects}.isdisjoint(keys):
+                    return True
+        except CloudckptError as error:
+            _log.warning("kept what a failed save left at %s, because it cannot be judged: %s", context.uri, error)
+            return True
+        return False
+
+    def _publish(self, manifest: Manifest, keys: Iterable[str]) -> None:
+        context = self._context
+        try:
+            publish(
+                context.store,
+                manifest,
+                number=self._number,
+                conditional=context.options.commit == "conditional",
+                retrier=context.retrier,
+            )
+        except CommitUnknownError:
+            raise  # the manifest may exist, so its data must stay
+        except (CheckpointExistsError, StoreError, UnsupportedValueError):
+            self._remove(keys)  # another save won, or nothing was put
+            raise
+        except BaseException as error:
+            raise self._interrupted(error) from error
+
+    def _tidy_up(self, manifest: Manifest) -> None:
+        """Remove what the commit superseded. Raises only interrupts, in a form that keeps the data of all ranks."""
+        context = self._context
+        try:
+            context.emit("save.committed", key=manifest_key(self._number))
+            if self._number:
+                remove_superseded(
+                    context.store,
+                    manifest,
+                    number=self._number,
+                    retrier=context.retrier,
+                    on_removing=lambda key: context.emit("save.removing", key=key),
+                )
+                context.emit("save.cleaned_up")
+        except Exception:  # noqa: BLE001  # it is logged, and must not undo a commit
+            _log.exception("%s is committed, but tidying up after it failed", context.uri)
+        except BaseException as error:
+            raise self._interrupted(error) from error
+
+    def _interrupted(self, error: BaseException) -> CommitUnknownError:
+        uri = self._context.uri
+        return CommitUnknownError(
+            f"the commit of {uri} was interrupted ({type(error).__name__}: {error}); it may be there. Its data was "
+            "kept. Look (cloudckpt ls) before you save there again",
+            uri=uri,
+        )
+
+    @contextlib.contextmanager
+    def _removing_on_error(self, keys: Iterable[str]) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._remove(keys)
+            raise
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        doomed = sorted(keys)
+        # What can be resumed belongs to a later save, whose manifest may name it already.
+        if doomed and not self._context.options.resume:
+            store = self._context.store
+            try:
+                self._context.new_retrier().call(store.delete, doomed)
+            except StoreError as error:
+                _log.warning("could not remove what a failed save left, gc will: %s", error)
+
+
+def part_bytes_of(context: Context, num_bytes: int, *, are_copied: bool) -> int:
+    """Return the size of an object's parts in a save of `num_bytes`; `are_copied` if they are sent from buffers.
+
+    Parts are as large as possible, since each costs the client some CPU, but there are some for every connection.
+    Depends on nothing that another run would find different, since parts of another size cannot be resumed.
+    """
+    options = context.options
+    most_bytes = options.part_bytes
+    if are_copied:  # each part in flight has a buffer
+        most_bytes = min(most_bytes, options.staging_bytes // context.connections)
+    return choose_request_bytes(
+        num_bytes,
+        connections=context.connections,
+        for_each=_PARTS_PER_CONNECTION,
+        least_bytes=_SMALL_PART_BYTES,
+        most_bytes=most_bytes,
+    )
+
+
+def _group_items(
+    context: Context,
+    items: Sequence[WriteItem],
+    sizes_bytes: Sequence[int],
+    aliases: Mapping[int, int],
+    transforms: WriteTransforms,
+) -> Iterator[list[int]]:
+    """Yield the positions of the items of each object. Aliases of one tensor are in one object, the first one first."""
+    options = context.options
+    object_bytes = options.object_bytes
+    if transforms:
+        object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
+    if not context.store.capabilities.multipart:
+        # An object is then one part: it is staged whole, and only several objects are sent side by side.
+        share_bytes = options.staging_bytes // context.connections
+        object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
+    firsts = [i for i in range(len(items)) if i not in aliases]
+    followers: defaultdict[int, list[int]] = defaultdict(list)
+    for follower, first in aliases.items():
+        followers[first].append(follower)
+    sizes_of_firsts = [sizes_bytes[i] for i in firsts]
+    for group in pack(sizes_of_firsts, object_bytes=object_bytes, max_tensors=_MAX_TENSORS_PER_OBJECT):
+        yield [j for i in group for j in (firsts[i], *followers.get(firsts[i], ()))]
+
+
+def _same_contents(
+    positions: Sequence[int], in_object: Sequence[StagedItem], aliases: Mapping[int, int]
+) -> dict[int, int]:
+    """Map each item of an object that has the bytes of an earlier one to that. `positions` are those in the plan."""
+    if aliases.keys().isdisjoint(positions):
+        return {}
+    places = {position: i for i, position in enumerate(positions)}
+    firsts = {i: places[aliases[position]] for position, i in places.items() if position in aliases}
+    return {i: first for i, first in firsts.items() if is_same_content(in_object[i], in_object[first])}
+
+
+def _lay_out_object(
+    in_object: Sequence[StagedItem], same_as: Mapping[int, int], arena: Any, pending: PendingMemory | None
+) -> tuple[PieceBody, Callable[..., ItemReceipts]]:
+    """Return the body of an object, and what makes its receipts of the object's own receipt (`stored_in`).
+
+    `same_as` maps an item with the bytes of an earlier one to that one.
+    """
+    order = sort_for_storage([item.entry for item in in_object])
+    places = {i: place for place, i in enumerate(order)}
+    same_as = {places[i]: places[first] for i, first in same_as.items()}
+    in_object = [in_object[i] for i in order]
+    stored = [item for i, item in enumerate(in_object) if i not in same_as]
+    layout = lay_out([item.entry for item in stored])
+    pieces = [new_piece(memoryview(layout.header), begin=0)]
+    pieces += [
+        new_piece(item.content, begin=begin, address=item.address)
+        for item, begin in zip(stored, layout.begins, strict=True)
+    ]
+    begins_of_stored, begins = iter(layout.begins), list[int]()
+    for position in range(len(in_object)):
+        begins.append(begins[same_as[position]] if position in same_as else next(begins_of_stored))
+    make_receipts = functools.partial(
+        ItemReceipts,
+        fqns=[item.entry.fqn for item in in_object],
+        offsets=[item.index_offsets for item in in_object],
+        begins=array("q", begins),
+        ends=array("q", [begin + item.entry.num_bytes for item, begin in zip(in_object, begins, strict=True)]),
+        dtypes=[item.dtype for item in in_object],
+        lengths=[item.lengths for item in in_object],
+        transforms=[item.transforms for item in in_object],
+    )
+    return PieceBody(pieces, arena, pending, new_side_streams(item.content for item in stored)), make_receipts
+
+
+def _result_of(make_receipts: Callable[..., ItemReceipts], stored_in: ObjectReceipt, tile_bytes: int) -> WriteResult:
+    """Return one result for an object, with all of its items: torch looks at none of them, and they can be many."""
+    return WriteResult(
+        index=MetadataIndex(stored_in.key),
+        size_in_bytes=stored_in.size_bytes,
+        storage_data=make_receipts(stored_in=stored_in, tile_bytes=tile_bytes),
+    )
+
+
+def _has_data(store: Store) -> bool:
+    return next(iter(store.list("data/")), None) is not None
+
+
+def _call_together(*calls: Callable[[], Any], num_threads: int) -> list[Any]:
+    """Return the results of `calls`, in their order. Raises the first failure, once nothing runs any more."""
+    if num_threads == 1:
+        return [call() for call in calls]
+    found: dict[int, Any] = {}
+
+    def make(number: int) -> None:
+        found[number] = calls[number]()
+
+    numbers = range(len(calls))
+    for _ in each_done(numbers, make, num_threads=num_threads, name="cloudckpt-look", on_failure=lambda: None):
+        pass
+    return [found[number] for number in numbers]

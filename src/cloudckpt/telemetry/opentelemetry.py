@@ -1,0 +1,240 @@
+"""Makes OpenTelemetry spans and metrics of events and steps. ``docs/telemetry.md`` lists names and attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import MeterProvider
+from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
+
+from cloudckpt._version import __version__
+from cloudckpt.report import Event, LoadReport, SaveReport
+
+_NAME = "cloudckpt"
+_MOST_RUNNING = 256
+"""The most operations that are kept. The end of some is never reported, as on most ranks of torch's own `save`."""
+_SPAN_OF_STEP = {"set_up": "plan", "write": "upload", "commit": "commit", "read": "read"}
+_REMOVERS = frozenset({"gc", "delete", "retention"})
+_BYTES_ON_THEIR_WAY = {"save.part_uploaded": "transmit", "load.range_read": "receive"}
+
+Attributes: TypeAlias = dict[str, str | int | float]
+
+SPANS = {
+    "cloudckpt.save": "a save on one rank, from its beginning to its end; on a background save, copying included",
+    "cloudckpt.load": "a load on one rank",
+    "cloudckpt.stage": "copying the state dict of a background save",
+    "cloudckpt.plan": "from the beginning (of a background save: of its set-up) until bytes move",
+    "cloudckpt.upload": "staging and uploading this rank's objects",
+    "cloudckpt.commit": "building and putting the manifest, on the coordinator",
+    "cloudckpt.read": "reading, checking and placing",
+}
+"""Each span and its meaning, for the documentation."""
+
+METRICS = {
+    "cloudckpt.operation.duration": ("histogram", "s", "each save and load, by how it ended (`error.type`)"),
+    "cloudckpt.phase.duration": ("histogram", "s", "each of their phases (`cloudckpt.phase`)"),
+    "cloudckpt.operation.active": ("up-down counter", "{operation}", "saves and loads that are under way"),
+    "cloudckpt.operation.size": ("histogram", "By", "bytes that a save sent or a load read"),
+    "cloudckpt.io": ("counter", "By", "bytes as they move (`network.io.direction`)"),
+    "cloudckpt.retries": ("counter", "{request}", "requests made again after a failure (`error.type`)"),
+    "cloudckpt.hedges": ("counter", "{request}", "requests made twice because they took too long"),
+    "cloudckpt.skipped": ("counter", "{checkpoint}", "checkpoints that `load_latest` passed over"),
+    "cloudckpt.removals": ("counter", "{removal}", "what `gc`, `delete` and retention removed or not (`error.type`)"),
+    "cloudckpt.garbage": ("counter", "By", "bytes of objects that `gc` removed"),
+}
+"""Kind, unit and meaning of each metric."""
+
+
+class _Running:
+    """One operation that has begun and not ended."""
+
+    def __init__(self, span: Span, *, verb: str, uri: str) -> None:
+        self.span = span
+        self.context: Context = trace.set_span_in_context(span)
+        self.kind: Attributes = {"cloudckpt.operation": verb, **_store_of(uri)}
+        self.begun_ns = time.time_ns()
+        self.plan: Span | None = None
+        self.plan_begun_ns = 0
+
+
+class Instrumentation:
+    """A subscriber that makes spans and metrics. Safe to use from many threads."""
+
+    def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
+        self._tracer = trace.get_tracer(_NAME, __version__, tracer_provider)
+        meter = metrics.get_meter(_NAME, __version__, meter_provider)
+        self._durations = meter.create_histogram(
+            "cloudckpt.operation.duration", *_described("cloudckpt.operation.duration")
+        )
+        self._phases = meter.create_histogram("cloudckpt.phase.duration", *_described("cloudckpt.phase.duration"))
+        self._active = meter.create_up_down_counter(
+            "cloudckpt.operation.active", *_described("cloudckpt.operation.active")
+        )
+        self._sizes = meter.create_histogram("cloudckpt.operation.size", *_described("cloudckpt.operation.size"))
+        self._moved = meter.create_counter("cloudckpt.io", *_described("cloudckpt.io"))
+        self._retries = meter.create_counter("cloudckpt.retries", *_described("cloudckpt.retries"))
+        self._hedges = meter.create_counter("cloudckpt.hedges", *_described("cloudckpt.hedges"))
+        self._skipped = meter.create_counter("cloudckpt.skipped", *_described("cloudckpt.skipped"))
+        self._removals = meter.create_counter("cloudckpt.removals", *_described("cloudckpt.removals"))
+        self._garbage = meter.create_counter("cloudckpt.garbage", *_described("cloudckpt.garbage"))
+        self._lock = threading.Lock()
+        self._running: OrderedDict[str, _Running] = OrderedDict()
+
+    def on_event(self, event: Event) -> None:
+        """Update the spans and metrics that `event` concerns."""
+        verb, _, kind = event.name.partition(".")
+        if kind == "begun":
+            self._begin(event)
+        elif event.name in _BYTES_ON_THEIR_WAY:
+            direction = _BYTES_ON_THEIR_WAY[event.name]
+            self._moved.add(event.num_bytes, {"network.io.direction": direction, **_store_of(event.uri)})
+        elif event.name == "retry":
+            self._retries.add(1, {"error.type": event.error, **_store_of(event.uri)})
+        elif event.name == "hedge":
+            self._hedges.add(1, _store_of(event.uri))
+        elif event.name == "load.skipped":
+            self._skipped.add(1, {"error.type": event.error, **_store_of(event.uri)})
+        elif verb in _REMOVERS:
+            self._removed(event, verb)
+        elif event.name == "save.staged":
+            self._staged(event)
+        elif kind in ("done", "failed", "cancelled") and verb in ("save", "load"):
+            self._end(event)
+
+    @contextlib.contextmanager
+    def step(self, operation: str, name: str) -> Iterator[None]:
+        """Make the span of the step's phase the current one, so that spans of the step's threads hang below it."""
+        running = self._running.get(operation)
+        phase = _SPAN_OF_STEP.get(name)
+        if running is None or phase is None:
+            yield
+            return
+        if phase == "plan":
+            if running.plan is None:
+                running.plan_begun_ns = time.time_ns()
+                running.plan = self._tracer.start_span("cloudckpt.plan", running.context)
+            with trace.use_span(running.plan):
+                yield
+            return
+        if phase in ("upload", "read"):
+            self._end_plan(running)
+        begun_ns = time.time_ns()
+        span = self._tracer.start_span(f"cloudckpt.{phase}", running.context, start_time=begun_ns)
+        try:
+            with trace.use_span(span, end_on_exit=True):
+                yield
+        finally:
+            self._phase_took(running, phase, begun_ns)
+
+    def _begin(self, event: Event) -> None:
+        verb = event.name.partition(".")[0]
+        span = self._tracer.start_span(f"cloudckpt.{verb}", attributes=_attributes_of(event))
+        running = _Running(span, verb=verb, uri=event.uri)
+        if verb == "load":
+            running.plan_begun_ns = running.begun_ns
+            running.plan = self._tracer.start_span("cloudckpt.plan", running.context)
+        with self._lock:
+            forgotten = [self._running.pop(event.operation, None)]
+            self._running[event.operation] = running
+            if len(self._running) > _MOST_RUNNING:
+                forgotten.append(self._running.popitem(last=False)[1])
+        self._active.add(1, running.kind)
+        for one in forgotten:
+            if one is not None:  # its end was never reported
+                self._end_plan(one)
+                one.span.end()
+                self._active.add(-1, one.kind)
+
+    def _removed(self, event: Event, by: str) -> None:
+        of_store = _store_of(event.uri)
+        # OpenTelemetry's own word for a cause that the event does not name, as those of retention do not.
+        how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
+        self._removals.add(1, {"cloudckpt.operation": by, **of_store, **how})
+        if event.name == "gc.removed":
+            self._garbage.add(event.num_bytes, of_store)
+
+    def _staged(self, event: Event) -> None:
+        running = self._running.get(event.operation)
+        if running is not None:
+            attributes: Attributes = {"cloudckpt.bytes": event.num_bytes}
+            begun_ns = time.time_ns() - int(event.seconds * 1e9)
+            span = self._tracer.start_span(
+                "cloudckpt.stage", running.context, attributes=attributes, start_time=begun_ns
+            )
+            span.end()
+            self._phase_took(running, "stage", begun_ns)
+
+    def _end(self, event: Event) -> None:
+        with self._lock:
+            running = self._running.pop(event.operation, None)
+        if running is None:
+            return
+        self._end_plan(running)
+        how = running.kind
+        self._active.add(-1, how)
+        if event.report is not None:
+            self._sizes.record(event.num_bytes, how)
+        if event.error:
+            how = {**how, "error.type": event.error}
+            running.span.set_attribute("error.type", event.error)
+            running.span.set_status(Status(StatusCode.ERROR, event.message))
+        for name, value in _of_report(event.report).items():
+            running.span.set_attribute(name, value)
+        self._durations.record(event.seconds, how)
+        running.span.end()
+
+    def _end_plan(self, running: _Running) -> None:
+        if running.plan is not None:
+            running.plan.end()
+            running.plan = None
+            self._phase_took(running, "plan", running.plan_begun_ns)
+
+    def _phase_took(self, running: _Running, phase: str, begun_ns: int) -> None:
+        self._phases.record((time.time_ns() - begun_ns) / 1e9, {**running.kind, "cloudckpt.phase": phase})
+
+
+def _described(name: str) -> tuple[str, str]:
+    """Return the metric's unit, and its description without Markdown."""
+    _, unit, meaning = METRICS[name]
+    return unit, meaning.replace("`", "")
+
+
+def _store_of(uri: str) -> Attributes:
+    """Return the attributes that name the kind of store: few values, as metrics need."""
+    scheme, separator, _ = uri.partition("://")
+    return {"cloudckpt.store": scheme if separator else "file"}
+
+
+def _attributes_of(event: Event) -> Attributes:
+    scheme, separator, rest = event.uri.partition("://")
+    attributes: Attributes = {
+        "cloudckpt.uri": event.uri,
+        "cloudckpt.rank": event.rank,
+        "cloudckpt.operation.id": event.operation,
+        **_store_of(event.uri),
+    }
+    if separator and scheme == "s3":
+        attributes["aws.s3.bucket"] = rest.partition("/")[0]
+    return attributes
+
+
+def _of_report(report: SaveReport | LoadReport | None) -> Attributes:
+    if report is None:
+        return {}
+    num_bytes = report.num_bytes if isinstance(report, SaveReport) else report.num_bytes_read
+    return {
+        "cloudckpt.attempt": report.attempt,
+        "cloudckpt.bytes": num_bytes,
+        "cloudckpt.requests": report.num_requests,
+        "cloudckpt.retries": report.num_retries,
+        "cloudckpt.hedges": report.num_hedges,
+        "cloudckpt.stage_s": report.stage_s,
+        "cloudckpt.transfer_s": report.transfer_s,
+    }

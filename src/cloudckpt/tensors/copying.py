@@ -1,0 +1,207 @@
+"""The copies of a snapshot, made by threads that hold the interpreter's lock for little of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from cloudckpt._workers import num_cores_of_rank
+from cloudckpt.tensors.snapshot_plan import CPU, SnapshotPlan
+
+_MAX_THREADS = 32  # more threads do not make memory faster
+_MAX_QUEUED_TASKS = 4  # the GPU has so many tasks beyond the one that is waited for
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Wait until the work before this point is done. Raises what went wrong with it."""
+
+
+class Stream(Protocol):
+    """A queue of copies, which run one after the other."""
+
+    def use(self) -> contextlib.AbstractContextManager[None]:
+        """Queue the copies of this thread here while the context lasts."""
+
+    def record_event(self) -> Event:
+        """Return the point after all copies so far."""
+
+    def drain(self) -> None:
+        """Wait until nothing is left to do, however it went."""
+
+
+class CudaStream:
+    """A side stream of `device`. It begins after the work that the calling thread's current stream has now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _side_stream(device)
+        self._before = torch.cuda.current_stream(device).record_event()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._before)
+            yield
+
+    def record_event(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps, and leaves the core to training
+        event.record(self._stream)
+        return event
+
+    def drain(self) -> None:
+        with contextlib.suppress(Exception):  # an event or a copy has raised it already
+            self._stream.synchronize()
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one side stream of `device`. torch has few streams, and gives the same ones out again."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+@contextlib.contextmanager
+def copies_queued_on(stream: Stream) -> Iterator[None]:
+    """Queue copies on `stream`; on an error, wait for those that are queued. No memory is let go of before that."""
+    try:
+        with torch.no_grad(), stream.use():
+            yield
+    except BaseException:
+        stream.drain()
+        raise
+
+
+class CopyProgress(Protocol):
+    """Receives the progress of a snapshot."""
+
+    def finish_task(self, task: int, num_bytes: int) -> None:
+        """Note that a task is done."""
+
+    def finish(self, error: BaseException | None) -> None:
+        """Note that no memory is read or written any more, and the error that ended the copying."""
+
+
+class CopyThreadPool:
+    """Makes the copies of one snapshot: some threads for CPU memory, and one for each GPU.
+
+    `progress` learns of each task, and of the end when the last thread is done. If one thread fails, the others stop.
+    What the caller's current streams have to do on the GPUs comes before the copies.
+    """
+
+    def __init__(
+        self,
+        plan: SnapshotPlan,
+        tensors: Sequence[torch.Tensor],
+        progress: CopyProgress,
+        *,
+        num_threads: int,
+        new_stream: Callable[[torch.device], Stream] = CudaStream,
+    ) -> None:
+        self._plan: SnapshotPlan | None = plan
+        self._tensors = tensors
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._cpu_tasks = deque(plan.tasks_of_device.get(CPU, ()))
+        gpus = {device: numbers for device, numbers in plan.tasks_of_device.items() if device != CPU}
+        self._jobs: deque[Callable[[SnapshotPlan], None]] = deque(
+            functools.partial(self._copy_from_device, numbers, new_stream(device)) for device, numbers in gpus.items()
+        )
+        self._jobs.extend([self._copy_from_cpu] * min(num_threads, len(self._cpu_tasks)))
+        self._in_threads = bool(gpus) or len(plan.tasks) > 1  # a single task ends before a thread would begin
+        self._num_left = len(self._jobs)
+
+    def start(self) -> None:
+        """Start the threads. If there can be none, or there is little to copy, copy here before the return.
+
+        Raises what interrupts this thread, once nothing is left to be begun.
+        """
+        num_jobs, num_started = len(self._jobs), 0
+        if not num_jobs:
+            self._finish()
+            return
+        try:
+            if self._in_threads:
+                for number in range(num_jobs):
+                    # Not a daemon: the interpreter waits for it.
+                    threading.Thread(target=self._run_jobs, name=f"cloudckpt-stage-{number}", daemon=False).start()
+                    num_started += 1
+        except RuntimeError:  # the system's limit is reached, or the interpreter ends
+            pass
+        except BaseException as error:
+            self._error = error
+            self._run_jobs()
+            raise
+        if not num_started:
+            self._run_jobs()
+            if self._error is not None and not isinstance(self._error, Exception):
+                raise self._error
+
+    def _run_jobs(self) -> None:
+        while True:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                return
+            try:
+                plan = self._plan
+                if self._error is None and plan is not None:
+                    job(plan)
+            except BaseException as error:  # noqa: BLE001  # it is raised where the snapshot is waited for
+                self._error = self._error or error
+            plan = None
+            with self._lock:
+                self._num_left -= 1
+                is_last = not self._num_left
+            if is_last:
+                self._finish()
+
+    def _copy_from_cpu(self, plan: SnapshotPlan) -> None:
+        while self._error is None:
+            try:
+                number = self._cpu_tasks.popleft()
+            except IndexError:
+                return
+            task = plan.tasks[number]
+            task.run(self._tensors)
+            self._progress.finish_task(number, task.num_bytes)
+
+    def _copy_from_device(self, numbers: range, stream: Stream, plan: SnapshotPlan) -> None:
+        """Queue copies, and report a task when the event behind its copies has come, not when they are queued."""
+        queued: deque[tuple[int, Event]] = deque()
+        with copies_queued_on(stream):
+            for number in numbers:
+                if self._error is not None:
+                    break
+                plan.tasks[number].run(())
+                queued.append((number, stream.record_event()))
+                if len(queued) > _MAX_QUEUED_TASKS:
+                    self._await_event(plan, *queued.popleft())
+            while queued:
+                self._await_event(plan, *queued.popleft())
+
+    def _await_event(self, plan: SnapshotPlan, number: int, event: Event) -> None:
+        event.synchronize()
+        self._progress.finish_task(number, plan.tasks[number].num_bytes)
+
+    def _finish(self) -> None:
+        self._plan, self._tensors = None, ()  # or the state dict would stay in memory as long as this object
+        self._progress.finish(self._error)
+
+
+def num_copy_threads() -> int:
+    """Return one thread for each core of this rank; but a quarter of four or more cores is left to the upload."""
+    num_cores = num_cores_of_rank()
+    return min(num_cores - num_cores // 4, _MAX_THREADS)

@@ -1,0 +1,391 @@
+"""Host memory that is mapped once and used again: the blocks of snapshots, and the buffers of parts.
+
+Both are pinned if the process uses CUDA. torch's own pinned memory is not used: it rounds sizes up to powers of two,
+and gives nothing back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cloudckpt.errors import UnsupportedOperationError
+from cloudckpt.io.addresses import LINE_BYTES, Placement, place_segments
+from cloudckpt.options import MIB
+
+_log = logging.getLogger("cloudckpt")
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
+_MAX_IDLE_BYTES = 512 * MIB  # as much as one save stages
+
+
+def is_cuda_in_use() -> bool:
+    """Return True if this process has initialised CUDA. The question itself does not initialise it."""
+    return bool(torch.cuda.is_initialized())
+
+
+def empty_tensor(dtype: torch.dtype) -> torch.Tensor:
+    """Return a CPU tensor without elements, to be set to other memory. Made directly, ``complex32`` would warn."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype)
+
+
+class Block:
+    """One mapping of memory. It lives as long as a tensor refers to it, whatever becomes of this object."""
+
+    def __init__(self, num_bytes: int, *, shared: bool = False) -> None:
+        self.num_bytes = num_bytes
+        self._unpin: weakref.finalize[..., Any] | None = None
+        self._shared = _new_shared_storage(num_bytes) if shared else None
+        self._memory = None if shared else mmap.mmap(-1, num_bytes)
+        self._view: memoryview | None = None
+        self._last_view: weakref.ref[memoryview] | None = None
+        self.begin_lending()
+        self.address = torch.frombuffer(self._view, dtype=torch.uint8).data_ptr()
+        _request_huge_pages(self.address, num_bytes)
+
+    def begin_lending(self) -> None:
+        """Lend the memory for another snapshot from now on."""
+        memory: Any = self._memory
+        if self._shared is not None:
+            memory = empty_tensor(torch.uint8).set_(self._shared).numpy()
+        self._view = memoryview(memory)
+        self._last_view = weakref.ref(self._view)
+
+    @property
+    def is_lent(self) -> bool:
+        """True while there is a tensor in the memory that was lent since `begin_lending`."""
+        self._view = None
+        if self._shared is not None:
+            num_users = torch._C._storage_Use_Count(self._shared._cdata)  # noqa: SLF001  # torch has no public way to ask
+            return int(num_users) > 1
+        return self._last_view is not None and self._last_view() is not None
+
+    def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like the contiguous `like` at `offset`. Its storage has its own bytes alone.
+
+        ``torch.save`` writes whole storages, and torch's writers copy a tensor whose storage is larger than itself.
+        """
+        size = like.size()
+        flat: torch.Tensor = torch.frombuffer(self._view, dtype=like.dtype, count=size.numel(), offset=offset)
+        return flat if len(size) == 1 else flat.view(size)
+
+    def storage(self, offset: int, num_bytes: int, *, whole: bool = False) -> tuple[torch.UntypedStorage, int]:
+        """Return a storage with the bytes from `offset` on, and the position of the first of them in it.
+
+        With `whole`, in shared memory, it is the storage that torch shares with other processes by its descriptor.
+        """
+        if whole and self._shared is not None:
+            return self._shared, offset
+        beyond = offset % LINE_BYTES  # elements stay aligned with the beginning of the storage
+        flat = torch.frombuffer(self._view, dtype=torch.uint8, count=num_bytes + beyond, offset=offset - beyond)
+        return flat.untyped_storage(), beyond
+
+    def bytes_tensor(self, offset: int, num_bytes: int) -> torch.Tensor:
+        """Return the bytes ``[offset, offset + num_bytes)`` as a ``uint8`` tensor."""
+        return torch.frombuffer(self._view, dtype=torch.uint8, count=num_bytes, offset=offset)
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if the memory is registered with CUDA."""
+        return self._unpin is not None and self._unpin.alive
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, so that copies run at the link's rate beside other work. Raises `OSError`."""
+        error = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
+        if error:
+            raise OSError(f"cudaHostRegister of {self.num_bytes} bytes failed with error {error}")
+        self._unpin = weakref.finalize(self, _unpin, self.address, self.num_bytes, os.getpid())
+        self._unpin.atexit = False  # CUDA may have ended by then, and unpins everything itself
+
+    def release(self) -> None:
+        """Unpin the memory and let go of it. The last tensor that refers to it frees it."""
+        if self._unpin is not None:
+            self._unpin()
+        self._view = self._shared = self._memory = None
+
+
+def _new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
+    """Map a memfd as a storage that torch shares with other processes. It takes no room of /dev/shm."""
+    descriptor = os.memfd_create("cloudckpt-snapshot", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        # The storage keeps a descriptor of its own.
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no public way to open one
+    finally:
+        os.close(descriptor)
+    return storage
+
+
+def _request_huge_pages(address: int, num_bytes: int) -> None:
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice))  # an error costs speed
+
+
+def _unpin(address: int, num_bytes: int, process_id: int) -> None:
+    if process_id != os.getpid():
+        return  # a forked child must not call CUDA
+    error = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if error:
+        _log.warning("Unpinning %d bytes of host memory failed with CUDA error %d.", num_bytes, error)
+
+
+class SnapshotPool:
+    """The blocks that hold one snapshot after the other. It grows by what is missing, and frees memory in `close`.
+
+    If every tensor has grown, so that no block has room for them, one new block takes the place of all.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        if shared and not hasattr(os, "memfd_create"):
+            raise UnsupportedOperationError(
+                "This system has no memfd_create, so snapshots cannot be shared with another process. Save in a thread",
+                key="memfd",
+                operation="memfd_create",
+            )
+        self.is_shared = shared
+        self._blocks: list[Block] = []
+        self._held: list[Block] = []
+        """Blocks that tensors of an earlier snapshot still use."""
+        self._can_pin = True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.num_bytes for block in (*self._blocks, *self._held))
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks of the present snapshot, as its `Placement` numbers them."""
+        return self._blocks
+
+    def place(self, segments: Sequence[tuple[int, int]], *, reuse_lent: bool) -> Placement:
+        """Find places for segments of ``(address, num_bytes)``, and map the memory that is missing.
+
+        Blocks that still have tensors are used again only with `reuse_lent`. Raises `MemoryError` if there is no more
+        memory; the pool can be used after that.
+        """
+        blocks = [*self._blocks, *self._held]
+        free = [block for block in blocks if reuse_lent or not block.is_lent]
+        placement = place_segments(segments, [block.num_bytes for block in free])
+        if not placement.new_block_bytes:
+            self._held = [block for block in blocks if block not in free]
+            self._blocks = free
+        else:
+            if sum(block.num_bytes for block in free) > sum(num_bytes for _, num_bytes in segments):
+                placement = place_segments(segments, [])  # each block is too small, though together they would do
+                used: list[int] = []
+            else:
+                used = sorted(set(placement.blocks) - {len(free)})
+            self._held = [block for block in blocks if block not in free]
+            self._blocks = [free[number] for number in used]
+            for number in set(range(len(free))).difference(used):
+                free[number].release()
+            self._blocks.append(self._new_block(placement.new_block_bytes))
+            positions = {number: position for position, number in enumerate(used)}
+            numbers = [positions.get(number, len(used)) for number in placement.blocks]
+            placement = dataclasses.replace(placement, blocks=numbers)
+        for block in self._blocks:
+            block.begin_lending()
+        return placement
+
+    def _new_block(self, num_bytes: int) -> Block:
+        try:
+            return Block(num_bytes, shared=self.is_shared)
+        except OSError as error:
+            raise MemoryError(f"A snapshot needs {num_bytes} more bytes of host memory: {error}") from error
+
+    def pin(self) -> None:
+        """Pin the blocks of the present snapshot, if CUDA is in use. A snapshot that cannot be pinned is slower."""
+        if not (self._can_pin and is_cuda_in_use()):
+            return
+        try:
+            for block in self._blocks:
+                if not block.is_pinned:
+                    block.pin()
+        except (OSError, RuntimeError) as error:
+            self._can_pin = False
+            _log.warning("Snapshots are not pinned, so copies from the GPU are slower: %s. See ulimit -l.", error)
+
+    def close(self) -> None:
+        """Give up all memory. The pool can be used again, and begins anew."""
+        blocks = [*self._blocks, *self._held]
+        self._blocks, self._held = [], []
+        for block in blocks:
+            block.release()
+
+
+class PinnedBuffers:
+    """Pinned buffers that outlive a save or load, because pinning takes longer than copying.
+
+    It keeps at most `max_idle_bytes` for the next save. Buffers of other sizes make room when a new one is needed.
+    Safe to use from many threads.
+    """
+
+    def __init__(self, *, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
+        self._max_idle_bytes = max_idle_bytes
+        self._lock = threading.Lock()
+        self._blocks: dict[int, Block] = {}
+        self._idle: list[torch.Tensor] = []
+        self._can_pin = True
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all pinned memory here, lent or idle."""
+        with self._lock:
+            return sum(block.num_bytes for block in self._blocks.values())
+
+    def take_idle(self, num_bytes: int, *, max_bytes: int) -> torch.Tensor | None:
+        """Return an idle buffer of `num_bytes` to `max_bytes`, if there is one."""
+        with self._lock:
+            fitting = [buffer for buffer in self._idle if num_bytes <= len(buffer) <= max_bytes]
+            if not fitting:
+                return None
+            smallest = min(fitting, key=len)
+            self._idle = [buffer for buffer in self._idle if buffer is not smallest]
+            return smallest
+
+    def new(self, num_bytes: int) -> torch.Tensor:
+        """Return a new ``uint8`` buffer; an ordinary one if memory cannot be pinned."""
+        if self._can_pin:
+            self._free_idle(num_bytes)
+            block = Block(num_bytes)
+            try:
+                block.pin()
+            except (OSError, RuntimeError) as error:
+                self._can_pin = False
+                _log.warning("Buffers are not pinned, so copies of GPU tensors are slower: %s. See ulimit -l.", error)
+            else:
+                buffer = block.bytes_tensor(0, num_bytes)
+                with self._lock:
+                    self._blocks[buffer.data_ptr()] = block
+                return buffer
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Unpin and free a buffer."""
+        with self._lock:
+            block = self._blocks.pop(buffer.data_ptr(), None)
+        if block is not None:
+            block.release()
+
+    def keep(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer for the next save or load, within the bound; else free it."""
+        with self._lock:
+            is_ours = buffer.data_ptr() in self._blocks
+            if is_ours and sum(map(len, self._idle)) + len(buffer) <= self._max_idle_bytes:
+                self._idle.append(buffer)
+                return
+        self.free(buffer)
+
+    def close(self) -> None:
+        """Free all idle buffers."""
+        with self._lock:
+            buffers, self._idle = self._idle, []
+        for buffer in buffers:
+            self.free(buffer)
+
+    def _free_idle(self, num_bytes: int) -> None:
+        """Free idle buffers of that many bytes: none of them has the size that is needed."""
+        while num_bytes > 0:
+            with self._lock:
+                if not self._idle:
+                    return
+                buffer = self._idle.pop(0)
+            num_bytes -= len(buffer)
+            self.free(buffer)
+
+
+PINNED = PinnedBuffers()
+"""The pinned buffers of this process."""
+
+
+class Arena:
+    """Lends CPU buffers, together at most `budget_bytes`. A single larger one is lent while no other is.
+
+    It uses buffers again until it is closed. With `pinned`, they come from there and go back there. Safe to use from
+    many threads; a thread must not hold two loans.
+    """
+
+    def __init__(self, *, budget_bytes: int, pinned: PinnedBuffers | None = None) -> None:
+        self._budget_bytes = budget_bytes
+        self._pinned = pinned
+        self._changed = threading.Condition()
+        self._free: list[torch.Tensor] = []
+        self._held_bytes = 0
+        self._num_lent = 0
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def lend(self, num_bytes: int) -> Iterator[torch.Tensor]:
+        """Lend a ``uint8`` tensor of shape ``[num_bytes]``. Waits until the budget has room for it."""
+        buffer = self._take(num_bytes)
+        try:
+            yield buffer[:num_bytes]
+        finally:
+            with self._changed:
+                self._free.append(buffer)
+                self._num_lent -= 1
+                self._changed.notify_all()
+            if self._is_closed:
+                self.close()
+
+    def close(self) -> None:
+        """Give the buffers back. Those that are still lent follow when they are returned."""
+        with self._changed:
+            self._is_closed = True
+            buffers, self._free = self._free, []
+            self._held_bytes -= sum(map(len, buffers))
+        if self._pinned is not None:
+            for buffer in buffers:
+                self._pinned.keep(buffer)
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        idle: torch.Tensor | None = None
+        with self._changed:
+            while True:
+                fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
+                if fitting:
+                    smallest = min(fitting, key=lambda i: len(self._free[i]))
+                    self._num_lent += 1
+                    return self._free.pop(smallest)
+                while self._free and self._held_bytes + num_bytes > self._budget_bytes:
+                    dropped = self._free.pop(0)
+                    self._held_bytes -= len(dropped)
+                    if self._pinned is not None:
+                        self._pinned.free(dropped)
+                if self._held_bytes + num_bytes <= self._budget_bytes or self._num_lent == 0:
+                    if self._pinned is not None:
+                        room_bytes = max(self._budget_bytes - self._held_bytes, num_bytes)
+                        idle = self._pinned.take_idle(num_bytes, max_bytes=room_bytes)
+                    self._held_bytes += num_bytes if idle is None else len(idle)
+                    self._num_lent += 1
+                    break
+                self._changed.wait()
+        if idle is not None:
+            return idle
+        try:
+            if self._pinned is not None:
+                return self._pinned.new(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        except BaseException:
+            with self._changed:
+                self._held_bytes -= num_bytes
+                self._num_lent -= 1
+                self._changed.notify_all()
+            raise
+
+
+def new_arena(*, budget_bytes: int) -> Arena:
+    """Return an arena; of pinned buffers if this process uses CUDA. Close it."""
+    return Arena(budget_bytes=budget_bytes, pinned=PINNED if is_cuda_in_use() else None)

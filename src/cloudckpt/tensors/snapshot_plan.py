@@ -1,0 +1,354 @@
+"""The plan of a snapshot: the memory that its copies lie in, and the copies that fill it. Nothing is copied here."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
+from cloudckpt.io.boxes import compute_strides
+from cloudckpt.options import MIB
+from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
+from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes
+
+CPU = torch.device("cpu")
+_MAX_TASK_BYTES = 16 * MIB
+_MIN_TASK_BYTES = MIB
+_TASKS_PER_THREAD = 4
+_DEVICE_TASK_BYTES = 64 * MIB  # for one event: an upload of the first bytes waits for so many, and no more
+_MAX_SMALL_ELEMENTS = 32 * 1024  # torch copies more elements in threads of its own
+# torch copies the bits of these dtypes unchanged.
+_ORDINARY = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+)
+
+
+class MemoryCopy(msgspec.Struct, frozen=True, gc=False):
+    """Copies `num_bytes` from one address to another."""
+
+    target: int
+    source: int
+    num_bytes: int
+
+
+class ElementCopy(msgspec.Struct, frozen=True):
+    """Copies the elements of a tensor, however they lie, into `target`, which has the same shape."""
+
+    target: torch.Tensor
+    tensor: int
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy by numpy, which uses this thread alone: torch would start threads of its own for each of ours."""
+        source = tensors[self.tensor].detach().resolve_conj().resolve_neg()
+        as_carrier(self.target).numpy()[...] = as_carrier(source).numpy()
+
+
+class BatchCopy(msgspec.Struct, frozen=True):
+    """Copies many small tensors in one call, during which other threads run."""
+
+    targets: list[torch.Tensor]
+    tensors: list[int]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(self.targets, [tensors[number] for number in self.tensors])
+
+
+class DeviceCopy(msgspec.Struct, frozen=True):
+    """Copies a tensor of a GPU into host memory."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+class CopyTask(msgspec.Struct):
+    """Copies that one thread makes in one go.
+
+    Tasks of the CPU refer to tensors by their position in the state dict, so that they can be done again.
+    """
+
+    copies: list[MemoryCopy | ElementCopy | BatchCopy | DeviceCopy]
+    num_bytes: int
+
+    @torch.no_grad()
+    def run(self, tensors: Sequence[torch.Tensor]) -> None:
+        for copy in self.copies:
+            if type(copy) is MemoryCopy:
+                ctypes.memmove(copy.target, copy.source, copy.num_bytes)  # other threads run meanwhile
+            elif isinstance(copy, ElementCopy | BatchCopy):
+                copy.run(tensors)
+            elif isinstance(copy, DeviceCopy):
+                copy.target.copy_(copy.source, non_blocking=True)
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a block that gets the bytes of an address range, or the elements of one tensor."""
+
+    block: Block
+    offset: int
+    source: int
+    """The address of the bytes; 0 if elements are copied."""
+    num_bytes: int
+    number: int
+    """The position of the first tensor that lies there."""
+    tensor: torch.Tensor
+    copied: torch.Tensor
+    """The copy of `tensor`."""
+    is_small: bool
+    """True if `tensor` lies there alone, and torch copies it fastest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPlan:
+    """`copies` hold what the tensors do as soon as all `tasks` are done."""
+
+    copies: list[torch.Tensor]
+    num_bytes: int
+    """The number of bytes that the tasks copy."""
+    batched: frozenset[int]
+    """The positions of the tensors that are copied as tensors, and not as memory."""
+    tasks: list[CopyTask]
+    tasks_of_device: dict[torch.device, range]
+    begins: list[int]
+    ends: list[int]
+    tasks_of_segment: list[range]
+    """The address range of each segment of the snapshot, by address, and the tasks that fill it."""
+
+
+def plan_snapshot(
+    tensors: Sequence[torch.Tensor],
+    pool: SnapshotPool,
+    *,
+    num_threads: int,
+    reuse_lent: bool,
+    whole: Sequence[bool] | None = None,
+) -> SnapshotPlan:
+    """Take memory of `pool` for copies of `tensors`, which have memory addresses, and plan the copies.
+
+    Tensors that share memory share it in their copies, with the same strides. Where `whole` says so, the copy's
+    storage is one that torch shares with other processes, if the memory is shared.
+    """
+    copies, segments = lay_out_copies(tensors, pool, reuse_lent=reuse_lent, whole=whole)
+    tasks: list[CopyTask] = []
+    tasks_of_device: dict[torch.device, range] = {}
+    filled: list[tuple[int, int, range]] = []
+    for device in dict.fromkeys(segment.tensor.device for segment in segments):
+        of_device = [segment for segment in segments if segment.tensor.device == device]
+        first = len(tasks)
+        if device == CPU:
+            share_bytes = sum(segment.num_bytes for segment in of_device) // (num_threads * _TASKS_PER_THREAD)
+            task_bytes = min(max(share_bytes, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
+            ranges = add_cpu_tasks(tasks, of_device, task_bytes=task_bytes)
+        else:
+            ranges = add_device_tasks(tasks, of_device)
+        tasks_of_device[device] = range(first, len(tasks))
+        for segment, task_range in zip(of_device, ranges, strict=True):
+            begin = segment.block.address + segment.offset
+            filled.append((begin, begin + segment.num_bytes, task_range))
+    filled.sort(key=lambda segment: segment[0])
+    return SnapshotPlan(
+        copies=copies,
+        num_bytes=sum(segment.num_bytes for segment in segments),
+        batched=frozenset(segment.number for segment in segments if segment.is_small),
+        tasks=tasks,
+        tasks_of_device=tasks_of_device,
+        begins=[begin for begin, _, _ in filled],
+        ends=[end for _, end, _ in filled],
+        tasks_of_segment=[task_range for _, _, task_range in filled],
+    )
+
+
+def lay_out_copies(
+    tensors: Sequence[torch.Tensor],
+    pool: SnapshotPool,
+    *,
+    reuse_lent: bool,
+    whole: Sequence[bool] | None = None,
+) -> tuple[list[torch.Tensor], list[Segment]]:
+    """Return the copies of `tensors`, still without values, and the segments that hold them. See `plan_snapshot`."""
+    begins = [tensor.data_ptr() for tensor in tensors]
+    own_bytes = [tensor.nbytes for tensor in tensors]
+    ends = [
+        begin + (num_bytes if tensor.is_contiguous() else extent_bytes(tensor))
+        for tensor, begin, num_bytes in zip(tensors, begins, own_bytes, strict=True)
+    ]
+    ranges = plan_address_ranges(begins, ends, own_bytes)
+    wanted: list[tuple[int, int]] = []
+    firsts: list[int] = []
+    num_tensors: list[int] = []
+    slots: list[int] = []
+    known: dict[Hashable, int] = {}
+    for number, (tensor, begin, of_range) in enumerate(zip(tensors, begins, ranges.segment_of, strict=True)):
+        # torch reads a tensor at an odd address where it is, but cannot have one at such an address of our memory.
+        is_alone = of_range < 0 or begin % tensor.itemsize
+        slot = known.setdefault(_key_of_values(tensor, begin) if is_alone else of_range, len(wanted))
+        if slot == len(wanted):
+            firsts.append(number)
+            num_tensors.append(0)
+            if is_alone:
+                wanted.append((0, own_bytes[number]))
+            else:
+                wanted.append((ranges.begins[of_range], ranges.ends[of_range] - ranges.begins[of_range]))
+        num_tensors[slot] += 1
+        slots.append(slot)
+    placement = pool.place(wanted, reuse_lent=reuse_lent)
+    blocks = pool.blocks
+    storages: dict[tuple[int, bool], tuple[torch.UntypedStorage, int]] = {}
+    copies: list[torch.Tensor] = []
+    wholes = whole or [False] * len(tensors)
+    for tensor, begin, num_bytes, slot, is_whole in zip(tensors, begins, own_bytes, slots, wholes, strict=True):
+        block, offset = blocks[placement.blocks[slot]], placement.offsets[slot]
+        source, held_bytes = wanted[slot]
+        if not is_whole and num_bytes == held_bytes and tensor.is_contiguous() and not offset % LINE_BYTES:
+            copied = block.tensor(offset, tensor)
+        else:
+            if (slot, is_whole) not in storages:
+                storages[slot, is_whole] = block.storage(offset, held_bytes, whole=is_whole)
+            storage, at = storages[slot, is_whole]
+            at += begin - source if source else 0
+            stride: Sequence[int] = tensor.stride() if source else compute_strides(tensor.size())
+            copied = empty_tensor(tensor.dtype).set_(storage, at // tensor.itemsize, tensor.size(), stride)
+        copies.append(_with_lazy_bits(copied, tensor) if source else copied)
+    segments = [
+        Segment(
+            block=blocks[block],
+            offset=offset,
+            source=source,
+            num_bytes=num_bytes,
+            number=first,
+            tensor=tensors[first],
+            copied=copies[first],
+            is_small=source > 0 and count == 1 and _is_small(tensors[first]),
+        )
+        for first, block, offset, (source, num_bytes), count in zip(
+            firsts, placement.blocks, placement.offsets, wanted, num_tensors, strict=True
+        )
+    ]
+    return copies, segments
+
+
+def add_cpu_tasks(tasks: list[CopyTask], segments: Sequence[Segment], *, task_bytes: int) -> list[range]:
+    """Add the tasks that fill `segments` from CPU memory. Return for each segment the tasks that fill it."""
+    first, ranges = len(tasks), []
+    for segment in segments:
+        target, source = segment.block.address + segment.offset, segment.source
+        if segment.is_small:
+            task = _open_task(tasks, first, task_bytes)
+            batch = task.copies[-1] if task.copies else None
+            if type(batch) is not BatchCopy:
+                batch = BatchCopy([], [])
+                task.copies.append(batch)
+            batch.targets.append(segment.copied)
+            batch.tensors.append(segment.number)
+            task.num_bytes += segment.num_bytes
+            ranges.append(range(len(tasks) - 1, len(tasks)))
+        elif not source:
+            task = _open_task(tasks, first, task_bytes)
+            task.copies.append(ElementCopy(segment.copied, segment.number))
+            task.num_bytes += segment.num_bytes
+            ranges.append(range(len(tasks) - 1, len(tasks)))
+        else:
+            ranges.append(
+                _split(
+                    tasks,
+                    first,
+                    segment.num_bytes,
+                    unit_bytes=1,
+                    task_bytes=task_bytes,
+                    copy_of=functools.partial(_copy_bytes, target, source),
+                )
+            )
+    return ranges
+
+
+def add_device_tasks(
+    tasks: list[CopyTask], segments: Sequence[Segment], *, task_bytes: int = _DEVICE_TASK_BYTES
+) -> list[range]:
+    """Add the tasks that fill `segments` from one GPU. Return for each segment the tasks that fill it."""
+    first, ranges = len(tasks), []
+    for segment in segments:
+        tensor = segment.tensor.detach()
+        if segment.source:
+            storage, storage_offset = tensor.untyped_storage(), segment.source - tensor.untyped_storage().data_ptr()
+            if storage_offset < 0 or storage_offset + segment.num_bytes > storage.nbytes():
+                raise RuntimeError("tensors of different storages share memory of a GPU. Copy one of them first")
+            flat: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            source = flat.set_(storage, storage_offset, (segment.num_bytes,), (1,))
+            target = segment.block.bytes_tensor(segment.offset, segment.num_bytes)
+        else:
+            source, target = tensor.resolve_conj().resolve_neg(), segment.copied
+        # Also what is copied by its elements is split: the GPU makes a copy of them, which must not be large.
+        ranges.append(
+            _split(
+                tasks,
+                first,
+                len(source),
+                unit_bytes=segment.num_bytes // len(source),
+                task_bytes=task_bytes,
+                copy_of=functools.partial(_copy_rows, target, source),
+            )
+        )
+    return ranges
+
+
+def _open_task(tasks: list[CopyTask], first: int, task_bytes: int) -> CopyTask:
+    """Return the last of the tasks from `first` on, or a new one if that is full."""
+    if len(tasks) == first or tasks[-1].num_bytes >= task_bytes:
+        tasks.append(CopyTask(copies=[], num_bytes=0))
+    return tasks[-1]
+
+
+def _split(
+    tasks: list[CopyTask],
+    first: int,
+    num_units: int,
+    *,
+    unit_bytes: int,
+    task_bytes: int,
+    copy_of: Callable[[int, int], MemoryCopy | DeviceCopy],
+) -> range:
+    """Add copies of units ``[0, num_units)`` to tasks of about `task_bytes`. Return the tasks that have them."""
+    begin, first_used = 0, -1
+    while begin < num_units:
+        task = _open_task(tasks, first, task_bytes)
+        end = min(begin + max((task_bytes - task.num_bytes) // unit_bytes, 1), num_units)
+        task.copies.append(copy_of(begin, end))
+        task.num_bytes += (end - begin) * unit_bytes
+        first_used = len(tasks) - 1 if first_used < 0 else first_used
+        begin = end
+    return range(first_used, len(tasks))
+
+
+def _copy_bytes(target: int, source: int, begin: int, end: int) -> MemoryCopy:
+    return MemoryCopy(target + begin, source + begin, end - begin)
+
+
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, begin: int, end: int) -> DeviceCopy:
+    return DeviceCopy(target[begin:end], source[begin:end])
+
+
+def _key_of_values(tensor: torch.Tensor, address: int) -> Hashable:
+    """Return a key that is equal for tensors of the same values in the same memory."""
+    return address, tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return bool(
+        tensor.is_cpu
+        and tensor.dtype in _ORDINARY
+        and tensor.numel() < _MAX_SMALL_ELEMENTS
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
+
+
+def _with_lazy_bits(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a copy of the memory of `tensor` as conjugated or negated, if `tensor` is."""
+    if tensor.is_conj():
+        copied = copied.conj()
+    return torch._neg_view(copied) if tensor.is_neg() else copied  # noqa: SLF001  # torch has no public way to set the bit

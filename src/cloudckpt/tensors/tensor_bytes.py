@@ -1,0 +1,181 @@
+"""Tensors as bytes: where they lie, which of them can be read in place, and which have no bytes at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.model import ITEMSIZE_BYTES
+from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.format.torch_metadata import dtype_name
+
+# Copies move bit patterns, also of dtypes that torch can hardly compute with: an integer of the same size stands in.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+# The dtypes that numpy can show, and the one that it shows them as.
+_NUMPY_CARRIERS = {
+    **{dtype: dtype for dtype in (torch.float64, torch.float32, torch.float16)},
+    **{dtype: dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)},
+    torch.bfloat16: torch.int16,
+}
+
+
+def plain_tensor(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
+    """Return the strided tensor of real memory that `tensor` stands for, sharing that memory.
+
+    Raises `UnsupportedValueError` for tensors that have no such memory.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    if not is_lazy(tensor):
+        tensor = tensor.detach()
+    obstacle = _find_obstacle(tensor)
+    if obstacle is not None:
+        raise UnsupportedValueError(f"cannot save {fqn!r} to {uri}: it is {obstacle}", uri=uri)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _find_obstacle(tensor: torch.Tensor) -> str | None:
+    """Return the kind of `tensor` and what to do, if it stands for no strided tensor of real memory."""
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    obstacle = None
+    if is_lazy(tensor):
+        obstacle = "a parameter of a lazy module, which has no shape yet. Run the module once before the save"
+    elif tensor.is_meta:
+        obstacle = (
+            "a meta tensor, which has no data. Load its weights first (to_empty() gives it memory), or leave it out "
+            "if another rank has it, as a stage of a pipeline does"
+        )
+    elif tensor.is_nested:
+        obstacle = f"a nested tensor of layout {tensor.layout}. Save its parts (unbind()), or values() and offsets()"
+    elif tensor.layout is not torch.strided:
+        obstacle = f"of layout {tensor.layout}. Convert it to a dense tensor (to_dense())"
+    elif tensor.is_quantized:
+        obstacle = f"quantized ({tensor.dtype}). Save its int_repr(), scale and zero point instead"
+    elif is_wrapper:
+        obstacle = f"a {type(tensor).__name__}, which wraps other tensors. Save those, or convert it to a plain tensor"
+    elif dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
+        obstacle = f"of dtype {tensor.dtype}, which the format does not have"
+    elif is_short(tensor):
+        obstacle = describe_shortage(tensor)
+    return obstacle
+
+
+def local_shard(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor of `tensor` itself."""
+    return tensor._local_tensor  # noqa: SLF001  # to_local() makes a new tensor, and records a gradient
+
+
+def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory, shape and strides in a dtype that every copy supports bit for bit."""
+    return tensor.view(_CARRIERS[tensor.dtype.itemsize])
+
+
+def bytes_view(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, writable, without a copy. The view keeps the memory alive."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.shape or tensor.stride(-1) != 1:
+        # Not reshape(-1): a dimension of length 1 may have any stride, and then keeps it.
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
+
+
+def quick_view(tensor: torch.Tensor) -> memoryview | None:
+    """Return `bytes_view` of an ordinary tensor in a third of the time; None for any other."""
+    carrier = _NUMPY_CARRIERS.get(tensor.dtype)
+    if carrier is None:
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    try:
+        if not memory_address(tensor):
+            return None  # numpy would allocate memory of its own
+        if carrier is not tensor.dtype:
+            tensor = tensor.view(carrier)
+        # These two refuse other memory, layouts and orders, and values that are not the bits in memory.
+        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]  # numpy's stubs lack the buffer protocol
+    except (RuntimeError, TypeError):
+        return None
+
+
+def memory_address(tensor: torch.Tensor) -> int:
+    """Return where the memory of `tensor` begins; 0 if it is not strided memory of a CPU or a CUDA device.
+
+    A tensor that is larger than its storage has address 0 too. torch gives an address of memory that it does not have.
+    """
+    if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+        return 0
+    if tensor.is_quantized or tensor.is_nested:
+        return 0
+    address = tensor.data_ptr()
+    return 0 if not address or is_short(tensor) else address
+
+
+def is_short(tensor: torch.Tensor) -> bool:
+    """Return True if the storage ends before `tensor` does, because it was resized or freed, as FSDP does.
+
+    `tensor` is strided, and wraps no other.
+    """
+    if not (tensor.is_cpu or tensor.is_cuda) or tensor.numel() == 0:
+        return False
+    held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return held_bytes < (tensor.nbytes if tensor.is_contiguous() else extent_bytes(tensor))
+
+
+def extent_bytes(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from the first element to the end of the last one. `tensor` has elements."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def describe_shortage(tensor: torch.Tensor) -> str:
+    """Describe a tensor that `is_short`, for a message."""
+    end = tensor.storage_offset() * tensor.itemsize + extent_bytes(tensor)
+    held_bytes = tensor.untyped_storage().nbytes()
+    if not held_bytes:
+        return "a tensor whose memory was freed, as FSDP does between uses. Take the state dict that FSDP gives"
+    return (
+        f"a tensor that needs {end} bytes of a storage which was resized to {held_bytes}. Resize it back, or take a "
+        "tensor of what is left"
+    )
+
+
+def address_range(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the addresses ``[begin, end)`` of `tensor`; None if they are not memory of this process."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    is_wrapper: bool = type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
+    if is_wrapper:
+        return None
+    begin = tensor.data_ptr()
+    return begin, begin + extent_bytes(tensor)
+
+
+def synchronize_streams(contents: Iterable[object]) -> None:
+    """Wait for the work that the caller's streams still have to do on the CUDA devices of these tensors.
+
+    Other threads copy from and to the tensors on streams of their own. Other devices are left alone.
+    """
+    for device in {item.device for item in contents if isinstance(item, torch.Tensor) and item.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def is_viewable(tensor: torch.Tensor) -> bool:
+    """Return True if the bytes of `tensor` can be used where they lie."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and holds_its_values(tensor)
+
+
+def holds_its_values(tensor: torch.Tensor) -> bool:
+    """Return True if the memory holds the values, and not their conjugates or negatives."""
+    return not (tensor.is_conj() or tensor.is_neg())

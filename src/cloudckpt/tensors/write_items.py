@@ -1,0 +1,318 @@
+"""A plan's write items with their data, as bytes or as tensors that become bytes, and those that share storage."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from cloudckpt.errors import CloudckptError, UnsupportedValueError
+from cloudckpt.format.nesting import PLAIN_TENSORS
+from cloudckpt.format.safetensors import Entry
+from cloudckpt.format.torch_metadata import dtype_name
+from cloudckpt.tensors.body import PendingMemory, wait_for_content
+from cloudckpt.tensors.extensions import WriteTransforms
+from cloudckpt.tensors.tensor_bytes import (
+    bytes_view,
+    holds_its_values,
+    is_viewable,
+    local_shard,
+    plain_tensor,
+    quick_view,
+)
+
+_ESTIMATED_VALUE_BYTES = 4096  # for a Python object, whose size is known only once it is serialised
+_RESOLVING_METHODS = frozenset({"resolve_data", "lookup_object", "transform_object"})
+
+
+class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One write item, ready to be laid out. `content` refers to memory; nothing has been copied."""
+
+    entry: Entry
+    index_offsets: tuple[int, ...] | None
+    """The offsets in the item's index."""
+    content: torch.Tensor | memoryview
+    dtype: str | None
+    lengths: tuple[int, ...]
+    transforms: tuple[str, ...]
+    address: int = 0
+    """The address of a tensor's first element; 0 if the content is no tensor's memory."""
+
+
+@runtime_checkable
+class KnowsPlainTensors(Protocol):
+    """A planner that resolves plain tensors as torch's default planner does."""
+
+    def plain_tensors(self) -> Mapping[str, Any]:
+        """Return the flat state dict: an item of a whole tensor resolves to the tensor of its name."""
+
+
+def known_tensors(planner: SavePlanner) -> Mapping[str, Any]:
+    """Return the flat state dict of `planner`; nothing if the planner may resolve tensors in a way of its own."""
+    if isinstance(planner, KnowsPlainTensors):
+        return planner.plain_tensors()
+    if type(planner) is not DefaultSavePlanner or not _RESOLVING_METHODS.isdisjoint(vars(planner)):
+        return {}
+    return planner.state_dict
+
+
+def estimate_bytes(item: WriteItem) -> int:
+    """Estimate the size of an item by its plan."""
+    if item.tensor_data is None:
+        return _ESTIMATED_VALUE_BYTES
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def estimate_total_bytes(items: Sequence[WriteItem], planner: SavePlanner) -> int:
+    """Estimate the size of `items` by their plan. Aliases count once."""
+    aliases = find_aliases(items, known_tensors(planner))
+    return sum(estimate_bytes(item) for position, item in enumerate(items) if position not in aliases)
+
+
+def find_aliases(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[int, int]:
+    """Map each item whose tensor shares its storage with an earlier item's to the position of the first such item.
+
+    Aliases are tensors of the same address, strides, dtype and shape in a flat state dict, such as tied weights.
+    """
+    first_at: dict[int, int] = {}
+    meeting: dict[int, list[int]] = {}
+    for position, item in enumerate(items):
+        address = _find_address(state_dict.get(item.index.fqn))
+        if address and first_at.setdefault(address, position) != position:
+            meeting.setdefault(address, [first_at[address]]).append(position)
+    aliases: dict[int, int] = {}
+    for positions in meeting.values():  # rare: only here the tensors are looked at closely
+        first_of: dict[Hashable, int] = {}
+        for position in positions:
+            key = _key_of_storage(items[position], state_dict)
+            if key is not None and first_of.setdefault(key, position) != position:
+                aliases[position] = first_of[key]
+    return aliases
+
+
+def is_same_content(item: StagedItem, first: StagedItem) -> bool:
+    """Return True if two items, which `find_aliases` found to be aliases, were resolved to the same bytes."""
+    return (
+        0 < item.address == first.address
+        and type(item.content) is type(first.content)
+        and (item.dtype, item.lengths, item.transforms) == (first.dtype, first.lengths, first.transforms)
+    )
+
+
+def _local_tensor(value: object) -> torch.Tensor | None:
+    """Return the plain tensor that a state dict's value is, or has as its local shard."""
+    tensor = local_shard(value) if type(value) is DTensor else value
+    return tensor if isinstance(tensor, torch.Tensor) and type(tensor) in PLAIN_TENSORS else None
+
+
+def _find_address(value: object) -> int:
+    tensor = _local_tensor(value)
+    try:
+        return 0 if tensor is None else tensor.data_ptr()
+    except RuntimeError:  # some layouts have no address
+        return 0
+
+
+def _key_of_storage(item: WriteItem, state_dict: Mapping[str, Any]) -> Hashable | None:
+    """Return a key that is equal for items of the same bytes, if their tensors have the same address."""
+    tensor = _local_tensor(state_dict.get(item.index.fqn))
+    if tensor is None or item.tensor_data is None or not tensor.numel():
+        return None
+    form: tuple[Hashable, ...] = ("in order",)
+    if not is_viewable(tensor):
+        form = (str(tensor.device), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (*form, tensor.dtype, tensor.size(), item.index.offset, item.tensor_data.chunk.sizes)
+
+
+def stage_items(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    transforms: WriteTransforms,
+    *,
+    uri: str,
+    pending: PendingMemory | None = None,
+) -> Iterator[StagedItem]:
+    """Give the items with their data, as the planner resolves them. Raises `UnsupportedValueError`, naming the FQN.
+
+    If memory is still `pending`, only tensors that are read here are waited for, such as those in a tuple, which the
+    planner serialises. A planner that resolves tensors in a way of its own reads what it likes, so all has to be there.
+    """
+    state_dict = known_tensors(planner)
+    known = state_dict if not transforms else {}
+    kinds: dict[int, _Kind | None] = {}
+    for item in items:
+        quick = _stage_quickly(item, known, kinds)
+        if quick is not None:
+            yield quick
+            continue
+        if pending is not None and item.type is WriteItemType.BYTE_IO:
+            _wait_for_tensors_in(state_dict.get(item.index.fqn), pending)
+        data = _resolve(item, planner, uri)
+        if item.type is WriteItemType.BYTE_IO:
+            yield _stage_value(item, data, transforms, uri)
+        else:
+            yield _stage_tensor(item, data, transforms, uri, pending)
+
+
+def _resolve(item: WriteItem, planner: SavePlanner, uri: str) -> object:
+    try:
+        return planner.resolve_data(item)
+    except Exception as error:
+        if item.type is not WriteItemType.BYTE_IO or isinstance(error, (CloudckptError, MemoryError)):
+            raise
+        raise UnsupportedValueError(
+            f"the planner could not serialise the value {item.index.fqn!r} for {uri} ({type(error).__name__}: "
+            f"{error}). Leave it out of the state dict",
+            uri=uri,
+        ) from error
+
+
+def _wait_for_tensors_in(value: object, pending: PendingMemory) -> None:
+    """Wait for the tensors in a Python object that is about to be serialised."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            wait_for_content(pending, shard.tensor)
+    elif isinstance(value, DTensor):
+        wait_for_content(pending, local_shard(value))
+    elif isinstance(value, torch.Tensor):
+        wait_for_content(pending, value)
+    elif isinstance(value, (tuple, list, Mapping)):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            _wait_for_tensors_in(entry, pending)
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """The properties that whole tensors of one shape and dtype have in common. `offsets` are all 0."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    name: str
+    lengths: tuple[int, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+
+def _stage_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _Kind | None]) -> StagedItem | None:
+    """Return the item with its data, if it is a whole plain tensor that is sent from where it lies; else None.
+
+    `kinds` caches the kind of each ``tensor_data``: many items share one.
+    """
+    data, index = item.tensor_data, item.index
+    if data is None or item.type is not WriteItemType.TENSOR:
+        return None
+    tensor: Any = known.get(index.fqn)
+    if type(tensor) not in PLAIN_TENSORS:
+        return None
+    try:
+        kind = kinds[id(data)]
+    except KeyError:
+        kind = kinds[id(data)] = _kind_of(data)
+    if kind is None or tensor.dtype is not kind.dtype or tensor.size() != kind.size or index.offset != kind.offsets:
+        return None
+    content = quick_view(tensor)
+    if content is None:
+        return None
+    entry = Entry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
+    return StagedItem(
+        entry=entry,
+        index_offsets=kind.offsets,
+        content=content,
+        dtype=kind.name,
+        lengths=kind.lengths,
+        transforms=(),
+        address=tensor.data_ptr(),
+    )
+
+
+def _kind_of(data: TensorWriteData) -> _Kind | None:
+    size, dtype, offsets = data.size, data.properties.dtype, tuple(data.chunk.offsets)
+    if data.chunk.sizes != size or any(offsets) or len(offsets) != len(size):
+        return None
+    num_bytes = math.prod(size) * dtype.itemsize
+    return _Kind(
+        size=size, dtype=dtype, name=dtype_name(dtype), lengths=tuple(size), offsets=offsets, num_bytes=num_bytes
+    )
+
+
+def _stage_value(item: WriteItem, data: object, transforms: WriteTransforms, uri: str) -> StagedItem:
+    if not isinstance(data, io.BytesIO):
+        raise UnsupportedValueError(
+            f"the planner gave a {type(data).__name__} for the value {item.index.fqn!r} of {uri}, not a BytesIO",
+            uri=uri,
+        )
+    return _stage_bytes(item, data.getbuffer(), transforms, uri, dtype=None, lengths=())
+
+
+def _stage_tensor(
+    item: WriteItem, data: object, transforms: WriteTransforms, uri: str, pending: PendingMemory | None
+) -> StagedItem:
+    fqn, planned = item.index.fqn, item.tensor_data
+    if not isinstance(data, torch.Tensor) or planned is None:
+        raise UnsupportedValueError(
+            f"the planner gave a {type(data).__name__} for the tensor {fqn!r} of {uri}", uri=uri
+        )
+    if pending is not None and (transforms or not holds_its_values(data)):
+        wait_for_content(pending, data)
+    tensor = plain_tensor(data, fqn, uri=uri)
+    if tensor.shape != planned.chunk.sizes:
+        raise UnsupportedValueError(
+            f"{fqn!r} was planned with shape {tuple(planned.chunk.sizes)} for {uri}, but is {tuple(tensor.shape)} now. "
+            "A cached plan does not fit a state dict whose shapes changed",
+            uri=uri,
+        )
+    dtype, lengths = dtype_name(tensor.dtype), tuple(tensor.shape)
+    if transforms:
+        content = bytes_view(tensor if is_viewable(tensor) else tensor.cpu().contiguous())
+        return _stage_bytes(item, content, transforms, uri, dtype=dtype, lengths=lengths)
+    is_whole = planned.chunk.sizes == planned.size
+    entry = Entry(
+        fqn=fqn,
+        dtype=dtype,
+        shape=lengths,
+        offsets=None if is_whole else tuple(planned.chunk.offsets),
+        num_bytes=tensor.nbytes,
+    )
+    return StagedItem(
+        entry=entry,
+        index_offsets=_index_offsets(item),
+        content=tensor,
+        dtype=dtype,
+        lengths=lengths,
+        transforms=(),
+        address=tensor.data_ptr(),
+    )
+
+
+def _stage_bytes(
+    item: WriteItem,
+    content: memoryview,
+    transforms: WriteTransforms,
+    uri: str,
+    *,
+    dtype: str | None,
+    lengths: tuple[int, ...],
+) -> StagedItem:
+    """Return an item that is stored as bytes: a Python object, or a tensor that is transformed."""
+    descriptors: tuple[str, ...] = ()
+    if transforms:
+        content, descriptors = transforms.apply(item, content, uri=uri)
+    return StagedItem(
+        entry=Entry(fqn=item.index.fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content)),
+        index_offsets=_index_offsets(item),
+        content=content,
+        dtype=dtype,
+        lengths=lengths,
+        transforms=descriptors,
+    )
+
+
+def _index_offsets(item: WriteItem) -> tuple[int, ...] | None:
+    return None if item.index.offset is None else tuple(item.index.offset)

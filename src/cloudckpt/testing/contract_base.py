@@ -1,0 +1,282 @@
+"""Base class of the clauses, with the hooks that describe a store, and helper functions of the clauses."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+
+from cloudckpt.errors import StoreError, UnsupportedOperationError
+from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import Part, Store, UploadedPart
+from cloudckpt.testing.wire import Wire
+
+
+class Clauses:
+    """Hooks and helpers of `cloudckpt.testing.StoreContract`."""
+
+    shared_between_processes = False
+    longest_key_bytes = 1024
+    """Length in UTF-8, counted from the bucket on. The default is the limit of S3 and GCS."""
+    num_racing_rounds = 5
+    num_paging_keys = 1005
+    """More than one page of a listing or of a batched delete. A page has 1,000 entries on common servers."""
+
+    _notes: MutableSequence[tuple[str, object]]
+
+    def endpoint_url(self, store: Store) -> str | None:
+        """Return the endpoint of `store` as ``http://host:port``; ``None`` if it has none."""
+        return None
+
+    def at(self, store: Store, endpoint_url: str, *, timeout_s: float) -> Store | None:
+        """Return a store with the same root at another endpoint; ``None`` if that is impossible."""
+        return None
+
+    def denied(self, store: Store) -> Store | None:
+        """Return a store with the same root whose credentials are refused or may not write; ``None`` if none exist."""
+        return None
+
+    @pytest.fixture(autouse=True)
+    def _record_notes(self, request: pytest.FixtureRequest) -> None:
+        self._notes = request.node.user_properties
+
+    def does_not_apply(self, reason: str) -> None:
+        """Record the reason for which this clause does not apply to this store."""
+        notes = getattr(self, "_notes", None)
+        if notes is not None:
+            notes.append((DOES_NOT_APPLY, reason))
+
+    def has_no_create(self, store: Store) -> bool:
+        """Return True if the store has no create-if-absent, and check that it refuses the call.
+
+        A store that ignores the condition and writes would break the commit.
+        """
+        if store.probe().conditional_create:
+            return False
+        with pytest.raises(UnsupportedOperationError):
+            put(store, "a", b"body", if_absent=True)
+        assert keys(store) == []  # part of a test
+        self.does_not_apply("the store has no create-if-absent, and refuses the call")
+        return True
+
+    def has_no_multipart(self, store: Store) -> bool:
+        """Return True if the store has no multipart uploads, and check that it refuses the call."""
+        if store.capabilities.multipart:
+            return False
+        with pytest.raises(UnsupportedOperationError):
+            store.create_multipart("a")
+        store.abort_multipart("a", "an upload that never was")
+        assert list(store.list_uploads()) == []  # part of a test
+        self.does_not_apply("the store has no multipart uploads, and refuses the call")
+        return True
+
+    def has_no_checksums(self, store: Store) -> bool:
+        """Return True if the store does not verify the checksums of uploads."""
+        if store.probe().verifies_crc32c:
+            return False
+        self.does_not_apply("the store does not verify checksums")
+        return True
+
+    def is_private(self, store: Store) -> bool:
+        """Return True if no other process sees the store's objects."""
+        if self.shared_between_processes:
+            return False
+        self.does_not_apply(f"no other process sees the objects of {store.uri}")
+        return True
+
+    @contextlib.contextmanager
+    def open_wire(self, store: Store, *, timeout_s: float = 30.0) -> Iterator[tuple[Wire, Store] | None]:
+        """Yield a wire in front of the store, and the store reached through it; ``None`` if it has no address."""
+        endpoint_url = self.endpoint_url(store)
+        if endpoint_url is None:
+            self.does_not_apply("the store has no address for which a proxy could stand in")
+            yield None
+            return
+        with Wire(endpoint_url) as wire:
+            far = self.at(store, wire.url, timeout_s=timeout_s)
+            if far is None:
+                self.does_not_apply("the store cannot be reached at another address")
+                yield None
+            else:
+                yield wire, far
+
+
+WAIT_S = 120.0
+"""Timeout of every wait in a clause."""
+
+DOES_NOT_APPLY = "does not apply"
+"""Name of the ``user_properties`` entry with the reason for which a clause does not apply."""
+
+ODD_KEYS = (
+    "with space/a b",
+    "plus+and&amp/c+d=e",
+    "percent%41/100%",
+    "hash#and?mark",
+    "quote'\"/back\\slash",
+    "ünïcode/日本語/🙂",
+    "e\u0301 decomposed",
+    "star*[x]{y}/~tilde!$^",
+    "..dots/...x/.hidden",
+    "colon:and@at,semi;pipe|<tag>",
+)
+
+T = TypeVar("T")
+
+
+def crc(body: bytes) -> int:
+    """Compute the CRC32C of `body`."""
+    return crc32c_of([memoryview(body)])
+
+
+def put(store: Store, key: str, body: bytes, *, if_absent: bool = False) -> None:
+    """Put `body` with its correct checksum."""
+    store.put(key, [memoryview(body)], crc32c=crc(body), if_absent=if_absent)
+
+
+def content(store: Store, key: str) -> bytes:
+    """Read the whole object."""
+    return store.read(key, max_bytes=1 << 30)
+
+
+def read_range(store: Store, key: str, begin: int, end: int) -> bytes:
+    """Read the bytes ``[begin, end)`` of the object."""
+    target = bytearray(end - begin)
+    store.read_into(key, begin, [memoryview(target)])
+    return bytes(target)
+
+
+def keys(store: Store, prefix: str = "") -> list[str]:
+    """List the keys, sorted."""
+    return sorted(info.key for info in store.list(prefix))
+
+
+def make_bodies(store: Store, num_parts: int) -> list[bytes]:
+    """Make different bodies for the parts of an upload, of the store's minimum size; the last is smaller."""
+    size_bytes = max(store.limits.min_part_bytes, 1024)
+    bodies = [bytes([65 + number]) * size_bytes for number in range(num_parts)]
+    bodies[-1] = bodies[-1][:1000]
+    return bodies
+
+
+def make_parts(bodies: Sequence[bytes]) -> list[Part]:
+    """Describe the part of the object that each body is."""
+    offsets = [sum(map(len, bodies[:index])) for index in range(len(bodies))]
+    return [
+        Part(number=number, offset_bytes=offset, size_bytes=len(body))
+        for number, (offset, body) in enumerate(zip(offsets, bodies, strict=True), start=1)
+    ]
+
+
+def upload_part(store: Store, key: str, upload_id: str, part: Part, body: bytes) -> UploadedPart:
+    """Upload one part with its correct checksum."""
+    return store.upload_part(key, upload_id, part, [memoryview(body)], crc32c=crc(body))
+
+
+def upload(store: Store, key: str, bodies: Sequence[bytes]) -> None:
+    """Run a whole multipart upload."""
+    upload_id = store.create_multipart(key)
+    parts = [
+        upload_part(store, key, upload_id, part, body) for part, body in zip(make_parts(bodies), bodies, strict=True)
+    ]
+    store.complete_multipart(key, upload_id, parts)
+
+
+def run_at_once(tasks: Sequence[Callable[[], T]]) -> list[T | Exception]:
+    """Run each task in its own thread, all starting together; return the results or errors in order."""
+    barrier = threading.Barrier(len(tasks))
+
+    def run(task: Callable[[], T]) -> T | Exception:
+        barrier.wait(WAIT_S)
+        try:
+            return task()
+        except Exception as error:  # noqa: BLE001  # the caller examines it
+            return error
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return [future.result(WAIT_S) for future in [pool.submit(run, task) for task in tasks]]
+
+
+def run_within(most_s: float, tasks: Sequence[Callable[[], object]]) -> list[object]:
+    """Run each task in its own thread; return the results, the errors, or "not finished" in order.
+
+    A task that is not finished after `most_s` continues; the caller must end its wait.
+    """
+    outcomes: list[object] = ["not finished"] * len(tasks)
+
+    def run(index: int, task: Callable[[], object]) -> None:
+        try:
+            outcomes[index] = task()
+        except Exception as error:  # noqa: BLE001  # the caller examines it
+            outcomes[index] = error
+
+    threads = [
+        threading.Thread(target=run, args=(index, task), name="contract", daemon=True)
+        for index, task in enumerate(tasks)
+    ]
+    deadline = time.monotonic() + most_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(outcomes)
+
+
+BODY = bytes(range(256)) * 16
+"""Content of the objects that the calls are about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A repeatable call of one method of the store."""
+
+    key: str
+    run: Callable[[Store], object]
+
+
+def make_calls(store: Store) -> dict[str, Call]:
+    """Make one call of each method of the store, about objects that exist."""
+    for key in ("run/kept", "run/removed"):
+        put(store, key, BODY)
+    found = {
+        "put": Call(key="run/new", run=lambda far: put(far, "run/new", BODY)),
+        "read_into": Call(key="run/kept", run=lambda far: read_range(far, "run/kept", 0, len(BODY))),
+        "read": Call(key="run/kept", run=lambda far: content(far, "run/kept")),
+        "head": Call(key="run/kept", run=lambda far: far.head("run/kept")),
+        "list": Call(key="run/", run=lambda far: keys(far, "run/")),
+        "list_directories": Call(key="", run=lambda far: list(far.list_directories())),
+        "delete": Call(key="run/removed", run=lambda far: far.delete(["run/removed"])),
+    }
+    with contextlib.suppress(UnsupportedOperationError):
+        source_url = store.url("run/kept")
+        store.copy_from(source_url, "run/by-service")
+        found["copy_from"] = Call(key="run/kept", run=lambda far: far.copy_from(source_url, "run/by-service"))
+    if store.capabilities.multipart:
+        body = make_bodies(store, 1)[0]
+        part = make_parts([body])[0]
+        upload_id = store.create_multipart("run/upload")
+        gone_id = store.create_multipart("run/gone")
+        found |= {
+            "create_multipart": Call(key="run/more", run=lambda far: far.create_multipart("run/more")),
+            "upload_part": Call(
+                key="run/upload", run=lambda far: upload_part(far, "run/upload", upload_id, part, body)
+            ),
+            "list_uploads": Call(key="", run=lambda far: list(far.list_uploads())),
+            "abort_multipart": Call(key="run/gone", run=lambda far: far.abort_multipart("run/gone", gone_id)),
+        }
+    if store.capabilities.listed_parts != "none":
+        found["list_parts"] = Call(key="run/upload", run=lambda far: list(far.list_parts("run/upload", upload_id)))
+    return found
+
+
+def capture_outcome(call: Callable[[], object]) -> object:
+    """Return the result of `call`, or the `StoreError` that it raises; other errors propagate."""
+    try:
+        return call()
+    except StoreError as error:
+        return error

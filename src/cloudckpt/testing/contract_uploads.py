@@ -1,0 +1,461 @@
+"""Clauses about multipart uploads."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from cloudckpt.errors import ChecksumRefusedError, ObjectNotFoundError, StoreError, UnsupportedOperationError
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, UploadInfo
+from cloudckpt.testing.contract_base import (
+    ODD_KEYS,
+    Clauses,
+    capture_outcome,
+    content,
+    crc,
+    keys,
+    make_bodies,
+    make_parts,
+    put,
+    read_range,
+    run_at_once,
+    upload,
+    upload_part,
+)
+from cloudckpt.testing.contract_writes import race_in_processes
+
+
+class UploadClauses(Clauses):
+    """Part of `cloudckpt.testing.StoreContract`."""
+
+    def test_an_upload_is_its_parts_joined(self, store: Store) -> None:
+        """Large objects are uploaded in parts."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 3)
+        upload(store, "data/a b", bodies)
+        whole = b"".join(bodies)
+        assert store.head("data/a b").size_bytes == len(whole)
+        assert content(store, "data/a b") == whole
+        edge = len(bodies[0])
+        assert read_range(store, "data/a b", edge - 2, edge + 2) == whole[edge - 2 : edge + 2]
+
+    def test_an_upload_is_invisible_until_completed(self, store: Store) -> None:
+        """A job that dies half-way must leave nothing that a reader could take for an object."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        upload_id = store.create_multipart("step/a")
+        parts = [upload_part(store, "step/a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        with pytest.raises(ObjectNotFoundError):
+            store.head("step/a")
+        with pytest.raises(ObjectNotFoundError):
+            content(store, "step/a")
+        assert keys(store) == []
+        assert list(store.list_directories()) == []
+        store.complete_multipart("step/a", upload_id, parts)
+        assert keys(store) == ["step/a"]
+
+    def test_an_upload_replaces_an_object_only_when_completed(self, store: Store) -> None:
+        """Until then, readers get the whole old object."""
+        if self.has_no_multipart(store):
+            return
+        put(store, "a", b"old")
+        bodies = make_bodies(store, 2)
+        upload_id = store.create_multipart("a")
+        parts = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        assert content(store, "a") == b"old"
+        store.complete_multipart("a", upload_id, parts)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_parts_are_ordered_by_number(self, store: Store) -> None:
+        """Parallel uploads arrive in any order, and are completed in any."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 3)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        arrived = [upload_part(store, "a", upload_id, parts[index], bodies[index]) for index in (2, 0, 1)]
+        store.complete_multipart("a", upload_id, arrived)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_parts_go_up_in_parallel(self, store: Store) -> None:
+        """Every rank uploads from several threads at once."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 4)
+        upload_id = store.create_multipart("a")
+        results = run_at_once(
+            [
+                functools.partial(upload_part, store, "a", upload_id, part, body)
+                for part, body in zip(make_parts(bodies), bodies, strict=True)
+            ]
+        )
+        uploaded = [result for result in results if not isinstance(result, Exception)]
+        assert len(uploaded) == 4, results
+        store.complete_multipart("a", upload_id, uploaded)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_of_a_part_uploaded_twice_the_last_counts(self, store: Store) -> None:
+        """A part is sent again if its answer is lost."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        upload_part(store, "a", upload_id, parts[0], b"?" * len(bodies[0]))
+        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
+        store.complete_multipart("a", upload_id, uploaded)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_two_uploads_to_one_key_do_not_mix(self, store: Store) -> None:
+        """A zombie's parts must not end up in another's object."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        parts = make_parts(bodies)
+        mine, other = store.create_multipart("a"), store.create_multipart("a")
+        assert mine != other
+        uploaded = [upload_part(store, "a", mine, parts[0], bodies[0])]
+        upload_part(store, "a", other, parts[0], b"?" * len(bodies[0]))
+        uploaded.append(upload_part(store, "a", mine, parts[1], bodies[1]))
+        store.complete_multipart("a", mine, uploaded)
+        store.abort_multipart("a", other)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_an_aborted_upload_leaves_nothing(self, store: Store) -> None:
+        """Parts that remain cost money every month, and no listing of objects shows them."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        uploaded = upload_part(store, "a", upload_id, parts[0], bodies[0])
+        store.abort_multipart("a", upload_id)
+        store.abort_multipart("a", upload_id)
+        assert list(store.list_uploads()) == []
+        assert keys(store) == []
+        with pytest.raises(StoreError):
+            upload_part(store, "a", upload_id, parts[1], bodies[1])
+        with pytest.raises(StoreError):
+            store.complete_multipart("a", upload_id, [uploaded])
+        assert keys(store) == []
+
+    def test_a_damaged_part_is_refused(self, store: Store) -> None:
+        """A bit that flips on the way must not get into the object; the part can be sent again."""
+        if self.has_no_multipart(store):
+            return
+        if self.has_no_checksums(store):
+            return
+        bodies = make_bodies(store, 2)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        with pytest.raises(ChecksumRefusedError):
+            store.upload_part("a", upload_id, parts[0], [memoryview(bodies[0])], crc32c=crc(b"other"))
+        assert keys(store) == []
+        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
+        store.complete_multipart("a", upload_id, uploaded)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_parts_with_a_gap_are_not_completed(self, store: Store) -> None:
+        """An object with a hole has the right name and the wrong bytes."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 3)
+        upload_id = store.create_multipart("a")
+        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        with pytest.raises(StoreError):
+            store.complete_multipart("a", upload_id, [uploaded[0], uploaded[2]])
+        assert keys(store) == []
+        store.abort_multipart("a", upload_id)
+
+    def test_completing_twice_does_no_harm(self, store: Store) -> None:
+        """The answer to a completion can be lost: the second try says that the upload is gone, or succeeds again."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        upload_id = store.create_multipart("a")
+        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        store.complete_multipart("a", upload_id, uploaded)
+        outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, uploaded))
+        assert outcome is None or isinstance(outcome, ObjectNotFoundError)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_a_part_that_comes_late_does_no_harm(self, store: Store) -> None:
+        """A part that was believed lost can arrive after the upload is complete, and must not change the object."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
+        store.complete_multipart("a", upload_id, uploaded)
+        outcome = capture_outcome(lambda: upload_part(store, "a", upload_id, parts[0], b"?" * len(bodies[0])))
+        assert isinstance(outcome, UploadedPart | StoreError)
+        assert keys(store) == ["a"]
+        assert content(store, "a") == b"".join(bodies)
+        store.abort_multipart("a", upload_id)
+        assert list(store.list_uploads()) == []
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_a_token_that_nobody_gave_completes_nothing_else(self, store: Store) -> None:
+        """A token names the bytes of a part; other bytes must not become the object."""
+        if self.has_no_multipart(store):
+            return
+        bodies = make_bodies(store, 2)
+        upload_id = store.create_multipart("a")
+        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        wrong = [replace(uploaded[0], token=uploaded[1].token), uploaded[1]]
+        outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, wrong))
+        if isinstance(outcome, Exception):
+            assert keys(store) == []
+            store.complete_multipart("a", upload_id, uploaded)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_an_upload_of_nothing_is_empty_or_refused(self, store: Store) -> None:
+        """Stores differ here, and no save relies on it; but the error must be a `StoreError`."""
+        if self.has_no_multipart(store):
+            return
+        for key, num_parts in (("no-parts", 0), ("one-empty-part", 1)):
+            upload_id = store.create_multipart(key)
+            outcome = capture_outcome(functools.partial(_complete_empty, store, key, upload_id, num_parts))
+            store.abort_multipart(key, upload_id)
+            assert keys(store, key) == ([] if isinstance(outcome, StoreError) else [key])
+            assert isinstance(outcome, StoreError) or content(store, key) == b""
+            assert list(store.list_uploads(key)) == []
+
+    def test_uploads_at_odd_keys_are_found(self, store: Store) -> None:
+        """An upload that a crash left under such a key must be listed, distinguished from others, and removed."""
+        if self.has_no_multipart(store):
+            return
+        body = make_bodies(store, 1)[0]
+        ids = {key: store.create_multipart(key) for key in ODD_KEYS}
+        parts = {key: upload_part(store, key, ids[key], make_parts([body])[0], body) for key in ODD_KEYS}
+        assert {info.key: info.upload_id for info in store.list_uploads()} == ids
+        for key in ODD_KEYS[::2]:
+            store.complete_multipart(key, ids[key], [parts[key]])
+            assert content(store, key) == body
+        assert {info.key for info in store.list_uploads()} == set(ODD_KEYS[1::2])
+        for key in ODD_KEYS[1::2]:
+            store.abort_multipart(key, ids[key])
+        assert list(store.list_uploads()) == []
+        assert keys(store) == sorted(ODD_KEYS[::2])
+
+    def test_unfinished_uploads_are_listed(self, store: Store) -> None:
+        """Uploads of crashed jobs can be removed only if they are listed and distinguished from running ones."""
+        if self.has_no_multipart(store):
+            return
+        ids = {key: store.create_multipart(key) for key in ("step-1/a", "step-1/b", "step-2/a b")}
+        body = make_bodies(store, 1)[0]
+        for key, upload_id in ids.items():  # some stores have nothing to list before the first part
+            upload_part(store, key, upload_id, make_parts([body])[0], body)
+        assert {info.key: info.upload_id for info in store.list_uploads()} == ids
+        assert {info.key for info in store.list_uploads("step-1/")} == {"step-1/a", "step-1/b"}
+        assert {info.key for info in store.list_uploads("step-2/a")} == {"step-2/a b"}
+        assert list(store.list_uploads("step-3/")) == []
+        for info in store.list_uploads():
+            self.check_upload_time(info)
+            store.abort_multipart(info.key, info.upload_id)
+        assert list(store.list_uploads()) == []
+
+    def check_upload_time(self, info: UploadInfo) -> None:
+        """Check the start time of an unfinished upload; garbage collection chooses uploads by age."""
+        assert info.started_at.tzinfo is not None
+        assert abs(datetime.now(tz=timezone.utc) - info.started_at) < timedelta(minutes=30)
+
+
+class PartClauses(Clauses):
+    """Part of `cloudckpt.testing.StoreContract`."""
+
+    def has_no_listed_parts(self, store: Store) -> bool:
+        """Return True if the store does not list parts, and check that it refuses the call."""
+        if store.capabilities.listed_parts != "none":
+            return False
+        with pytest.raises(UnsupportedOperationError):
+            list(store.list_parts("a", "an upload that never was"))
+        self.does_not_apply("the store does not list the parts of an upload, and refuses the call")
+        return True
+
+    def test_parts_are_listed_for_what_they_are(self, store: Store) -> None:
+        """A part that is confused with another mixes two saves in one object; an unlisted part is sent again."""
+        if self.has_no_listed_parts(store):
+            return
+        bodies = make_bodies(store, 4)
+        parts = make_parts(bodies)
+        upload_id, other = store.create_multipart("run/a b"), store.create_multipart("run/a b")
+        assert list(store.list_parts("run/a b", upload_id)) == []
+        upload_part(store, "run/a b", other, parts[1], b"?" * len(bodies[1]))
+        for index in (2, 0, 3):
+            upload_part(store, "run/a b", upload_id, parts[index], bodies[index])
+        found = list(store.list_parts("run/a b", upload_id))
+        assert sorted(part.number for part in found) == [1, 3, 4]
+        for part in found:
+            _check_is(part, bodies[part.number - 1])
+
+    def test_a_part_that_was_sent_again_is_listed_as_it_is_now(self, store: Store) -> None:
+        """Otherwise the completion would use an outdated token, and the whole object would be sent again."""
+        if self.has_no_listed_parts(store):
+            return
+        bodies = make_bodies(store, 2)
+        part = make_parts(bodies)[0]
+        upload_id = store.create_multipart("a")
+        upload_part(store, "a", upload_id, part, b"?" * len(bodies[0]))
+        last = upload_part(store, "a", upload_id, part, bodies[0])
+        assert crc(bodies[0]) == last.crc32c
+        found = [found for found in store.list_parts("a", upload_id) if _is_same_part(found, bodies[0])]
+        assert len(found) == 1
+        assert store.capabilities.listed_parts == "any_upload" or len(list(store.list_parts("a", upload_id))) == 1
+
+    def test_listed_parts_complete_the_upload(self, store: Store) -> None:
+        """A process that continues an upload knows only the listing."""
+        if self.has_no_listed_parts(store):
+            return
+        bodies = make_bodies(store, 3)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        for part, body in zip(parts[:2], bodies, strict=False):
+            upload_part(store, "a", upload_id, part, body)
+        known = _convert_parts(store.list_parts("a", upload_id), parts, bodies)
+        assert len(known) == 2
+        known.append(upload_part(store, "a", upload_id, parts[2], bodies[2]))
+        store.complete_multipart("a", upload_id, known)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_listed_parts_complete_another_upload_where_that_is_declared(self, store: Store) -> None:
+        """Only the new save may write to the key that the new save names."""
+        if self.has_no_listed_parts(store):
+            return
+        if store.capabilities.listed_parts != "any_upload":
+            self.does_not_apply("the store completes an upload with the parts of no other")
+            return
+        bodies = make_bodies(store, 3)
+        parts = make_parts(bodies)
+        old, new = store.create_multipart("data/old/@ a"), store.create_multipart("data/new/a")
+        for part, body in zip(parts, bodies, strict=True):
+            upload_part(store, "data/old/@ a", old, part, body)
+        known = _convert_parts(store.list_parts("data/old/@ a", old), parts, bodies)
+        known[1] = upload_part(store, "data/new/a", new, parts[1], bodies[1])
+        store.complete_multipart("data/new/a", new, known)
+        assert content(store, "data/new/a") == b"".join(bodies)
+        # The old upload is not changed, and can still be completed or aborted.
+        assert len(list(store.list_parts("data/old/@ a", old))) == 3
+        store.abort_multipart("data/old/@ a", old)
+        assert content(store, "data/new/a") == b"".join(bodies)
+        assert list(store.list_uploads()) == []
+
+    def test_a_part_that_was_replaced_is_not_completed_as_it_was(self, store: Store) -> None:
+        """A process that was believed dead may continue; its parts must not end up in the other's object."""
+        if self.has_no_listed_parts(store):
+            return
+        bodies = make_bodies(store, 2)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("a")
+        known = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
+        upload_part(store, "a", upload_id, parts[0], b"?" * len(bodies[0]))
+        outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, known))
+        if isinstance(outcome, StoreError):
+            with pytest.raises(ObjectNotFoundError):
+                store.head("a")
+        else:
+            assert content(store, "a") == b"".join(bodies)
+
+    def test_an_upload_that_is_over_lists_nothing(self, store: Store) -> None:
+        """A save that continues such an upload would send its parts in vain."""
+        if self.has_no_listed_parts(store):
+            return
+        bodies = make_bodies(store, 2)
+        for key, is_completed in (("completed", True), ("aborted", False)):
+            upload_id = store.create_multipart(key)
+            known = [upload_part(store, key, upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+            if is_completed:
+                store.complete_multipart(key, upload_id, known)
+            else:
+                store.abort_multipart(key, upload_id)
+            outcome = capture_outcome(functools.partial(_list_parts, store, key, upload_id))
+            assert outcome == [] or isinstance(outcome, ObjectNotFoundError)
+
+    def test_parts_of_another_process_are_listed(self, store: Store) -> None:
+        """An upload is always continued by another process."""
+        if self.has_no_listed_parts(store) or self.is_private(store):
+            return
+        bodies = make_bodies(store, 2)
+        sending = _Sending(key="a", upload_id=store.create_multipart("a"), parts=make_parts(bodies), bodies=bodies)
+        assert race_in_processes(store, _send_first, _send_second, [sending]) == [(None, None)]
+        known = _convert_parts(store.list_parts("a", sending.upload_id), sending.parts, bodies)
+        assert len(known) == 2
+        store.complete_multipart("a", sending.upload_id, known)
+        assert content(store, "a") == b"".join(bodies)
+
+    def test_more_than_a_page_of_parts(self, store: Store) -> None:
+        """Large objects have thousands of parts, and parts that are not listed are sent again."""
+        if self.has_no_listed_parts(store):
+            return
+        numbers = range(1, min(self.num_paging_keys, store.limits.max_parts) + 1)
+        upload_id = store.create_multipart("a")
+
+        def send(of_thread: Sequence[int]) -> None:
+            for number in of_thread:  # too small to be completed, and good enough to be listed
+                body = number.to_bytes(4, "big")
+                upload_part(store, "a", upload_id, Part(number=number, offset_bytes=0, size_bytes=4), body)
+
+        assert run_at_once([functools.partial(send, numbers[first::8]) for first in range(8)]) == [None] * 8
+        found = list(store.list_parts("a", upload_id))
+        assert sorted(part.number for part in found) == list(numbers)
+        for part in found:
+            _check_is(part, part.number.to_bytes(4, "big"))
+        store.abort_multipart("a", upload_id)
+
+
+def _complete_empty(store: Store, key: str, upload_id: str, num_parts: int) -> None:
+    parts = [Part(number=number, offset_bytes=0, size_bytes=0) for number in range(1, num_parts + 1)]
+    uploaded = [upload_part(store, key, upload_id, part, b"") for part in parts]
+    store.complete_multipart(key, upload_id, uploaded)
+
+
+def _list_parts(store: Store, key: str, upload_id: str) -> list[FoundPart]:
+    return list(store.list_parts(key, upload_id))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sending:
+    key: str
+    upload_id: str
+    parts: list[Part]
+    bodies: list[bytes]
+
+
+def _send_first(store: Store, sending: _Sending) -> None:
+    upload_part(store, sending.key, sending.upload_id, sending.parts[0], sending.bodies[0])
+
+
+def _send_second(store: Store, sending: _Sending) -> None:
+    upload_part(store, sending.key, sending.upload_id, sending.parts[1], sending.bodies[1])
+
+
+def _check_is(found: FoundPart, body: bytes) -> None:
+    assert found.size_bytes == len(body)
+    assert found.token
+    assert found.crc32c in (None, crc(body))
+    assert found.crc32c is not None or found.md5 is None or found.md5 == _md5(body)
+
+
+def _is_same_part(found: FoundPart, body: bytes) -> bool:
+    return found.size_bytes == len(body) and (found.crc32c == crc(body) or found.md5 == _md5(body))
+
+
+def _md5(body: bytes) -> str:
+    return hashlib.md5(body, usedforsecurity=False).hexdigest()
+
+
+def _convert_parts(found: Iterable[FoundPart], parts: Sequence[Part], bodies: Sequence[bytes]) -> list[UploadedPart]:
+    """Convert listed parts for the completion of an upload, with the checksums of the known `bodies`."""
+    listed = sorted(found, key=lambda part: part.number)
+    return [
+        UploadedPart(part=parts[part.number - 1], token=part.token, crc32c=crc(bodies[part.number - 1]))
+        for part in listed
+    ]

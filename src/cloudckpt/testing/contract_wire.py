@@ -1,0 +1,267 @@
+"""Clauses about a broken network: refusals, lost answers, silence, truncated bodies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from cloudckpt.errors import (
+    InterruptedReadError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreTimeoutError,
+    ThrottledError,
+    TransientStoreError,
+)
+from cloudckpt.stores.base import Store, UploadedPart
+from cloudckpt.testing import wire as wires
+from cloudckpt.testing.contract_base import (
+    BODY,
+    Call,
+    Clauses,
+    capture_outcome,
+    content,
+    crc,
+    keys,
+    make_bodies,
+    make_calls,
+    make_parts,
+    put,
+    read_range,
+    run_within,
+    upload_part,
+)
+from cloudckpt.testing.wire import CutAnswer, CutRequest, LoseAnswer, Reply, Rule, StallAnswer, StallRequest, Wire
+
+_SLACK_S = 10.0
+"""Additional time that a slow machine may take."""
+_REFUSALS: dict[str, tuple[Reply, ...]] = {
+    "s3": (wires.S3_SLOW_DOWN, Reply(status=503), Reply(status=429)),
+    "gs": (wires.GCS_TOO_MANY_REQUESTS, Reply(status=429)),
+}
+
+
+class WireClauses(Clauses):
+    """Part of `cloudckpt.testing.StoreContract`; these clauses need `endpoint_url` and `at`."""
+
+    short_timeout_s = 1.5
+    """Timeout of the store in the clause about silent servers."""
+
+    def test_a_throttled_call_says_so(self, store: Store) -> None:
+        """A throttled client must wait longer before it retries; a client that gives up loses a save."""
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            for refusal in _REFUSALS.get(store.uri.partition("://")[0], (Reply(status=429), Reply(status=503))):
+                wire.clear()
+                calls = _calls_that_send(store, wire, far)
+                wire.add(Rule(action=refusal, times=None))
+                outcomes = {name: capture_outcome(functools.partial(call.run, far)) for name, call in calls.items()}
+                assert {name: type(outcome) for name, outcome in outcomes.items()} == dict.fromkeys(
+                    calls, ThrottledError
+                ), (refusal, outcomes)
+                for name, outcome in outcomes.items():
+                    assert isinstance(outcome, ThrottledError)
+                    # A part that is an object of its own has a longer name.
+                    assert outcome.key.startswith(store.url(calls[name].key).rstrip("/")), name
+
+    def test_a_store_that_is_down_is_worth_another_try(self, store: Store) -> None:
+        """Servers restart and addresses change; the error must allow a retry and name the unreachable key."""
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            calls = _calls_that_send(store, wire, far)
+            with wire.refusing():
+                outcomes = {name: capture_outcome(functools.partial(call.run, far)) for name, call in calls.items()}
+            failed = {name: isinstance(outcome, TransientStoreError) for name, outcome in outcomes.items()}
+            assert failed == dict.fromkeys(calls, True), outcomes
+            again = {name: capture_outcome(functools.partial(call.run, far)) for name, call in calls.items()}
+            assert not [outcome for outcome in again.values() if isinstance(outcome, Exception)], again
+
+    def test_after_a_lost_answer_any_call_can_be_made_again(self, store: Store) -> None:
+        """The store carried the call out, but the client does not know: a retry must be allowed and must succeed."""
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            for name, call in _calls_that_send(store, wire, far).items():
+                wire.clear()
+                wire.add(Rule(action=LoseAnswer()))
+                lost = capture_outcome(functools.partial(call.run, far))
+                assert isinstance(lost, TransientStoreError), (name, lost)
+                assert not isinstance(lost, ThrottledError), (name, lost)
+                again = capture_outcome(functools.partial(call.run, far))
+                assert not isinstance(again, Exception), (name, again)
+            assert content(store, "run/kept") == content(store, "run/new") == BODY
+            assert "run/removed" not in keys(store)
+
+    def test_a_lost_answer_to_a_create_is_found_out_by_a_second_one(self, store: Store) -> None:
+        """The commit is such a call: it must neither count as failed nor be made twice."""
+        if self.has_no_create(store):
+            return
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            wire.add(Rule(action=LoseAnswer()))
+            with pytest.raises(TransientStoreError):
+                put(far, "manifest", b"ours", if_absent=True)
+            assert content(store, "manifest") == b"ours"
+            with pytest.raises(ObjectExistsError):
+                put(far, "manifest", b"ours", if_absent=True)
+            with pytest.raises(ObjectExistsError):
+                put(far, "manifest", b"theirs", if_absent=True)
+            assert content(store, "manifest") == b"ours"
+
+    def test_whichever_answer_to_a_completion_is_lost_the_object_is_whole(self, store: Store) -> None:
+        """The second try completes the upload or reports that it is gone, and an abort does not harm the object."""
+        if self.has_no_multipart(store):
+            return
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            num_answers = 0
+            while self._complete_with_lost_answer(num_answers, wire, store, far):
+                num_answers += 1
+            assert num_answers > 0
+
+    def _complete_with_lost_answer(self, skip: int, wire: wires.Wire, store: Store, far: Store) -> bool:
+        key = f"object-{skip}"
+        bodies = make_bodies(store, 3)
+        upload_id = store.create_multipart(key)
+        done: list[UploadedPart] = [
+            upload_part(store, key, upload_id, part, body)
+            for part, body in zip(make_parts(bodies), bodies, strict=True)
+        ]
+        wire.clear()
+        wire.add(Rule(action=LoseAnswer(), skip=skip))
+        num_before = wire.num_acted
+        first = capture_outcome(lambda: far.complete_multipart(key, upload_id, done))
+        has_lost = wire.num_acted > num_before
+        if first is not None:
+            assert isinstance(first, TransientStoreError), first
+            second = capture_outcome(lambda: far.complete_multipart(key, upload_id, done))
+            assert second is None or isinstance(second, ObjectNotFoundError), second
+        assert content(store, key) == b"".join(bodies)
+        store.abort_multipart(key, upload_id)
+        assert content(store, key) == b"".join(bodies)
+        assert keys(store, key) == [key]
+        assert list(store.list_uploads(key)) == []
+        return has_lost
+
+    def test_a_broken_upload_writes_nothing(self, store: Store) -> None:
+        """Half of a body must never become an object: the old object remains until the second try."""
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            put(store, "a", b"old")
+            body = BODY * 64
+            for after_bytes in (0, len(body) // 2, len(body)):
+                for key in ("a", "new"):
+                    wire.add(Rule(action=CutRequest(after_bytes=after_bytes)))
+                    with pytest.raises(TransientStoreError):
+                        put(far, key, body)
+                assert keys(store) == ["a"]
+                assert content(store, "a") == b"old"
+            put(far, "a", body)
+            assert content(store, "a") == body
+
+    def test_a_broken_part_is_no_part(self, store: Store) -> None:
+        """The part is sent again; half of it must not end up in the object."""
+        if self.has_no_multipart(store):
+            return
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            bodies = make_bodies(store, 2)
+            parts = make_parts(bodies)
+            upload_id = store.create_multipart("a")
+            wire.add(Rule(action=CutRequest(after_bytes=len(bodies[0]) // 2)))
+            with pytest.raises(TransientStoreError):
+                upload_part(far, "a", upload_id, parts[0], bodies[0])
+            done = [upload_part(far, "a", upload_id, part, body) for part, body in zip(parts, bodies, strict=True)]
+            store.complete_multipart("a", upload_id, done)
+            assert content(store, "a") == b"".join(bodies)
+
+    @pytest.mark.parametrize("reset", [False, True], ids=["closed", "reset"])
+    def test_a_broken_answer_says_how_far_it_came(self, store: Store, *, reset: bool) -> None:
+        """A read resumes at the byte reached: a wrong count leaves a hole in the weights, or doubles some."""
+        with self.open_wire(store) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            put(store, "a", BODY)
+            for after_bytes in (0, 1, 1500, len(BODY)):
+                target = bytearray(b"\xee" * len(BODY))
+                views = [memoryview(target)[:1000], memoryview(target)[1000:]]
+                wire.add(Rule(action=CutAnswer(after_bytes=after_bytes, reset=reset)))
+                received = self._count_bytes_before_interruption(far, views)
+                assert received <= min(after_bytes, len(BODY) - 1)
+                assert target[:received] == BODY[:received]
+                assert reset or received == min(after_bytes, len(BODY) - 1)
+                far.read_into("a", received, [memoryview(target)[received:]])
+                assert target == BODY
+                wire.add(Rule(action=CutAnswer(after_bytes=after_bytes, reset=reset)))
+                with pytest.raises(TransientStoreError):
+                    content(far, "a")
+
+    @staticmethod
+    def _count_bytes_before_interruption(far: Store, views: list[memoryview]) -> int:
+        with pytest.raises(TransientStoreError) as caught:
+            far.read_into("a", 0, views)
+        error = caught.value
+        if isinstance(error, InterruptedReadError):
+            return error.received_bytes
+        return 0  # nothing was received, so any other transient error is right too
+
+    @pytest.mark.parametrize(
+        "action",
+        [
+            pytest.param(None, id="connect"),
+            pytest.param(StallRequest(), id="request"),
+            pytest.param(StallAnswer(), id="answer"),
+            pytest.param(StallAnswer(after_bytes=1000), id="body"),
+        ],
+    )
+    def test_silence_ends_in_time(self, store: Store, action: StallRequest | StallAnswer | None) -> None:
+        """A rank that waits for ever blocks all others: a silent server may cost `timeout_s`, and no more."""
+        with self.open_wire(store, timeout_s=self.short_timeout_s) as pair:
+            if pair is None:
+                return
+            wire, far = pair
+            body = bytes(16 << 20)  # more than any socket buffers
+            put(store, "a", BODY)
+            tasks: list[Callable[[], object]] = [
+                lambda: far.put("b", [memoryview(body)], crc32c=crc(body)),
+                lambda: read_range(far, "a", 0, len(BODY)),
+                lambda: keys(far),
+            ]
+            if action is not None:
+                wire.add(Rule(action=action, times=None))
+            most_s = 2 * self.short_timeout_s + _SLACK_S
+            with wire.deaf() if action is None else contextlib.nullcontext():
+                outcomes = run_within(most_s, tasks)
+            if isinstance(action, StallAnswer) and action.after_bytes is not None:
+                outcomes = outcomes[1:2]  # the answers to the other calls have no such body
+            for outcome in outcomes:
+                assert isinstance(outcome, StoreTimeoutError | InterruptedReadError), outcomes
+
+
+def _calls_that_send(store: Store, wire: Wire, far: Store) -> dict[str, Call]:
+    """Return the calls of `make_calls` that send requests; some stores begin an upload without one."""
+    calls = dict(make_calls(store))
+    if "create_multipart" in calls:
+        num_before = len(wire.requests)
+        upload_id = far.create_multipart("run/asked-for")
+        if len(wire.requests) == num_before:
+            del calls["create_multipart"]
+        store.abort_multipart("run/asked-for", upload_id)
+    return calls

@@ -1,0 +1,426 @@
+"""Clauses about putting, copying and deleting objects."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+from typing import TypeVar
+
+import pytest
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ChecksumRefusedError,
+    CredentialsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.stores.base import Store, UploadedPart
+from cloudckpt.testing.contract_base import (
+    ODD_KEYS,
+    WAIT_S,
+    Clauses,
+    capture_outcome,
+    content,
+    crc,
+    keys,
+    make_bodies,
+    make_calls,
+    make_parts,
+    put,
+    run_at_once,
+    upload_part,
+)
+
+
+class WriteClauses(Clauses):
+    """Part of `cloudckpt.testing.StoreContract`."""
+
+    def test_what_was_put_can_be_read_at_once(self, store: Store) -> None:
+        """Without read-after-write a rank cannot check its objects, nor a coordinator its manifest."""
+        put(store, "a/b", b"first")
+        assert content(store, "a/b") == b"first"
+        assert store.head("a/b").size_bytes == 5
+
+    def test_a_put_replaces_the_object_whole(self, store: Store) -> None:
+        """A shorter object over a longer one that kept its tail would be neither of the two."""
+        put(store, "a", b"a long first body")
+        put(store, "a", b"short")
+        assert content(store, "a") == b"short"
+
+    def test_a_version_changes_with_each_write(self, store: Store) -> None:
+        """An import of files that are replaced meanwhile, at the same size within a second, would mix two models."""
+        put(store, "a", b"1")
+        first = store.head("a")
+        assert store.head("a").is_same_write(first)
+        assert [info.version for info in store.list()] in ([first.version], [""])
+        versions = set()
+        for number in range(1000):  # a file system's clock may need some tries to move on
+            put(store, "a", b"%d" % (2 + number % 8))
+            versions.add(store.head("a").version)
+            if versions - {first.version}:
+                break
+        assert versions - {first.version} or versions == {""}
+
+    def test_an_overwritten_object_is_one_object(self, store: Store) -> None:
+        """A store that keeps versions must show the last, once, and no older one when it is removed."""
+        for size in (3, 1, 2):
+            put(store, "a", b"x" * size)
+            assert [(info.key, info.size_bytes) for info in store.list()] == [("a", size)]
+        store.delete(["a"])
+        assert keys(store) == []
+        with pytest.raises(ObjectNotFoundError):
+            content(store, "a")
+
+    def test_a_body_of_many_views_is_put_in_their_order(self, store: Store) -> None:
+        """Tensors are sent from where they lie; empty ones and slices of larger ones are among them."""
+        memory = memoryview(bytes(range(256)))
+        views = [memory[10:20], memory[:0], memory[200:], memory[3:4], memoryview(bytearray(b"own"))]
+        body = b"".join(views)
+        store.put("scattered", views, crc32c=crc(body))
+        assert content(store, "scattered") == body
+
+    def test_a_body_of_thousands_of_views_is_put(self, store: Store) -> None:
+        """A layer of many small tensors must not run into the operating system's limit on scattered writes."""
+        body = bytes(index % 251 for index in range(5000))
+        store.put("many", [memoryview(body)[index : index + 1] for index in range(5000)], crc32c=crc(body))
+        assert content(store, "many") == body
+
+    def test_an_empty_object_is_an_object(self, store: Store) -> None:
+        """A rank without tensors writes nothing more than that, and it must be found."""
+        store.put("empty", [], crc32c=0)
+        assert store.head("empty").size_bytes == 0
+        assert content(store, "empty") == b""
+        assert keys(store) == ["empty"]
+
+    def test_memory_may_be_reused_after_a_put(self, store: Store) -> None:
+        """Staging buffers are filled anew as soon as the call returns: a store that keeps the views would store later
+        bytes.
+        """
+        buffer = bytearray(b"before")
+        store.put("kept", [memoryview(buffer)], crc32c=crc(b"before"))
+        buffer[:] = b"after!"
+        assert content(store, "kept") == b"before"
+
+    @pytest.mark.parametrize("key", ODD_KEYS)
+    def test_odd_keys_work_everywhere(self, store: Store, key: str) -> None:
+        """A key that is escaped in one call and not in another makes objects that cannot be found or removed."""
+        put(store, key, b"body")
+        assert content(store, key) == b"body"
+        assert store.head(key).key == key
+        assert keys(store) == [key]
+        assert keys(store, key[:-1]) == [key]
+        store.delete([key])
+        assert keys(store) == []
+
+    @pytest.mark.parametrize("key", ["", "/absolute", "../out", "a/../../out", "a//b", "a/./b", "a/", "a\0b"])
+    def test_keys_that_could_leave_the_root_are_refused(self, store: Store, key: str) -> None:
+        """A manifest from a stranger must not make us read or write beyond the checkpoint."""
+        with pytest.raises(StoreError):
+            put(store, key, b"body")
+        with pytest.raises(StoreError):
+            content(store, key)
+
+    def test_the_wrong_checksum_is_refused(self, store: Store) -> None:
+        """Bytes that changed between checksum and store would be saved as if they were right."""
+        put(store, "old", b"old")
+        if self.has_no_checksums(store):
+            return
+        for key in ("old", "new"):
+            with pytest.raises(ChecksumRefusedError):
+                store.put(key, [memoryview(b"body")], crc32c=crc(b"other"))
+        assert keys(store) == ["old"]
+        assert content(store, "old") == b"old"
+
+    def test_create_if_absent_refuses_what_exists(self, store: Store) -> None:
+        """The commit is such a call: without it one job overwrites another's checkpoint."""
+        if self.has_no_create(store):
+            return
+        put(store, "manifest", b"theirs", if_absent=True)
+        with pytest.raises(ObjectExistsError) as caught:
+            put(store, "manifest", b"ours", if_absent=True)
+        assert caught.value.key == store.url("manifest")
+        assert content(store, "manifest") == b"theirs"
+
+    def test_create_if_absent_after_a_delete_succeeds(self, store: Store) -> None:
+        """A checkpoint that was removed leaves its name free."""
+        if self.has_no_create(store):
+            return
+        put(store, "manifest", b"one", if_absent=True)
+        store.delete(["manifest"])
+        put(store, "manifest", b"two", if_absent=True)
+        assert content(store, "manifest") == b"two"
+
+    def test_a_lost_answer_can_be_found_out(self, store: Store) -> None:
+        """If the answer to a commit is lost, a second try is refused, and reading back tells whose bytes lie there."""
+        if self.has_no_create(store):
+            return
+        put(store, "manifest", b"ours", if_absent=True)
+        with pytest.raises(ObjectExistsError):
+            put(store, "manifest", b"ours", if_absent=True)
+        assert content(store, "manifest") == b"ours"
+
+    def test_of_many_threads_exactly_one_creates(self, store: Store) -> None:
+        """Two that both believe they committed is the worst that can happen."""
+        if self.has_no_create(store):
+            return
+        for round_ in range(self.num_racing_rounds):
+            key = f"race/{round_}"
+            bodies = [f"writer {writer}".encode() * 100 for writer in range(8)]
+            results = run_at_once([functools.partial(put, store, key, body, if_absent=True) for body in bodies])
+            winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
+            # Over a network an answer can be lost or refused, and the winner not know that it won.
+            unknown = [b for b, result in zip(bodies, results, strict=True) if isinstance(result, TransientStoreError)]
+            expected = (type(None), ObjectExistsError, TransientStoreError)
+            assert all(isinstance(result, expected) for result in results), results
+            assert len(winners) == 1 or (not winners and unknown), results
+            assert content(store, key) in (winners or unknown)
+
+    def test_of_two_processes_exactly_one_creates(self, store: Store) -> None:
+        """Ranks and jobs are processes: a lock in one of them is no condition."""
+        if self.has_no_create(store) or self.is_private(store):
+            return
+        racing = [f"race/{number}" for number in range(6 * self.num_racing_rounds)]
+        bodies = (b"one", b"two")
+        first, second = (functools.partial(_create, body=body) for body in bodies)
+        outcomes = race_in_processes(store, first, second, racing)
+        for key, outcome in zip(racing, outcomes, strict=True):
+            assert sum(error is None for error in outcome) == 1, (key, outcome)
+            # S3 may refuse a create as "conflicting", and asks for another try.
+            losers = [error for error in outcome if error is not None]
+            assert all(isinstance(error, ObjectExistsError | TransientStoreError) for error in losers), (key, outcome)
+            assert content(store, key) == bodies[outcome.index(None)]
+
+    def test_a_pickled_store_sees_the_same_objects(self, store: Store) -> None:
+        """Writers are pickled to the process that saves in the background."""
+        put(store, "a", b"body")
+        twin: Store = pickle.loads(pickle.dumps(store))
+        assert twin.uri == store.uri
+        assert content(twin, "a") == b"body"
+        assert twin.capabilities == store.capabilities
+
+    def test_deleting_twice_is_no_error(self, store: Store) -> None:
+        """Clean-ups are tried again, and several ranks may do the same."""
+        put(store, "a/b", b"body")
+        store.delete(["a/b", "never/was"])
+        store.delete(["a/b"])
+        store.delete([])
+        assert keys(store) == []
+        with pytest.raises(ObjectNotFoundError):
+            store.head("a/b")
+
+    def test_a_delete_removes_nothing_but_the_keys_given(self, store: Store) -> None:
+        """Neighbours whose names begin alike belong to other checkpoints."""
+        for key in ("step-1/x", "step-10/x", "step-1x"):
+            put(store, key, b"body")
+        store.delete(iter(["step-1/x", "step-1"]))
+        assert keys(store) == ["step-10/x", "step-1x"]
+
+    def test_deletes_keep_their_order(self, store: Store) -> None:
+        """A checkpoint's manifest is deleted first: a reader that sees the manifest must be able to read the data."""
+        # The keys between them give the watcher time to see a wrong order.
+        doomed = ["manifest", *(f"between/{number:02}/x" for number in range(14)), "data/0"]
+        for key in doomed:
+            put(store, key, b"body")
+        done = threading.Event()
+        seen: list[str] = []
+
+        def watch() -> None:
+            while not done.is_set() and not seen:
+                if not _exists(store, "data/0") and _exists(store, "manifest"):
+                    seen.append("the manifest outlived its data")
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            store.delete(_iterate(doomed))
+        finally:
+            done.set()
+            watcher.join(WAIT_S)
+        assert not seen
+        assert keys(store) == []
+
+    def test_a_copy_by_the_service_says_what_it_copied(self, store: Store) -> None:
+        """The reported checksum is compared with the saved one; if they agree, the copy is not read again."""
+        body = bytes(range(256)) * 33
+        put(store, "a/source", body)
+        try:
+            said = store.copy_from(store.url("a/source"), "b/target")
+        except UnsupportedOperationError:
+            assert keys(store) == ["a/source"]
+            self.does_not_apply("the store has no copies by the service from other stores, and refuses the call")
+            return
+        assert content(store, "b/target") == content(store, "a/source") == body
+        # A store that does not verify checksums may report wrong ones; the copy is then read and verified.
+        assert said in {None, crc(body)} or not store.probe().verifies_crc32c
+        with pytest.raises(ObjectNotFoundError):
+            store.copy_from(store.url("missing"), "c/target")
+        assert keys(store) == ["a/source", "b/target"]
+
+
+def _create(store: Store, key: str, body: bytes) -> None:
+    put(store, key, body, if_absent=True)
+
+
+def _exists(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _iterate(items: list[str]) -> Iterator[str]:
+    yield from items
+
+
+Round = TypeVar("Round")
+
+_barrier: Barrier | None = None
+
+
+def race_in_processes(
+    store: Store,
+    first: Callable[[Store, Round], None],
+    second: Callable[[Store, Round], None],
+    rounds: Sequence[Round],
+) -> list[tuple[StoreError | None, StoreError | None]]:
+    """Run `first` in one process and `second` in another, together for each of `rounds`; return their errors in order.
+
+    Functions and rounds must be picklable.
+    """
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(2)
+    with ProcessPoolExecutor(2, mp_context=context, initializer=_keep_barrier, initargs=(barrier,)) as pool:
+        futures = [pool.submit(_run, pickle.dumps(store), function, rounds) for function in (first, second)]
+        outcomes = [future.result(WAIT_S) for future in futures]
+    return list(zip(*outcomes, strict=True))
+
+
+def _keep_barrier(barrier: Barrier) -> None:
+    global _barrier  # noqa: PLW0603  # a barrier cannot be pickled into a task, only inherited
+    _barrier = barrier
+
+
+def _run(
+    pickled_store: bytes, function: Callable[[Store, Round], None], rounds: Sequence[Round]
+) -> list[StoreError | None]:
+    if _barrier is None:
+        raise RuntimeError("the pool's initializer did not run")
+    store: Store = pickle.loads(pickled_store)
+    outcomes: list[StoreError | None] = []
+    try:
+        for round_ in rounds:
+            _barrier.wait(WAIT_S)
+            try:
+                function(store, round_)
+            except StoreError as error:
+                outcomes.append(error)
+            else:
+                outcomes.append(None)
+    except BaseException:
+        _barrier.abort()  # the other process need not wait
+        raise
+    return outcomes
+
+
+class RaceClauses(Clauses):
+    """Part of `cloudckpt.testing.StoreContract`."""
+
+    def test_a_create_never_replaces_what_was_just_completed(self, store: Store) -> None:
+        """An object can be created by a put or by a completion, and the condition must hold against both.
+
+        A completion is unconditional, so it always wins.
+        """
+        if self.has_no_create(store) or self.has_no_multipart(store):
+            return
+        rounds = [self._upload_part(store, f"race/threads/{number}") for number in range(self.num_racing_rounds)]
+        outcomes = [
+            run_at_once([functools.partial(_complete, store, done), functools.partial(_create_at_once, store, done)])
+            for done in rounds
+        ]
+        if self.shared_between_processes:
+            more = [self._upload_part(store, f"race/processes/{number}") for number in range(self.num_racing_rounds)]
+            outcomes += [list(pair) for pair in race_in_processes(store, _complete, _create_at_once, more)]
+            rounds += more
+        for done, (completed, created) in zip(rounds, outcomes, strict=True):
+            assert completed is None, (done.key, completed)
+            # S3 may refuse a create as "conflicting", and asks for another try.
+            assert created is None or isinstance(created, ObjectExistsError | TransientStoreError), (done.key, created)
+            assert content(store, done.key) == done.body, done.key
+
+    @staticmethod
+    def _upload_part(store: Store, key: str) -> _Uploaded:
+        body = make_bodies(store, 1)[0]
+        upload_id = store.create_multipart(key)
+        part = upload_part(store, key, upload_id, make_parts([body])[0], body)
+        return _Uploaded(key=key, upload_id=upload_id, part=part, body=body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Uploaded:
+    key: str
+    upload_id: str
+    part: UploadedPart
+    body: bytes
+
+
+def _create_at_once(store: Store, done: _Uploaded) -> None:
+    put(store, done.key, b"created", if_absent=True)
+
+
+def _complete(store: Store, done: _Uploaded) -> None:
+    try:
+        store.complete_multipart(done.key, done.upload_id, [done.part])
+    except TransientStoreError:  # a busy store may refuse once
+        store.complete_multipart(done.key, done.upload_id, [done.part])
+
+
+# The credentials may allow reading, and some stores begin an upload without a request.
+_MAY_SUCCEED = ("create_multipart", "head", "list", "list_directories", "list_uploads", "read", "read_into")
+
+
+class DeniedClauses(Clauses):
+    """Part of `cloudckpt.testing.StoreContract`. They need `denied`."""
+
+    def test_a_denied_call_says_so(self, store: Store) -> None:
+        """A retry does not help: the error must name the operation and the key that are not allowed."""
+        denied = self.denied(store)
+        if denied is None:
+            self.does_not_apply("nobody is denied anything here")
+            return
+        calls = make_calls(store)
+        before = {key: content(store, key) for key in keys(store)}
+        outcomes = {name: capture_outcome(functools.partial(call.run, denied)) for name, call in calls.items()}
+        refused = {
+            name: outcome
+            for name, outcome in outcomes.items()
+            if name not in _MAY_SUCCEED or isinstance(outcome, Exception)
+        }
+        for name, outcome in refused.items():
+            assert isinstance(outcome, AccessDeniedError | CredentialsError), (name, outcome)
+            url = store.url(calls[name].key).rstrip("/")
+            assert outcome.key.startswith(url), name
+            assert url in str(outcome), name
+        assert {key: content(store, key) for key in keys(store)} == before
+
+    def test_a_denied_create_is_no_lost_race(self, store: Store) -> None:
+        """Confused with "exists already", it would send the user to a checkpoint that does not exist."""
+        denied = self.denied(store)
+        if denied is None:
+            self.does_not_apply("nobody is denied anything here")
+            return
+        if self.has_no_create(store):
+            return
+        outcome = capture_outcome(lambda: put(denied, "manifest", b"body", if_absent=True))
+        assert isinstance(outcome, AccessDeniedError | CredentialsError), outcome
+        assert "manifest" not in keys(store)

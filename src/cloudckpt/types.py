@@ -1,0 +1,69 @@
+"""The classes of what calls take and return, for annotations and ``isinstance``."""
+
+from typing import TYPE_CHECKING
+
+from cloudckpt._lazy import lazy_names
+from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
+
+if TYPE_CHECKING:
+    from cloudckpt.background.handle import AsyncSave
+    from cloudckpt.commit.reports import Garbage, GarbageReport, KeptObject
+    from cloudckpt.convert.reports import ConversionReport, CopyReport
+    from cloudckpt.dcp.protocol import SavedMetadata
+    from cloudckpt.inspect.catalog import CheckpointInfo
+    from cloudckpt.inspect.comparison import Comparison, Difference
+    from cloudckpt.inspect.description import (
+        CheckpointDescription,
+        ObjectDescription,
+        TensorDescription,
+        ValueDescription,
+    )
+    from cloudckpt.manager.preemption import Preemption, PreemptionReport
+    from cloudckpt.manager.restore import Restored
+    from cloudckpt.manager.retention import RetentionReport
+    from cloudckpt.manager.retention_policy import StepInfo
+
+__all__ = [
+    "AsyncSave",
+    "CheckpointDescription",
+    "CheckpointInfo",
+    "Comparison",
+    "ConversionReport",
+    "CopyReport",
+    "Difference",
+    "Event",
+    "Garbage",
+    "GarbageReport",
+    "KeptObject",
+    "LoadReport",
+    "ObjectDescription",
+    "Preemption",
+    "PreemptionReport",
+    "Restored",
+    "RetentionReport",
+    "SaveProgress",
+    "SaveReport",
+    "SavedMetadata",
+    "SkippedCheckpoint",
+    "StepInfo",
+    "TensorDescription",
+    "ValueDescription",
+    "VerifyReport",
+]
+
+_LAZY = {
+    "cloudckpt.background.handle": "AsyncSave",
+    "cloudckpt.commit.reports": "Garbage GarbageReport KeptObject",
+    "cloudckpt.convert.reports": "ConversionReport CopyReport",
+    "cloudckpt.dcp.protocol": "SavedMetadata",
+    "cloudckpt.inspect.catalog": "CheckpointInfo",
+    "cloudckpt.inspect.comparison": "Comparison Difference",
+    "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription",
+    "cloudckpt.manager.preemption": "Preemption PreemptionReport",
+    "cloudckpt.manager.restore": "Restored",
+    "cloudckpt.manager.retention": "RetentionReport",
+    "cloudckpt.manager.retention_policy": "StepInfo",
+}
+
+if not TYPE_CHECKING:  # a type checker would take it that every name exists
+    __getattr__, __dir__ = lazy_names(__name__, _LAZY)

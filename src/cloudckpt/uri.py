@@ -1,0 +1,294 @@
+"""Parse the URIs and paths of checkpoints.
+
+`pathlib.Path` turns ``s3://bucket`` into ``s3:/bucket``: such a mangled path is recognised and refused. A URI is taken
+literally, as S3 and fsspec do: ``%20`` is three characters. No message repeats a password or a signature.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+from dataclasses import dataclass
+
+from cloudckpt.errors import InvalidURIError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
+_SCHEME_OF_ANY = re.compile(r"([^/:]*)(:/{1,2}|)(.*)", re.DOTALL)
+_COLON = re.compile(r":|%3a", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_ALIASES = {"gcs": "gs", "local": "file", "s3a": "s3"}
+_OWN_SCHEMES = ("s3", "gs", "file", "memory")
+_BUCKET_SCHEMES = ("s3", "gs")
+# Layers over another file system: a cache may serve stale manifests, an archive cannot take objects one by one.
+_LAYERS = frozenset(
+    {
+        "async_wrapper",
+        "asynclocal",
+        "asyncwrapper",
+        "blockcache",
+        "cached",
+        "data",
+        "dir",
+        "filecache",
+        "generic",
+        "libarchive",
+        "reference",
+        "simplecache",
+        "tar",
+        "zip",
+    }
+)
+_BUCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{1,61}[A-Za-z0-9]")
+_GCS_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9._\-]{1,220}[a-z0-9]")
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html, and the Outposts form of it
+_ARN = re.compile(
+    r"arn:aws[a-z\-]*:s3[a-z\-]*:[a-z0-9\-]*:[0-9]{12}:(?:outpost[:/][A-Za-z0-9\-]+[:/])?accesspoint[:/][A-Za-z0-9.\-]+"
+)
+# S3 and GCS take keys of 1024 bytes; what is left is for the longest key inside a checkpoint.
+_MAX_PREFIX_BYTES = 900
+
+_MANGLED_ADVICE = "lacks a slash after its scheme, as a URI does that went through pathlib.Path; pass the URI itself"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """A place for a checkpoint, or for a folder of them.
+
+    For files `authority` is empty and `path` absolute; elsewhere `path` is a key prefix with no slash at its ends.
+    """
+
+    scheme: str
+    authority: str
+    """The bucket; the name of a memory store; the host of another file system."""
+    path: str
+
+    @property
+    def uri(self) -> str:
+        """The normal form of this location: an absolute path for files, a URI otherwise."""
+        if self.scheme == "file":
+            return self.path
+        return f"{self.scheme}://{self.authority}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def name(self) -> str:
+        """The last segment; empty for a bucket as a whole."""
+        return self.path.rpartition("/")[2]
+
+    def child(self, relative: str) -> Location:
+        """The location `relative` (one segment or several) below this one."""
+        problem = _segments_problem(relative) if relative else "it is empty"
+        if problem:
+            raise InvalidURIError(f"{relative!r} cannot be a name under {self.uri}: {problem}.")
+        path = f"{self.path.rstrip('/')}/{relative}" if self.path else relative
+        return Location(scheme=self.scheme, authority=self.authority, path=path)
+
+    def __str__(self) -> str:
+        return self.uri
+
+
+def parse_location(location: str | os.PathLike[str] | Location) -> Location:
+    """Parse a URI or a path. A relative path is made absolute, so that a later ``chdir`` changes nothing.
+
+    A leading ``~`` is the home directory. Raises `InvalidURIError` if `location` cannot name a checkpoint.
+    """
+    if isinstance(location, Location):
+        return location
+    try:
+        text = os.fspath(location)
+    except TypeError as error:
+        raise InvalidURIError(f"A checkpoint's location is a str or a path, not {type(location).__name__}.") from error
+    text = os.fsdecode(text)
+    if not text.strip():
+        raise InvalidURIError(
+            "The checkpoint's location is empty. Pass a URI such as 's3://bucket/run/step-1', or a path."
+        )
+    if _CONTROL.search(text):
+        raise InvalidURIError(f"The location {redacted(text)!r} contains a control character.")
+    match = _SCHEME.match(text)
+    if match:
+        return _parse_uri(text, scheme=match[1].lower(), rest=text[match.end() :])
+    if "://" in text:
+        raise InvalidURIError(
+            f"{redacted(text)!r} does not begin with a scheme such as 's3://'. Chained fsspec URIs "
+            f"('simplecache::s3://…') are not accepted either, because a cache could serve a stale manifest."
+        )
+    return _parse_path(text)
+
+
+def is_remote_uri(location: object) -> bool:
+    """Return True for a str of the form ``scheme://…`` with a known scheme."""
+    match = _SCHEME.match(location) if isinstance(location, str) else None
+    return match is not None and match[1].lower() in known_schemes()
+
+
+def is_valid_location(location: object) -> bool:
+    """Return True if `parse_location` accepts `location`. The store and its package need not exist."""
+    try:
+        parse_location(location)  # type: ignore[arg-type]  # the function is for values of any type
+    except InvalidURIError:
+        return False
+    return True
+
+
+def mangled_uri_scheme(location: object) -> str | None:
+    """Return the scheme if `location` is a URI of which `pathlib.Path` has removed a slash."""
+    if not isinstance(location, (str, os.PathLike)):
+        return None
+    text = os.fsdecode(os.fspath(location))
+    if "://" in text:
+        return None
+    for segment in text.split("/"):
+        if segment.endswith(":") and segment[:-1].lower() in known_schemes():
+            return segment[:-1].lower()
+    return None
+
+
+@functools.cache
+def known_schemes() -> frozenset[str]:
+    """Return all schemes that can name a checkpoint: cloudckpt's own and fsspec's, installed or not."""
+    import fsspec  # noqa: PLC0415  # plain paths and S3 do not need it
+
+    protocols: list[str] = fsspec.available_protocols()
+    return frozenset([*_OWN_SCHEMES, *_ALIASES, *protocols]) - _LAYERS
+
+
+def _parse_uri(text: str, *, scheme: str, rest: str) -> Location:
+    shown = redacted(text)
+    if scheme not in known_schemes():
+        raise InvalidURIError(_unknown_scheme_message(shown, scheme))
+    scheme = _ALIASES.get(scheme, scheme)
+    if scheme == "file":
+        return _parse_file_uri(shown, rest)
+    if "::" in rest and "://" in rest:
+        raise InvalidURIError(f"{shown!r} chains several file systems; pass the URI of the one that holds the objects.")
+    authority, path = _split_authority(scheme, rest)
+    user, at, _ = authority.rpartition("@")
+    if at and (scheme in _OWN_SCHEMES or _COLON.search(user)):
+        raise InvalidURIError(
+            f"{shown!r} carries credentials. URIs end up in logs: leave them out, and configure the client or pass "
+            f"storage options."
+        )
+    problem = _authority_problem(scheme, authority) or _path_problem(scheme, path)
+    if problem:
+        raise InvalidURIError(f"{shown!r} cannot name a checkpoint: {problem}.")
+    return Location(scheme=scheme, authority=authority, path=path.removesuffix("/"))
+
+
+def _parse_file_uri(shown: str, rest: str) -> Location:
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise InvalidURIError(
+            f"{shown!r} has {host!r} where the host belongs. A file URI has three slashes, 'file:///absolute/path'; "
+            f"write a relative path plainly, without 'file://'."
+        )
+    return _parse_path("/" + path)
+
+
+def _parse_path(text: str) -> Location:
+    scheme = mangled_uri_scheme(text)
+    if scheme or text.startswith("file:"):
+        raise InvalidURIError(f"{redacted(text)!r} {_MANGLED_ADVICE}: '{scheme or 'file'}://…'.")
+    if text.startswith("~"):
+        expanded = os.path.expanduser(text)  # noqa: PTH111  # Path would also rewrite the rest
+        if expanded == text:
+            raise InvalidURIError(
+                f"{text!r} begins with a home directory that is not known here; write the absolute path."
+            )
+        text = expanded
+    try:
+        segments = os.path.join(os.getcwd(), text).split("/")  # noqa: PTH109, PTH118
+    except FileNotFoundError as error:
+        raise InvalidURIError(
+            f"The path {text!r} is relative, and the current directory was removed. Pass an absolute path."
+        ) from error
+    segments = [segment for segment in segments if segment not in ("", ".")]
+    if ".." in segments:
+        # Behind a symbolic link ".." is not the directory one to the left, so ask the kernel.
+        end = len(segments) - segments[::-1].index("..")
+        return Location(
+            scheme="file",
+            authority="",
+            path="/".join([os.path.realpath("/" + "/".join(segments[:end])).rstrip("/"), *segments[end:]]) or "/",
+        )
+    return Location(scheme="file", authority="", path="/" + "/".join(segments))
+
+
+def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
+    arn = _ARN.match(rest) if scheme == "s3" else None
+    if arn and rest[arn.end() : arn.end() + 1] in ("", "/"):
+        return arn[0], rest[arn.end() + 1 :]
+    authority, _, path = rest.partition("/")
+    return authority, path
+
+
+def _authority_problem(scheme: str, authority: str) -> str | None:
+    if scheme in _BUCKET_SCHEMES:
+        if not authority:
+            return f"the bucket's name is missing ('{scheme}://bucket/prefix')"
+        name = _BUCKET_NAME if scheme == "s3" else _GCS_BUCKET_NAME
+        if not (name.fullmatch(authority) or (scheme == "s3" and _ARN.fullmatch(authority))):
+            return (
+                "its bucket has a name that no bucket can have (3 to 63 letters, digits, '.', '_' or '-', "
+                "with a letter or digit at both ends; on S3 also an access point's ARN)"
+            )
+    elif scheme == "memory" and not authority:
+        return "the store's name is missing ('memory://name/prefix')"
+    if any(character in authority for character in "?#\\"):
+        return "its host contains '?', '#' or '\\'"
+    _, colon, port = authority.rpartition("@")[2].rpartition(":")
+    if scheme not in _OWN_SCHEMES and colon and not authority.endswith("]") and not port.isdigit():
+        return "what follows ':' in its host is not a port number"
+    return None
+
+
+def _path_problem(scheme: str, path: str) -> str | None:
+    trimmed = path.removesuffix("/")
+    if "?" in path or "#" in path:
+        # Legal in keys, but half of all tools cut a URI there: two checkpoints would become one.
+        return "'?' and '#' are not accepted, because many tools take what follows as a query or fragment"
+    if scheme in _BUCKET_SCHEMES and len(trimmed.encode("utf-8", "surrogatepass")) > _MAX_PREFIX_BYTES:
+        return f"its prefix is longer than {_MAX_PREFIX_BYTES} bytes, so that the keys under it would be too long"
+    return _segments_problem(trimmed) if trimmed or path else None
+
+
+def _segments_problem(path: str) -> str | None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    segments = path.split("/")
+    if "" in segments:
+        return "it has an empty segment (two slashes in a row)"
+    if "." in segments or ".." in segments:
+        return "'.' and '..' mean nothing in an object's key"
+    return None
+
+
+def _unknown_scheme_message(shown: str, scheme: str) -> str:
+    if scheme in _LAYERS:
+        return (
+            f"{shown!r}: {scheme!r} is a layer over another file system, which could serve stale bytes; "
+            f"pass the URI of what lies below."
+        )
+    likely = difflib.get_close_matches(scheme, _OWN_SCHEMES, n=1, cutoff=0.5) or difflib.get_close_matches(
+        scheme, sorted(known_schemes()), n=1, cutoff=0.5
+    )
+    hint = f" Did you mean '{likely[0]}://'?" if likely else ""
+    return (
+        f"{shown!r} has the unknown scheme {scheme!r}.{hint} Known are s3, gs, file, memory, plain paths, "
+        f"and the protocols of fsspec."
+    )
+
+
+def redacted(location: object) -> str:
+    """Return the text of a location without credentials (``user:password@``) and query (``?X-Amz-Signature=…``)."""
+    text = os.fsdecode(location) if isinstance(location, (str, bytes, os.PathLike)) else str(location)
+    text, question, _ = text.partition("?")
+    scheme, slashes, rest = _SCHEME_OF_ANY.match(text).groups()  # type: ignore[union-attr]  # it matches every text
+    # A password may itself contain slashes, so the last "@" counts; without one, only what stands in the authority.
+    user, at, after = rest.rpartition("@")
+    if slashes and at and (_COLON.search(user) or "/" not in user):
+        rest = f"***@{after}"
+    return f"{scheme}{slashes}{rest}" + ("?…" if question else "")

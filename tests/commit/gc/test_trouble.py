@@ -1,0 +1,188 @@
+"""gc and delete when calls fail, and the saves that they come across."""
+
+from __future__ import annotations
+
+import pytest
+from tests.commit.gc.leftovers import LONG_AGO, put
+from tests.in_memory import Memory, assert_holds, loaded, state_of, written
+from tests.wrapped import permanent
+
+import cloudckpt
+from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError, UnsupportedOperationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+
+@pytest.fixture
+def uri(memory: Memory) -> str:
+    """A checkpoint, beside which lie two objects of a dead save."""
+    cloudckpt.save(state_of(1.0), memory.uri(), no_dist=True)
+    for number in range(2):
+        put(memory.at().inner, f"data/{LONG_AGO}/0-{number}.safetensors")
+    return memory.uri()
+
+
+def denied() -> AccessDeniedError:
+    return AccessDeniedError("no", key="memory://tests/key", operation="delete")
+
+
+def test_a_place_where_nothing_lies_is_called_that(memory: Memory, uri: str) -> None:
+    """If this fails, gc of a mistyped URI says that all is tidy, and the garbage stays and costs."""
+    report = cloudckpt.gc(f"{memory.root}/mistyped")
+    assert report.is_nothing_there
+    assert "nothing of cloudckpt's lies there" in str(report)
+    report = cloudckpt.gc(uri)
+    assert not report.is_nothing_there
+    assert "nothing of cloudckpt" not in str(report)
+
+
+def test_what_cannot_be_removed_is_named_and_the_rest_goes(memory: Memory, uri: str) -> None:
+    """If this fails, a denied key is passed over in silence, or keeps the rest from being removed."""
+    memory.at().fail("delete", key_part="0-0", error=denied, times=9)
+    with pytest.raises(cloudckpt.errors.GarbageLeftError, match=r"0-0\.safetensors") as caught:
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert [spared.uri for spared in caught.value.report.failed] == [f"{uri}/data/{LONG_AGO}/0-0.safetensors"]
+    assert f"data/{LONG_AGO}/0-1.safetensors" not in memory.all_keys()
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_a_manifest_that_cannot_be_removed_keeps_its_data(memory: Memory, uri: str) -> None:
+    """If this fails, gc leaves a manifest without its data, which counts again when the newer one is removed."""
+    memory.at().fail("delete", key_part="manifest.json", error=denied, times=99)
+    cloudckpt.save(state_of(2.0), uri, overwrite=True, no_dist=True)  # it cannot remove what it replaces
+    before = memory.data_keys()
+    with pytest.raises(cloudckpt.errors.GarbageLeftError, match=r"manifest\.json"):
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert memory.data_keys() == before
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_fence_whose_answer_is_lost_is_found(memory: Memory, uri: str, *, after: bool) -> None:
+    """If this fails, one lost packet ends gc, or makes it lay a second fence."""
+    memory.at().fail("put", after=after)
+    cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert [key for key in memory.all_keys() if "manifest" in key] == ["manifest.1.json", "manifest.json"]
+    assert len(memory.data_keys()) == 1
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_fence_whose_file_another_deletion_swept_is_laid_again(memory: Memory, uri: str, *, after: bool) -> None:
+    """If this fails, of two deletions of one checkpoint on a path, one cannot say what has become of it."""
+
+    def swept() -> ObjectNotFoundError:
+        return ObjectNotFoundError("no such file", key=uri, operation="put")
+
+    memory.at().fail("put", key_part="manifest.1", error=swept, times=2, after=after)
+    cloudckpt.delete(uri)
+    assert memory.data_keys() == []
+    cloudckpt.save(state_of(2.0), memory.uri("other"), no_dist=True)
+    memory.at("other").fail("put", key_part="manifest.1", error=swept, times=100)
+    with pytest.raises(cloudckpt.CommitUnknownError):
+        cloudckpt.delete(memory.uri("other"))
+    assert_holds(loaded(memory.uri("other")), 2.0)
+
+
+def test_without_a_fence_nothing_goes(memory: Memory, uri: str) -> None:
+    """If this fails, gc removes data that a save can still commit."""
+    before = memory.all_keys()
+    memory.at().fail("put", error=denied)
+    with pytest.raises(cloudckpt.errors.GarbageLeftError):
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert memory.all_keys() == before
+    memory.at().fail("put", times=99)
+    with pytest.raises(cloudckpt.CommitUnknownError):
+        cloudckpt.delete(uri)
+    assert memory.all_keys() == before
+
+
+def test_a_manifest_that_is_listed_is_not_taken_for_gone(memory: Memory, uri: str) -> None:
+    """If this fails, a store that answers 404 in passing makes gc remove a whole checkpoint that counts."""
+    cloudckpt.gc(uri, older_than=0, dry_run=False)  # lays a fence, which keeps the checkpoint
+    put(memory.at().inner, f"data/{LONG_AGO}/0-0.safetensors")
+    before = memory.all_keys()
+    gone = ObjectNotFoundError("no", key="manifest.json", operation="read")
+    memory.at().fail("read", key_part="manifest.json", error=lambda: gone, times=99)
+    report = cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert "lists a manifest that it does not find" in report.skipped[0].reason
+    assert memory.all_keys() == before
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_another_manifest_in_one_answer_removes_nothing(memory: Memory, uri: str, *, is_first: bool) -> None:
+    """If this fails, one answer that a proxy gives to the wrong request makes gc remove a checkpoint's data."""
+    cloudckpt.save(state_of(2.0), memory.uri("other"), no_dist=True)
+    inner = memory.at().inner
+    own, other = (store.read("manifest.json", max_bytes=10**6) for store in (inner, memory.at("other").inner))
+    before = memory.data_keys()
+
+    def answer_with(manifest: bytes) -> None:
+        put(inner, "manifest.json", manifest)
+
+    # The fence is put between the two reads.
+    memory.at().once_before("read", "manifest.json", lambda: answer_with(other if is_first else own))
+    memory.at().once_before("put", "manifest.1.json", lambda: answer_with(own if is_first else other))
+    cloudckpt.gc(uri, older_than=0, dry_run=False)
+    answer_with(own)
+    kept = [key for key in before if LONG_AGO not in key]
+    assert kept
+    assert set(kept) <= set(memory.data_keys())
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_a_store_without_uploads_is_kept_tidy_too(memory: Memory, uri: str) -> None:
+    """If this fails, gc works on no file system of fsspec's."""
+    refusal = UnsupportedOperationError("no", key="k", operation="list_uploads")
+    memory.at().fail("list_uploads", error=lambda: refusal, times=9)
+    assert cloudckpt.gc(uri, older_than=0, dry_run=False).num_objects == 2
+
+
+def test_uploads_that_may_not_be_listed_are_said_to_be_there(memory: Memory, uri: str) -> None:
+    """If this fails, a missing permission hides uploads that are paid for, or stops gc before it has begun."""
+    memory.at().fail("list_uploads", error=lambda: permanent("list_uploads"), times=9)
+    with pytest.raises(cloudckpt.errors.GarbageLeftError, match="unfinished uploads"):
+        cloudckpt.gc(uri, older_than=0, dry_run=False)
+    assert len(memory.data_keys()) == 1
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_gc_took_for_dead_fails_and_says_why(memory: Memory, uri: str, *, overwrite: bool) -> None:
+    """If this fails, a slow save commits a checkpoint without its data."""
+    target = uri if overwrite else memory.uri("other")
+    writer = cloudckpt.ObjectStoreWriter(target, overwrite=overwrite)
+    metadata, results = written(writer, state_of(2.0))
+    cloudckpt.gc(memory.root, older_than=0, dry_run=False)
+    with pytest.raises(cloudckpt.errors.IncompleteSaveError, match="is gone"):
+        writer.finish(metadata, [results])
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["checkpoint"]
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_a_save_whose_object_was_cut_is_not_committed(memory: Memory, uri: str) -> None:
+    """If this fails, a save commits an object that is shorter than what it wrote."""
+    writer = cloudckpt.ObjectStoreWriter(memory.uri("other"))
+    metadata, results = written(writer, state_of(2.0))
+    (key,) = memory.data_keys("other")
+    put(memory.at("other").inner, key)
+    with pytest.raises(cloudckpt.errors.IncompleteSaveError, match=r"has [0-9]+ bytes, not [0-9]+"):
+        writer.finish(metadata, [results])
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["checkpoint"]
+
+
+def test_a_save_whose_data_goes_at_the_last_moment_cannot_be_committed(memory: Memory, uri: str) -> None:
+    """If this fails, only luck lies between the last look at the data and the commit."""
+    writer = cloudckpt.ObjectStoreWriter(uri, overwrite=True)
+    metadata, results = written(writer, state_of(2.0))
+    memory.at().once_before("put", "manifest", lambda: cloudckpt.gc(uri, older_than=0, dry_run=False) and None)
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="gc or a deletion came between"):
+        writer.finish(metadata, [results])
+    assert_holds(loaded(uri), 1.0)
+
+
+def test_a_deletion_that_a_save_overtakes_leaves_the_save_alone(memory: Memory, uri: str) -> None:
+    """If this fails, a deletion takes a checkpoint that it has never seen."""
+    memory.at().once_before(
+        "put", "manifest.1", lambda: cloudckpt.save(state_of(2.0), uri, overwrite=True, no_dist=True) and None
+    )
+    with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="was overwritten while it was being deleted"):
+        cloudckpt.delete(uri)
+    assert_holds(loaded(uri), 2.0)

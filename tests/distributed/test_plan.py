@@ -1,0 +1,106 @@
+"""Who reads what several ranks want: held against counting byte by byte."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudckpt.distributed.shared_reads.plan import Range, Segment, count_repeated_bytes, merge_ranges, plan_segments
+from cloudckpt.io.reads import WantedRange
+from cloudckpt.pipeline.load import divide_wants
+
+ranges = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(0, 12)).map(lambda r: (r[0], r[1], r[1] + r[2])),
+    max_size=5,
+)
+wanted_by_ranks = st.lists(ranges, min_size=1, max_size=5)
+Byte = tuple[int, int]
+
+
+def bytes_of(some: Sequence[Range]) -> set[Byte]:
+    return {(index, at) for index, begin, end in some for at in range(begin, end)}
+
+
+def planned(wanted: Mapping[int, Sequence[Range]], **settings: int) -> list[Segment]:
+    defaults = {"segment_bytes": 7, "min_bytes": 1, "min_ranks": 2, "num_segments": 1000}
+    return plan_segments(wanted, **defaults | settings)
+
+
+@given(ranges)
+def test_merging_keeps_every_byte_once(some: list[Range]) -> None:
+    """If this fails, a rank says that it wants other bytes than it does."""
+    found = merge_ranges(some)
+    assert bytes_of(found) == bytes_of(some)
+    assert sum(end - begin for _, begin, end in found) == len(bytes_of(some))
+    assert found == sorted(found)
+    assert all(left[0] != right[0] or left[2] < right[1] for left, right in itertools.pairwise(found))
+
+
+@given(wanted_by_ranks, st.integers(1, 9), st.integers(2, 4), st.integers(1, 6))
+def test_each_byte_that_enough_ranks_want_is_read_once_by_one_of_them(
+    wanted_lists: list[list[Range]], segment_bytes: int, min_ranks: int, min_bytes: int
+) -> None:
+    """If this fails, bytes are read twice, reach a rank that did not ask, or never reach one that waits for them."""
+    wanted = {rank: merge_ranges(some) for rank, some in enumerate(wanted_lists)}
+    wants: defaultdict[Byte, set[int]] = defaultdict(set)
+    for rank, some in wanted.items():
+        for byte in bytes_of(some):
+            wants[byte].add(rank)
+    segments = planned(wanted, segment_bytes=segment_bytes, min_ranks=min_ranks, min_bytes=min_bytes)
+    brought: Counter[Byte] = Counter()
+    for segment in segments:
+        assert 0 < segment.end - segment.begin <= segment_bytes
+        for at in range(segment.begin, segment.end):
+            byte = (segment.object_index, at)
+            brought[byte] += 1
+            assert wants[byte] == {segment.reader, *segment.receivers}
+            assert segment.reader not in segment.receivers
+    assert not brought or max(brought.values()) == 1
+    if min_bytes == 1:
+        assert set(brought) == {byte for byte, ranks in wants.items() if len(ranks) >= min_ranks}
+    assert [segment.number for segment in segments] == list(range(len(segments)))
+    places = [(segment.object_index, segment.begin, segment.end) for segment in segments]
+    assert places == sorted(places)
+    repeated = sum(map(len, wants.values())) - len(wants)
+    assert count_repeated_bytes(wanted.values()) == repeated
+
+
+def test_all_ranks_read_about_as_much() -> None:
+    """If this fails, one rank reads what all the others wait for."""
+    wanted = {rank: merge_ranges([(0, 0, 1000), (1, rank * 100, rank * 100 + 50 * rank)]) for rank in range(4)}
+    segments = planned(wanted, segment_bytes=10)
+    num_bytes = Counter({rank: 50 * rank for rank in range(4)})
+    for segment in segments:
+        num_bytes[segment.reader] += segment.end - segment.begin
+    assert max(num_bytes.values()) - min(num_bytes.values()) <= 10
+
+
+def test_what_is_beyond_the_bounds_is_left_to_each_rank() -> None:
+    """If this fails, a plan outgrows the memory in which ranks say what has become of it."""
+    wanted = {key: [(0, 0, 1000), (1, 0, 4)] for key in range(3)}
+    assert len(planned(wanted, segment_bytes=10, num_segments=5)) == 5
+    assert all(segment.object_index == 0 for segment in planned(wanted, min_bytes=5))
+    assert planned(wanted, min_ranks=4) == []
+
+
+@given(wanted_by_ranks, ranges)
+def test_wants_are_divided_between_the_segments_and_the_rest(wanted_lists: list[list[Range]], own: list[Range]) -> None:
+    """If this fails, some bytes of a tensor are not filled, or filled twice."""
+    segments = planned({rank: merge_ranges(some) for rank, some in enumerate(wanted_lists)})
+    wants = [WantedRange(consumer=n, object_index=r[0], begin=r[1], end=r[2]) for n, r in enumerate(own)]
+    inside, rest = divide_wants(wants, segments)
+    found: Counter[tuple[int, Byte]] = Counter()
+    for want in [*rest, *(want for members in inside.values() for want in members)]:
+        found.update((want.consumer, (want.object_index, at)) for at in range(want.begin, want.end))
+    assert found == Counter((n, byte) for n, r in enumerate(own) for byte in bytes_of([r]))
+    for number, members in inside.items():
+        segment = segments[number]
+        for want in members:
+            assert want.object_index == segment.object_index
+            assert segment.begin <= want.begin < want.end <= segment.end
+    covered = {(s.object_index, at) for s in segments for at in range(s.begin, s.end)}
+    assert not covered & {(want.object_index, at) for want in rest for at in range(want.begin, want.end)}

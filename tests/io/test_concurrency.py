@@ -1,0 +1,123 @@
+"""How many requests are in flight, on simulated stores: no clock, no thread, no socket."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudckpt.io.hedging import ConcurrencyLimit, choose_connections
+from cloudckpt.options import MIB, Options
+from cloudckpt.pipeline.context import Context
+from cloudckpt.uri import parse_location
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    limits: list[int]
+    """After each request."""
+    num_refused: int
+
+
+def transfer(limit: ConcurrencyLimit, *, num_requests: int, takes_at_once: list[int], seconds: list[int]) -> Outcome:
+    """Make so many requests, always as many at once as `limit` allows.
+
+    The store refuses a request that begins beside as many as `takes_at_once` says, one value for each request, of which
+    the last holds on. A refusal takes a second, any other request one of `seconds`, in turn.
+    """
+    now_s, num_begun, num_refused, left = 0.0, 0, 0, num_requests
+    running: list[tuple[float, int, float, bool]] = []
+    limits: list[int] = []
+    while left or running:
+        while left and len(running) < limit.current:
+            is_refused = len(running) >= takes_at_once[min(num_begun, len(takes_at_once) - 1)]
+            ends_s = now_s + (1 if is_refused else seconds[num_begun % len(seconds)])
+            heapq.heappush(running, (ends_s, num_begun, now_s, is_refused))
+            num_begun, left = num_begun + 1, left - 1
+        now_s, _, begun_s, is_refused = heapq.heappop(running)
+        if is_refused:
+            num_refused += 1
+            left += 1
+            limit.decrease(begun_s=begun_s, now_s=now_s)
+        else:
+            limit.record_success(begun_s=begun_s)
+        limits.append(limit.current)
+    return Outcome(limits=limits, num_refused=num_refused)
+
+
+@given(
+    most=st.integers(1, 40),
+    takes_at_once=st.lists(st.integers(1, 50), min_size=1, max_size=100),
+    seconds=st.lists(st.integers(1, 20), min_size=1, max_size=10),
+)
+def test_it_falls_under_throttling_and_comes_back(most: int, takes_at_once: list[int], seconds: list[int]) -> None:
+    """If this fails, some store stops a transfer, gets more connections than allowed, or too few for ever after."""
+    limit = ConcurrencyLimit(most)
+    throttled = transfer(limit, num_requests=200, takes_at_once=takes_at_once, seconds=seconds)
+    assert all(1 <= current <= most for current in throttled.limits)
+    assert (min(throttled.limits) < most) == (throttled.num_refused > 0 and most > 1)
+    limit._decreased_s = float("-inf")  # the clock of the next transfer begins anew
+    calm = transfer(limit, num_requests=most * (most + 2), takes_at_once=[most], seconds=seconds)
+    assert max(calm.limits) == calm.limits[-1] == most
+
+
+def test_a_store_that_throttles_is_asked_little_more_than_it_takes() -> None:
+    """If this fails, a store that asks to slow down is asked as much as before, or hardly anything."""
+    outcome = transfer(ConcurrencyLimit(16), num_requests=3000, takes_at_once=[6], seconds=[7, 10, 9, 8])
+    settled = outcome.limits[100:]
+    assert max(settled) <= 7
+    assert sum(settled) / len(settled) > 4
+    assert outcome.num_refused < 300
+
+
+def test_requests_that_were_under_way_together_count_once() -> None:
+    """If this fails, sixteen refusals of one moment leave one connection, or their successes raise the limit."""
+    limit = ConcurrencyLimit(16)
+    for _ in range(8):
+        limit.decrease(begun_s=0.0, now_s=1.0)
+    assert limit.current == 8
+    for _ in range(8):
+        limit.record_success(begun_s=0.0)
+    assert limit.current == 8
+    for _ in range(8):
+        limit.record_success(begun_s=1.5)
+    assert limit.current == 9
+
+
+@pytest.mark.parametrize(("ranks_of_host", "expected"), [(0, 16), (1, 16), (8, 16), (16, 8), (64, 2), (500, 1)])
+def test_ranks_of_one_host_share_what_it_may_use(ranks_of_host: int, expected: int) -> None:
+    """If this fails, 64 ranks open as many connections each as one alone would, or a rank has none."""
+    assert choose_connections(None, ranks_of_host=ranks_of_host) == expected
+    assert choose_connections(12, ranks_of_host=ranks_of_host) == 12
+
+
+def context_at(uri: str, **settings: int) -> Context:
+    return Context(parse_location(uri), Options(**settings), rank=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ranks_of_host", "expected"), [(None, 16), ("8", 16), ("16", 8), ("", 16), ("x", 16)])
+def test_a_context_has_the_connections_of_its_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks_of_host: str | None, expected: int
+) -> None:
+    """If this fails, `LOCAL_WORLD_SIZE` or `Options.connections` is ignored."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks_of_host is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_host)
+    context = context_at("s3://bucket/run")
+    assert context.connections == context.hedger.connections() == expected
+    assert context_at("s3://bucket/run", connections=12).hedger.connections() == 12
+
+
+def test_a_disk_gets_no_more_threads_than_cores(tmp_path: object) -> None:
+    """If this fails, threads that bring nothing crowd a local disk."""
+    assert 2 <= context_at(str(tmp_path)).connections <= 8
+
+
+def test_second_requests_come_out_of_what_a_load_may_hold() -> None:
+    """If this fails, a load holds more than Options.read_bytes (G7)."""
+    assert context_at("s3://bucket/run").hedge_bytes == 64 * MIB
+    small = context_at("s3://bucket/run", read_bytes=32 * MIB, request_bytes=32 * MIB)
+    assert small.hedge_bytes == 0  # else there would be no room for the first ones

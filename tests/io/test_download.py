@@ -1,0 +1,397 @@
+"""Reads that resume where they broke off, and are checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.io.conftest import FakeClock
+from tests.oracles import slow_crc32c
+from tests.wrapped import Call, WrappedStore
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    CloudckptError,
+    CorruptCheckpointError,
+    InterruptedReadError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    TransientStoreError,
+)
+from cloudckpt.io.download import fetch, fetch_and_verify, measure
+from cloudckpt.io.retry import Retrier
+from cloudckpt.stores.base import Views
+from cloudckpt.stores.memory import MemoryStore
+
+TILE_BYTES = 16
+KEY = "data/attempt/0-0.safetensors"
+DATA = bytes(index * 7 % 256 for index in range(200))
+
+
+class CuttingStore(WrappedStore):
+    """Breaks each read off after the next of `cuts` bytes; damages bytes in the first of `num_damaged` reads."""
+
+    def __init__(self, cuts: Sequence[int] = (), *, num_damaged: int = 0) -> None:
+        super().__init__(MemoryStore("cutting"))
+        self.inner.put(KEY, [memoryview(DATA)], crc32c=slow_crc32c(DATA))
+        self.cuts = list(cuts)
+        self.num_damaged = num_damaged
+        self.reads: list[tuple[int, int]] = []
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        size_bytes = sum(len(view) for view in views)
+        self.reads.append((offset_bytes, size_bytes))
+        cut = self.cuts.pop(0) if self.cuts else size_bytes
+        if cut >= size_bytes:
+            super().read_into(key, offset_bytes, views)
+            if self.num_damaged:
+                self.num_damaged -= 1
+                views[0][0] ^= 0x10
+            return
+        left, filled = cut, []
+        for view in views:
+            filled.append(view[:left])
+            left -= len(filled[-1])
+        super().read_into(key, offset_bytes, filled)
+        raise InterruptedReadError("cut", key=key, operation="read_into", received_bytes=cut)
+
+
+def retrier(retries: int = 3) -> Retrier:
+    return Retrier(retries=retries, timeout_s=100)
+
+
+def target(sizes_bytes: Sequence[int]) -> tuple[bytearray, list[memoryview]]:
+    """Memory in views of these sizes, one after the other."""
+    memory = bytearray(b"\xaa" * sum(sizes_bytes))
+    views, position = [], 0
+    for size_bytes in sizes_bytes:
+        views.append(memoryview(memory)[position : position + size_bytes])
+        position += size_bytes
+    return memory, views
+
+
+@settings(max_examples=200)
+@given(
+    begin=st.integers(0, 100),
+    sizes_bytes=st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(1, 30), max_size=8),
+)
+def test_a_read_that_breaks_off_goes_on_at_the_byte_reached(
+    begin: int, sizes_bytes: list[int], cuts: list[int]
+) -> None:
+    """If this fails, a bad line makes bytes missing or doubled, or has everything sent again and again."""
+    store = CuttingStore(cuts)
+    memory, views = target(sizes_bytes)
+    instant = retrier(0)
+    instant._retries = 1_000_000
+    instant._stopped.wait = lambda timeout=None: False  # type: ignore[method-assign]  # nothing here takes time
+    fetch(store, instant, key=KEY, begin=begin, views=views)
+    assert memory == DATA[begin : begin + len(memory)]
+    assert sum(min(size, cut) for (_, size), cut in zip(store.reads, [*cuts, 10**9], strict=False)) == len(memory)
+    reached = begin
+    for (offset, size_bytes), cut in zip(store.reads, [*cuts, 10**9], strict=False):
+        assert (offset, size_bytes) == (reached, begin + len(memory) - reached)
+        reached += min(cut, size_bytes)
+
+
+def test_any_progress_renews_patience(clock: FakeClock) -> None:
+    """If this fails, a long read over a line that breaks often never comes to its end."""
+    store = CuttingStore([1] * 50)
+    memory, views = target([60])
+    fetch(store, retrier(1), key=KEY, begin=0, views=views)
+    assert memory == DATA[:60]
+    assert len(store.reads) == 51
+
+
+def test_without_progress_it_gives_up(clock: FakeClock) -> None:
+    """If this fails, a server that sends nothing holds a load for ever."""
+    store = CuttingStore([5, 0, 0, 0, 0, 0, 0])
+    with pytest.raises(InterruptedReadError):
+        fetch(store, retrier(2), key=KEY, begin=0, views=target([60])[1])
+    assert [offset for offset, _ in store.reads] == [0, 5, 5]
+
+
+def crc32cs(data: bytes) -> list[int]:
+    return [slow_crc32c(data[begin : begin + TILE_BYTES]) for begin in range(0, len(data), TILE_BYTES)]
+
+
+def fetch_checked(store: CuttingStore, begin: int, views: Views, expected: Sequence[int]) -> list[tuple[int, int]]:
+    """The ranges whose holders were asked for."""
+    asked: list[tuple[int, int]] = []
+
+    def holding(low: int, high: int) -> str:
+        asked.append((low, high))
+        return "'model.w'"
+
+    fetch_and_verify(
+        store,
+        retrier(),
+        key=KEY,
+        begin=begin,
+        views=views,
+        tile_bytes=TILE_BYTES,
+        expected_crc32cs=expected,
+        holding=holding,
+    )
+    return asked
+
+
+def test_good_bytes_are_read_once(clock: FakeClock) -> None:
+    """If this fails, every load reads everything twice, or does not check."""
+    store = CuttingStore()
+    memory, views = target([10, 40, 14])
+    assert fetch_checked(store, 32, views, crc32cs(DATA[32:96])) == []
+    assert memory == DATA[32:96]
+    assert len(store.reads) == 1
+
+
+def test_the_short_last_tile_is_checked_too(clock: FakeClock) -> None:
+    """If this fails, the last bytes of each object are never checked, or always refused."""
+    memory, views = target([40])
+    fetch_checked(CuttingStore(), 160, views, crc32cs(DATA[160:]))
+    assert memory == DATA[160:]
+    with pytest.raises(CorruptCheckpointError):
+        fetch_checked(CuttingStore(), 160, target([40])[1], [*crc32cs(DATA[160:])[:-1], 0])
+
+
+def test_bytes_damaged_on_their_way_are_read_again(clock: FakeClock) -> None:
+    """If this fails, a bit that flips on the network fails a load of a good checkpoint."""
+    store = CuttingStore(num_damaged=1)
+    memory, views = target([64])
+    fetch_checked(store, 32, views, crc32cs(DATA[32:96]))
+    assert memory == DATA[32:96]
+    assert store.reads == [(32, 64), (32, 16)]  # the tile that was damaged, alone
+
+
+def test_bytes_damaged_in_the_store_are_an_error_that_names_them(clock: FakeClock) -> None:
+    """If this fails, damaged weights load silently (G4), or the user does not learn which."""
+    damaged = bytearray(DATA[32:96])
+    damaged[20] ^= 1  # what was saved had another bit here, in the second tile
+    store = CuttingStore()
+    with pytest.raises(CorruptCheckpointError) as caught:
+        fetch_checked(store, 32, target([10, 54])[1], crc32cs(bytes(damaged)))
+    message = str(caught.value)
+    assert f"memory://cutting/{KEY} is damaged: bytes [48, 64)" in message
+    assert "'model.w'" in message
+    assert f"{slow_crc32c(DATA[48:64]):08x}" in message
+    assert f"{slow_crc32c(bytes(damaged[16:32])):08x}" in message
+    assert len(store.reads) == 3
+    assert caught.value.uri == "memory://cutting"
+
+
+def test_damage_in_the_last_tile_is_placed_rightly(clock: FakeClock) -> None:
+    """If this fails, the error names bytes that the object does not have."""
+    expected = crc32cs(DATA[160:])
+    expected[-1] ^= 1
+    with pytest.raises(CorruptCheckpointError, match=r"bytes \[192, 200\)"):
+        fetch_checked(CuttingStore(), 160, target([40])[1], expected)
+
+
+def test_an_object_that_became_shorter_is_an_error_that_names_it(clock: FakeClock) -> None:
+    """If this fails, a truncated object is read with whatever was in memory before."""
+    with pytest.raises(CorruptCheckpointError, match=r"shorter than when it was saved, so 'model\.w'") as caught:
+        fetch_checked(CuttingStore(), 192, target([32])[1], crc32cs(bytes(32)))
+    assert isinstance(caught.value.__cause__, ShortObjectError)
+
+
+def test_other_failures_keep_their_type(clock: FakeClock) -> None:
+    """If this fails, a missing object looks damaged, and a network that is down looks like a bad checkpoint."""
+    store = CuttingStore()
+    store.inner.delete([KEY])
+    with pytest.raises(ObjectNotFoundError):
+        fetch_checked(store, 0, target([16])[1], [0])
+    store = CuttingStore([0] * 10)
+    with pytest.raises(TransientStoreError):
+        fetch_checked(store, 0, target([16])[1], [0])
+
+
+# --- what is believed
+
+Lie: TypeAlias = Literal["absent", "short", "wrong", "failed", "denied"]
+ERRORS = {
+    "absent": ObjectNotFoundError,
+    "short": ShortObjectError,
+    "failed": TransientStoreError,
+    "denied": AccessDeniedError,
+}
+_T = TypeVar("_T")
+
+
+class LyingStore(WrappedStore):
+    """Answers the first reads and HEADs of the object with `reads` and `heads`, each a lie or None, then as it is."""
+
+    def __init__(self, reads: Sequence[Lie | None], heads: Sequence[Lie | None], *, body: bytes | None = DATA) -> None:
+        super().__init__(MemoryStore("lying"))
+        self.inner.delete([KEY])
+        if body is not None:
+            self.inner.put(KEY, [memoryview(body)], crc32c=slow_crc32c(body))
+        self.lies = {"read_into": list(reads), "head": list(heads)}
+        self.told: Counter[str] = Counter()
+        """How often each call gave which answer."""
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        lies = self.lies.get(call.operation, [])
+        lie = lies.pop(0) if lies else None
+        if lie in ERRORS:
+            self.told[f"{call.operation} {lie}"] += 1
+            raise ERRORS[lie](f"a lie: {lie}", key=call.key, operation=call.operation)
+        try:
+            result = action()
+        except (ObjectNotFoundError, ShortObjectError) as error:
+            self.told[f"{call.operation} {'absent' if isinstance(error, ObjectNotFoundError) else 'short'}"] += 1
+            raise
+        self.told[f"{call.operation} {lie}"] += 1
+        return result
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        is_wrong = self.lies["read_into"][:1] == ["wrong"]
+        super().read_into(key, offset_bytes, views)
+        if is_wrong:
+            views[0][0] ^= 1
+
+
+ALWAYS = 99
+RETRIES = 3
+
+
+def outcome_of(store: LyingStore, *, retries: int = RETRIES) -> str:
+    """What a load of the object's bytes ends with."""
+    memory, views = target([64])
+    try:
+        fetch_and_verify(
+            store,
+            retrier(retries),
+            key=KEY,
+            begin=32,
+            views=views,
+            tile_bytes=TILE_BYTES,
+            expected_crc32cs=crc32cs(DATA[32:96]),
+            holding=lambda *_: "it",
+        )
+    except CloudckptError as error:
+        return type(error).__name__
+    assert memory == DATA[32:96], "it said that all is well"
+    return "whole"
+
+
+TROUBLE: list[tuple[Lie, int, Lie | None, int, str]] = [
+    # what reads say, how often; what HEADs say, how often; the end. Three looks that agree are believed.
+    *((lie, times, None, 0, "whole") for lie in ("absent", "short") for times in (1, 2, 3)),
+    *((lie, times, lie, times, "whole") for lie in ("absent", "short") for times in (1, 2)),
+    *((lie, ALWAYS, None, 0, "TransientStoreError") for lie in ("absent", "short")),
+    *((lie, ALWAYS, lie, 2, "TransientStoreError") for lie in ("absent", "short")),
+    ("absent", 3, "absent", 3, "ObjectNotFoundError"),
+    ("short", ALWAYS, "absent", ALWAYS, "TransientStoreError"),
+    ("absent", ALWAYS, "failed", ALWAYS, "TransientStoreError"),
+    ("absent", 1, "failed", 1, "whole"),
+    ("absent", 1, "denied", 1, "AccessDeniedError"),
+    ("wrong", 1, None, 0, "whole"),
+    ("wrong", 2, None, 0, "whole"),
+    ("wrong", 3, None, 0, "CorruptCheckpointError"),
+    ("wrong", 3, "absent", ALWAYS, "TransientStoreError"),
+    ("wrong", 3, "failed", ALWAYS, "TransientStoreError"),
+]
+
+
+@pytest.mark.parametrize("trouble", TROUBLE)
+def test_trouble_on_the_way_is_no_damage(clock: FakeClock, trouble: tuple[Lie, int, Lie | None, int, str]) -> None:
+    """If this fails, an answer of a load balancer sends a job back to an older step, or real damage is never told."""
+    lie, times, by_head, head_times, end = trouble
+    assert outcome_of(LyingStore([lie] * times, [by_head] * head_times)) == end
+
+
+@pytest.mark.parametrize("retries", [0, RETRIES])
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        (None, "ObjectNotFoundError"),
+        (b"", "CorruptCheckpointError"),
+        (DATA[:90], "CorruptCheckpointError"),
+        (bytes(200), "CorruptCheckpointError"),
+        (DATA, "whole"),
+    ],
+)
+def test_real_damage_is_told_whatever_the_options(clock: FakeClock, body: bytes | None, end: str, retries: int) -> None:
+    """If this fails, damage reads as trouble that may pass, and no job ever goes back behind it."""
+    store = LyingStore([], [], body=body)
+    assert outcome_of(store, retries=retries) == end
+    assert len(clock.waits_s) <= 2
+
+
+lies = st.lists(st.sampled_from([None, "absent", "short", "wrong", "failed"]), max_size=9)
+
+
+@settings(max_examples=300)
+@given(
+    reads=lies,
+    heads=st.lists(st.sampled_from([None, "absent", "failed"]), max_size=9),
+    body=st.sampled_from([DATA, None, DATA[:90]]),
+)
+def test_nothing_is_believed_that_was_not_said_three_times(
+    reads: list[Any], heads: list[Any], body: bytes | None
+) -> None:
+    """If this fails, some order of bogus answers makes a whole object damaged, or a damaged one whole."""
+    store = LyingStore(reads, heads, body=body)
+    instant = retrier()
+    instant._stopped.wait = lambda timeout=None: False  # type: ignore[method-assign]  # nothing here takes time
+    memory, views = target([64])
+    try:
+        fetch_and_verify(
+            store,
+            instant,
+            key=KEY,
+            begin=32,
+            views=views,
+            tile_bytes=TILE_BYTES,
+            expected_crc32cs=crc32cs(DATA[32:96]),
+            holding=lambda *_: "it",
+        )
+    except ObjectNotFoundError:
+        assert store.told["read_into absent"] >= 3
+        assert store.told["head absent"] >= 3
+    except CorruptCheckpointError as error:
+        if isinstance(error.__cause__, ShortObjectError):
+            assert store.told["read_into short"] >= 3
+            assert body == DATA[:90], "no HEAD lies about the size here"
+        else:
+            assert store.told["read_into wrong"] >= 3
+    except TransientStoreError:
+        assert any(reads + heads), "a store that does not lie contradicts itself"
+    else:
+        assert memory == DATA[32:96]
+        assert body == DATA
+
+
+@pytest.mark.parametrize(
+    ("body", "reads", "heads", "end"),
+    [
+        (DATA, [], [], 200),
+        (DATA, [], ["absent"] * 2, 200),  # a read says that it is there
+        (DATA, ["absent"] * 2, ["absent"] * 2, 200),
+        (DATA, [], ["absent"] * ALWAYS, "TransientStoreError"),
+        (DATA, ["absent"] * ALWAYS, ["absent"] * ALWAYS, "ObjectNotFoundError"),
+        (DATA, [], ["denied"], "AccessDeniedError"),
+        (None, [], [], "ObjectNotFoundError"),
+        (DATA[:90], [], [], 90),
+        (DATA[:90], ["absent"] * ALWAYS, [], "TransientStoreError"),
+        (DATA + b"more", [], [], 204),
+        (DATA + b"more", ["short"] * ALWAYS, [], "TransientStoreError"),
+        (b"", [], [], 0),
+    ],
+)
+def test_sizes_are_believed_from_three_looks(
+    clock: FakeClock, body: bytes | None, reads: list[Any], heads: list[Any], end: int | str
+) -> None:
+    """If this fails, one HEAD with a wrong answer makes `verify` call a checkpoint damaged, or a save fail."""
+    store = LyingStore(reads, heads, body=body)
+    try:
+        found: int | str = measure(store, retrier(), key=KEY, size_bytes=len(DATA))
+    except CloudckptError as error:
+        found = type(error).__name__
+    assert found == end
+    if not reads and not heads and body == DATA:
+        assert store.told == {"head None": 1}

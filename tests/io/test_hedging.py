@@ -1,0 +1,364 @@
+"""Stragglers are made again, the first to end counts, and a loser touches nothing any more when its caller goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from tests.oracles import slow_crc32c
+from tests.wrapped import permanent
+
+from cloudckpt.errors import InterruptedReadError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
+from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, HedgedStore, Hedger
+from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
+from cloudckpt.stores.http_clients import follow
+from cloudckpt.stores.memory import MemoryStore
+from cloudckpt.testing.wrapping import WrappedStore
+
+SIZE_BYTES = 1000
+_TIMEOUT_S = 60
+LATE_S = LEAST_S + 1
+
+
+class Clock:
+    """Moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Line:
+    """A request that waits on a real connection until the other end says something, or somebody closes it."""
+
+    def __init__(self, *, has_connection: bool = True) -> None:
+        self.here, self.there = socket.socketpair()
+        self.here.settimeout(_TIMEOUT_S)
+        self.waits = threading.Event()
+        self._has_connection = has_connection
+
+    def ask(self) -> str:
+        if self._has_connection:
+            follow(self.here)
+        self.waits.set()
+        answer = self.here.recv(100)
+        if not answer:
+            raise TransientStoreError("the connection was closed", key="k", operation="read_into")
+        return answer.decode()
+
+    def answer(self, text: str) -> None:
+        self.there.send(text.encode())
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@contextmanager
+def lines(number: int, *, has_connection: bool = True) -> Iterator[list[Line]]:
+    made = [Line(has_connection=has_connection) for _ in range(number)]
+    try:
+        yield made
+    finally:
+        for line in made:
+            line.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def hedger(clock: Clock) -> Hedger:
+    """One that knows what requests take: a second."""
+    return with_peers(Hedger(ConcurrencyLimit(4), budget_bytes=2 * SIZE_BYTES, clock=clock), clock)
+
+
+def with_peers(hedger: Hedger, clock: Clock) -> Hedger:
+    def in_a_second() -> str:
+        clock.now_s += 1
+        return "done"
+
+    for number in range(5):
+        make(hedger, ("peer", number), in_a_second)
+    return hedger
+
+
+def make(hedger: Hedger, name: object, first: Callable[[], str], second: Callable[[], str] | None = None) -> str:
+    def repeat() -> str:
+        assert second is not None
+        return second()
+
+    with hedger.request("download", name, num_bytes=SIZE_BYTES, held_bytes=SIZE_BYTES, second=repeat) as request:
+        return first()
+    return request.second_result
+
+
+class InThread:
+    """`function`, in a thread; its result or error."""
+
+    def __init__(self, function: Callable[[], str]) -> None:
+        self._function = function
+        self._result: str | BaseException = "nothing"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:  # noqa: BLE001  # it is raised again where it can be looked at
+            self._result = error
+
+    def has_ended(self, *, within_s: float) -> bool:
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> str:
+        self._thread.join(_TIMEOUT_S)
+        assert not self._thread.is_alive()
+        if isinstance(self._result, BaseException):
+            raise self._result
+        return self._result
+
+
+def test_a_request_that_stalls_is_ended_by_the_second_one(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, one dead connection holds a whole save or load up until its timeout."""
+    with lines(2) as (first, second):
+        call = InThread(lambda: make(hedger, "x", first.ask, second.ask))
+        assert first.waits.wait(_TIMEOUT_S)
+        hedger.watch()
+        assert hedger.num_hedges == 0  # it has only just begun
+        clock.now_s += 3 * 1 + LATE_S
+        hedger.watch()
+        assert second.waits.wait(_TIMEOUT_S)
+        second.answer("second")
+        assert call.result() == "second"
+    assert hedger.num_hedges == 1
+    assert hedger.was_hedged("x")
+
+
+def test_the_first_request_counts_if_it_ends_first_and_the_second_has_ended_then(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, a request that nobody needs goes on sending from memory that the caller has let go of."""
+    is_closed, may_end = threading.Event(), threading.Event()
+
+    def ask_second() -> str:
+        try:
+            return second.ask()
+        finally:
+            is_closed.set()
+            may_end.wait(_TIMEOUT_S)
+
+    with lines(2) as (first, second):
+        call = InThread(lambda: make(hedger, "x", first.ask, ask_second))
+        assert first.waits.wait(_TIMEOUT_S)
+        clock.now_s += 3 + LATE_S
+        hedger.watch()
+        assert second.waits.wait(_TIMEOUT_S)
+        first.answer("first")
+        assert is_closed.wait(_TIMEOUT_S)
+        assert not call.has_ended(within_s=0.2)
+        may_end.set()
+        assert call.result() == "first"
+
+
+def test_if_both_fail_the_first_failure_is_told(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, a store that is down is reported as something else, or not at all."""
+
+    def refuse() -> str:
+        raise permanent("read_into")
+
+    with lines(1) as (first,):
+        call = InThread(lambda: make(hedger, "x", first.ask, refuse))
+        assert first.waits.wait(_TIMEOUT_S)
+        clock.now_s += 3 + LATE_S
+        hedger.watch()
+        first.there.close()
+        with pytest.raises(TransientStoreError, match="closed"):
+            call.result()
+
+
+def test_a_request_without_a_known_connection_is_never_made_twice(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, a caller waits for a loser that nobody can end, so that hedging makes things slower."""
+    with lines(1, has_connection=False) as (first,):
+        call = InThread(lambda: make(hedger, "x", first.ask))
+        assert first.waits.wait(_TIMEOUT_S)
+        clock.now_s += 1000
+        hedger.watch()
+        first.answer("first")
+        assert call.result() == "first"
+    assert hedger.num_hedges == 0
+
+
+def test_each_request_is_made_twice_once_at_most_however_often_it_is_tried(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, each try of a request that fails is doubled again."""
+    for number in range(2):
+        with lines(2) as (first, second):
+            call = InThread(lambda first=first, second=second: make(hedger, "x", first.ask, second.ask))
+            assert first.waits.wait(_TIMEOUT_S)
+            clock.now_s += 1000
+            hedger.watch()
+            if number == 0:
+                assert second.waits.wait(_TIMEOUT_S)
+                second.answer("second")
+                assert call.result() == "second"
+            else:
+                assert not second.waits.is_set()
+                first.answer("first")
+                assert call.result() == "first"
+    assert hedger.num_hedges == 1
+
+
+def test_no_more_is_held_than_the_budget_and_few_are_made_twice(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, a store in which everything stalls gets everything twice, into memory beyond the read budget."""
+    with lines(4) as firsts, lines(4) as seconds:
+        pairs = list(zip(firsts, seconds, strict=True))
+        calls = [
+            InThread(lambda number=number, pair=pair: make(hedger, number, pair[0].ask, pair[1].ask))
+            for number, pair in enumerate(pairs)
+        ]
+        assert all(first.waits.wait(_TIMEOUT_S) for first in firsts)
+        clock.now_s += 1000
+        hedger.watch()
+        hedger.watch()
+        assert hedger.num_hedges == 2
+        for first in firsts:
+            first.answer("first")
+        assert [call.result() for call in calls] == ["first"] * 4
+
+
+@pytest.mark.parametrize("by", ["first", "second"])
+def test_nothing_is_made_twice_while_the_store_asks_to_slow_down(hedger: Hedger, clock: Clock, by: str) -> None:
+    """If this fails, a store that cannot keep up is asked more, not less."""
+
+    def refuse() -> str:
+        raise ThrottledError("slow down", key="k", operation="read_into")
+
+    if by == "first":
+        with pytest.raises(ThrottledError):
+            make(hedger, "refused", refuse)
+    else:
+        with lines(1) as (first,):
+            call = InThread(lambda: make(hedger, "y", first.ask, refuse))
+            assert first.waits.wait(_TIMEOUT_S)
+            clock.now_s += 10
+            hedger.watch()
+            first.answer("first")
+            call.result()
+    assert hedger.connections() == 2
+    before = hedger.num_hedges
+    with lines(1) as (first,):
+        call = InThread(lambda: make(hedger, "x", first.ask))
+        assert first.waits.wait(_TIMEOUT_S)
+        clock.now_s += 10
+        hedger.watch()
+        first.answer("first")
+        assert call.result() == "first"
+    assert hedger.num_hedges == before
+
+
+class Stalling(WrappedStore):
+    """The first read writes some bytes that are not the object's, then stalls until its connection is closed."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__(MemoryStore("hedged"))
+        self.line: Line | None = line
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        line, self.line = self.line, None
+        if line is not None:
+            views[0][:5] = b"wrong"
+            try:
+                line.ask()
+            except TransientStoreError:
+                raise InterruptedReadError("cut", key=key, operation="read_into", received_bytes=5) from None
+        super().read_into(key, offset_bytes, views)
+
+
+def test_a_range_comes_whole_from_the_second_request(hedger: Hedger, clock: Clock) -> None:
+    """If this fails, a tensor holds what a connection that was given up had written (G4)."""
+    data = bytes(index % 251 for index in range(SIZE_BYTES))
+    with lines(1) as (line,):
+        store = Stalling(line)
+        store.inner.put("k", [memoryview(data)], crc32c=slow_crc32c(data))
+        memory = bytearray(SIZE_BYTES)
+        views = [memoryview(memory)[:10], memoryview(memory)[10:]]
+
+        def read() -> str:
+            HedgedStore(store, hedger).read_into("k", 0, views)
+            return "read"
+
+        call = InThread(read)
+        assert line.waits.wait(_TIMEOUT_S)
+        clock.now_s += 1000
+        hedger.watch()
+        assert call.result() == "read"
+    assert memory == data
+    assert hedger.num_hedges == 1
+
+
+class Keyed(WrappedStore):
+    """As where the encryption's key is not ours: each upload of a part has an ETag of its own; the last one counts."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore("keyed"))
+        self.tokens: dict[int, UploadedPart] = {}
+        self.num_uploads = self.num_completions = 0
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        self.num_uploads += 1
+        uploaded = UploadedPart(part=part, token=f"etag-{self.num_uploads}", crc32c=crc32c)
+        self.tokens[part.number] = uploaded
+        return uploaded
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        for number, done in self.tokens.items():
+            size_bytes = done.part.size_bytes
+            yield FoundPart(number=number, size_bytes=size_bytes, token=done.token, crc32c=done.crc32c, md5=None)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: list[UploadedPart]) -> None:  # type: ignore[override]
+        self.num_completions += 1
+        if any(self.tokens[done.part.number].token != done.token for done in parts):
+            raise StoreError("InvalidPart", key=key, operation="complete_multipart")
+
+
+@pytest.mark.parametrize("was_hedged", [True, False])
+def test_a_loser_that_lands_late_fails_no_upload(hedger: Hedger, was_hedged: object) -> None:
+    """If this fails, a save under SSE-KMS fails because of a request that was given up, or hides a real mistake."""
+    store = Keyed()
+    part = Part(number=1, offset_bytes=0, size_bytes=SIZE_BYTES)
+    hedged = HedgedStore(store, hedger)
+    uploaded = hedged.upload_part("k", "u", part, [memoryview(bytes(SIZE_BYTES))], crc32c=7)
+    store.upload_part("k", "u", part, [], crc32c=7)  # the loser
+    if not was_hedged:
+        with pytest.raises(StoreError, match="InvalidPart"):
+            hedged.complete_multipart("k", "u", [uploaded])
+        return
+    hedger._hedged.add(("upload", "k", "u", 1))
+    hedged.complete_multipart("k", "u", [uploaded])
+    assert store.num_completions == 2
+    store.upload_part("k", "u", part, [], crc32c=8)  # somebody else's bytes
+    with pytest.raises(StoreError, match="InvalidPart"):
+        hedged.complete_multipart("k", "u", [uploaded])
+
+
+def test_requests_that_time_out_together_are_followed_by_fewer(clock: Clock) -> None:
+    """If this fails, a server that leaves half of the requests waiting gets as many again, or one for all time."""
+    hedger = Hedger(ConcurrencyLimit(8), budget_bytes=SIZE_BYTES, clock=clock)
+
+    def late() -> str:
+        clock.now_s += 20
+        raise StoreTimeoutError("no progress", key="k", operation="put")
+
+    with pytest.raises(StoreTimeoutError):
+        make(hedger, "late", late)
+    assert hedger.connections() == 4
+    clock.now_s += 1
+    for number in range(4 + 5 + 6 + 7):
+        make(hedger, number, lambda: "done")
+    assert hedger.connections() == 8

@@ -1,0 +1,127 @@
+"""The layout of a data object, against the safetensors library."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
+from cloudckpt.format.safetensors import Entry, lay_out, sort_for_storage
+
+NAMES = ["w", "w#2", "__metadata__", "a.b.weight", "w[0:2]", "ünïcode ✓", 'quo"te\\', "new\nline", ""]
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> list[Entry]:
+    made = []
+    for _ in range(draw(st.integers(0, 8))):
+        dtype = draw(st.sampled_from([None, *ITEMSIZE_BYTES]))
+        shape = draw(shapes) if dtype else ()
+        is_whole = dtype is None or draw(st.booleans())
+        num_bytes = ITEMSIZE_BYTES[dtype] * _prod(shape) if dtype else draw(st.integers(0, 40))
+        made.append(
+            Entry(
+                fqn=draw(st.sampled_from(NAMES)),
+                dtype=dtype,
+                shape=shape,
+                offsets=None if is_whole else tuple(draw(st.integers(0, 9)) for _ in shape),
+                num_bytes=num_bytes,
+            )
+        )
+    return made
+
+
+def _prod(shape: tuple[int, ...]) -> int:
+    product = 1
+    for extent in shape:
+        product *= extent
+    return product
+
+
+def content_of(index: int, entry: Entry) -> bytes:
+    # Zeros and ones are the only bytes that are good bools too.
+    return bytes((index + position) % 2 for position in range(entry.num_bytes))
+
+
+@given(entries())
+def test_every_object_opens_with_the_safetensors_library(unordered: list[Entry]) -> None:
+    """If this fails, data objects are no safetensors files, and nobody else's tools can open them."""
+    ordered = [unordered[index] for index in sort_for_storage(unordered)]
+    layout = lay_out(ordered)
+    document = bytearray(layout.header.ljust(layout.size_bytes, b"\xee"))
+    for index, (entry, begin) in enumerate(zip(ordered, layout.begins, strict=True)):
+        assert begin % entry.itemsize_bytes == 0
+        document[begin : begin + entry.num_bytes] = content_of(index, entry)
+    assert len(document) == layout.size_bytes
+    loaded = safetensors.torch.load(bytes(document))
+    assert len(loaded) == len(ordered)
+    for index, (entry, tensor) in enumerate(zip(ordered, in_stored_order(layout.header, loaded), strict=True)):
+        flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+        assert bytes(flat.tolist()) == content_of(index, entry)
+        if entry.dtype in SAFETENSORS_TAG:
+            assert tensor.dtype == getattr(torch, entry.dtype)
+            assert tuple(tensor.shape) == entry.shape
+        else:
+            assert tensor.dtype == torch.uint8
+
+
+def in_stored_order(header: bytes, loaded: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors by the order of their names in the header, read by Python's own JSON."""
+    names = [name for name in json.loads(header[8:]) if name != "__metadata__"]
+    return [loaded[name] for name in names]
+
+
+@given(entries())
+def test_entries_follow_each_other_without_holes(unordered: list[Entry]) -> None:
+    """If this fails, safetensors refuses the object, or two tensors share bytes."""
+    ordered = [unordered[index] for index in sort_for_storage(unordered)]
+    layout = lay_out(ordered)
+    position = len(layout.header)
+    assert position % 64 == 0
+    assert int.from_bytes(layout.header[:8], "little") == position - 8
+    for entry, begin in zip(ordered, layout.begins, strict=True):
+        assert begin == position
+        position += entry.num_bytes
+    assert position == layout.size_bytes
+
+
+@given(entries())
+def test_storage_order_is_by_falling_element_size_and_stable(unordered: list[Entry]) -> None:
+    """If this fails, elements lie across their alignment and cannot be read in place."""
+    order = sort_for_storage(unordered)
+    assert sorted(order) == list(range(len(unordered)))
+    keys = [(-unordered[index].itemsize_bytes, index) for index in order]
+    assert keys == sorted(keys)
+
+
+def names_of(*given_entries: Entry) -> list[str]:
+    names: dict[str, Any] = json.loads(lay_out(given_entries).header[8:])
+    return [name for name in names if name != "__metadata__"]
+
+
+def test_names_say_what_is_stored_and_are_unique() -> None:
+    """If this fails, two chunks share a name, and one of them is lost to every other reader."""
+    whole = Entry(fqn="w", dtype="uint8", shape=(4,), offsets=None, num_bytes=4)
+    chunk = Entry(fqn="w", dtype="uint8", shape=(2, 2), offsets=(4, 0), num_bytes=4)
+    scalar = Entry(fqn="s", dtype="uint8", shape=(), offsets=(), num_bytes=1)
+    reserved = Entry(fqn="__metadata__", dtype=None, shape=(), offsets=None, num_bytes=3)
+    assert names_of(whole, chunk, scalar, reserved) == ["w", "w[4:6,0:2]", "s[]", "__metadata__#2"]
+    assert names_of(whole, whole, whole) == ["w", "w#2", "w#3"]
+
+
+@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE_BYTES if name not in SAFETENSORS_TAG])
+def test_dtypes_that_safetensors_lacks_are_stored_as_bytes(dtype: str) -> None:
+    """If this fails, older safetensors libraries cannot open an object because of one tensor in it."""
+    num_bytes = 6 * ITEMSIZE_BYTES[dtype]
+    entry = Entry(fqn="t", dtype=dtype, shape=(2, 3), offsets=None, num_bytes=num_bytes)
+    layout = lay_out([entry])
+    loaded = safetensors.torch.load(layout.header + bytes(range(num_bytes)))
+    assert loaded["t"].tolist() == list(range(num_bytes))

@@ -1,0 +1,120 @@
+"""Which tensors share an object, and how an object is cut into parts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudckpt.format.safetensors import MAX_TENSORS_PER_OBJECT, pack
+from cloudckpt.io.upload import plan_parts
+from cloudckpt.options import GIB, KIB, MIB
+from cloudckpt.stores.base import Limits, Part
+
+TIB = 1024 * GIB
+S3_LIMITS = Limits(min_part_bytes=5 * MIB, max_part_bytes=5 * GIB, max_parts=10_000, max_put_bytes=5 * GIB)
+
+
+@given(st.lists(st.integers(0, 100)), st.integers(1, 120))
+def test_pack_keeps_order_and_bound(sizes_bytes: list[int], object_bytes: int) -> None:
+    """If this fails, tensors are left out or written twice, or objects outgrow what was asked for."""
+    groups = pack(sizes_bytes, object_bytes=object_bytes)
+    assert [index for group in groups for index in group] == list(range(len(sizes_bytes)))
+    for group in groups:
+        assert len(group) > 0
+        assert len(group) == 1 or sum(sizes_bytes[index] for index in group) <= object_bytes
+    for group, following in itertools.pairwise(groups):  # greedy: no group could have taken one more
+        assert sum(sizes_bytes[index] for index in group) + sizes_bytes[following[0]] > object_bytes
+
+
+def test_no_object_gets_more_tensors_than_a_header_can_name() -> None:
+    """If this fails, a model of many tiny tensors makes an object whose header no safetensors reader accepts."""
+    groups = pack([1] * (2 * MAX_TENSORS_PER_OBJECT + 1), object_bytes=GIB)
+    assert [len(group) for group in groups] == [MAX_TENSORS_PER_OBJECT, MAX_TENSORS_PER_OBJECT, 1]
+
+
+def test_fewer_tensors_can_be_asked_for() -> None:
+    """If this fails, a save of many small tensors sends nothing until all of them have been laid out."""
+    assert pack([1] * 10, object_bytes=GIB, max_tensors=4) == [range(4), range(4, 8), range(8, 10)]
+
+
+def assert_accepted(parts: list[Part], size_bytes: int, tile_bytes: int, limits: Limits) -> None:
+    assert [part.number for part in parts] == list(range(1, len(parts) + 1))
+    position = 0
+    for part in parts:
+        assert part.offset_bytes == position
+        assert 0 < part.size_bytes <= limits.max_part_bytes
+        position += part.size_bytes
+    assert position == size_bytes
+    assert len(parts) <= limits.max_parts
+    for part in parts[:-1]:
+        assert part.size_bytes % tile_bytes == 0
+        assert part.size_bytes >= limits.min_part_bytes
+
+
+@given(
+    size_bytes=st.one_of(st.integers(0, 5 * TIB), st.integers(0, 100 * MIB)),
+    part_bytes=st.integers(4 * KIB, 6 * GIB),
+    tile_bytes=st.sampled_from([4 * KIB, 64 * KIB, MIB, 3 * MIB, 4 * KIB + 64]),
+)
+def test_parts_are_what_s3_accepts_up_to_5_tib(size_bytes: int, part_bytes: int, tile_bytes: int) -> None:
+    """If this fails, S3 refuses the upload of some size, at its completion, after all bytes were sent."""
+    parts = plan_parts(size_bytes, part_bytes=part_bytes, tile_bytes=tile_bytes, limits=S3_LIMITS)
+    assert_accepted(parts, size_bytes, tile_bytes, S3_LIMITS)
+    if size_bytes > part_bytes >= S3_LIMITS.min_part_bytes:
+        assert len(parts) > 1 or part_bytes + tile_bytes > size_bytes
+
+
+@pytest.mark.parametrize(
+    "size_bytes", [0, 1, MIB - 1, 32 * MIB, 32 * MIB + 1, 312_500 * MIB, 312_500 * MIB + 1, 5 * TIB]
+)
+def test_edges_of_sizes(size_bytes: int) -> None:
+    """If this fails, objects whose size is a round number are cut wrongly."""
+    parts = plan_parts(size_bytes, part_bytes=32 * MIB, tile_bytes=MIB, limits=S3_LIMITS)
+    assert_accepted(parts, size_bytes, MIB, S3_LIMITS)
+    if size_bytes <= 10_000 * 32 * MIB:
+        assert {part.size_bytes for part in parts[:-1]} <= {32 * MIB}
+
+
+@settings(max_examples=1000)
+@given(
+    size_bytes=st.integers(0, 60),
+    part_bytes=st.integers(1, 20),
+    tile_bytes=st.integers(1, 6),
+    limits=st.builds(
+        lambda min_part_bytes, more_bytes, max_parts: Limits(
+            min_part_bytes=min_part_bytes,
+            max_part_bytes=min_part_bytes + more_bytes,
+            max_parts=max_parts,
+            max_put_bytes=100,
+        ),
+        st.integers(1, 8),
+        st.integers(0, 12),
+        st.integers(1, 6),
+    ),
+)
+def test_parts_are_refused_only_where_there_are_none(
+    size_bytes: int, part_bytes: int, tile_bytes: int, limits: Limits
+) -> None:
+    """If this fails, an object is refused that fits, or cut into parts that the store refuses."""
+    possible_steps = [
+        step
+        for step in range(tile_bytes, limits.max_part_bytes + 1, tile_bytes)
+        if -(-size_bytes // step) <= limits.max_parts and (step >= limits.min_part_bytes or size_bytes <= step)
+    ]
+    try:
+        parts = plan_parts(size_bytes, part_bytes=part_bytes, tile_bytes=tile_bytes, limits=limits)
+    except ValueError:
+        assert not possible_steps
+    else:
+        assert_accepted(parts, size_bytes, tile_bytes, limits)
+
+
+def test_an_object_that_is_too_large_is_refused_in_words() -> None:
+    """If this fails, a save sends terabytes before the store says that it cannot take them."""
+    largest_bytes = S3_LIMITS.max_part_bytes * S3_LIMITS.max_parts
+    assert len(plan_parts(largest_bytes, part_bytes=MIB, tile_bytes=MIB, limits=S3_LIMITS)) == 10_000
+    with pytest.raises(ValueError, match=rf"{largest_bytes + 1} bytes does not fit into 10000 parts"):
+        plan_parts(largest_bytes + 1, part_bytes=MIB, tile_bytes=MIB, limits=S3_LIMITS)

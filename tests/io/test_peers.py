@@ -1,0 +1,47 @@
+"""When a request counts as a straggler."""
+
+from __future__ import annotations
+
+import pytest
+
+from cloudckpt.io.hedging import LEAST_S, PeerTimes, max_hedges
+
+
+def peers_of(*took: tuple[int, float]) -> PeerTimes:
+    peers = PeerTimes()
+    for num_bytes, took_s in took:
+        peers.add(num_bytes=num_bytes, took_s=took_s)
+    return peers
+
+
+def test_nothing_is_a_straggler_while_hardly_any_peer_is_known() -> None:
+    """If this fails, the first requests of every transfer are made twice on a slow line."""
+    assert PeerTimes().patience_s(100) is None
+    assert peers_of(*[(100, 5.0)] * 3).patience_s(100) is None
+    assert peers_of(*[(100, 5.0)] * 4).patience_s(100) == 15.0
+
+
+def test_only_requests_of_similar_size_are_peers() -> None:
+    """If this fails, a large part beside many small ones is always made twice."""
+    peers = peers_of(*[(100, 5.0)] * 10, *[(10_000, 50.0)] * 4)
+    assert peers.patience_s(200) == 15.0
+    assert peers.patience_s(50) == 15.0
+    assert peers.patience_s(10_000) == 150.0
+    assert peers.patience_s(1000) is None
+
+
+def test_one_slow_peer_changes_nothing_and_a_slow_line_does() -> None:
+    """If this fails, one straggler hides the next one, or a line that gets slower has everything made twice."""
+    assert peers_of(*[(100, 5.0)] * 10, (100, 500.0)).patience_s(100) == 15.0
+    assert peers_of(*[(100, 5.0)] * 100, *[(100, 50.0)] * 64).patience_s(100) == 150.0
+
+
+def test_where_peers_take_no_time_there_is_still_some_patience() -> None:
+    """If this fails, a thread that got no core for a moment has its request made twice."""
+    assert peers_of(*[(100, 0.001)] * 10).patience_s(100) == LEAST_S
+
+
+@pytest.mark.parametrize(("num_requests", "expected"), [(0, 2), (40, 2), (60, 3), (10_000, 500)])
+def test_few_are_made_twice(num_requests: int, expected: int) -> None:
+    """If this fails, a store in trouble gets twice the load."""
+    assert max_hedges(num_requests) == expected

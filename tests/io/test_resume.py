@@ -1,0 +1,321 @@
+"""Going on from what an earlier attempt left: only what is missing is sent, and nothing is taken for what it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.io.conftest import FakeClock
+from tests.io.test_upload import LIMITS, PART_BYTES, TILE_BYTES, Bytes, data_of
+from tests.oracles import slow_crc32c
+from tests.wrapped import FaultyStore, permanent, transient
+
+from cloudckpt.errors import ObjectNotFoundError, StoreError
+from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
+from cloudckpt.io.resume import find_leftovers
+from cloudckpt.io.retry import Retrier
+from cloudckpt.io.upload import UploadSession
+from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import Part, Store, UploadedPart
+from cloudckpt.stores.memory import MemoryStore
+
+OLD, NEW = "data/x/0-", "data/y/0-"
+NUM_PARTS = 5
+DATA = data_of(NUM_PARTS * PART_BYTES - 3)
+PARTS = [
+    Part(number=number, offset_bytes=begin, size_bytes=min(PART_BYTES, len(DATA) - begin))
+    for number, begin in enumerate(range(0, len(DATA), PART_BYTES), start=1)
+]
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
+    return FaultyStore(MemoryStore(f"resume-{request.node.nodeid.replace('/', '-')}", limits=LIMITS))
+
+
+def session_of(store: Store) -> UploadSession:
+    return UploadSession(
+        store,
+        Retrier(retries=3, timeout_s=100),
+        cleaner=Retrier(retries=3, timeout_s=100),
+        hedger=Hedger(ConcurrencyLimit(2), budget_bytes=0),
+        part_bytes=PART_BYTES,
+        tile_bytes=TILE_BYTES,
+        resumable=True,
+        on_part=lambda key, num_bytes: None,
+        on_completing=lambda key: None,
+        on_object=lambda key, num_bytes: None,
+    )
+
+
+def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple[ObjectReceipt, int]:
+    """One object sent by a later attempt that looks at the earlier one's: its receipt, and what was not sent of it.
+
+    Whatever became of it, what the receipt names is there, and is `data`.
+    """
+    store.calls.clear()
+    leftovers = find_leftovers(store, Retrier(retries=3, timeout_s=100), [OLD])
+    with session_of(store) as session:
+        session.submit(NEW + name, Bytes(data), leftovers.get(name, []))
+        (receipt,) = session.finish()
+        num_reused_bytes = session.num_reused_bytes
+    assert store.inner.read(receipt.key, max_bytes=1000) == data
+    assert receipt.size_bytes == len(data)
+    tiles = [data[begin : begin + TILE_BYTES] for begin in range(0, len(data), TILE_BYTES)]
+    assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
+    assert store.count("abort_multipart") == store.count("delete") == 0
+    return receipt, num_reused_bytes
+
+
+def put(store: FaultyStore, key: str, data: bytes) -> None:
+    store.inner.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
+
+
+def send(store: FaultyStore, upload_id: str, numbers: list[int], data: bytes = DATA) -> list[UploadedPart]:
+    """What the earlier attempt, dead or not, sends."""
+    sent = []
+    for part in (PARTS[number - 1] for number in numbers):
+        view = memoryview(data)[part.offset_bytes : part.offset_bytes + part.size_bytes]
+        sent.append(store.inner.upload_part(OLD + "0", upload_id, part, [view], crc32c=crc32c_of([view])))
+    return sent
+
+
+def begun(store: FaultyStore, numbers: list[int], data: bytes = DATA) -> str:
+    """An upload of the earlier attempt with those parts."""
+    upload_id = store.inner.create_multipart(OLD + "0")
+    send(store, upload_id, numbers, data)
+    return upload_id
+
+
+def changed(*positions: int) -> bytes:
+    """`DATA`, with another byte at each of `positions`."""
+    data = bytearray(DATA)
+    for position in positions:
+        data[position] ^= 1
+    return bytes(data)
+
+
+@pytest.mark.parametrize("data", [data_of(1), data_of(PART_BYTES), DATA], ids=["one byte", "one part", "parts"])
+def test_an_object_that_is_there_is_not_sent(store: FaultyStore, data: bytes) -> None:
+    """If this fails, a save that is resumed sends everything again."""
+    put(store, OLD + "0", data)
+    receipt, num_reused_bytes = resumed(store, data)
+    assert receipt.key == OLD + "0"
+    assert num_reused_bytes == len(data)
+    assert store.num_bytes("put") == store.num_bytes("upload_part") == 0
+    assert not list(store.inner.list(NEW))
+
+
+@pytest.mark.parametrize("position", [0, PART_BYTES, len(DATA) // 2, len(DATA) - 1])
+def test_an_object_that_differs_in_one_bit_is_not_taken(store: FaultyStore, position: int) -> None:
+    """If this fails, a checkpoint holds weights of an earlier step."""
+    put(store, OLD + "0", changed(position))
+    receipt, num_reused_bytes = resumed(store)
+    assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
+    assert store.inner.read(OLD + "0", max_bytes=1000) == changed(position)
+
+
+@pytest.mark.parametrize("size_bytes", [len(DATA) - 1, len(DATA) + 1, 0])
+def test_an_object_of_another_size_is_not_even_read(store: FaultyStore, size_bytes: int) -> None:
+    """If this fails, another world size makes each rank read what it cannot use."""
+    put(store, OLD + "0", data_of(size_bytes))
+    assert resumed(store)[0].key == NEW + "0"
+    assert store.count("read_into") == 0
+
+
+@pytest.mark.parametrize("numbers", [[1], [3], [1, 2, 3, 4], [5, 2], [1, 2, 3, 4, 5]], ids=str)
+def test_of_an_upload_only_the_missing_parts_are_sent(store: FaultyStore, numbers: list[int]) -> None:
+    """If this fails, what was sent of a large object before the kill is sent again."""
+    begun(store, numbers)
+    receipt, num_reused_bytes = resumed(store)
+    held_bytes = sum(PARTS[number - 1].size_bytes for number in numbers)
+    assert receipt.key == OLD + "0"
+    assert num_reused_bytes == held_bytes
+    assert store.num_bytes("upload_part") == len(DATA) - held_bytes
+    assert store.count("create_multipart") == 0
+    assert list(store.inner.list_uploads()) == []
+
+
+def test_parts_that_have_changed_are_sent_again(store: FaultyStore) -> None:
+    """If this fails, an object holds parts of two states."""
+    begun(store, [1, 2, 3, 5], changed(PART_BYTES + 7, len(DATA) - 1))
+    receipt, num_reused_bytes = resumed(store)
+    assert receipt.key == OLD + "0"
+    assert num_reused_bytes == 2 * PART_BYTES
+    assert store.count("upload_part") == 3  # numbers 2, 4 and 5
+
+
+def test_an_upload_cut_into_other_parts_is_of_no_use(store: FaultyStore) -> None:
+    """If this fails, another part_bytes makes an object of parts that overlap."""
+    upload_id = store.inner.create_multipart(OLD + "0")
+    for number, size_bytes in ((1, PART_BYTES - 8), (2, PART_BYTES + 8)):
+        view = memoryview(DATA)[:size_bytes]
+        part = Part(number=number, offset_bytes=0, size_bytes=size_bytes)
+        store.inner.upload_part(OLD + "0", upload_id, part, [view], crc32c=crc32c_of([view]))
+    assert resumed(store)[0].key == NEW + "0"
+
+
+def test_an_upload_without_parts_is_left_alone(store: FaultyStore) -> None:
+    """If this fails, a process that never heard of the upload, and is alive, makes another one to the same key and
+    with it replaces an object that is committed.
+    """
+    store.inner.create_multipart(OLD + "0")
+    assert resumed(store)[0].key == NEW + "0"
+
+
+def test_an_upload_with_nothing_but_other_bytes_is_left_alone(store: FaultyStore) -> None:
+    """If this fails, a process that is alive gets parts of a later state into its object."""
+    begun(store, [1, 2], changed(0, PART_BYTES))
+    assert resumed(store)[0].key == NEW + "0"
+
+
+def test_of_two_uploads_to_one_key_none_is_taken(store: FaultyStore) -> None:
+    """If this fails, one is completed here and the other there, and the last one stays."""
+    begun(store, [1, 2])
+    begun(store, [1, 2, 3])
+    assert resumed(store)[0].key == NEW + "0"
+    assert len(list(store.inner.list_uploads(OLD))) == 2
+
+
+def test_an_upload_beside_an_object_of_other_bytes_is_left_alone(store: FaultyStore) -> None:
+    """If this fails, the upload replaces what another save may have named."""
+    put(store, OLD + "0", changed(0))
+    begun(store, [1, 2])
+    assert resumed(store)[0].key == NEW + "0"
+    assert store.inner.read(OLD + "0", max_bytes=1000) == changed(0)
+
+
+# Somebody else is alive
+
+
+@pytest.mark.parametrize("theirs", [DATA, changed(2 * PART_BYTES)], ids=["same", "other"])
+def test_an_upload_that_another_completes_first(store: FaultyStore, theirs: bytes) -> None:
+    """If this fails, an object that a dead job's rank completed with its own bytes is taken for this save's."""
+    upload_id = begun(store, [1, 2])
+
+    def complete() -> None:
+        tokens = send(store, upload_id, [1, 2, 3, 4, 5], theirs)
+        store.inner.complete_multipart(OLD + "0", upload_id, tokens)
+
+    store.once_before("complete_multipart", OLD, complete)
+    receipt, num_reused_bytes = resumed(store)
+    is_same = theirs == DATA
+    assert receipt.key == (OLD if is_same else NEW) + "0"
+    assert num_reused_bytes == (2 * PART_BYTES if is_same else 0)
+    assert store.inner.read(OLD + "0", max_bytes=1000) == theirs
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_part_that_another_replaces_does_not_get_into_the_object(store: FaultyStore, number: int) -> None:
+    """If this fails, a rank that was thought dead mixes its bytes into a new checkpoint."""
+    upload_id = begun(store, [1, 2])
+    theirs = changed((number - 1) * PART_BYTES)
+    store.once_before("complete_multipart", OLD, lambda: send(store, upload_id, [number], theirs))
+    receipt, num_reused_bytes = resumed(store)
+    assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
+
+
+@pytest.mark.parametrize("operation", ["list_parts", "upload_part", "complete_multipart"])
+def test_an_upload_that_another_removes_is_sent_anew(store: FaultyStore, operation: str) -> None:
+    """If this fails, garbage collection of the old attempt fails the new save."""
+    upload_id = begun(store, [1, 2])
+    store.once_before(operation, OLD, lambda: store.inner.abort_multipart(OLD + "0", upload_id))
+    receipt, num_reused_bytes = resumed(store)
+    assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
+
+
+@pytest.mark.parametrize("theirs", [DATA, changed(2 * PART_BYTES)], ids=["same", "other"])
+def test_whoever_is_taken_over_hears_of_it(store: FaultyStore, theirs: bytes) -> None:
+    """If this fails, a rank that was thought dead takes the newer save's object for its own: were its job to commit
+    first, its checkpoint could not be loaded.
+    """
+
+    def taken_over() -> None:
+        (upload,) = store.inner.list_uploads(OLD)
+        tokens = send(store, upload.upload_id, [1, 2, 3, 4, 5], theirs)
+        store.inner.complete_multipart(OLD + "0", upload.upload_id, tokens)
+
+    store.once_before("complete_multipart", OLD, taken_over)
+    with session_of(store) as session:
+        session.submit(OLD + "0", Bytes(DATA))
+        if theirs == DATA:
+            assert session.finish()[0].key == OLD + "0"
+            return
+        with pytest.raises(ObjectNotFoundError):
+            session.finish()
+    assert store.inner.read(OLD + "0", max_bytes=1000) == theirs
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    "operation", ["list", "list_uploads", "list_parts", "upload_part", "complete_multipart", "head"]
+)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_what_passes_is_tried_again(store: FaultyStore, operation: str, *, after: bool) -> None:
+    """If this fails, one lost answer makes a resumed save send everything."""
+    begun(store, [1, 2])
+    store.fail(operation, error=lambda: transient(operation), after=after)
+    receipt, num_reused_bytes = resumed(store)
+    assert (receipt.key, num_reused_bytes) == (OLD + "0", 2 * PART_BYTES)
+
+
+@pytest.mark.parametrize("error", [permanent, transient], ids=["for good", "for long"])
+@pytest.mark.parametrize(
+    "operation",
+    ["list", "list_uploads", "list_parts", "read_into", "upload_part", "complete_multipart", "head"],
+)
+def test_what_does_not_pass_makes_it_send_all(
+    store: FaultyStore, operation: str, error: Callable[[str], StoreError]
+) -> None:
+    """If this fails, a trainer that may not list or read cannot save any more once a save of its was killed."""
+    begun(store, [1, 2])
+    tries = 4 if error is transient else 1
+    key_part = "" if operation.startswith("list") else OLD
+    # Parts that go up side by side share what fails: never enough for one of them, if it were only its own.
+    store.fail(operation, key_part=key_part, error=lambda: error(operation), times=100 if key_part else tries)
+    receipt, num_reused_bytes = resumed(store)
+    assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
+
+
+@pytest.mark.parametrize("error", [permanent, transient], ids=["for good", "for long"])
+def test_an_object_that_cannot_be_read_is_sent(store: FaultyStore, error: Callable[[str], StoreError]) -> None:
+    """If this fails, an object is named by a manifest of which nobody knows what it holds."""
+    put(store, OLD + "0", DATA)
+    store.fail("read_into", error=lambda: error("read_into"), times=4)
+    assert resumed(store)[0].key == NEW + "0"
+
+
+def test_what_fails_while_it_is_sent_anew_fails_the_save(store: FaultyStore) -> None:
+    """If this fails, an error ends in silence, or in a wait without an end."""
+    upload_id = begun(store, [1, 2])
+    store.once_before("complete_multipart", OLD, lambda: store.inner.abort_multipart(OLD + "0", upload_id))
+    store.fail("upload_part", key_part=NEW, error=lambda: permanent("upload_part"))
+    with pytest.raises(StoreError, match="no"):
+        resumed(store)
+
+
+def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
+    """If this fails, there is nothing to go on from; or what another save has named already is removed."""
+    store.fail("upload_part", skip=3, error=lambda: permanent("upload_part"))
+
+    def fail() -> None:
+        with session_of(store) as session:
+            session.submit(OLD + "1", Bytes(data_of(5)))
+            session.submit(OLD + "0", Bytes(DATA))
+            session.finish()
+
+    with pytest.raises(StoreError):
+        fail()
+    assert store.count("abort_multipart") == store.count("delete") == 0
+    (upload,) = store.inner.list_uploads()
+    assert len(list(store.inner.list_parts(OLD + "0", upload.upload_id))) >= 3
+    receipt, num_reused_bytes = resumed(store)
+    assert receipt.key == OLD + "0"
+    assert num_reused_bytes >= 3 * TILE_BYTES
+    assert resumed(store, data_of(5), name="1") == (
+        ObjectReceipt(key=OLD + "1", size_bytes=5, tile_crc32cs=(slow_crc32c(data_of(5)),)),
+        5,
+    )

@@ -1,0 +1,390 @@
+"""Uploads over a faulty store: whole, or nothing at all, and always an end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.io.conftest import FakeClock
+from tests.oracles import slow_crc32c
+from tests.wrapped import FaultyStore, permanent
+
+from cloudckpt.errors import (
+    AccessDeniedError,
+    ChecksumRefusedError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+    UnsupportedOperationError,
+)
+from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
+from cloudckpt.io.retry import Retrier
+from cloudckpt.io.upload import UploadSession
+from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import Capabilities, Limits, Store, Views
+from cloudckpt.stores.memory import MemoryStore
+
+TILE_BYTES = 8
+PART_BYTES = 32
+LIMITS = Limits(min_part_bytes=1, max_part_bytes=1000, max_parts=100, max_put_bytes=1000)
+
+
+class Bytes:
+    """A body in memory, given out in two views, which remembers what was opened and closed."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data)
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[Views]:
+        self.opened.append(begin)
+        middle = (begin + end) // 2
+        try:
+            yield [memoryview(self.data)[begin:middle], memoryview(self.data)[middle:end]]
+        finally:
+            self.closed.append(begin)
+
+
+def data_of(size_bytes: int) -> bytes:
+    return bytes(index * 31 % 251 for index in range(size_bytes))
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
+    return FaultyStore(MemoryStore(f"upload-{request.node.nodeid.replace('/', '-')}", limits=LIMITS))
+
+
+def hedger_of(connections: int) -> Hedger:
+    return Hedger(ConcurrencyLimit(connections), budget_bytes=0)
+
+
+def session_of(
+    store: Store,
+    *,
+    connections: int = 3,
+    retries: int = 3,
+    on_part: Callable[[str, int], None] = lambda key, num_bytes: None,
+) -> UploadSession:
+    return UploadSession(
+        store,
+        Retrier(retries=retries, timeout_s=100),
+        cleaner=Retrier(retries=retries, timeout_s=100),
+        hedger=hedger_of(connections),
+        part_bytes=PART_BYTES,
+        tile_bytes=TILE_BYTES,
+        resumable=False,
+        on_part=on_part,
+        on_completing=lambda key: None,
+        on_object=lambda key, num_bytes: None,
+    )
+
+
+def upload(store: Store, bodies: dict[str, Bytes], **settings: int) -> list[ObjectReceipt]:
+    with session_of(store, **settings) as session:
+        for key, body in bodies.items():
+            session.submit(key, body)
+        return session.finish()
+
+
+def assert_nothing_left(store: FaultyStore) -> None:
+    assert list(store.inner.list()) == []
+    assert list(store.inner.list_uploads()) == []
+
+
+SIZES_BYTES = [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 10 * PART_BYTES, 10 * PART_BYTES + 5]
+
+
+def test_objects_arrive_as_they_are_and_receipts_say_so(store: FaultyStore) -> None:
+    """If this fails, what lies in the store is not what was saved, or not what the manifest will say of it."""
+    bodies = {f"data/{size_bytes}": Bytes(data_of(size_bytes)) for size_bytes in SIZES_BYTES}
+    receipts = upload(store, bodies)
+    assert [receipt.key for receipt in receipts] == list(bodies)
+    for receipt in receipts:
+        data = bodies[receipt.key].data
+        assert store.inner.read(receipt.key, max_bytes=1000) == data
+        assert receipt.size_bytes == len(data)
+        tiles = [data[begin : begin + TILE_BYTES] for begin in range(0, len(data), TILE_BYTES)]
+        assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
+    assert list(store.inner.list_uploads()) == []
+    assert all(sorted(body.opened) == sorted(body.closed) for body in bodies.values())
+
+
+def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: FaultyStore) -> None:
+    """If this fails, the manifest has the right checksums at the wrong tiles as soon as two parts change places."""
+    second_is_there = threading.Event()
+
+    class Overtaken(Bytes):
+        @contextlib.contextmanager
+        def open(self, begin: int, end: int) -> Iterator[Views]:
+            with super().open(begin, end) as views:
+                assert begin or second_is_there.wait(60)
+                yield views
+
+    data = data_of(2 * PART_BYTES)
+    session = session_of(store, on_part=lambda _key, _num_bytes: second_is_there.set())
+    with session:
+        session.submit("data/a", Overtaken(data))
+        (receipt,) = session.finish()
+    tiles = [data[begin : begin + TILE_BYTES] for begin in range(0, len(data), TILE_BYTES)]
+    assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
+
+
+def test_small_objects_need_one_request_and_large_ones_parts(store: FaultyStore) -> None:
+    """If this fails, small objects cost three requests each, or large ones go over one connection."""
+    upload(store, {"data/small": Bytes(data_of(PART_BYTES)), "data/large": Bytes(data_of(3 * PART_BYTES))})
+    assert (store.count("put"), store.count("create_multipart"), store.count("upload_part")) == (1, 1, 3)
+    assert (store.count("complete_multipart"), store.count("head")) == (1, 1)
+
+
+def test_a_store_without_multipart_gets_whole_objects(store: FaultyStore) -> None:
+    """If this fails, stores that only know put cannot be saved to."""
+    store.capabilities = Capabilities(conditional_create=True, multipart=False, verifies_crc32c=True)
+    upload(store, {"data/x": Bytes(data_of(5 * PART_BYTES))})
+    assert [call.operation for call in store.calls] == ["put"]
+
+
+@pytest.mark.parametrize("kind", [TransientStoreError, ThrottledError, ChecksumRefusedError])
+@pytest.mark.parametrize("operation", ["put", "create_multipart", "upload_part", "complete_multipart", "head"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_what_fails_in_passing_arrives_all_the_same(
+    store: FaultyStore, operation: str, kind: type[StoreError], after: object
+) -> None:
+    """If this fails, one lost packet or lost answer anywhere fails a save."""
+    store.fail(operation, error=lambda: kind("no", key="k", operation=operation), times=2, after=bool(after))
+    bodies = {"data/a": Bytes(data_of(5 * PART_BYTES)), "data/b": Bytes(data_of(7))}
+    upload(store, bodies)
+    assert {key: store.inner.read(key, max_bytes=1000) for key in bodies} == {k: b.data for k, b in bodies.items()}
+
+
+@pytest.mark.parametrize("operation", ["put", "create_multipart", "upload_part", "complete_multipart", "head"])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_what_fails_for_good_leaves_nothing(store: FaultyStore, operation: str, skip: int) -> None:
+    """If this fails, a failed save leaves objects or unfinished uploads that are paid for, or hides its cause."""
+    denied = AccessDeniedError("s3:PutObject is missing", key="k", operation=operation)
+    store.fail(operation, error=lambda: denied, skip=skip, times=100)
+    bodies = {f"data/{number}": Bytes(data_of(number * 20)) for number in range(9)}
+    with pytest.raises(AccessDeniedError) as caught:
+        upload(store, bodies)
+    assert caught.value is denied
+    assert_nothing_left(store)
+    assert all(sorted(body.opened) == sorted(body.closed) for body in bodies.values())
+
+
+def test_a_store_that_stays_down_ends_the_upload(store: FaultyStore, clock: FakeClock) -> None:
+    """If this fails, a save hangs while the store is away."""
+    store.fail("upload_part", times=10_000)
+    with pytest.raises(TransientStoreError):
+        upload(store, {"data/a": Bytes(data_of(50 * PART_BYTES))})
+    assert store.count("upload_part") <= 4 * 3 + 3  # each connection's part with its repetitions, not all fifty parts
+    assert_nothing_left(store)
+
+
+def test_a_completion_that_shows_another_size_is_no_success(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a store that lost a part makes a checkpoint that cannot be loaded."""
+    original = MemoryStore.complete_multipart
+
+    def complete_without_the_end(self: MemoryStore, key: str, *args: Any) -> None:
+        original(self, key, *args)
+        body = memoryview(self.read(key, max_bytes=2**30)[:-1])
+        self.put(key, [body], crc32c=crc32c_of([body]))
+
+    monkeypatch.setattr(MemoryStore, "complete_multipart", complete_without_the_end)
+    with pytest.raises(ShortObjectError, match=r"data/a has 159 bytes after 160 were uploaded"):
+        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
+    assert_nothing_left(store)
+
+
+def test_an_upload_that_vanished_is_not_taken_for_a_completed_one(store: FaultyStore) -> None:
+    """If this fails, an upload that somebody aborted counts as stored."""
+    gone = ObjectNotFoundError("no such upload", key="k", operation="complete_multipart")
+    store.fail("complete_multipart", error=lambda: gone)
+    with pytest.raises(ObjectNotFoundError):
+        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
+    assert_nothing_left(store)
+
+
+class Broken(Bytes):
+    """A body that cannot be read to its end."""
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[Views]:
+        if begin >= 3 * PART_BYTES:
+            raise RuntimeError("CUDA error")
+        with super().open(begin, end) as views:
+            yield views
+
+
+def test_an_upload_that_is_aborted_by_others_says_what_may_have_done_it(store: FaultyStore) -> None:
+    """If this fails, whoever runs gc with too short an age is told that something is missing, and not why."""
+
+    def abort() -> None:
+        for upload in store.inner.list_uploads():
+            store.inner.abort_multipart(upload.key, upload.upload_id)
+
+    store.once_before("upload_part", "", abort)
+    with pytest.raises(ObjectNotFoundError, match="gc that spares too little"):
+        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
+    assert_nothing_left(store)
+
+
+def test_a_body_that_fails_fails_the_session(store: FaultyStore) -> None:
+    """If this fails, an error in a worker thread is lost, and a save succeeds without its data (G3)."""
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        upload(store, {"data/a": Bytes(data_of(40)), "data/b": Broken(data_of(9 * PART_BYTES))})
+    assert_nothing_left(store)
+
+
+def test_a_failure_after_the_last_submission_is_raised_at_the_end(store: FaultyStore) -> None:
+    """If this fails, a save succeeds without its last object (G3): no later submission would raise its failure."""
+    is_submitted = threading.Event()
+
+    class LateBroken(Bytes):
+        @contextlib.contextmanager
+        def open(self, begin: int, end: int) -> Iterator[Views]:
+            assert is_submitted.wait(60)
+            raise RuntimeError("CUDA error")
+            yield []
+
+    def save() -> None:
+        with session_of(store) as session:
+            session.submit("data/a", Bytes(data_of(7)))
+            session.submit("data/b", LateBroken(data_of(7)))
+            is_submitted.set()
+            session.finish()
+
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        save()
+    assert_nothing_left(store)
+
+
+@pytest.mark.parametrize("error", [ValueError("the planner failed"), KeyboardInterrupt()])
+def test_an_error_between_two_objects_removes_the_first(store: FaultyStore, error: BaseException) -> None:
+    """If this fails, an interrupted save leaves whole objects behind, or completes uploads on its way out (G5)."""
+
+    def save() -> None:
+        with session_of(store) as session:
+            session.submit("data/a", Bytes(data_of(7)))
+            session.submit("data/b", Bytes(data_of(5 * PART_BYTES)))
+            raise error
+
+    with pytest.raises(type(error)):
+        save()
+    assert_nothing_left(store)
+
+
+def test_leaving_without_an_error_waits_and_keeps(store: FaultyStore) -> None:
+    """If this fails, a session that was not asked to finish throws away what it did."""
+    with session_of(store) as session:
+        session.submit("data/a", Bytes(data_of(5 * PART_BYTES)))
+    assert [info.key for info in store.inner.list()] == ["data/a"]
+
+
+def test_what_cannot_be_removed_is_said_and_does_not_hide_the_cause(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, the user reads about a failed delete, and never why the save failed; or of neither."""
+    store.fail("upload_part", error=lambda: permanent("upload_part"))
+    store.fail("abort_multipart", error=lambda: permanent("abort_multipart"))
+    store.fail("delete", error=lambda: permanent("delete"))
+    with caplog.at_level(logging.WARNING, "cloudckpt"), pytest.raises(StoreError) as caught:
+        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
+    assert caught.value.operation == "upload_part"
+    assert [record.message.split(" memory")[0] for record in caplog.records] == ["could not abort", "could not remove"]
+
+
+def test_after_a_failure_nothing_more_is_taken(store: FaultyStore) -> None:
+    """If this fails, a save that has failed goes on to stage and send the rest of a large model."""
+    store.fail("put", error=lambda: permanent("put"))
+
+    def save() -> int:
+        with session_of(store, connections=1) as session:
+            for number in range(1000):
+                session.submit(f"data/{number}", Bytes(data_of(7)))
+        return 1000
+
+    with pytest.raises(StoreError):
+        save()
+    assert store.count("put") < 10
+    assert_nothing_left(store)
+
+
+@pytest.mark.timeout(60)
+def test_no_more_is_prepared_than_the_queue_holds(store: FaultyStore) -> None:
+    """If this fails, a fast producer resolves a whole model into memory while the network is slow."""
+    gate = threading.Event()
+    blocked = threading.Event()
+    submitted: list[int] = []
+    connections = 2
+
+    class Waiting(Bytes):
+        @contextlib.contextmanager
+        def open(self, begin: int, end: int) -> Iterator[Views]:
+            assert gate.wait(30)
+            with super().open(begin, end) as views:
+                yield views
+
+    def save() -> None:
+        with session_of(store, connections=connections) as session:
+            for number in range(20):
+                if number == 2 * connections:
+                    blocked.set()  # all slots are taken; the next submission has to wait
+                session.submit(f"data/{number}", Waiting(data_of(7)))
+                submitted.append(number)
+            session.finish()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert blocked.wait(30)
+    assert len(submitted) == 2 * connections
+    gate.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(submitted) == 20
+    assert len(list(store.inner.list())) == 20
+
+
+def test_an_object_that_is_too_large_is_refused_before_a_byte_moves(store: FaultyStore) -> None:
+    """If this fails, the store refuses it only after everything was sent."""
+    with pytest.raises(UnsupportedOperationError, match="does not fit into 100 parts"):
+        upload(store, {"data/a": Bytes(bytes(100 * 1000 + 1))})
+    assert store.calls == []
+
+
+def test_events_count_every_part_and_object_once(store: FaultyStore) -> None:
+    """If this fails, progress bars run past their end, or never reach it."""
+    parts: list[tuple[str, int]] = []
+    objects: list[tuple[str, int]] = []
+    session = UploadSession(
+        store,
+        Retrier(retries=3, timeout_s=100),
+        cleaner=Retrier(retries=3, timeout_s=100),
+        hedger=hedger_of(1),
+        part_bytes=PART_BYTES,
+        tile_bytes=TILE_BYTES,
+        resumable=False,
+        on_part=lambda key, num_bytes: parts.append((key, num_bytes)),
+        on_completing=lambda key: None,
+        on_object=lambda key, num_bytes: objects.append((key, num_bytes)),
+    )
+    store.fail("upload_part")
+    with session:
+        session.submit("data/a", Bytes(data_of(2 * PART_BYTES + 3)))
+        session.submit("data/b", Bytes(data_of(5)))
+        session.finish()
+    assert parts == [("data/a", PART_BYTES), ("data/a", PART_BYTES), ("data/a", 3), ("data/b", 5)]
+    assert objects == [("data/a", 2 * PART_BYTES + 3), ("data/b", 5)]

@@ -1,0 +1,345 @@
+"""`Options.trace`: the timeline of a save or load, valid, complete, bounded, and never in the way."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.in_memory import Memory, state_of
+from tests.timelines import Timeline, overlaps_of, problems_of
+from torch.distributed.checkpoint.api import CheckpointException
+
+import cloudckpt
+from cloudckpt import Event, ObjectStoreReader, ObjectStoreWriter, Options
+from cloudckpt.errors import InvalidOptionError
+from cloudckpt.io.traced import TracedStore
+from cloudckpt.pipeline.context import Context
+from cloudckpt.stores.base import Store
+from cloudckpt.telemetry.recorder import Recorder
+from cloudckpt.telemetry.timeline import trace_path
+from cloudckpt.testing.faults import Denied, Faults, Rule, ServerError, TruncatedBody
+from cloudckpt.uri import parse_location
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+
+SMALL: dict[str, Any] = {"tile_bytes": 4096, "part_bytes": 8192, "request_bytes": 8192, "connections": 3}
+MANY = {f"w{i}": torch.full((5000,), float(i)) for i in range(12)}
+BODIES = ("put", "upload_part")
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return tmp_path / "{verb}.json"
+
+
+def fresh_uri() -> str:
+    return f"memory://traced-{next(_numbers)}/run"
+
+
+def verb_of(trace: Path, verb: str) -> Timeline:
+    return Timeline(trace_path(trace, rank=0, verb=verb))  # type: ignore[arg-type]
+
+
+# --- what the timeline shows
+
+
+def test_a_save_and_a_load_are_drawn_whole(trace: Path) -> None:
+    """If this fails, a viewer refuses the file, or what is in it is not what the save and the load did."""
+    uri, options = fresh_uri(), Options(trace=trace, **SMALL)
+    saved = cloudckpt.save(MANY, uri, no_dist=True, options=options).report
+    assert saved is not None
+    timeline = verb_of(trace, "save")
+    assert timeline.num_bytes(*BODIES) == saved.num_bytes
+    assert {"plan", "set_up", "write", "commit", "stage", "checksum", "create_multipart", "complete_multipart"} <= {
+        event["name"] for event in timeline.events
+    }
+    assert [span["args"]["key"] for span in timeline.named("put")] == ["manifest.json"]
+    assert len(timeline.named("stage")) == len(timeline.named("upload_part")) > 12
+    assert sorted(span["args"]["part"] for span in timeline.named("stage")) == sorted(
+        span["args"]["part"] for span in timeline.named("upload_part")
+    )
+    assert (timeline.about["verb"], timeline.about["uri"], timeline.about["num_events_left_out"]) == ("save", uri, 0)
+    loaded = cloudckpt.load({name: torch.zeros(5000) for name in MANY}, uri, no_dist=True, options=options)
+    assert loaded is not None
+    timeline = verb_of(trace, "load")
+    assert timeline.num_bytes("read_into") == loaded.num_bytes_read
+    assert {"plan", "manifest", "read", "checksum", "stage", "place"} <= {event["name"] for event in timeline.events}
+
+
+def test_each_connection_has_a_lane_of_its_own(trace: Path) -> None:
+    """If this fails, requests that ran side by side are drawn as if they had followed each other, or over another."""
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    timeline = verb_of(trace, "save")
+    lanes = timeline.lanes
+    names = {lanes[span["tid"]] for span in timeline.named("upload_part")}
+    assert names <= {f"cloudckpt-upload-{i}" for i in range(64)}
+    assert names
+    assert {lanes[span["tid"]] for span in timeline.named("plan", "write", "commit")} == {"MainThread"}
+    plan, write, commit = (timeline.named(name)[0] for name in ("plan", "write", "commit"))
+    assert plan["ts"] + plan["dur"] <= write["ts"]
+    assert write["ts"] + write["dur"] <= commit["ts"]
+    for span in timeline.named("upload_part"):
+        assert write["ts"] <= span["ts"]
+        assert span["ts"] + span["dur"] <= write["ts"] + write["dur"]
+
+
+def test_what_is_in_flight_adds_up(trace: Path) -> None:
+    """If this fails, the counter above the lanes drifts, and shows bytes on their way when there are none."""
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    events = verb_of(trace, "save").events
+    in_flight = [event["args"]["bytes"] for event in events if event["name"] == "bytes in flight"]
+    assert in_flight[-1] == 0
+    assert min(in_flight) == 0
+    assert 0 < max(in_flight) <= 64 * 8192
+    assert any(event["args"]["MB/s"] > 0 for event in events if event["name"] == "throughput")
+
+
+def test_tries_are_numbered_and_waits_between_them_drawn(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a save that was slow because the store was cannot be told from one that had much to do."""
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.001)
+    faults = Faults(Rule(fault=ServerError(), operations={"upload_part"}, times=2), seed=1)
+    saved = cloudckpt.save(
+        MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, wrap_store=faults, **{**SMALL, "connections": 1})
+    ).report
+    assert saved is not None
+    timeline = verb_of(trace, "save")
+    assert saved.num_retries == len(timeline.named("backoff")) == 2
+    assert [span["args"]["try"] for span in timeline.named("upload_part")][:4] == [1, 2, 3, 1]
+    failed = [span for span in timeline.named("upload_part") if "error" in span["args"]]
+    assert [(span["args"]["error"], span["args"]["bytes"]) for span in failed] == [("TransientStoreError", 0)] * 2
+    assert timeline.num_bytes("upload_part") == saved.num_bytes
+
+
+def test_bodies_that_break_off_count_as_far_as_they_came(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, the bytes in a load's timeline are not those that came."""
+    monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
+    uri = fresh_uri()
+    cloudckpt.save(MANY, uri, no_dist=True, options=Options(**SMALL))
+    faults = Faults(Rule(fault=TruncatedBody(), operations={"read_into"}, times=3), seed=2)
+    options = Options(trace=trace, wrap_store=faults, **SMALL)
+    loaded = cloudckpt.load({name: torch.zeros(5000) for name in MANY}, uri, no_dist=True, options=options)
+    assert loaded is not None
+    timeline = verb_of(trace, "load")
+    assert loaded.num_retries == 3
+    assert timeline.num_bytes("read_into") == loaded.num_bytes_read
+    assert sum("error" in span["args"] for span in timeline.named("read_into")) == 3
+
+
+# --- when it is written
+
+
+def test_a_failed_save_is_drawn_up_to_its_failure(trace: Path) -> None:
+    """If this fails, there is no timeline of the very saves that one would look at."""
+    faults = Faults(Rule(fault=Denied(), operations={"upload_part"}, times=None), seed=3)
+    with pytest.raises(CheckpointException):
+        cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, wrap_store=faults, **SMALL))
+    timeline = verb_of(trace, "save")
+    assert timeline.named("write")[0]["args"] == {"error": "AccessDeniedError"}
+    assert any(span["args"].get("error") == "AccessDeniedError" for span in timeline.named("upload_part"))
+    assert timeline.named("abort_multipart")
+    assert not timeline.named("commit")
+
+
+@pytest.mark.parametrize("operation", ["list", "put"])
+def test_failures_before_and_after_the_writing_are_drawn(operation: str, trace: Path) -> None:
+    """If this fails, a save that fails in its set-up or at its commit leaves no timeline, or half of one."""
+    faults = Faults(Rule(fault=Denied(), operations={operation}, times=None), seed=4)
+    options = Options(trace=trace, wrap_store=faults, **SMALL)
+    with pytest.raises(CheckpointException):
+        cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=options)
+    step = {"list": "set_up", "put": "commit"}[operation]
+    assert verb_of(trace, "save").named(step)[0]["args"] == {"error": "AccessDeniedError"}
+
+
+def test_a_failed_load_is_drawn(trace: Path) -> None:
+    """If this fails, a load that does not find its checkpoint leaves an empty file."""
+    with pytest.raises(CheckpointException):
+        cloudckpt.load(state_of(), fresh_uri(), no_dist=True, options=Options(trace=trace))
+    assert verb_of(trace, "load").named("list")
+
+
+def test_torchs_own_calls_are_drawn_too(trace: Path) -> None:
+    """If this fails, only cloudckpt's own functions leave a timeline, and none of a failure."""
+    uri, options = fresh_uri(), Options(trace=trace, **SMALL)
+    dcp.save(MANY, storage_writer=ObjectStoreWriter(uri, options=options), no_dist=True)
+    assert verb_of(trace, "save").named("commit")
+    dcp.load(
+        {name: torch.zeros(5000) for name in MANY}, storage_reader=ObjectStoreReader(uri, options=options), no_dist=True
+    )
+    assert verb_of(trace, "load").named("read")
+    with pytest.raises(CheckpointException):
+        dcp.save(MANY, storage_writer=ObjectStoreWriter(uri, options=options), no_dist=True)
+    assert verb_of(trace, "save").named("set_up")[0]["args"] == {"error": "CheckpointExistsError"}
+
+
+def test_the_file_is_valid_all_the_while(trace: Path) -> None:
+    """If this fails, a save that is killed leaves a file that no viewer opens."""
+    seen: list[int] = []
+
+    def look(event: Event) -> None:
+        if event.name in {"save.set_up", "save.part_uploaded", "save.written", "save.committed"}:
+            seen.append(len(verb_of(trace, "save").events))
+
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, on_event=look, **SMALL))
+    assert len(seen) > 12
+    assert sorted(seen) == seen
+    assert seen[-1] < len(verb_of(trace, "save").events)
+
+
+def test_an_async_save_is_drawn(trace: Path) -> None:
+    """If this fails, saves in the background, which most are, have no timeline."""
+    handle = cloudckpt.async_save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    report = handle.result(60).report
+    assert report is not None
+    timeline = verb_of(trace, "save")
+    assert timeline.num_bytes(*BODIES) == report.num_bytes
+    assert "MainThread" not in timeline.lanes.values()
+
+
+def test_writers_and_readers_that_travel_keep_their_trace(trace: Path, memory: Memory) -> None:
+    """If this fails, an async save by process cannot start, or leaves no timeline."""
+    options = Options(trace=trace, **SMALL)
+    writer = pickle.loads(pickle.dumps(ObjectStoreWriter(memory.uri(), options=options)))
+    cloudckpt.save(state_of(1.0), storage_writer=writer, no_dist=True)
+    reader = pickle.loads(pickle.dumps(ObjectStoreReader(memory.uri(), options=options)))
+    cloudckpt.load(state_of(-1.0), storage_reader=reader, no_dist=True)
+    assert verb_of(trace, "save").named("commit")
+    assert verb_of(trace, "load").named("read")
+
+
+# --- it costs little, and does no harm
+
+
+def test_without_a_trace_no_call_is_drawn(tmp_path: Path) -> None:
+    """If this fails, every save pays for timelines that nobody asked for."""
+    context = Context(parse_location(fresh_uri()), Options(), rank=0)
+    assert context.recorder.timeline is None
+    assert not isinstance(context.store, TracedStore)
+    assert not isinstance(getattr(context.store, "_inner", None), TracedStore)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["missing/trace.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_begins(
+    name: str, tmp_path: Path, memory: Memory
+) -> None:
+    """If this fails, a typing error in a path is found after an hour's save, or stops it half-way."""
+    with pytest.raises(CheckpointException, match="trace must be a file that can be written") as caught:
+        cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=Options(trace=tmp_path / name))
+    assert isinstance(caught.value, InvalidOptionError)
+    assert memory.all_keys() == []
+    cloudckpt.save(state_of(), memory.uri(), no_dist=True)
+    with pytest.raises(CheckpointException, match="trace must be a file that can be written"):
+        cloudckpt.load(state_of(), memory.uri(), no_dist=True, options=Options(trace=tmp_path / name))
+
+
+def test_a_file_that_is_lost_on_the_way_costs_no_save(
+    trace: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If this fails, a disk that fills up with a timeline fails the save that it is of."""
+
+    def lose(event: Event) -> None:
+        if event.name == "save.set_up":
+            trace_path(trace, rank=0, verb="save").unlink()
+
+    with caplog.at_level(logging.WARNING, logger="cloudckpt"):
+        cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=Options(trace=trace, on_event=lose, **SMALL))
+    assert sum("cannot be written any more" in record.message for record in caplog.records) == 1
+    assert "manifest.json" in memory.all_keys()
+
+
+def test_a_timeline_has_a_bound_and_says_what_it_left_out(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, tracing a save of many objects fills the memory or the disk."""
+    monkeypatch.setattr("cloudckpt.telemetry.timeline.MAX_EVENTS", 40)
+    monkeypatch.setattr("cloudckpt.telemetry.timeline._MAX_BUFFERED_EVENTS", 7)
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    timeline = verb_of(trace, "save")
+    assert sum(event["ph"] != "M" for event in timeline.events) == timeline.about["num_events"] == 40
+    assert timeline.about["num_events_left_out"] > 40
+
+
+def test_few_events_are_held_in_memory(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a timeline lies in memory until the end of a save."""
+    monkeypatch.setattr("cloudckpt.telemetry.timeline._MAX_BUFFERED_EVENTS", 5)
+    held: list[int] = []
+    add = Recorder.span
+
+    def counting(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        add(self, *args, **kwargs)
+        if self.timeline is not None:
+            held.append(len(self.timeline._buffer))
+
+    monkeypatch.setattr(Recorder, "span", counting)
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    assert 0 < max(held) < 5 + 16  # the spans of the plan's time come before, and those of other threads beside
+    assert len(held) > 50
+
+
+def test_every_call_of_a_store_is_drawn() -> None:
+    """If this fails, a call that was added to stores goes past the timeline, or does not reach the store at all."""
+    public = {
+        name
+        for name, member in inspect.getmembers(Store)
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property))
+    }
+    assert public <= set(vars(TracedStore))
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "path"),
+    [
+        ("trace.json", 0, "trace.json"),
+        ("trace.json", 3, "trace.3.json"),
+        ("a/{verb}-{rank}.json", 0, "a/save-0.json"),
+        ("a/{verb}-{rank}.json", 12, "a/save-12.json"),
+        ("a.b/trace", 1, "a.b/trace.1"),
+    ],
+)
+def test_each_rank_has_a_file_of_its_own(name: str, rank: int, path: str) -> None:
+    """If this fails, ranks of one host write over each other's timelines."""
+    assert trace_path(name, rank=rank, verb="save") == Path(path)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "s3://bucket/trace.json", Path("s3://bucket/trace.json"), "{step}.json", "a\0b", 3, b"trace.json"]
+)
+def test_what_is_no_local_file_is_refused(value: Any) -> None:
+    """If this fails, a trace for a bucket becomes a folder named s3: on every rank, or fails in the middle."""
+    with pytest.raises(InvalidOptionError, match="trace must be a"):
+        Options(trace=value)
+
+
+# --- the checker itself
+
+
+def test_the_checker_finds_what_is_wrong() -> None:
+    """If this fails, the tests above find every timeline valid."""
+    good = {"ph": "X", "name": "a", "cat": "c", "ts": 0, "dur": 10, "pid": 0, "tid": 0}
+    assert problems_of(good) == []
+    for wrong in ({"ph": "Q"}, {"ts": -1}, {"ts": 1.5}, {"dur": None}):
+        assert problems_of(good | wrong), wrong
+    assert problems_of({key: value for key, value in good.items() if key != "tid"})
+    assert problems_of({"ph": "C", "name": "c", "ts": 0, "pid": 0, "args": {"bytes": "many"}})
+    assert overlaps_of([good, good | {"ts": 2, "dur": 8}, good | {"ts": 10}]) == []
+    assert overlaps_of([good, good | {"ts": 5}])
+    assert overlaps_of([good, good | {"ts": 5, "tid": 1}]) == []
+
+
+def test_the_file_is_no_larger_than_it_says(trace: Path) -> None:
+    """If this fails, the metadata of lanes piles up with every flush."""
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    document = json.loads(trace_path(trace, rank=0, verb="save").read_text())
+    names = [event for event in document["traceEvents"] if event["name"] in {"process_name", "thread_name"}]
+    assert len(names) == 1 + len({event["tid"] for event in document["traceEvents"] if event["ph"] != "M"})

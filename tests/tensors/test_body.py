@@ -1,0 +1,239 @@
+"""Tensors as the bytes of an object, part by part, against numpy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tensors.samples import DTYPES, bytes_for, tensor_of, views
+
+from cloudckpt.tensors.body import PieceBody, new_piece
+from cloudckpt.tensors.host_memory import Arena
+from cloudckpt.tensors.tensor_bytes import bytes_view, is_viewable
+
+pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
+
+TILE_BYTES = 64
+
+
+class Filling:
+    """Memory that is filled only while somebody waits for it, and only what is waited for; notes each wait."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.waits: list[tuple[int, int]] = []
+        self._fills = []
+        for tensor in tensors:
+            begin = tensor.data_ptr()
+            self._fills.append((begin, begin + tensor.untyped_storage().nbytes(), tensor, tensor.clone()))
+            tensor.zero_()
+
+    def wait(self, address: int, num_bytes: int) -> None:
+        self.waits.append((address, num_bytes))
+        for begin, end, tensor, values in self._fills:
+            if begin < address + num_bytes and address < end:
+                tensor.copy_(values)
+
+
+class NoArena(Arena):
+    """Lends nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(budget_bytes=0)
+
+    def lend(self, num_bytes: int) -> object:  # type: ignore[override]
+        raise AssertionError(f"{num_bytes} bytes were copied")
+
+
+def opened(body: PieceBody, begin: int, end: int) -> bytes:
+    with body.open(begin, end) as parts:
+        return b"".join(parts)
+
+
+@settings(max_examples=300)
+@given(st.data(), st.lists(views(), max_size=4))
+def test_any_tensors_any_part(data: st.DataObject, tensors: list[tuple[torch.Tensor, bytes]]) -> None:
+    """If this fails, what is uploaded of some type or memory layout is not what the tensor holds."""
+    tensors.sort(key=lambda pair: -pair[0].element_size())  # as objects are laid out
+    header = bytes(range(TILE_BYTES))
+    pieces, expected = [new_piece(memoryview(header), begin=0)], bytearray(header)
+    for tensor, content in tensors:
+        pieces.append(new_piece(tensor, begin=len(expected)))
+        expected += content
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20))
+    assert body.size_bytes == len(expected)
+    assert opened(body, 0, len(expected)) == expected
+    tiles = st.integers(0, -(-len(expected) // TILE_BYTES))
+    for _ in range(3):
+        low, high = sorted((data.draw(tiles) * TILE_BYTES, data.draw(tiles) * TILE_BYTES))
+        high = min(high, len(expected))
+        assert opened(body, low, high) == expected[low:high]
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 20))
+def test_the_bytes_of_every_type(dtype: torch.dtype, numel: int) -> None:
+    """If this fails, some type cannot be saved, or is saved as other bits."""
+    content = bytes_for(numel * dtype.itemsize, dtype)
+    tensor = tensor_of(content, dtype, (numel,))
+    view = bytes_view(tensor)
+    assert bytes(view) == content
+    assert not view.readonly
+
+
+def test_contiguous_memory_is_not_copied() -> None:
+    """If this fails, a save of CPU tensors needs their memory twice (G7)."""
+    tensor = torch.arange(1000, dtype=torch.float32)
+    part = tensor[100:900]
+    body = PieceBody([new_piece(part, begin=0)], NoArena())
+    with body.open(0, part.numel() * 4) as parts:
+        tensor[100] = 7.5
+        assert bytes(parts[0][:4]) == tensor[100:101].numpy().tobytes()
+
+
+def test_only_the_open_part_of_a_strided_tensor_is_copied() -> None:
+    """If this fails, one large transposed tensor takes its whole size in staging memory."""
+    tensor = torch.arange(100_000, dtype=torch.int64).view(100, 1000).t()
+    arena = Arena(budget_bytes=4096)
+    body = PieceBody([new_piece(tensor, begin=0)], arena)
+    joined = b"".join(opened(body, begin, begin + 4096) for begin in range(0, 798_720, 4096))
+    assert joined == tensor.contiguous().numpy().tobytes()[:798_720]
+    assert arena._held_bytes <= 4096
+
+
+def test_pieces_without_bytes_are_passed_over() -> None:
+    """If this fails, empty shards break the object they share with others."""
+    empty = torch.empty(0, 5)
+    body = PieceBody(
+        [
+            new_piece(memoryview(b"head"), begin=0),
+            new_piece(empty, begin=4),
+            new_piece(empty.t(), begin=4),
+            new_piece(memoryview(b"tail"), begin=4),
+            new_piece(empty, begin=8),
+        ],
+        NoArena(),
+    )
+    assert opened(body, 0, 8) == b"headtail"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_single_elements_may_have_any_stride(dtype: torch.dtype) -> None:
+    """If this fails, a slice that happens to hold one element cannot be saved."""
+    content = bytes_for(6 * dtype.itemsize, dtype)
+    tensor = tensor_of(content, dtype, (6,))[3::4]
+    assert tensor.shape == (1,)
+    assert tensor.stride() == (4,)
+    assert bytes(bytes_view(tensor)) == content[3 * dtype.itemsize : 4 * dtype.itemsize]
+
+
+def test_lazy_views_are_not_taken_for_their_memory() -> None:
+    """If this fails, conjugated or negated tensors are read or written with the wrong sign."""
+    values = torch.complex(torch.ones(3), torch.ones(3))
+    assert not is_viewable(values.conj())
+    assert not is_viewable(torch._neg_view(torch.ones(3)))
+    assert is_viewable(values)
+
+
+def test_a_part_is_opened_once_its_memory_is_there() -> None:
+    """If this fails, a background save uploads memory that its snapshot has not been copied to yet."""
+    first, strided, last = torch.arange(16.0), torch.arange(1.0, 33.0).view(4, 8), torch.arange(2.0, 18.0)
+    expected = b"".join(t.contiguous().numpy().tobytes() for t in (first, strided.t(), last))
+    filling = Filling(first, strided, last)
+    pieces = [new_piece(first, begin=0), new_piece(strided.t(), begin=64), new_piece(last, begin=192)]
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20), filling)
+    assert filling.waits == []
+    assert opened(body, 192, 256) == expected[192:]
+    assert filling.waits == [(last.data_ptr(), 64)]
+    assert opened(body, 0, 64) == expected[:64]
+    assert filling.waits[1:] == [(first.data_ptr(), 64)]
+    assert opened(body, 64, 192) == expected[64:192]
+    assert filling.waits[2:] == [(strided.data_ptr(), 128)]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_only_what_a_part_holds_is_waited_for(is_told: bool) -> None:  # noqa: FBT001  # pytest's
+    """If this fails, the first part of a large tensor waits for all of it to be copied."""
+    tensor = torch.arange(64.0)
+    filling = Filling(tensor)
+    piece = new_piece(tensor, begin=64, address=tensor.data_ptr() if is_told else 0)
+    body = PieceBody([new_piece(memoryview(bytes(64)), begin=0), piece], NoArena(), filling)
+    opened(body, 64, 128)
+    assert filling.waits == [(tensor.data_ptr(), 64)]
+    opened(body, 192, 320)
+    assert filling.waits[1:] == [(tensor.data_ptr() + 128, 128)]
+
+
+def test_what_ended_the_filling_is_raised() -> None:
+    """If this fails, a save whose snapshot failed uploads what happened to lie there."""
+
+    class Broken:
+        def wait(self, address: int, num_bytes: int) -> None:
+            raise MemoryError("of the snapshot")
+
+    body = PieceBody([new_piece(torch.zeros(16), begin=0)], NoArena(), Broken())
+    with pytest.raises(MemoryError, match="of the snapshot"):
+        opened(body, 0, 64)
+
+
+class Queue:
+    """A stream in whose copies nothing is done before somebody waits for a mark; notes what happens in order."""
+
+    def __init__(self, *, error: BaseException | None = None) -> None:
+        self.events: list[str] = []
+        self.error = error
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        self.events.append("use")
+        yield
+        self.events.append("used")
+
+    def record_event(self) -> Queue:
+        self.events.append("event")
+        return self
+
+    def synchronize(self) -> None:
+        self.events.append("wait")
+        if self.error is not None:
+            raise self.error
+
+    def drain(self) -> None:
+        self.events.append("drain")
+
+
+def test_a_part_is_sent_when_its_own_copies_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a part of a GPU's tensors is sent before its copy is there, or waits for that of others."""
+    blocking: list[bool] = []
+    copy_ = torch.Tensor.copy_
+
+    def noted(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:  # noqa: FBT001, FBT002  # torch's
+        blocking.append(not non_blocking)
+        return copy_(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    queue = Queue()
+    first, second = torch.arange(64.0).view(8, 8).t(), torch.arange(1.0, 65.0).view(8, 8).t()
+    pieces = [new_piece(memoryview(bytes(64)), begin=0), new_piece(first, begin=64), new_piece(second, begin=320)]
+    body = PieceBody(pieces, Arena(budget_bytes=1 << 20), streams={torch.device("cpu"): queue})
+    with body.open(0, 576) as parts:
+        assert queue.events == ["use", "event", "wait", "used"]
+        assert b"".join(parts)[64:] == b"".join(t.contiguous().numpy().tobytes() for t in (first, second))
+    assert not any(blocking)
+    queue.events.clear()
+    assert opened(body, 0, 64) == bytes(64)
+    assert queue.events == []
+
+
+def test_a_buffer_is_lent_again_only_when_nothing_writes_to_it() -> None:
+    """If this fails, a copy that goes on after a failed save writes into what another save sends."""
+    queue = Queue(error=RuntimeError("of the GPU"))
+    arena = Arena(budget_bytes=1 << 20)
+    body = PieceBody([new_piece(torch.zeros(8, 8).t(), begin=0)], arena, streams={torch.device("cpu"): queue})
+    with pytest.raises(RuntimeError, match="of the GPU"):
+        opened(body, 0, 256)
+    assert queue.events[-1] == "drain"
+    with arena.lend(256):
+        pass

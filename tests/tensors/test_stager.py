@@ -1,0 +1,361 @@
+"""Snapshots of state dicts: all values, in memory of their own, as they were when they were taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tensors.samples import bytes_for, views
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from cloudckpt.errors import CloudckptError, UnsupportedValueError
+from cloudckpt.tensors.stager import PinnedStager, Staging
+from cloudckpt.tensors.tensor_bytes import as_carrier, bytes_view, is_short, plain_tensor
+
+WAIT_S = 60
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.empty(0, dtype=torch.complex32)  # which torch warns of once
+
+
+@pytest.fixture(params=[False, True], ids=["private", "shared"])
+def stager(request: pytest.FixtureRequest) -> Iterator[PinnedStager]:
+    """One of each kind of memory."""
+    made = PinnedStager(shared=request.param, num_threads=3)
+    yield made
+    made.close()
+
+
+def copied(stager: PinnedStager, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A complete snapshot."""
+    staging = stager.begin(state_dict)
+    staging.completed.result(WAIT_S)
+    assert staging.copied_bytes == staging.num_bytes
+    return staging.state_dict
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Of the values, in row-major order."""
+    tensor = plain_tensor(tensor, "", uri="")
+    return bytes(bytes_view(as_carrier(tensor).contiguous()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["private", "shared"]))
+def test_every_view_is_copied_bit_for_bit_and_again(data: st.DataObject, kind: str) -> None:
+    """If this fails, a background save holds other values than the model had, of some type or layout."""
+    stager = PinnedStager(shared=kind == "shared", num_threads=2)
+    try:
+        for _ in range(data.draw(st.integers(1, 3))):
+            drawn = data.draw(st.lists(views(), max_size=6))
+            if drawn and data.draw(st.booleans()):  # several views of one memory
+                tensor = drawn[0][0]
+                parts = [tensor[..., None], tensor[None].transpose(0, -1), tensor[None, ..., None][:, :1]]
+                drawn += [(part, bytes_of(part)) for part in parts]
+            state = {str(number): tensor for number, (tensor, _) in enumerate(drawn)}
+            staged = copied(stager, state)
+            for number, (tensor, expected) in enumerate(drawn):
+                result = staged[str(number)]
+                assert result.dtype is tensor.dtype
+                assert result.shape == tensor.shape
+                assert bytes_of(result) == expected
+                assert not tensor.numel() or result.data_ptr() % tensor.itemsize == 0
+    finally:
+        stager.close()
+
+
+def test_what_changes_afterwards_is_not_in_the_copy(stager: PinnedStager) -> None:
+    """If this fails, a checkpoint is a mixture of two steps."""
+    state = {"large": torch.ones(9_000_000), "small": torch.ones(3), "value": [1, 2], "bytes": io.BytesIO(b"old")}
+    staged = copied(stager, state)
+    state["large"].fill_(2)
+    state["small"].fill_(2)
+    state["value"].append(3)
+    state["bytes"].write(b"new")
+    are_old = {name: bool((staged[name] == 1).all()) for name in ("large", "small")}
+    assert are_old == {"large": True, "small": True}
+    assert staged["value"] == [1, 2]
+    assert staged["bytes"].getvalue() == b"old"
+
+
+def test_what_torchs_process_serialises_has_storages_of_its_own() -> None:
+    """If this fails, torch's background process stores the whole snapshot again for each tuple with a tensor in it."""
+    state = {"w": torch.ones(100_000), "pair": (torch.arange(5), {"x": [torch.ones(3)]}), "last": torch.ones(2)}
+    with closing(PinnedStager(shared=True)) as stager:
+        staged: Any = stager.stage(state)
+        assert staged["w"].is_shared()
+        assert staged["last"].is_shared()
+        first, rest = staged["pair"]
+        assert first.untyped_storage().nbytes() == 5 * 8
+        assert rest["x"][0].untyped_storage().nbytes() == 3 * 4
+        assert torch.equal(first, torch.arange(5))
+        del staged, first, rest
+
+
+def test_tied_tensors_stay_tied_and_are_copied_once(stager: PinnedStager) -> None:
+    """If this fails, tied weights double the memory and the time of a snapshot, and are saved twice."""
+    weight = torch.randn(500, 400)
+    flat = torch.randn(1000)
+    state = {
+        "in": weight,
+        "out": torch.nn.Parameter(weight),
+        "transposed": weight.t(),
+        "row": weight[3],
+        "thin": weight[:, 5],
+        "head": flat[:600],
+        "tail": flat[400:],
+    }
+    staging = stager.begin(state)
+    staging.completed.result(WAIT_S)
+    assert staging.num_bytes == weight.nbytes + flat.nbytes
+    staged = staging.state_dict
+    staged["in"][3, 5] = 77
+    for name, value in (("out", staged["out"][3, 5]), ("transposed", staged["transposed"][5, 3])):
+        assert float(value) == 77, name
+    assert float(staged["row"][5]) == float(staged["thin"][3]) == 77
+    assert staged["tail"].data_ptr() - staged["head"].data_ptr() == 400 * 4
+    assert staged["out"].data_ptr() == staged["in"].data_ptr()
+    assert staged["out"].stride() == staged["in"].stride()
+
+
+def test_a_thin_slice_of_much_memory_is_copied_alone(stager: PinnedStager) -> None:
+    """If this fails, saving one column of a table takes memory for all of the table."""
+    table = torch.randn(2000, 300)
+    staging = stager.begin({"column": table[:, 7], "block": table[:, 10:20]})
+    staging.completed.result(WAIT_S)
+    assert staging.num_bytes == 2000 * 4 * 11
+    assert torch.equal(staging.state_dict["column"], table[:, 7])
+    assert torch.equal(staging.state_dict["block"], table[:, 10:20])
+    assert staging.state_dict["block"].is_contiguous()
+
+
+def test_views_that_hold_conjugates_and_negatives_keep_their_values(stager: PinnedStager) -> None:
+    """If this fails, the sign of imaginary parts is lost."""
+    values = torch.randn(40, 8, dtype=torch.complex64)
+    state = {
+        "conj": values.conj(),
+        "neg": values.conj().imag,
+        "thin": values.conj()[:, 1],
+        "negthin": values.conj().imag[:, 2],
+    }
+    staged = copied(stager, state)
+    assert all(torch.equal(staged[name], tensor) for name, tensor in state.items())
+    fresh = torch.randn(90, 8, dtype=torch.complex64)
+    alone = copied(stager, {"thin": fresh.conj()[:, 1]})
+    assert torch.equal(alone["thin"], fresh.conj()[:, 1])
+
+
+class Pair(NamedTuple):
+    """Of tensors, as optimizers keep them."""
+
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class Holder:
+    """A value of the user's own, with a tensor in it."""
+
+    tensor: torch.Tensor
+    name: str
+
+
+def test_the_structure_is_the_same(stager: PinnedStager) -> None:
+    """If this fails, names in the checkpoint depend on whether it was saved in the background."""
+    tensor = torch.arange(5)
+    state = {
+        "dict": {"b": tensor, "a": 1, 3: tensor},
+        "ordered": OrderedDict(z=tensor, y=2),
+        "mapping": MappingProxyType({"m": tensor}),
+        "user": UserDict({"u": tensor}),
+        "list": [tensor, [tensor, None], "text"],
+        "tuple": (tensor, (1, 2.5)),
+        "pair": Pair(tensor, {"deep": tensor}),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "nothing": None,
+        "holder": Holder(tensor, "h"),
+        "empty": {},
+        "none": [],
+    }
+    staged = copied(stager, state)
+    assert list(staged) == list(state)
+    assert list(staged["dict"]) == ["b", "a", 3]
+    assert isinstance(staged["ordered"], OrderedDict)
+    assert list(staged["ordered"]) == ["z", "y"]
+    assert isinstance(staged["pair"], Pair)
+    assert staged["tuple"][1] == (1, 2.5)
+    assert staged["size"] == torch.Size([2, 3])
+    assert staged["dtype"] is torch.bfloat16
+    assert (staged["empty"], staged["none"], staged["nothing"]) == ({}, [], None)
+    found = [
+        *(staged["dict"]["b"], staged["dict"][3], staged["ordered"]["z"], staged["mapping"]["m"], staged["user"]["u"]),
+        *(staged["list"][0], staged["list"][1][0], staged["tuple"][0], staged["pair"].first),
+        *(staged["pair"].second["deep"], staged["holder"].tensor),
+    ]
+    tensor.fill_(-1)
+    assert all(torch.equal(each, torch.arange(5)) for each in found)
+    assert staged["holder"].name == "h"
+
+
+class Odd(torch.Tensor):
+    """A subclass of the user's own."""
+
+
+def test_tensors_that_are_no_plain_memory_are_what_they_were(stager: PinnedStager) -> None:
+    """If this fails, a save in the background says something else of them than a save that is waited for."""
+    freed = torch.ones(15)[:10]
+    part = torch.ones(15)[5:]
+    for tensor in (freed, part):
+        tensor.untyped_storage().resize_(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to drop them
+        quantized = torch.quantize_per_tensor(torch.ones(4), 0.5, 0, torch.qint8)
+    state = {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 7, dtype=torch.float16),
+        "meta": torch.empty(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "quantized": quantized,
+        "freed": freed,
+        "part": part,
+        "gradient": torch.ones(3, requires_grad=True) * 2,
+        "odd": torch.arange(4).as_subclass(Odd),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    staged = copied(stager, state)
+    assert float(staged["scalar"]) == 2.5
+    assert staged["scalar"].shape == ()
+    assert staged["empty"].shape == (0, 7)
+    assert staged["empty"].dtype is torch.float16
+    assert staged["meta"].is_meta
+    assert torch.equal(staged["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(staged["quantized"].int_repr(), quantized.int_repr())
+    for name in ("freed", "part"):
+        assert is_short(staged[name])
+        assert staged[name].shape == (10,)
+    assert torch.equal(staged["gradient"], torch.full((3,), 2.0))
+    assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in staged.values())
+    assert torch.equal(staged["odd"].as_subclass(torch.Tensor), torch.arange(4))
+
+
+def test_what_torch_copies_has_its_values_and_not_its_memory(stager: PinnedStager) -> None:
+    """If this fails, conjugates in a user's objects, or of a class of tensors, have the wrong sign in a checkpoint."""
+    conj = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])).conj()
+    negative = torch._neg_view(torch.ones(3))
+    state = {
+        "holder": Holder(conj, "h"),
+        "odd": conj.as_subclass(Odd),
+        "again": [Holder(negative, "n"), Holder(negative, "n"), Holder(conj.imag, "i")],
+    }
+    staged = copied(stager, state)
+    assert torch.equal(staged["holder"].tensor, conj)
+    assert torch.equal(staged["odd"].as_subclass(torch.Tensor), conj)
+    for got, expected in zip(staged["again"], (negative, negative, conj.imag), strict=True):
+        assert torch.equal(got.tensor, expected)
+
+
+def test_the_shard_of_a_distributed_tensor_is_copied_and_its_placement_kept(stager: PinnedStager) -> None:
+    """If this fails, background saves of sharded models lose which part of a tensor a rank has."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.randn(6, 5)
+        tensor = DTensor.from_local(local, mesh, [Shard(0)])
+        staged = copied(stager, {"w": torch.nn.Parameter(tensor), "tied": tensor})["w"]
+        local_before = local.clone()
+        local.zero_()
+        assert type(staged) is DTensor
+        assert (staged.device_mesh, staged.placements, staged.shape) == (mesh, tensor.placements, tensor.shape)
+        assert torch.equal(staged.to_local(), local_before)
+        assert not staged.requires_grad
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_cannot_be_copied_is_named(stager: PinnedStager) -> None:
+    """If this fails, a user has to guess which of thousands of values stops a background save."""
+    state = {"model": {"w": torch.ones(3)}, "extra": [1, {"lock": (x for x in ())}]}
+    with pytest.raises(UnsupportedValueError, match=r"'extra\.1\.lock'.*cannot pickle 'generator' object"):
+        stager.begin(state)
+    assert isinstance(UnsupportedValueError("", uri=""), CloudckptError)
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedValueError, match="RecursionError"):
+        stager.begin({"loop": loop})
+    assert torch.equal(copied(stager, {"w": torch.ones(3)})["w"], torch.ones(3))
+
+
+def test_sharded_tensors_are_copied_shard_by_shard(stager: PinnedStager) -> None:
+    """If this fails, the state of FSDP1 cannot be saved in the background, or changes while it is."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        local = torch.randn(4, 5)
+        shard = LocalShard(local, ShardMetadata([0, 0], [4, 5], "rank:0/cpu"))
+        tensor = init_from_local_shards([shard], 4, 5)
+        staged = copied(stager, {"w": tensor, "in": [tensor]})
+        before = local.clone()
+        local.zero_()
+        for each in (staged["w"], staged["in"][0]):
+            assert type(each) is type(tensor)
+            assert each.metadata().shards_metadata[0].shard_sizes == [4, 5]
+            assert torch.equal(each.local_shards()[0].tensor, before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_that_lie_at_odd_addresses_are_copied(stager: PinnedStager) -> None:
+    """If this fails, tensors over bytes of the user's own, such as a file's, are saved shifted."""
+    content = bytearray(bytes_for(4001, torch.uint8))
+    crooked = torch.frombuffer(content, dtype=torch.float32, count=999, offset=1)
+    straight = torch.frombuffer(content, dtype=torch.uint8)
+    staged = copied(stager, {"crooked": crooked, "straight": straight, "also": crooked[::2]})
+    assert staged["straight"].numpy().tobytes() == bytes(content)
+    assert staged["crooked"].numpy().tobytes() == bytes(content[1:3997])
+    assert staged["also"].contiguous().numpy().tobytes() == crooked.numpy()[::2].tobytes()
+
+
+def test_an_empty_state_dict_is_complete(stager: PinnedStager) -> None:
+    """If this fails, a rank without tensors waits for ever."""
+    staging = stager.begin({})
+    staging.completed.result(WAIT_S)
+    assert (staging.state_dict, staging.num_bytes, staging.copied_bytes) == ({}, 0, 0)
+    assert copied(stager, {"step": 3}) == {"step": 3}
+
+
+def test_the_first_tensors_are_copied_first(stager: PinnedStager) -> None:
+    """If this fails, uploading cannot begin before everything is copied."""
+    state = {str(number): torch.ones(1000 + number) for number in reversed(range(50))}
+    staging: Staging = stager.begin(state)
+    staging.completed.result(WAIT_S)
+    addresses = [tensor.data_ptr() for tensor in staging.state_dict.values()]
+    assert addresses == sorted(addresses)
+
+
+def test_what_is_in_a_tuple_keeps_its_types() -> None:
+    """If this fails, a counter in a tuple is a plain dict after a resume, if it was saved in the background."""
+    kept = (Counter(a=2), defaultdict(list, {"b": [1]}), OrderedDict(c=3), {"d": (Counter(e=4),)})
+    with closing(PinnedStager()) as stager:
+        staging = stager.begin({"kept": kept, "flattened": Counter(a=1)})
+        staging.completed.result(60)
+        copied = staging.state_dict["kept"]
+        assert copied == kept
+        assert list(map(type, copied)) == list(map(type, kept))
+        assert type(copied[3]["d"][0]) is Counter
+        assert copied[1] is not kept[1]
+        assert copied[1]["b"] is not kept[1]["b"]

@@ -1,0 +1,355 @@
+"""How a snapshot is filled: in order, waited for piece by piece, and with an end in any case."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from cloudckpt.tensors.copying import CopyThreadPool, num_copy_threads
+from cloudckpt.tensors.host_memory import SnapshotPool
+from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_device_tasks, lay_out_copies
+from cloudckpt.tensors.stager import PinnedStager, Staging
+
+MIB = 1024 * 1024
+WAIT_S = 60
+
+
+class Gate:
+    """Lets copies pass one by one, as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: BaseException | None = None) -> None:
+        self.permits = threading.Semaphore(0)
+        self.threads: set[str] = set()
+        self.entered = threading.Event()
+        self._error = error
+        self._run = CopyTask.run
+        monkeypatch.setattr(CopyTask, "run", lambda task, views: self._pass(task, views))  # noqa: PLW0108  # a function, which binds the task
+
+    def _pass(self, task: CopyTask, views: Sequence[torch.Tensor]) -> None:
+        self.entered.set()
+        assert self.permits.acquire(timeout=WAIT_S)
+        self.threads.add(threading.current_thread().name)
+        if self._error is not None:
+            raise self._error
+        self._run(task, views)
+
+
+def waiting_for(staging: Staging, tensor: torch.Tensor) -> tuple[threading.Thread, threading.Event]:
+    """A thread that waits for a tensor's bytes, and whether they were there."""
+    is_there = threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(ValueError):
+            staging.wait(tensor.data_ptr(), tensor.nbytes)
+            is_there.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, is_there
+
+
+def test_what_is_there_can_be_read_while_the_rest_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, an upload begins only when all has been copied, or reads bytes that are not there yet."""
+    gate = Gate(monkeypatch)
+    stager = PinnedStager(num_threads=1)
+    first, second = torch.full((5 * MIB,), 1, dtype=torch.uint8), torch.full((5 * MIB,), 2, dtype=torch.uint8)
+    staging = stager.begin({"first": first, "second": second})
+    elsewhere = torch.ones(3)
+    staging.wait(elsewhere.data_ptr(), 12)  # which is none of its memory
+    staging.wait(0, 0)
+    early, early_there = waiting_for(staging, staging.state_dict["first"])
+    late, late_there = waiting_for(staging, staging.state_dict["second"])
+    tasks = -(-10 * MIB // (10 * MIB // 4))
+    for _ in range(2):
+        gate.permits.release()
+    early.join(WAIT_S)
+    assert early_there.is_set()
+    assert bool((staging.state_dict["first"] == 1).all())
+    assert not late_there.is_set()
+    assert not staging.completed.done()
+    assert staging.copied_bytes == 5 * MIB
+    for _ in range(tasks):
+        gate.permits.release()
+    late.join(WAIT_S)
+    assert late_there.is_set()
+    staging.completed.result(WAIT_S)
+    assert bool((staging.state_dict["second"] == 2).all())
+    assert gate.threads == {"cloudckpt-stage-0"}
+    stager.close()
+
+
+def test_all_threads_copy_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, large models are copied by one core, or each save leaves threads behind."""
+    num_threads = 3
+    at_once = threading.Barrier(num_threads)
+    run = CopyTask.run
+
+    def run_together(task: CopyTask, views: Sequence[torch.Tensor]) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            at_once.wait(WAIT_S)
+        at_once.abort()  # once all have been in here together
+        run(task, views)
+
+    monkeypatch.setattr(CopyTask, "run", run_together)
+    before = set(threading.enumerate())
+    stager = PinnedStager(num_threads=num_threads)
+    staging = stager.begin({"w": torch.arange(4 * MIB)})
+    staging.completed.result(WAIT_S)
+    assert at_once.broken
+    assert torch.equal(staging.state_dict["w"], torch.arange(4 * MIB))
+    for thread in threading.enumerate():
+        if thread.name.startswith("cloudckpt-stage"):
+            thread.join(WAIT_S)
+    assert set(threading.enumerate()) <= before
+    stager.close()
+
+
+def test_a_copy_that_fails_ends_all_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a save whose copying failed hangs, or commits what was never copied."""
+    with monkeypatch.context() as patched:
+        gate = Gate(patched, error=ValueError("the memory is broken"))
+        stager = PinnedStager(num_threads=2)
+        staging = stager.begin({"w": torch.arange(4 * MIB)})
+        thread, is_there = waiting_for(staging, staging.state_dict["w"])
+        gate.permits.release(100)
+        thread.join(WAIT_S)
+        assert not is_there.is_set()
+        with pytest.raises(ValueError, match="the memory is broken"):
+            staging.completed.result(WAIT_S)
+        with pytest.raises(ValueError, match="the memory is broken"):
+            staging.wait(staging.state_dict["w"].data_ptr(), 8)
+    again = stager.begin({"w": torch.arange(4 * MIB)})
+    again.completed.result(WAIT_S)
+    assert torch.equal(again.state_dict["w"], torch.arange(4 * MIB))
+    stager.close()
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_where_no_more_threads_start_the_copy_is_made_all_the_same(
+    num_started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, a process at its limit of threads, or at its end, loses its save or hangs."""
+    left = [num_started]
+    start = threading.Thread.start
+
+    def start_few(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    stager = PinnedStager(num_threads=4)
+    staging = stager.begin({"w": torch.arange(8 * MIB)})
+    staging.completed.result(WAIT_S)
+    assert torch.equal(staging.state_dict["w"], torch.arange(8 * MIB))
+    stager.close()
+
+
+def test_an_interrupted_begin_still_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, Ctrl-C while a save begins makes the next save, or the end of the process, hang."""
+
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    stager = PinnedStager(num_threads=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stager.begin({"w": torch.arange(8 * MIB)})
+    assert stager._last is not None
+    assert isinstance(stager._last.completed.exception(WAIT_S), KeyboardInterrupt)
+    assert stager._last.copied_bytes == 0
+    stager.begin({"w": torch.arange(8 * MIB)}).completed.result(WAIT_S)
+    stager.close()
+
+
+def test_an_interrupted_begin_ends_after_the_threads_that_had_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, memory is used for the next snapshot while a thread still copies the last one into it."""
+    gate = Gate(monkeypatch)
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        assert gate.entered.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    stager = PinnedStager(num_threads=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            stager.begin({"w": torch.arange(8 * MIB)})
+    assert stager._last is not None
+    assert not stager._last.completed.done()
+    gate.permits.release(100)
+    assert isinstance(stager._last.completed.exception(WAIT_S), KeyboardInterrupt)
+    stager.close()
+
+
+def test_sources_are_kept_until_they_are_copied_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a model that is dropped after the call is read when it is gone, or lives until the next save."""
+    gate = Gate(monkeypatch)
+    stager = PinnedStager(num_threads=1)
+    tensor = torch.full((4 * MIB,), 5, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    count = torch._C._storage_Use_Count
+    staging = stager.begin({"w": tensor})
+    del tensor
+    assert count(storage._cdata) > 1
+    gate.permits.release(100)
+    staging.completed.result(WAIT_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("cloudckpt-stage"):
+            thread.join(WAIT_S)
+    assert count(storage._cdata) == 1
+    assert bool((staging.state_dict["w"] == 5).all())
+    stager.close()
+
+
+def test_overlapped_staging_returns_a_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, torch begins to save what has not been copied yet."""
+    gate = Gate(monkeypatch)
+    stager = PinnedStager(overlapped=True, num_threads=1)
+    future = stager.stage({"w": torch.arange(MIB)})
+    assert not isinstance(future, dict)
+    assert not future.done()
+    gate.permits.release(100)
+    assert torch.equal(future.result(WAIT_S)["w"], torch.arange(MIB))
+    stager.synchronize_staging()
+    stager.close()
+
+
+def test_cores_are_shared_with_the_other_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, eight ranks copy with all cores each, and stand in each other's way."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    for local_world_size, expected in (("8", 2), ("4", 3), ("1", 12), ("99", 1), ("nonsense", 12), ("0", 12)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+        assert num_copy_threads() == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert num_copy_threads() == 12
+
+
+class FakeEvent:
+    """A point in a fake stream's work, which is done only when it is waited for."""
+
+    def __init__(self, stream: FakeStream, number: int) -> None:
+        self._stream = stream
+        self._number = number
+
+    def synchronize(self) -> None:
+        if self._number == self._stream.failing:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._stream.log.append(f"waited {self._number}")
+
+
+class FakeStream:
+    """Stands for a CUDA stream, and notes the order of the calls."""
+
+    def __init__(self, *, failing: int | None = None) -> None:
+        self.failing = failing
+        self.log: list[str] = []
+        self._num_events = 0
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        self.log.append("begin")
+        yield
+        self.log.append("end")
+
+    def record_event(self) -> FakeEvent:
+        self.log.append(f"event {self._num_events}")
+        self._num_events += 1
+        return FakeEvent(self, self._num_events - 1)
+
+    def drain(self) -> None:
+        self.log.append("drain")
+
+
+GPU = torch.device("cuda", 0)
+
+
+def device_plan(tensors: list[torch.Tensor], *, task_bytes: int) -> SnapshotPlan:
+    """The plan of a snapshot of a GPU's tensors, which lie on the CPU here."""
+    copies, segments = lay_out_copies(tensors, SnapshotPool(shared=False), reuse_lent=True)
+    tasks: list[CopyTask] = []
+    ranges = add_device_tasks(tasks, segments, task_bytes=task_bytes)
+    begins = [segment.block.address + segment.offset for segment in segments]
+    return SnapshotPlan(
+        copies=copies,
+        num_bytes=sum(segment.num_bytes for segment in segments),
+        batched=frozenset(),
+        tasks=tasks,
+        tasks_of_device={GPU: range(len(tasks))},
+        begins=begins,
+        ends=[begin + segment.num_bytes for begin, segment in zip(begins, segments, strict=True)],
+        tasks_of_segment=ranges,
+    )
+
+
+def copied_by(stream: FakeStream, tensors: list[torch.Tensor]) -> Staging:
+    """A snapshot that is copied on `stream`, when it has ended."""
+    plan = device_plan(tensors, task_bytes=1000)
+    staging = Staging(plan, dict(enumerate(plan.copies)), leaves_cores=True)  # type: ignore[arg-type]  # any names do
+    CopyThreadPool(plan, tensors, staging, num_threads=1, new_stream=lambda _: stream).start()
+    staging.completed.exception(WAIT_S)
+    return staging
+
+
+def test_a_gpus_copies_are_there_once_their_events_are() -> None:
+    """If this fails, bytes are uploaded that the GPU has not sent yet."""
+    whole, stream = torch.randn(30, 50), FakeStream()
+    tensors = [torch.arange(10_000), torch.ones(3), whole.t(), whole[:, ::9], torch.randn(70, 90)[:, 3::9]]
+    staging = copied_by(stream, tensors)
+    assert staging.copied_bytes == staging.num_bytes
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(staging.state_dict[number], tensor)  # type: ignore[call-overload]  # any names do
+        staging.wait(staging.state_dict[number].data_ptr(), tensor.nbytes)  # type: ignore[call-overload]  # any names do
+    events = [line for line in stream.log if line.startswith("event")]
+    waits = [line for line in stream.log if line.startswith("waited")]
+    assert len(events) == len(waits) > 50
+    assert waits == [f"waited {number}" for number in range(len(waits))]
+    ahead = max(
+        sum(line.startswith("event") for line in stream.log[:at]) - sum("waited" in line for line in stream.log[:at])
+        for at in range(len(stream.log))
+    )
+    assert ahead == 5
+    assert "drain" not in stream.log
+
+
+def test_tensors_of_a_gpu_are_let_go_of_once_they_are_copied() -> None:
+    """If this fails, a model on a GPU that was dropped after a save keeps its memory until the next one."""
+    tensor = torch.arange(10_000)
+    storage = tensor.untyped_storage()
+    plan = device_plan([tensor], task_bytes=1000)
+    staging = Staging(plan, {}, leaves_cores=True)
+    pool = CopyThreadPool(plan, [tensor], staging, num_threads=1, new_stream=lambda _: FakeStream())
+    del tensor, plan
+    pool.start()
+    staging.completed.result(WAIT_S)
+    for thread in threading.enumerate():
+        if thread.name.startswith("cloudckpt-stage"):
+            thread.join(WAIT_S)
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
+def test_an_error_of_the_gpu_ends_the_snapshot_after_its_last_copy() -> None:
+    """If this fails, a GPU error is lost, or memory is freed that copies in flight still write to."""
+    stream = FakeStream(failing=7)
+    staging = copied_by(stream, [torch.arange(10_000)])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        staging.completed.result(WAIT_S)
+    assert stream.log[-1] == "drain"
+    assert staging.copied_bytes < staging.num_bytes
+
+
+def test_segments_share_tasks_and_each_knows_its_own() -> None:
+    """If this fails, an upload waits for copies of other tensors, or not for its own."""
+    assert device_plan([torch.arange(100), torch.arange(200)], task_bytes=4000).tasks_of_segment == [range(1)] * 2
+    assert device_plan([torch.arange(100), torch.arange(200)], task_bytes=800).tasks_of_segment == [
+        range(1),
+        range(1, 3),
+    ]

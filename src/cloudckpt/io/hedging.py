@@ -10,7 +10,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -19,18 +19,7 @@ from typing_extensions import Self
 from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.options import DEFAULT_CONNECTIONS
 from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import (
-    Capabilities,
-    FoundPart,
-    ObjectInfo,
-    Part,
-    Store,
-    Tried,
-    UploadedPart,
-    UploadInfo,
-    Views,
-    once,
-)
+from cloudckpt.stores.base import ForwardingStore, FoundPart, Part, Store, UploadedPart, Views
 from cloudckpt.stores.http_clients import CallScope
 
 _T = TypeVar("_T")
@@ -327,7 +316,7 @@ class Hedger:
             self._calm_until_s = now_s + _CALM_S
 
 
-class HedgedStore(Store):
+class HedgedStore(ForwardingStore):
     """Pass every call on to `inner`, and hedge the requests for parts and ranges.
 
     A part's bytes are the same both times, so it does not matter which of the two requests the store carries out last.
@@ -336,20 +325,18 @@ class HedgedStore(Store):
     """
 
     def __init__(self, inner: Store, hedger: Hedger) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._hedger = hedger
-        self.capabilities = inner.capabilities
-        self.limits = inner.limits
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         def upload_again() -> UploadedPart:
-            return self._inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
+            return self.inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
 
         name = _name_part(key, upload_id, part)
         with self._hedger.request(
             "upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again
         ) as request:
-            return self._inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
+            return self.inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
         return request.second_result
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
@@ -357,20 +344,20 @@ class HedgedStore(Store):
 
         def read_again() -> memoryview:
             content = memoryview(bytearray(size_bytes))
-            self._inner.read_into(key, offset_bytes, [content])
+            self.inner.read_into(key, offset_bytes, [content])
             return content
 
         name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
         with self._hedger.request(
             "download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again
         ) as request:
-            self._inner.read_into(key, offset_bytes, views)
+            self.inner.read_into(key, offset_bytes, views)
             return
         _copy(request.second_result, views)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         try:
-            self._inner.complete_multipart(key, upload_id, parts)
+            self.inner.complete_multipart(key, upload_id, parts)
         except StoreError as error:
             twice = [done for done in parts if self._hedger.was_hedged(_name_part(key, upload_id, done.part))]
             if not twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
@@ -378,56 +365,13 @@ class HedgedStore(Store):
             # If the encryption's key is not ours, equal parts have different ETags, and the store may have carried out
             # a request last that was given up.
             try:
-                held = list(self._inner.list_parts(key, upload_id))
+                held = list(self.inner.list_parts(key, upload_id))
             except StoreError:  # it may not be permitted, and is not what has gone wrong
                 raise error from None
             latest = [_with_held_token(done, held) if done in twice else done for done in parts]
             if latest == list(parts):
                 raise
-            self._inner.complete_multipart(key, upload_id, latest)
-
-    def probe(self) -> Capabilities:
-        return self._inner.probe()
-
-    @property
-    def uri(self) -> str:
-        return self._inner.uri
-
-    def url(self, key: str) -> str:
-        return self._inner.url(key)
-
-    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
-        self._inner.put(key, views, crc32c=crc32c, if_absent=if_absent)
-
-    def create_multipart(self, key: str) -> str:
-        return self._inner.create_multipart(key)
-
-    def abort_multipart(self, key: str, upload_id: str) -> None:
-        self._inner.abort_multipart(key, upload_id)
-
-    def read(self, key: str, *, max_bytes: int) -> bytes:
-        return self._inner.read(key, max_bytes=max_bytes)
-
-    def head(self, key: str) -> ObjectInfo:
-        return self._inner.head(key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._inner.list(prefix)
-
-    def list_directories(self) -> Iterator[str]:
-        return self._inner.list_directories()
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._inner.delete(keys)
-
-    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
-        return self._inner.list_uploads(prefix)
-
-    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
-        return self._inner.list_parts(key, upload_id)
-
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
-        return self._inner.copy_from(source_url, target_key, tried=tried)
+            self.inner.complete_multipart(key, upload_id, latest)
 
 
 def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int]:

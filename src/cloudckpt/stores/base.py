@@ -232,3 +232,98 @@ class Store(abc.ABC):
             key=self.url(target_key),
             operation="copy_from",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call to a store."""
+
+    operation: str
+    """The name of the method of `Store`."""
+    key: str
+    """The key; for a listing its prefix, for a copy its target; empty for calls about the whole store."""
+    num_bytes: int = 0
+    """Size of the body that the call sends or fills; 0 if there is none."""
+    part_number: int | None = None
+    offset_bytes: int | None = None
+    """The begin of the range that the call reads."""
+
+
+class ForwardingStore(Store):
+    """Passes each call to `inner`, and has its capabilities and limits.
+
+    A subclass overrides `around` to see every call, or single methods.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.capabilities = inner.capabilities
+        self.limits = inner.limits
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:  # noqa: ARG002  # for subclasses
+        """Run `action`, which makes `call` on `inner`, and return its result."""
+        return action()
+
+    def around_listing(self, call: Call, action: Callable[[], Iterator[_T]]) -> Iterator[_T]:
+        """Yield what `action` returns, which makes `call` on `inner`. A listing makes requests between its entries."""
+        return self.around(call, action)
+
+    def probe(self) -> Capabilities:
+        return self.around(Call(operation="probe", key=""), self.inner.probe)
+
+    @property
+    def uri(self) -> str:
+        return self.inner.uri
+
+    def url(self, key: str) -> str:
+        return self.inner.url(key)
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        call = Call(operation="put", key=key, num_bytes=sum(view.nbytes for view in views))
+        self.around(call, lambda: self.inner.put(key, views, crc32c=crc32c, if_absent=if_absent))
+
+    def create_multipart(self, key: str) -> str:
+        return self.around(Call(operation="create_multipart", key=key), lambda: self.inner.create_multipart(key))
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        call = Call(operation="upload_part", key=key, num_bytes=part.size_bytes, part_number=part.number)
+        return self.around(call, lambda: self.inner.upload_part(key, upload_id, part, views, crc32c=crc32c))
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
+        call = Call(operation="complete_multipart", key=key)
+        self.around(call, lambda: self.inner.complete_multipart(key, upload_id, parts))
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        call = Call(operation="abort_multipart", key=key)
+        self.around(call, lambda: self.inner.abort_multipart(key, upload_id))
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        size_bytes = sum(view.nbytes for view in views)
+        call = Call(operation="read_into", key=key, num_bytes=size_bytes, offset_bytes=offset_bytes)
+        self.around(call, lambda: self.inner.read_into(key, offset_bytes, views))
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        return self.around(Call(operation="read", key=key), lambda: self.inner.read(key, max_bytes=max_bytes))
+
+    def head(self, key: str) -> ObjectInfo:
+        return self.around(Call(operation="head", key=key), lambda: self.inner.head(key))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self.around_listing(Call(operation="list", key=prefix), lambda: self.inner.list(prefix))
+
+    def list_directories(self) -> Iterator[str]:
+        return self.around_listing(Call(operation="list_directories", key=""), self.inner.list_directories)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self.around(Call(operation="delete", key=""), lambda: self.inner.delete(keys))
+
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
+        return self.around_listing(Call(operation="list_uploads", key=prefix), lambda: self.inner.list_uploads(prefix))
+
+    def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
+        call = Call(operation="list_parts", key=key)
+        return self.around_listing(call, lambda: self.inner.list_parts(key, upload_id))
+
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        call = Call(operation="copy_from", key=target_key)
+        return self.around(call, lambda: self.inner.copy_from(source_url, target_key, tried=tried))

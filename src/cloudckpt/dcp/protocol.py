@@ -210,7 +210,8 @@ def run_load(
         failures: Any = {rank: (error, traceback.extract_tb(error.__traceback__))}
         raise CheckpointException("begin", failures) from None
     finally:
-        reader.end_call()
+        if (failure := reader.end_call()) is not None:
+            _release_frames([failure])  # torch raises a copy of it, so nobody else does
 
 
 def _load(

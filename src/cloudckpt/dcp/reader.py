@@ -147,13 +147,16 @@ class ObjectStoreReader(StorageReader):
         if self._call is not None and self._call.session is not None:
             self._call.session.leave()
 
-    def end_call(self) -> None:
-        """End what `begin_call` began, on this rank and all others."""
+    def end_call(self) -> Exception | None:
+        """End what `begin_call` began, on this rank and all others. Returns the error of the lookup, if it failed."""
         call, self._call = self._call, None
-        if call is not None:
-            self._recorder.end()
-            if call.session is not None:
-                call.session.close()
+        if call is None:
+            return None
+        self._recorder.end()
+        if call.session is not None:
+            call.session.close()
+        failure, self._failure, self._failed_lookup = self._failure, None, None
+        return failure
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature; it looks for the name "kwargs"
         """Return torch's view of the checkpoint.

@@ -446,7 +446,7 @@ NOT_DENSE = {
         r"int_repr\(\)",
     ),
     "MKL-DNN": (lambda: torch.ones(4, 4).to_mkldnn(), "an MKL-DNN tensor", r"to_dense\(\)"),
-    "meta": (lambda: torch.empty(4, device="meta"), "a tensor on the meta device", "[Mm]aterialise"),
+    "meta": (lambda: torch.empty(4, device="meta"), "a tensor on the meta device", r"to_empty\(\)"),
     "lazy": (torch.nn.UninitializedParameter, "an uninitialised parameter", "[Rr]un the module once"),
     "wraps": (lambda: TwoTensor(torch.ones(4), torch.ones(4)), "a tensor subclass that wraps", "[Ss]ave those"),
 }

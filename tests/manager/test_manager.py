@@ -782,7 +782,7 @@ def test_bogus_answers_send_no_job_back(
     assert restored is not None
     assert (restored.step, restored.skipped) == (2, ())
     assert_holds(state, 2.0)
-    assert bool(faults.injected) == (verify_first or operation == "read_into")
+    assert bool(faults.num_injected) == (verify_first or operation == "read_into")
 
 
 @pytest.mark.parametrize("fault", [Absent(), Short()])

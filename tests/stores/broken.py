@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from tests.stores.scripted import SOCKET_TIMEOUT_S
 
 from cloudckpt.errors import StoreError, TransientStoreError
-from cloudckpt.testing.wire_rules import Head, Stream
+from cloudckpt.testing.wire import Head, Stream
 
 Outcome = tuple[str, object]
 EVERY = 41

@@ -10,7 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.testing.servers import S3Server, moto_server
-from cloudckpt.testing.wire import CutSomewhere, Delay, Rule, Tell, Throttle, Wire
+from cloudckpt.testing.wire import CutSomewhere, Delay, Rule, Throttle, Wire
 
 URI = "s3://bucket/run"
 
@@ -46,23 +46,6 @@ def assert_holds(uri: str, fill: float, options: cloudckpt.Options) -> None:
     assert state["step"] == int(fill)
     for name, wanted in state_of(fill).items():
         assert torch.equal(torch.as_tensor(state[name]), torch.as_tensor(wanted)), name
-
-
-def test_the_moment_between_a_commit_and_its_confirmation(server: S3Server) -> None:
-    """A test that kills a client there must find the commit made, and the save not yet told of it."""
-    happened: list[str] = []
-
-    def look(_: object) -> None:
-        assert_holds(URI, 1.0, options_for(server))
-        happened.append("looked")
-
-    rule = Rule(action=Tell(function=look, moment="answer"), method="PUT", path=r"/manifest\.json")
-    with Wire(server.endpoint_url, rule) as wire:
-        options = options_for(
-            server, wire, on_event=lambda event: happened.append(event.name) if event.name == "save.committed" else None
-        )
-        cloudckpt.save(state_of(1.0), URI, no_dist=True, options=options)
-    assert happened == ["looked", "save.committed"]
 
 
 @pytest.mark.parametrize("seed", range(6))

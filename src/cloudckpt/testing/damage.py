@@ -1,4 +1,4 @@
-"""Functions that damage stored objects through any `Store`: flip bits, truncate, remove, swap.
+"""Functions that damage stored objects through any `Store`: flip bits, truncate, remove.
 
 A reader has to detect each of these. They replace or delete objects under the keys of a checkpoint, which cloudckpt
 itself never does.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.base import Store
 
-__all__ = ["flip_bit", "overwrite", "remove", "swap", "truncate"]
+__all__ = ["flip_bit", "overwrite", "remove", "truncate"]
 
 _NO_BOUND = 1 << 62
 
@@ -33,13 +33,6 @@ def remove(store: Store, key: str) -> None:
     """Delete the object at `key`. Raises `ObjectNotFoundError` if there is none."""
     store.head(key)
     store.delete([key])
-
-
-def swap(store: Store, key: str, other_key: str) -> None:
-    """Exchange the contents of two objects."""
-    body, other = _read(store, key), _read(store, other_key)
-    overwrite(store, key, other)
-    overwrite(store, other_key, body)
 
 
 def overwrite(store: Store, key: str, body: bytes) -> None:

@@ -16,38 +16,27 @@ same faults in any order of threads, and every injected error names it::
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
-from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-from cloudckpt.stores.base import Store
-from cloudckpt.testing.faulty_store import (
-    EVERYTHING,
-    Absent,
-    BrokenConnection,
-    Denied,
-    Draw,
-    Due,
-    Fault,
-    FaultyStore,
-    FlippedBits,
-    History,
-    LaggingList,
-    ServerError,
-    Short,
-    SlowDown,
-    StalledBody,
-    Tell,
-    TimedOut,
-    TruncatedBody,
-    is_count,
-    is_number,
-    operations_of,
-    without_attempts,
+from cloudckpt.commit.attempts import ATTEMPT
+from cloudckpt.errors import (
+    AccessDeniedError,
+    InterruptedReadError,
+    ObjectNotFoundError,
+    ShortObjectError,
+    StoreError,
+    StoreTimeoutError,
+    ThrottledError,
+    TransientStoreError,
 )
+from cloudckpt.stores._body import num_bytes, without_first
+from cloudckpt.stores.base import Part, Store, UploadedPart, Views
 from cloudckpt.testing.wrapping import Call, WrappedStore
 
 __all__ = [
@@ -58,20 +47,110 @@ __all__ = [
     "Fault",
     "Faults",
     "FlippedBits",
-    "Injected",
-    "LaggingList",
     "Rule",
     "ServerError",
     "Short",
     "SlowDown",
-    "StalledBody",
     "Tell",
     "TimedOut",
     "TruncatedBody",
     "WrappedStore",
 ]
 
-_LONGEST_LOG = 10_000
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerError:
+    """500: a `TransientStoreError`. With `carried_out`, the store carries the call out nevertheless."""
+
+    carried_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowDown:
+    """503 SlowDown: a `ThrottledError`. The call is not carried out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """No answer in time: a `StoreTimeoutError`, without waiting. With `carried_out`, the store carries the call out."""
+
+    carried_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenConnection:
+    """The connection is reset before the call is carried out; with `carried_out` after it, so the answer is lost."""
+
+    carried_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TruncatedBody:
+    """The answer to a read ends early: the first bytes are filled in, and an `InterruptedReadError` has their number.
+
+    It ends after `after_bytes`, and always before the last byte; ``None`` chooses the place at random.
+    """
+
+    after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlippedBits:
+    """A bit at a random place is damaged in transit.
+
+    A read fills in damaged bytes. A write sends damaged bytes with the caller's checksum, and a store that verifies
+    checksums refuses it.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denied:
+    """403: an `AccessDeniedError`. The call is not carried out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """404 for an object, even if it exists: an `ObjectNotFoundError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Short:
+    """416 for a range, even if the object has it: a `ShortObjectError`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Calls a function in the caller's thread, for example to kill a process, and carries the call out."""
+
+    before: Callable[[Call], object] | None = None
+    after: Callable[[Call], object] | None = None
+    """Called after the store has carried the call out without an error."""
+
+
+Fault: TypeAlias = (
+    ServerError | SlowDown | TimedOut | BrokenConnection | TruncatedBody | FlippedBits | Denied | Absent | Short | Tell
+)
+
+_ERRORS: dict[type, tuple[type[StoreError], str]] = {
+    ServerError: (TransientStoreError, "500 InternalError"),
+    SlowDown: (ThrottledError, "503 SlowDown"),
+    TimedOut: (StoreTimeoutError, "no answer in time"),
+    BrokenConnection: (TransientStoreError, "the connection was reset"),
+    Denied: (AccessDeniedError, "403 AccessDenied"),
+    Absent: (ObjectNotFoundError, "404 NoSuchKey"),
+    Short: (ShortObjectError, "416 InvalidRange"),
+}
+_READS = frozenset({"read", "read_into"})
+_EVERYTHING = Store.__abstractmethods__ - {"uri"} | {"probe", "list_parts", "copy_from"}
+_OPERATIONS: dict[type, frozenset[str]] = {
+    TruncatedBody: _READS,
+    FlippedBits: _READS | {"put", "upload_part"},
+    Absent: _READS | {"head"},
+    Short: frozenset({"read_into"}),
+}
+"""The operations that a fault can happen to, where these are not all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +163,7 @@ class Rule:
 
     With a `probability` below 1, the rule acts only on that fraction of the calls. The choice depends on the seed, the
     rule, the operation, the key, and the number of earlier calls of this operation on this key, but not on the random
-    ids of attempts.
+    ids of attempts. Raises `ValueError` for operations that the fault cannot happen to.
     """
 
     fault: Fault
@@ -98,59 +177,25 @@ class Rule:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
-        problems = [*_problems_of_names(self), *_problems_of_numbers(self)]
-        if problems:
-            raise ValueError("; ".join(problems))
+        if not isinstance(self.fault, Fault):
+            raise TypeError(f"fault is one of this module's faults, such as SlowDown(), not {self.fault!r}")
+        if isinstance(self.operations, str):
+            raise TypeError(f"operations are a collection of names: {{{self.operations!r}}}, not {self.operations!r}")
+        if impossible := sorted(set(self.operations or ()) - self._possible_operations):
+            raise ValueError(f"{type(self.fault).__name__} cannot happen to {impossible}")
+
+    @property
+    def _possible_operations(self) -> frozenset[str]:
+        return _OPERATIONS.get(type(self.fault), _EVERYTHING)
 
     def matches(self, call: Call) -> bool:
         """Return True if the rule counts the call."""
-        can_happen = call.operation in operations_of(self.fault)
-        is_meant = self.operations is None or call.operation in self.operations
-        return can_happen and is_meant and re.search(self.key, call.key) is not None
+        operations = self._possible_operations if self.operations is None else self.operations
+        return call.operation in operations and re.search(self.key, call.key) is not None
 
     def acts_on(self, num_before: int) -> bool:
         """Return True if the rule acts on a match that follows `num_before` others."""
         return self.skip <= num_before and (self.times is None or num_before < self.skip + self.times)
-
-
-def _problems_of_names(rule: Rule) -> Iterator[str]:
-    if not isinstance(rule.fault, Fault):
-        raise TypeError(f"fault is one of this module's faults, such as SlowDown(), not {rule.fault!r}")
-    if isinstance(rule.operations, str):
-        raise TypeError(f"operations are a collection of names: {{{rule.operations!r}}}, not {rule.operations!r}")
-    unknown = sorted(set(rule.operations or ()) - EVERYTHING)
-    impossible = sorted(set(rule.operations or ()) - operations_of(rule.fault) - set(unknown))
-    if unknown:
-        yield f"a store has no operations {unknown}"
-    if impossible:
-        yield f"{type(rule.fault).__name__} cannot happen to {impossible}"
-    if rule.operations is not None and not rule.operations:
-        yield "operations are none, so that nothing would ever happen; None means all"
-    try:
-        re.compile(rule.key)
-    except re.error as error:
-        yield f"key is no regular expression: {rule.key!r}: {error}"
-
-
-def _problems_of_numbers(rule: Rule) -> Iterator[str]:
-    if not is_count(rule.skip, least=0):
-        yield f"skip must be a whole number from 0 on, not {rule.skip!r}"
-    if rule.times is not None and not is_count(rule.times, least=1):
-        yield f"times must be a whole number from 1 on, or None for all, not {rule.times!r}"
-    if not is_number(rule.probability) or not 0 <= rule.probability <= 1:
-        yield f"probability must be a number from 0 to 1, not {rule.probability!r}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Injected:
-    """A record of an injected fault."""
-
-    call: Call
-    fault: Fault
-    rule: int
-    """Index of the rule, from 0."""
-    nth: int
-    """Number of the call, from 1, among those of this operation on this key."""
 
 
 class Faults:
@@ -161,38 +206,20 @@ class Faults:
     """
 
     def __init__(self, *rules: Rule, seed: int = 0) -> None:
-        for rule in rules:
-            if not isinstance(rule, Rule):
-                raise TypeError(f"Faults takes rules: Rule(fault={rule!r}), not {rule!r}")
         self.rules = rules
         self.seed = seed
         self._lock = threading.Lock()
-        self._released = threading.Event()
         self._num_alike: Counter[tuple[str, str]] = Counter()
         self._num_matched: Counter[tuple[Any, ...]] = Counter()
         self._num_injected: Counter[str] = Counter()
         self._num_calls: Counter[str] = Counter()
-        self._log: deque[Injected] = deque(maxlen=_LONGEST_LOG)
-        self._lags = any(isinstance(rule.fault, LaggingList) for rule in rules)
-        self._histories: dict[str, History] = {}
 
     def __call__(self, store: Store) -> FaultyStore:
         """Wrap `store` with these faults."""
-        with self._lock:
-            history = self._histories.setdefault(store.uri, History()) if self._lags else None
-        return FaultyStore(store, decide=self._decide, released=self._released, history=history)
+        return FaultyStore(store, decide=self._decide)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (self.rules, self.seed)
-
-    def __repr__(self) -> str:
-        return f"Faults({', '.join(map(repr, self.rules))}, seed={self.seed})"
-
-    @property
-    def injected(self) -> tuple[Injected, ...]:
-        """The latest ten thousand injected faults, in order."""
-        with self._lock:
-            return tuple(self._log)
+        return _make_faults, (self.rules, self.seed)
 
     @property
     def num_injected(self) -> dict[str, int]:
@@ -205,10 +232,6 @@ class Faults:
         """Number of calls by operation."""
         with self._lock:
             return dict(self._num_calls)
-
-    def release(self) -> None:
-        """End every current and future stall: the stalled calls fail at once."""
-        self._released.set()
 
     def _decide(self, call: Call) -> Due | None:
         alike = (call.operation, without_attempts(call.key))
@@ -224,15 +247,146 @@ class Faults:
                 self._num_matched[counted] += 1
                 if due is not None or not rule.acts_on(self._num_matched[counted] - 1):
                     continue
-                draw = Draw(self.seed, index, *alike, nth)
-                if draw.fraction("acts") >= rule.probability:
+                event = (self.seed, index, *alike, nth)
+                if draw("acts", event) >= rule.probability:
                     continue
                 why = f"by rule {index} with seed {self.seed}, at call {nth} of {call.operation} on this key"
-                due = Due(fault=rule.fault, draw=draw, why=why)
-                self._log.append(Injected(call=call, fault=rule.fault, rule=index, nth=nth))
+                due = Due(fault=rule.fault, place=draw("place", event), why=why)
                 self._num_injected[type(rule.fault).__name__] += 1
         return due
 
 
-def _made_again(rules: tuple[Rule, ...], seed: int) -> Faults:
+def _make_faults(rules: tuple[Rule, ...], seed: int) -> Faults:
     return Faults(*rules, seed=seed)
+
+
+def without_attempts(text: str) -> str:
+    """Replace the random ids of attempts in `text`."""
+    return ATTEMPT.sub("*", text)
+
+
+def draw(name: str, event: tuple[object, ...]) -> float:
+    """Return a random number in ``[0, 1)``, equal in any process for equal arguments."""
+    # Python's own hash differs from process to process.
+    digest = hashlib.blake2b(repr((event, name)).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2.0**53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """A fault that happens to one call."""
+
+    fault: Fault
+    place: float
+    """The place in the body, as a fraction of it, where a fault without a given place happens."""
+    why: str
+    """Text for the error: the rule, the seed, and the number of the call."""
+
+    @property
+    def flips_bits(self) -> bool:
+        """True if the body of the call is damaged in transit."""
+        return isinstance(self.fault, FlippedBits)
+
+
+class FaultyStore(WrappedStore):
+    """Injects the faults that `decide` returns."""
+
+    def __init__(self, inner: Store, *, decide: Callable[[Call], Due | None]) -> None:
+        super().__init__(inner)
+        self._decide = decide
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        return self._carry_out(call, action, self._decide(call))
+
+    def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
+        call = Call(operation="put", key=key, num_bytes=num_bytes(views))
+        due = self._decide(call)
+        sent = _damage_copy(views, due)
+        self._carry_out(call, lambda: self.inner.put(key, sent, crc32c=crc32c, if_absent=if_absent), due)
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        call = Call(operation="upload_part", key=key, num_bytes=num_bytes(views))
+        due = self._decide(call)
+        sent = _damage_copy(views, due)
+        return self._carry_out(call, lambda: self.inner.upload_part(key, upload_id, part, sent, crc32c=crc32c), due)
+
+    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
+        call = Call(operation="read_into", key=key, num_bytes=num_bytes(views))
+        due = self._decide(call)
+        if due is not None and isinstance(due.fault, TruncatedBody):
+            received_bytes = _received(due.fault, due.place, call.num_bytes)
+            # The store fills in the first bytes, and raises its own error for an object that is shorter.
+            if received_bytes:
+                self.inner.read_into(key, offset_bytes, _first(views, received_bytes))
+            raise self._truncation(call, due, received_bytes)
+        self._carry_out(call, lambda: self.inner.read_into(key, offset_bytes, views), due)
+        if due is not None and due.flips_bits:
+            _flip_bit(views, due.place)
+
+    def read(self, key: str, *, max_bytes: int) -> bytes:
+        call = Call(operation="read", key=key)
+        due = self._decide(call)
+        body = self._carry_out(call, lambda: self.inner.read(key, max_bytes=max_bytes), due)
+        if due is not None and isinstance(due.fault, TruncatedBody):
+            raise self._truncation(call, due, _received(due.fault, due.place, len(body)))
+        return b"".join(_damage_copy([memoryview(body)], due))
+
+    def _carry_out(self, call: Call, action: Callable[[], _T], due: Due | None) -> _T:
+        if due is None:
+            return action()
+        if isinstance(due.fault, Tell):
+            return _tell(due.fault, call, action)
+        if type(due.fault) not in _ERRORS:
+            return action()
+        kind, words = _ERRORS[type(due.fault)]
+        if getattr(due.fault, "carried_out", False):
+            action()
+        raise self._error(kind, call, due, words)
+
+    def _truncation(self, call: Call, due: Due, received_bytes: int) -> StoreError:
+        words = f"the answer ended after {received_bytes} bytes"
+        return self._error(InterruptedReadError, call, due, words, received_bytes=received_bytes)
+
+    def _error(self, kind: type[StoreError], call: Call, due: Due, words: str, **attributes: Any) -> StoreError:
+        url = self.url(call.key)
+        return kind(f"{url}: {words} (injected {due.why})", key=url, operation=call.operation, **attributes)
+
+
+def _tell(fault: Tell, call: Call, action: Callable[[], _T]) -> _T:
+    if fault.before is not None:
+        fault.before(call)
+    result = action()
+    if fault.after is not None:
+        fault.after(call)
+    return result
+
+
+def _received(fault: TruncatedBody, place: float, size_bytes: int) -> int:
+    """Return the number of bytes that are received; never the whole body."""
+    after_bytes = int(place * size_bytes) if fault.after_bytes is None else fault.after_bytes
+    return max(min(after_bytes, size_bytes - 1), 0)
+
+
+def _first(views: Views, size_bytes: int) -> list[memoryview]:
+    taken: list[memoryview] = []
+    for view in views:
+        if size_bytes <= 0:
+            break
+        taken.append(view[:size_bytes])
+        size_bytes -= view.nbytes
+    return taken
+
+
+def _damage_copy(views: Views, due: Due | None) -> Views:
+    """Return the body that is sent: `views`, or a damaged copy."""
+    if due is None or not due.flips_bits or not num_bytes(views):
+        return views
+    damaged = [memoryview(bytearray(b"".join(views)))]
+    _flip_bit(damaged, due.place)
+    return damaged
+
+
+def _flip_bit(views: Views, place: float) -> None:
+    bit = int(place * num_bytes(views) * 8)
+    if remaining := without_first(views, bit // 8):
+        remaining[0][0] ^= 1 << (bit % 8)

@@ -15,50 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
+import re
 import select
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import TracebackType
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from cloudckpt.testing.wire_rules import (
-    GCS_FORBIDDEN,
-    GCS_TOO_MANY_REQUESTS,
-    GCS_UNAVAILABLE,
-    S3_ACCESS_DENIED,
-    S3_INTERNAL_ERROR,
-    S3_SLOW_DOWN,
-    Action,
-    CountedRule,
-    CutAnswer,
-    CutRequest,
-    CutSomewhere,
-    Delay,
-    EndedError,
-    Head,
-    LoseAnswer,
-    Moment,
-    Reply,
-    Rule,
-    Seen,
-    StallAnswer,
-    StallRequest,
-    Stream,
-    Tell,
-    Throttle,
-    all_but_the_last_byte,
-)
+from cloudckpt.testing.faults import draw, without_attempts
 
 __all__ = [
     "GCS_FORBIDDEN",
     "GCS_TOO_MANY_REQUESTS",
-    "GCS_UNAVAILABLE",
     "S3_ACCESS_DENIED",
     "S3_INTERNAL_ERROR",
     "S3_SLOW_DOWN",
@@ -80,30 +55,233 @@ __all__ = [
 
 _WAIT_S = 30.0
 _HOST = "127.0.0.1"
+_RECEIVE_BYTES = 256 * 1024
+_THROTTLED_BYTES = 16 * 1024
+"""Size of the pieces that are forwarded at a limited rate."""
+_SECRET_HEADERS = (
+    "authorization",
+    "cookie",
+    "proxy-authorization",
+    "x-amz-security-token",
+    "x-goog-iam-authorization-token",
+)
+
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+Moment: TypeAlias = Literal["request", "answer"]
+"""Before the store gets the request, or after it has answered and before the client gets the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Record of one request."""
+
+    method: str
+    target: str
+    """Path and query as sent."""
+    headers: Headers
+    """Names are in lower case; headers with credentials are left out."""
+    action: Action | None = None
+    """Action of a rule; ``None`` if the request was forwarded unchanged."""
+
+    def header(self, name: str) -> str | None:
+        """The first value of the header `name`."""
+        return next((value for known, value in self.headers if known == name.lower()), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The wire answers, and the store does not get the request."""
+
+    status: int
+    body: bytes = b""
+    headers: Headers = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoseAnswer:
+    """The store answers the whole request; then the connection is reset before the client gets the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutRequest:
+    """The connection is reset after `after_bytes` of the request's body, always before its end."""
+
+    after_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutAnswer:
+    """The connection ends after `after_bytes` of the answer's body, always before its last byte.
+
+    With `reset`, it is reset instead of closed, and the client's system may drop received bytes. An answer without a
+    body is lost.
+    """
+
+    after_bytes: int = 0
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallRequest:
+    """The connection stalls after `after_bytes` of the request's body, always before its end."""
+
+    after_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallAnswer:
+    """The connection stalls after `after_bytes` of the answer's body; with ``None``, before the answer's first line."""
+
+    after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """Calls `function` in the connection's thread, and forwards the exchange when it has returned.
+
+    The moment ``"request"`` is before the store gets the request, for example to kill the server. The moment
+    ``"answer"`` is after the store has answered completely and before the client gets any of it, for example to kill
+    the client between a commit and its confirmation.
+    """
+
+    function: Callable[[Seen], None]
+    moment: Moment = "request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delay:
+    """Delays the exchange by `delay_s`."""
+
+    delay_s: float
+    moment: Moment = "request"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throttle:
+    """Limits the rates at which the bodies of the exchange are forwarded; ``None``: no limit."""
+
+    request_bytes_per_s: float | None = None
+    answer_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutSomewhere:
+    """The connection breaks at a random place: in the request, before the answer, or in it.
+
+    The `action` of the request's record is the chosen `CutRequest`, `LoseAnswer` or `CutAnswer`.
+    """
+
+    longest_answer_bytes: int = 1 << 20
+    """An answer is cut within this number of bytes."""
+
+
+Action: TypeAlias = (
+    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | Tell | Delay | Throttle | CutSomewhere
+)
+
+
+def _s3_error(status: int, code: str, message: str) -> Reply:
+    body = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message></Error>'
+    return Reply(status=status, body=body.encode(), headers=(("Content-Type", "application/xml"),))
+
+
+def _gcs_error(status: int, reason: str, message: str) -> Reply:
+    errors = [{"domain": "global", "reason": reason, "message": message}]
+    body = json.dumps({"error": {"code": status, "message": message, "errors": errors}})
+    return Reply(status=status, body=body.encode(), headers=(("Content-Type", "application/json; charset=UTF-8"),))
+
+
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+S3_SLOW_DOWN = _s3_error(503, "SlowDown", "Please reduce your request rate.")
+S3_INTERNAL_ERROR = _s3_error(500, "InternalError", "We encountered an internal error. Please try again.")
+S3_ACCESS_DENIED = _s3_error(403, "AccessDenied", "Access Denied")
+# https://docs.cloud.google.com/storage/docs/json_api/v1/status-codes
+GCS_TOO_MANY_REQUESTS = _gcs_error(429, "rateLimitExceeded", "The rate of requests is too high.")
+GCS_FORBIDDEN = _gcs_error(403, "forbidden", "The caller does not have storage access to the object.")
+
+
+_UPLOAD_ID = re.compile(r"(?<=[?&])(uploadId|upload_id)=[^&]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """An action, and the requests that it happens to.
+
+    A rule counts every request that it matches. It skips the first `skip` of them, acts on the next `times` (``None``:
+    all of them), and ignores the rest. With a `probability` below 1, it acts only on that fraction of them. The choice
+    depends on `seed`, the method, the target and the number of earlier requests with both, but not on other requests
+    or on the random ids of saves and uploads.
+    """
+
+    action: Action
+    method: str | None = None
+    """``None``: any."""
+    path: str = ""
+    """A regular expression, searched for in path and query as sent (percent-encoded)."""
+    skip: int = 0
+    times: int | None = 1
+    probability: float = 1.0
+    seed: int = 0
+
+    def matches(self, request: Seen) -> bool:
+        """Return True if the rule counts the request."""
+        return self.method in (None, request.method) and re.search(self.path, request.target) is not None
+
+
+class _CountedRule:
+    """A rule, and the requests that it has counted."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._num_matched = 0
+        self._num_alike: Counter[tuple[str, str]] = Counter()
+
+    def action_on(self, request: Seen) -> Action | None:
+        """Count `request`, and return the action on it; ``None`` if the rule is not due."""
+        rule = self._rule
+        if not rule.matches(request):
+            return None
+        num_before = self._num_matched
+        self._num_matched += 1
+        alike = (request.method, _UPLOAD_ID.sub("", without_attempts(request.target)))
+        self._num_alike[alike] += 1
+        if num_before < rule.skip or (rule.times is not None and num_before >= rule.skip + rule.times):
+            return None
+        event = (rule.seed, *alike, self._num_alike[alike])
+        if draw("acts", event) >= rule.probability:
+            return None
+        return _choose_cut(rule.action, request, event) if isinstance(rule.action, CutSomewhere) else rule.action
+
+
+def _choose_cut(action: CutSomewhere, request: Seen, event: tuple[object, ...]) -> Action:
+    kind, place = draw("kind", event), draw("place", event)
+    if kind < 1 / 3:
+        return CutRequest(after_bytes=int(place * (int(request.header("content-length") or 0) + 1)))
+    if kind < 2 / 3:
+        return LoseAnswer()
+    return CutAnswer(after_bytes=int(place * action.longest_answer_bytes), reset=draw("reset", event) < 1 / 2)
 
 
 class Wire:
     """A proxy for the endpoint `target_url` (``http://host:port``), open until its context ends.
 
     The first rule that is due for a request acts; all rules that match count it. The end of the context closes every
-    connection and ends every thread. Rules that slow an exchange down call `pause` with seconds; by default it waits,
-    at most until the wire is closed.
+    connection and ends every thread.
     """
 
-    def __init__(self, target_url: str, *rules: Rule, pause: Callable[[float], object] | None = None) -> None:
+    def __init__(self, target_url: str, *rules: Rule) -> None:
         parts = urlsplit(target_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"Wire supports only plain HTTP. Give http://host:port, not {target_url!r}")
         self._target = (parts.hostname, parts.port or 80)
         self._lock = threading.Lock()
-        self._rules: list[CountedRule] = []
+        self._rules: list[_CountedRule] = []
         self._requests: list[Seen] = []
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
-        self._pause = pause or self._closing.wait
         # A bound socket reserves the port while nothing listens on it.
-        self._holder = _bound(port=0)
+        self._holder = _bind(port=0)
         self._port: int = self._holder.getsockname()[1]
         self._listener: socket.socket | None = None
         self.add(*rules)
@@ -123,7 +301,7 @@ class Wire:
     def add(self, *rules: Rule) -> None:
         """Add rules after the existing ones; they count from now on."""
         with self._lock:
-            self._rules += [CountedRule(rule=rule) for rule in rules]
+            self._rules += map(_CountedRule, rules)
 
     def clear(self) -> None:
         """Remove all rules. Stalled exchanges remain stalled."""
@@ -139,7 +317,7 @@ class Wire:
     def refusing(self) -> Iterator[None]:
         """Refuse new connections during the context, and end the existing ones."""
         self._stop_listening()
-        self._reset_all()
+        self._end_connections()
         try:
             yield
         finally:
@@ -151,11 +329,8 @@ class Wire:
 
         The queue of connections to accept is full, so the kernel ignores further ones.
         """
-        self._stop_listening()
-        self._reset_all()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._listen)
-            full = stack.enter_context(_bound(port=self._port))
+        with self.refusing(), contextlib.ExitStack() as stack:
+            full = stack.enter_context(_bind(port=self._port))
             full.listen(0)
             for _ in range(2):
                 waiting = stack.enter_context(socket.socket())
@@ -167,7 +342,7 @@ class Wire:
         """End every connection and thread. A second call has no effect."""
         self._closing.set()
         self._stop_listening()
-        self._reset_all()
+        self._end_connections()
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
@@ -180,13 +355,31 @@ class Wire:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
+    def wait(self, delay_s: float | None = None) -> None:
+        """Wait for `delay_s` (``None``: for ever), at most until the wire is closed."""
+        self._closing.wait(delay_s)
+
+    def reach_store(self) -> socket.socket:
+        """Connect to the store."""
+        store = socket.create_connection(self._target, timeout=_WAIT_S)
+        store.settimeout(None)  # closing the wire ends every wait
+        self._keep(store)
+        return store
+
+    def record(self, head: Head) -> Seen:
+        """Record a request, with the action of a rule."""
+        request = Seen(method=head.method, target=head.target, headers=head.public_headers)
+        with self._lock:
+            actions = [rule.action_on(request) for rule in self._rules]
+            request = replace(request, action=next((action for action in actions if action is not None), None))
+            self._requests.append(request)
+        return request
+
     def _listen(self) -> None:
-        listener = _bound(port=self._port)
+        listener = _bind(port=self._port)
         listener.listen(128)
         self._listener = listener
         self._start(self._accept, listener)
@@ -212,54 +405,29 @@ class Wire:
             self._threads.append(thread)
 
     def _serve(self, client: socket.socket) -> None:
-        kept = [client]
         try:
             self._keep(client)
-            Connection(
-                client,
-                connect=lambda: self._reach_store(kept),
-                decide=self._decide,
-                stall=self._closing.wait,
-                pause=self._pause,
-            ).run()
+            _Connection(client, self).run()
         except ConnectionError:
-            reset(client)
-        finally:
-            with self._lock:
-                self._open.difference_update(kept)
-
-    def _reach_store(self, kept: list[socket.socket]) -> socket.socket:
-        store = socket.create_connection(self._target, timeout=_WAIT_S)
-        store.settimeout(None)  # closing the wire ends every wait
-        kept.append(store)
-        self._keep(store)
-        return store
+            _reset(client)
 
     def _keep(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._lock:
-            self._open.add(connection)
+            self._open = {one for one in self._open if one.fileno() >= 0} | {connection}
             is_late = self._closing.is_set()
         if is_late:
             connection.close()
             raise ConnectionAbortedError
 
-    def _reset_all(self) -> None:
+    def _end_connections(self) -> None:
         with self._lock:
             for connection in self._open:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def _decide(self, head: Head) -> Seen:
-        request = Seen(method=head.method, target=head.target, headers=head.public_headers)
-        with self._lock:
-            actions = [counted.action_on(request) for counted in self._rules]
-            request = replace(request, action=next((action for action in actions if action is not None), None))
-            self._requests.append(request)
-        return request
 
-
-def _bound(*, port: int) -> socket.socket:
+def _bind(*, port: int) -> socket.socket:
     bound = socket.socket()
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -271,34 +439,19 @@ def _bound(*, port: int) -> socket.socket:
     return bound
 
 
-Decide: TypeAlias = Callable[[Head], Seen]
-"""Records the request, with the action of a rule."""
-Connect: TypeAlias = Callable[[], socket.socket]
-Stall: TypeAlias = Callable[[], object]
-"""Returns once the wire is closed."""
-Pause: TypeAlias = Callable[[float], object]
-"""Waits for a number of seconds."""
-
-_FINAL = 200
-_THROTTLED_BYTES = 16 * 1024  # the size of the pieces that are forwarded at a limited rate
-
-
-def reset(connection: socket.socket) -> None:
+def _reset(connection: socket.socket) -> None:
     """Reset the connection, so that the other side gets an error."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
-class Connection:
+class _Connection:
     """Forwards exchanges until either side, or a rule, ends the connection."""
 
-    def __init__(self, client: socket.socket, *, connect: Connect, decide: Decide, stall: Stall, pause: Pause) -> None:
+    def __init__(self, client: socket.socket, wire: Wire) -> None:
         self._client = Stream(client)
-        self._connect = connect
-        self._decide = decide
-        self._stall = stall
-        self._pause = pause
+        self._wire = wire
         self._store: Stream | None = None
 
     def run(self) -> None:
@@ -309,7 +462,7 @@ class Connection:
                     break
         except (EndedError, OSError, ValueError):
             # A connection that one side broke is broken for the other side too.
-            reset(self._client.socket)
+            _reset(self._client.socket)
         finally:
             self._client.socket.close()
             if self._store is not None:
@@ -324,14 +477,14 @@ class Connection:
 
     def _exchange(self, head: Head) -> bool:
         """Forward one request and its answer; return True if another may follow."""
-        seen = self._decide(head)
+        seen = self._wire.record(head)
         action = seen.action
         body = self._client.request_body(head)
         if isinstance(action, Reply):
             return self._reply(action, head, body)
         self._act("request", seen)
         if isinstance(action, Throttle):
-            body = self._slowly(body, action.request_bytes_per_s)
+            body = self._slow_down(body, action.request_bytes_per_s)
         if isinstance(action, CutRequest | StallRequest):
             return self._break_request(action, head, body)
         answer = self._pass_on(head, body)
@@ -342,7 +495,7 @@ class Connection:
             pieces = iter(list(pieces))  # S3 has carried a completion out when its answer ends, not when it begins
         self._act("answer", seen)
         if isinstance(action, Throttle):
-            pieces = self._slowly(pieces, action.answer_bytes_per_s)
+            pieces = self._slow_down(pieces, action.answer_bytes_per_s)
         self._client.socket.sendall(answer.raw)
         for piece in pieces:
             self._client.socket.sendall(piece)
@@ -353,27 +506,27 @@ class Connection:
         if isinstance(action, Tell) and action.moment == moment:
             action.function(seen)
         if isinstance(action, Delay) and action.moment == moment:
-            self._pause(action.delay_s)
+            self._wire.wait(action.delay_s)
 
-    def _slowly(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:
+    def _slow_down(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:
         if bytes_per_s is None:
             yield from pieces
             return
         for piece in pieces:
             for start in range(0, len(piece), _THROTTLED_BYTES):
                 part = piece[start : start + _THROTTLED_BYTES]
-                self._pause(len(part) / bytes_per_s)
+                self._wire.wait(len(part) / bytes_per_s)
                 yield part
 
     def _reply(self, action: Reply, head: Head, body: Iterator[bytes]) -> bool:
-        if not head.expects_continue:
-            for _ in body:
-                pass
-        reason = http.client.responses.get(action.status, "")
         fields = [("Content-Length", str(len(action.body))), *action.headers]
         if head.expects_continue:
             fields.append(("Connection", "close"))
+        else:
+            for _ in body:
+                pass
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+        reason = http.client.responses.get(action.status, "")
         content = b"" if head.method == "HEAD" else action.body
         self._client.socket.sendall(f"HTTP/1.1 {action.status} {reason}\r\n{lines}\r\n".encode("latin-1") + content)
         return not head.expects_continue
@@ -383,28 +536,27 @@ class Connection:
         store = self._reach_store()
         store.socket.sendall(head.raw)
         if head.expects_continue:
-            answer = self._final_answer(store, stops_at_interim=True)
-            if answer is not None:
+            answer = self._next_answer(store)
+            if not answer.is_interim:
                 return answer
         with contextlib.suppress(ConnectionError):  # a store may refuse a request before it has read all
             for piece in body:
                 store.socket.sendall(piece)
-        answer = self._final_answer(store)
-        if answer is None:
-            raise EndedError
+        while (answer := self._next_answer(store)).is_interim:
+            pass
         return answer
 
-    def _final_answer(self, store: Stream, *, stops_at_interim: bool = False) -> Head | None:
-        while (answer := store.head()) is not None:
-            if answer.status >= _FINAL:
-                return answer
+    def _next_answer(self, store: Stream) -> Head:
+        """Return the next answer; an interim one is forwarded."""
+        answer = store.head()
+        if answer is None:
+            raise EndedError
+        if answer.is_interim:
             self._client.socket.sendall(answer.raw)
-            if stops_at_interim:
-                return None
-        raise EndedError
+        return answer
 
     def _break_request(self, action: CutRequest | StallRequest, head: Head, body: Iterator[bytes]) -> bool:
-        pieces = all_but_the_last_byte(body, most_bytes=action.after_bytes)
+        pieces = _all_but_the_last_byte(body, most_bytes=action.after_bytes)
         first = next(pieces, None)
         if first is not None:  # a request without a body is complete with its head, so nothing is forwarded
             store = self._reach_store()
@@ -413,8 +565,8 @@ class Connection:
             for piece in pieces:
                 store.socket.sendall(piece)
         if isinstance(action, StallRequest):
-            self._stall()
-        reset(self._client.socket)
+            self._wire.wait()
+        _reset(self._client.socket)
         return False
 
     def _break_answer(
@@ -423,17 +575,180 @@ class Connection:
         after_bytes = None if isinstance(action, LoseAnswer) else action.after_bytes
         if after_bytes is not None:
             self._client.socket.sendall(answer.raw)
-            for piece in all_but_the_last_byte(pieces, most_bytes=after_bytes):
+            for piece in _all_but_the_last_byte(pieces, most_bytes=after_bytes):
                 self._client.socket.sendall(piece)
         for _ in pieces:  # read the answer to its end, so that the store has carried the request out
             pass
         if isinstance(action, StallAnswer):
-            self._stall()
+            self._wire.wait()
         if isinstance(action, LoseAnswer) or (isinstance(action, CutAnswer) and action.reset):
-            reset(self._client.socket)
+            _reset(self._client.socket)
         return False
 
     def _reach_store(self) -> Stream:
         if self._store is None:
-            self._store = Stream(self._connect())
+            self._store = Stream(self._wire.reach_store())
         return self._store
+
+
+class EndedError(Exception):
+    """The other side ended the connection in the middle of a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Head of an HTTP message, raw and parsed."""
+
+    raw: bytes
+    words: tuple[str, str, str]
+    """Words of the first line: method, target and version, or version, status and reason."""
+    headers: Headers
+    """Names in lower case."""
+
+    def header(self, name: str) -> str | None:
+        """The first value of the header `name`."""
+        return next((value for known, value in self.headers if known == name), None)
+
+    @property
+    def public_headers(self) -> Headers:
+        """The headers without those that hold credentials."""
+        return tuple((name, value) for name, value in self.headers if name not in _SECRET_HEADERS)
+
+    @property
+    def method(self) -> str:
+        """Method of a request."""
+        return self.words[0]
+
+    @property
+    def target(self) -> str:
+        """Path and query of a request."""
+        return self.words[1]
+
+    @property
+    def status(self) -> int:
+        """Status of an answer."""
+        return int(self.words[1])
+
+    @property
+    def is_interim(self) -> bool:
+        """True if another answer to the same request follows."""
+        return self.status < http.client.OK
+
+    @property
+    def expects_continue(self) -> bool:
+        """True if the client waits for an interim answer before it sends the body."""
+        return (self.header("expect") or "").lower() == "100-continue"
+
+    @property
+    def is_chunked(self) -> bool:
+        """True if the body has the chunked encoding."""
+        return "chunked" in (self.header("transfer-encoding") or "").lower()
+
+    @property
+    def length_bytes(self) -> int | None:
+        """Length of the body by the header; ``None`` without one."""
+        length = self.header("content-length")
+        return None if length is None else int(length)
+
+    def has_body_to(self, method: str) -> bool:
+        """Return True if a body follows this head of an answer to `method`."""
+        return method != "HEAD" and self.status not in (http.client.NO_CONTENT, http.client.NOT_MODIFIED)
+
+    def leaves_open(self, request: Head) -> bool:
+        """Return True if another request may follow this answer to `request` on the connection."""
+        ends_with_connection = self.has_body_to(request.method) and not self.is_chunked and self.length_bytes is None
+        return not (ends_with_connection or self._closes(self.words[0]) or request._closes(request.words[2]))
+
+    def _closes(self, version: str) -> bool:
+        connection = (self.header("connection") or "").lower()
+        return "close" in connection or (version == "HTTP/1.0" and "keep-alive" not in connection)
+
+
+class Stream:
+    """One side of a connection, read message by message."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._buffer = bytearray()
+
+    @property
+    def holds_bytes(self) -> bool:
+        """True if received bytes are buffered."""
+        return bool(self._buffer)
+
+    def head(self) -> Head | None:
+        """Read the head of the next message; ``None`` if the connection ends before it."""
+        if not self._buffer and not self._receive():
+            return None
+        raw = self._until(b"\r\n\r\n")
+        first, *lines = raw.decode("latin-1").rstrip("\r\n").split("\r\n")
+        word, target, rest = ([*first.split(" ", 2), "", ""])[:3]
+        pairs = (line.partition(":") for line in lines)
+        headers = tuple((name.strip().lower(), value.strip()) for name, _, value in pairs)
+        return Head(raw=raw, words=(word, target, rest), headers=headers)
+
+    def request_body(self, head: Head) -> Iterator[bytes]:
+        """Yield the raw body of a request in pieces."""
+        return self._chunks() if head.is_chunked else self._exactly(head.length_bytes or 0)
+
+    def answer_body(self, head: Head, *, method: str) -> Iterator[bytes]:
+        """Yield the raw body of an answer to `method` in pieces."""
+        if not head.has_body_to(method):
+            return iter(())
+        if head.is_chunked:
+            return self._chunks()
+        return self._to_the_end() if head.length_bytes is None else self._exactly(head.length_bytes)
+
+    def _exactly(self, size_bytes: int) -> Iterator[bytes]:
+        while size_bytes:
+            if not self._buffer and not self._receive():
+                raise EndedError
+            piece = self._take(min(size_bytes, len(self._buffer)))
+            size_bytes -= len(piece)
+            yield piece
+
+    def _chunks(self) -> Iterator[bytes]:
+        while True:
+            line = self._until(b"\r\n")
+            yield line
+            size_bytes = int(line.partition(b";")[0], 16)
+            if size_bytes == 0:
+                break
+            yield from self._exactly(size_bytes + 2)
+        while (trailer := self._until(b"\r\n")) != b"\r\n":
+            yield trailer
+        yield trailer
+
+    def _to_the_end(self) -> Iterator[bytes]:
+        while self._buffer or self._receive():
+            yield self._take(len(self._buffer))
+
+    def _until(self, mark: bytes) -> bytes:
+        while (index := self._buffer.find(mark)) < 0:
+            if not self._receive():
+                raise EndedError
+        return self._take(index + len(mark))
+
+    def _take(self, size_bytes: int) -> bytes:
+        piece = bytes(memoryview(self._buffer)[:size_bytes])
+        del self._buffer[:size_bytes]
+        return piece
+
+    def _receive(self) -> bool:
+        received = self.socket.recv(_RECEIVE_BYTES)
+        self._buffer += received
+        return bool(received)
+
+
+def _all_but_the_last_byte(pieces: Iterator[bytes], *, most_bytes: int) -> Iterator[bytes]:
+    """Yield the first `most_bytes` of `pieces`, but never the last byte, so that even a short body is incomplete."""
+    held = b""
+    for piece in pieces:
+        taken, most_bytes = held[:most_bytes], most_bytes - min(most_bytes, len(held))
+        if taken:
+            yield taken
+        if not most_bytes:
+            return
+        held = piece
+    if taken := held[:-1][:most_bytes]:
+        yield taken

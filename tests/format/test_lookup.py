@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.format.test_tiling import Block, Shape, tilings
+from tests.format.test_chunks import Block, Shape, tilings
 
 from cloudckpt.format.model import Chunk
 from cloudckpt.format.torch_metadata import find_chunk, find_overlapping_chunks
@@ -63,20 +62,6 @@ def test_what_is_found_is_all_there_is(case: tuple[Shape, list[Block], Block]) -
     assert found == overlapping
 
 
-@given(tiled())
-def test_a_position_is_that_of_the_chunk_there(case: tuple[Shape, list[Block], Block]) -> None:
-    """If this fails, a tensor is filled with another one's bytes."""
-    _, blocks, _ = case
-    chunks = chunks_of(blocks)
-    for offsets, _ in blocks:
-        position = find_chunk(chunks, offsets)
-        assert position is None or (chunks[position].offsets == offsets and 0 not in chunks[position].lengths)
-    in_order = chunks_of(sorted(blocks))
-    for chunk in in_order:
-        if 0 not in chunk.lengths:
-            assert in_order[find_chunk(in_order, chunk.offsets)] is chunk
-
-
 @pytest.mark.parametrize("columns", [1, 8])
 def test_looks_grow_with_the_logarithm(columns: int) -> None:
     """If this fails, each of 16,384 ranks goes through the chunks of all others to plan its load."""
@@ -90,12 +75,3 @@ def test_looks_grow_with_the_logarithm(columns: int) -> None:
     counted = Counted(chunks)
     assert find_overlapping_chunks(counted, (2, 0), (4, 4)) == [0, columns]
     assert counted.num_looks < 100
-
-
-def test_chunks_in_any_order_are_not_misjudged() -> None:
-    """If this fails, what a hostile or merely unordered manifest says decides which rows stay unfilled."""
-    chunks = chunks_of([((row,), (1,)) for row in range(100)])
-    random.Random(5).shuffle(chunks)  # of a test
-    found = [find_overlapping_chunks(chunks, (row,), (3,)) for row in range(98)]
-    assert None in found
-    assert all({chunks[i].offsets[0] for i in ps} == {row, row + 1, row + 2} for row, ps in enumerate(found) if ps)

@@ -243,33 +243,12 @@ def test_a_part_of_a_tensor_is_no_checkpoint() -> None:
         made(metadata, receipts_of(metadata, 1))
 
 
-def test_what_no_reader_would_accept_is_not_committed() -> None:
-    """If this fails, a save succeeds and its checkpoint never loads."""
-    metadata = sample()
-    with pytest.raises(IncompleteSaveError, match="tile_bytes is 4000"):
-        made(metadata, receipts_of(metadata, 1), tile_bytes=4000)
-
-
 @pytest.mark.parametrize("planner_data", [object(), 5, ["w"], {"w": "w"}, {"w": ()}, {"w": (1.5,)}, {3: ("w",)}])
 def test_planner_data_that_json_cannot_hold_is_refused(planner_data: Any) -> None:
     """If this fails, a custom planner's data is lost without a word, or pickled into the format."""
     metadata = dataclasses.replace(sample(), planner_data=planner_data)
     with pytest.raises(UnsupportedValueError, match="planner's own data"):
         made(metadata, receipts_of(metadata, 1))
-
-
-def test_a_flat_state_dict_has_no_nesting() -> None:
-    """If this fails, planners without flattening cannot load what they saved."""
-    metadata = dataclasses.replace(sample(), planner_data=None)
-    manifest = made(metadata, receipts_of(metadata, 1))
-    assert manifest.nesting is None
-    assert make_metadata(manifest, checkpoint_id=URI, load_id="").planner_data is None
-
-
-def test_an_empty_state_dict_is_a_checkpoint() -> None:
-    """If this fails, a job that has nothing to save yet cannot start."""
-    manifest = decode(encode(made(Metadata(state_dict_metadata={}), [{}])), uri=URI)
-    assert make_metadata(manifest, checkpoint_id=URI, load_id="").state_dict_metadata == {}
 
 
 def test_the_users_metadata_is_kept_as_json() -> None:
@@ -317,13 +296,3 @@ def test_of_two_items_of_one_index_the_later_counts() -> None:
     assert [stored.key for stored in manifest.objects] == ["data/attempt/1-0.safetensors"]
     ranges = StoredRanges([*columns_of(early), *columns_of(late)])
     assert {place.key for place in ranges.values()} == {"data/attempt/1-0.safetensors"}
-
-
-def test_many_receipts_of_one_kind_are_small() -> None:
-    """If this fails, the coordinator of a large job waits for what ranks say, of which most is the same for all."""
-    entries: dict[str, Any] = {f"layer.{number:05}": tensor_entry([4]) for number in range(2000)}
-    (columns,) = columns_of(receipts_of(Metadata(state_dict_metadata=entries), 1)[0])
-    shared = msgspec.structs.replace(
-        columns, **{name: getattr(columns, name)[:1] * 2000 for name in ("offsets", "lengths", "dtypes")}
-    )
-    assert len(pickle.dumps(shared)) < 2000 * (len("layer.00000") + 2 * 8 + 15)

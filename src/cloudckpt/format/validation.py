@@ -6,7 +6,7 @@ import base64
 import itertools
 import math
 import secrets
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,13 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest, StoredObject
 if TYPE_CHECKING:
     from cloudckpt.format.chunk_arrays import Integers
 
+MAX_NDIM = 64  # torch's own limit
+MAX_BYTES = 2**63 - 1
 _MIN_TILE_BYTES = 4096
 _MAX_TILE_BYTES = 2**30
 _MAX_KEY_LENGTH = 1024
 _MAX_EMPTY_PLACES = 1_000_000  # of lists: what they cost is nothing, and no state dict has as many
 _MIN_CHUNKS_OF_ARRAYS = 16  # for fewer, making arrays takes longer than looking at each
-_MAX_COUNTED_DIMS = 3  # every block costs 2 ** that many steps
 _PRIME = 2**127 - 1
 _NUM_KEY_SEGMENTS = 3  # at least: data/<attempt>/<name>
 
@@ -39,9 +40,10 @@ def find_problems(manifest: Manifest) -> list[str]:
     import numpy as np  # noqa: PLC0415  # what lists checkpoints alone starts sooner without
 
     object_sizes_bytes = np.array([stored.size for stored in manifest.objects], dtype=np.int64)
-    for fqn, tensor in list_unchecked(manifest):
-        found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
-        problems.extend(f"tensor {fqn!r}: {text}" for text in found)
+    for fqn, tensor in manifest.tensors.items():
+        if not _is_one_sound_chunk(tensor, manifest.objects):
+            found = _tensor_problems(tensor, manifest.objects, object_sizes_bytes)
+            problems.extend(f"tensor {fqn!r}: {text}" for text in found)
     for fqn, value in manifest.values.items():
         problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
     problems.extend(find_name_problems(manifest.tensors, manifest.values))
@@ -158,6 +160,25 @@ def _num_base64_bytes(text: str) -> int:
         return -1
 
 
+def _is_one_sound_chunk(tensor: StoredTensor, objects: Sequence[StoredObject]) -> bool:
+    """Return whether one chunk certainly holds the tensor: nearly always. `_tensor_problems` names the problems."""
+    shape, itemsize_bytes = tensor.shape, ITEMSIZE_BYTES.get(tensor.dtype)
+    if len(tensor.chunks) != 1 or tensor.transforms or itemsize_bytes is None or len(shape) > MAX_NDIM:
+        return False
+    (chunk,) = tensor.chunks
+    return (
+        chunk.lengths == shape
+        and not any(chunk.offsets)
+        and len(chunk.offsets) == len(shape)
+        and min(shape, default=0) >= 0
+        and max(shape, default=0) <= MAX_BYTES
+        and 0 <= chunk.object_index < len(objects)
+        and 0 <= chunk.begin <= chunk.end <= objects[chunk.object_index].size
+        and chunk.end - chunk.begin == math.prod(shape) * itemsize_bytes
+        and chunk.begin % itemsize_bytes == 0
+    )
+
+
 def _tensor_problems(
     tensor: StoredTensor, objects: Sequence[StoredObject], object_sizes_bytes: Integers
 ) -> Iterator[str]:
@@ -215,102 +236,28 @@ def _range_problems(stored: Chunk | StoredValue, objects: Sequence[StoredObject]
         yield f"bytes [{stored.begin}, {stored.end}) do not lie in object {stored.object_index}"
 
 
-MAX_NDIM = 64  # torch's own limit
-MAX_BYTES = 2**63 - 1
-
-
-def list_unchecked(manifest: Manifest) -> Iterator[tuple[str, StoredTensor]]:
-    """All tensors but those that certainly have no problem: one chunk holds them, and it lies where it can.
-
-    Models have few shapes and many tensors, so that what follows from a shape is found out once for each. The objects
-    have to be sound already.
-    """
-    sizes_bytes = [stored.size for stored in manifest.objects]
-    of_shape: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int, int] | None] = {}
-    for fqn, tensor in manifest.tensors.items():
-        shape = tensor.shape
-        if len(tensor.chunks) == 1 and not tensor.transforms:
-            key = (tensor.dtype, shape)
-            try:
-                expected = of_shape[key]
-            except KeyError:
-                expected = of_shape[key] = _expected(tensor.dtype, shape)
-            if expected is not None:
-                chunk = tensor.chunks[0]
-                begin, end = chunk.begin, chunk.end
-                origin, num_bytes, itemsize_bytes = expected
-                if (
-                    chunk.lengths == shape
-                    and chunk.offsets == origin
-                    and end - begin == num_bytes
-                    and begin % itemsize_bytes == 0
-                    and begin >= 0
-                    and 0 <= chunk.object_index < len(sizes_bytes)
-                    and end <= sizes_bytes[chunk.object_index]
-                ):
-                    continue
-        yield fqn, tensor
-
-
-def _expected(dtype: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Offsets and bytes of the one chunk, and bytes of an element; None where there is no such tensor."""
-    itemsize_bytes = ITEMSIZE_BYTES.get(dtype)
-    if itemsize_bytes is None or len(shape) > MAX_NDIM or not all(0 <= length <= MAX_BYTES for length in shape):
-        return None
-    num_bytes = math.prod(shape) * itemsize_bytes
-    return ((0,) * len(shape), num_bytes, itemsize_bytes) if num_bytes <= MAX_BYTES else None
-
-
 def fills_once(blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
     """Return whether every element of an array of `shape` lies in exactly one of `blocks` (offsets, lengths).
 
-    Takes time and memory proportional to the number of blocks and dimensions: two functions on a grid are equal if
-    their mixed differences are, and a block's indicator differs from zero only at the block's corners.
+    Takes time proportional to the number of blocks and dimensions. The indicator functions of the blocks add up to that
+    of the whole array if and only if their mixed differences do. These are compared as polynomials at a random point:
+    each position on an axis stands for a random number. If the sums differ, the chance that their values do not is
+    below 2 ** -110 for every document (Schwartz, Zippel, 1979), because nobody can know the numbers beforehand.
     """
     filled = [(offsets, lengths) for offsets, lengths in blocks if 0 not in lengths]
     if len(filled) == 1:  # nearly always, and large jobs have a million tensors
         return filled[0] == ((0,) * len(shape), shape)
-    whole = [] if 0 in shape else [((0,) * len(shape), shape)]
     split = [dim for dim, extent in enumerate(shape) if any(lengths[dim] != extent for _, lengths in filled)]
-    if len(split) > _MAX_COUNTED_DIMS:
-        return _is_same_at_random(filled, whole, split)
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, group in ((1, filled), (-1, whole)):
-        for offsets, lengths in group:
-            ends = [((offsets[dim], sign), (offsets[dim] + lengths[dim], -sign)) for dim in split]
-            for corner in itertools.product(*ends):
-                odd = sum(1 for _, direction in corner if direction != sign) % 2
-                corners[tuple(position for position, _ in corner)] += -sign if odd else sign
-    return not any(corners.values())
-
-
-def _is_same_at_random(
-    filled: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    whole: Sequence[tuple[tuple[int, ...], tuple[int, ...]]],
-    split: Sequence[int],
-) -> bool:
-    """Return whether the corners cancel out, without making each: they are terms of a product.
-
-    Each position stands for a random number, so the sums are two polynomials at a random point. Where these differ, the
-    chance that their values do not is below 2 ** -110 for every document (Schwartz, Zippel, 1979), for nobody can know
-    the numbers beforehand.
-    """
-    drawn: list[dict[int, int]] = [{} for _ in split]
-
-    def number(at: int, position: int) -> int:
-        numbers = drawn[at]
-        if position not in numbers:
-            numbers[position] = secrets.randbelow(_PRIME)
-        return numbers[position]
+    numbers: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
 
     def total(blocks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
         result = 0
         for offsets, lengths in blocks:
             term = 1
-            for at, dim in enumerate(split):
+            for dim in split:
                 begin, end = offsets[dim], offsets[dim] + lengths[dim]
-                term = term * (number(at, begin) - number(at, end)) % _PRIME
+                term = term * (numbers[dim, begin] - numbers[dim, end]) % _PRIME
             result += term
         return result % _PRIME
 
-    return total(filled) == total(whole)
+    return total(filled) == total([] if 0 in shape else [((0,) * len(shape), shape)])

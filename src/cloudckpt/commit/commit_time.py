@@ -88,11 +88,6 @@ class CommitTimes:
     def __init__(self) -> None:
         self._known: dict[tuple[str, datetime, int], datetime] = {}
         self._num_vanished: Counter[str] = Counter()
-        self._latest_ns = 0
-
-    def is_clock_behind(self) -> bool:
-        """Return whether the time of a commit that begins now is not later than each one that was read."""
-        return not _is_plausible(self._latest_ns)
 
     def read(self, store: Store, key: str, entry: Entry, retrier: Retrier) -> datetime | None:
         """Return when the manifest at `key` was committed; None where it has vanished, so that the caller looks again.
@@ -122,7 +117,6 @@ class CommitTimes:
         match = None if head is None else _HEAD.match(head)
         committed_at = entry.modified_at
         said_ns = ns_of(committed_at) if match is None else int(match[1])
-        self._latest_ns = max(self._latest_ns, said_ns)  # one that another thread loses is seen at the next look
         if match is not None and _is_plausible(said_ns):
             committed_at = datetime_of(said_ns)
         note_commit_time_ns(ns_of(committed_at))

@@ -9,10 +9,10 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
 from cloudckpt._forks import refuse_in_fork
-from cloudckpt.api import async_save, save
+from cloudckpt.api import async_save, load, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.dcp.protocol import SavedMetadata, rank_in
-from cloudckpt.errors import InvalidOptionError
-from cloudckpt.manager.restore import ON_DAMAGED, OnDamaged, Restored, Restorer
+from cloudckpt.dcp.protocol import SavedMetadata, causes_of, rank_in
+from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError
+from cloudckpt.manager.restore import Coordinator, Restored, find_step_uris, load_newest, raise_missing
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.retention_policy import (
     Mode,
@@ -44,13 +44,17 @@ from cloudckpt.manager.steps import (
     check_metrics,
     format_folder,
     parse_folder,
+    parse_step_uri,
 )
 from cloudckpt.options import Options
+from cloudckpt.report import SkippedCheckpoint
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
 
 _RESERVED = (STEP_KEY, METRICS_KEY)
+OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
+_ON_DAMAGED = ("raise", "skip", "replace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,8 @@ class _LastSave:
     step: int
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
+    is_noted: threading.Event = field(default_factory=threading.Event)
+    """Set once the manager has taken note of the end of a background save."""
 
     @property
     def has_failed(self) -> bool:
@@ -68,52 +74,6 @@ class _LastSave:
             return False
         self.result.committed.wait()
         return self.result.committed.failure() is not None
-
-
-class _DamagedSteps:
-    """The steps that `restore` found damaged, until they are replaced. Equal on all ranks; thread-safe."""
-
-    def __init__(self, steps: Steps, on_damaged: OnDamaged) -> None:
-        self._lock = threading.Lock()
-        self._steps = steps
-        self._on_damaged = on_damaged
-        self._uris: frozenset[str] = frozenset()
-        self._replacement: _LastSave | None = None
-        """Last save that replaces a damaged step."""
-
-    @property
-    def uris(self) -> frozenset[str]:
-        """URIs of the damaged checkpoints."""
-        return self._uris
-
-    def add(self, uri: str) -> None:
-        """Note that the checkpoint at `uri` is damaged."""
-        with self._lock:
-            self._uris |= {uri}
-            self._replacement = None
-
-    def remove(self, uri: str) -> None:
-        """Note that another checkpoint was committed at `uri`."""
-        with self._lock:
-            self._uris -= {uri}
-
-    def choose_uri(self, step: int) -> str:
-        """Return the URI to save `step` to. With the policy ``"skip"``, it is never that of a damaged checkpoint."""
-        again = 0
-        while self._on_damaged == "skip" and self._steps.uri_of(step, again) in self._uris:
-            again += 1
-        return self._steps.uri_of(step, again)
-
-    def note_save(self, save: _LastSave, uri: str) -> None:
-        """Note a save that may replace a damaged step."""
-        if uri in self._uris:
-            self._replacement = save
-
-    def is_to_replace(self, step: int) -> bool:
-        """True if `step` is damaged and is to be overwritten. Does not rely on callbacks, which may run late."""
-        if self._on_damaged != "replace" or self._steps.uri_of(step) not in self._uris:
-            return False
-        return self._replacement is None or self._replacement.step != step or self._replacement.has_failed
 
 
 class CheckpointManager:
@@ -165,8 +125,8 @@ class CheckpointManager:
             raise InvalidOptionError(
                 f"CheckpointManager: save_every must be a positive whole number or None, not {save_every!r}"
             )
-        if on_damaged not in ON_DAMAGED:
-            words = ", ".join(map(repr, ON_DAMAGED))
+        if on_damaged not in _ON_DAMAGED:
+            words = ", ".join(map(repr, _ON_DAMAGED))
             raise InvalidOptionError(f"CheckpointManager: on_damaged must be one of {words}, not {on_damaged!r}")
         self._options = options or Options()
         taken = [name for name in _RESERVED if name in self._options.metadata]
@@ -181,18 +141,11 @@ class CheckpointManager:
         self._steps = Steps(
             parse_location(root), self._options, get_num_ranks=None if use_collectives else self._get_num_ranks
         )
-        self._damaged = _DamagedSteps(self._steps, on_damaged)
-        self._restorer = Restorer(
-            steps=self._steps,
-            options=self._options,
-            process_group=process_group,
-            no_dist=no_dist,
-            allow_pickle=allow_pickle,
-            verify_first=verify_first,
-            on_damaged=on_damaged,
-            note_damage=self._damaged.add,
-        )
-        self._retention = Retention(self._steps, self._options, policy, get_damaged_uris=lambda: self._damaged.uris)
+        self._allow_pickle, self._verify_first, self._on_damaged = allow_pickle, verify_first, on_damaged
+        self._damaged: frozenset[str] = frozenset()
+        """URIs of the steps that `restore` found damaged, until they are replaced. Equal on all ranks."""
+        self._damaged_lock = threading.Lock()
+        self._retention = Retention(self._steps, self._options, policy, get_damaged_uris=lambda: self._damaged)
         self._last: _LastSave | None = None
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
@@ -215,7 +168,10 @@ class CheckpointManager:
 
     def uri_of(self, step: int) -> str:
         """Return the URI to which this manager saves `step`. `steps` lists the URIs of committed steps."""
-        return self._damaged.choose_uri(_check_step(step))
+        step, again = _check_step(step), 0
+        while self._on_damaged == "skip" and self._steps.uri_of(step, again) in self._damaged:
+            again += 1
+        return self._steps.uri_of(step, again)
 
     def is_due(self, step: int) -> bool:
         """Return True if `save` saves this step without `force`."""
@@ -266,25 +222,21 @@ class CheckpointManager:
             "process_group": self._process_group,
             "no_dist": self._no_dist,
             "use_collectives": self._use_collectives,
-            "overwrite": overwrite or self._damaged.is_to_replace(step),
+            "overwrite": overwrite or self._is_to_replace(step),
             "options": self._options_for(step, numbers),
         }
         is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
-        if is_coordinator and self._steps.times.is_clock_behind():
-            _log.warning("a step under %s is a day ahead of this clock, so step %d will not be newer", self.root, step)
         call = async_save if self._is_async else save
         uri = self.uri_of(step)
         if uri != self._steps.uri_of(step):
             _log.warning("saving step %d as %s beside the damaged one", step, uri)
         result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
-        if is_coordinator:
-            self._retention.announce(result)
+        self._last = self._current = saved = _LastSave(step=step, numbers=numbers, result=result)
+        handle_commit = functools.partial(self._handle_commit, uri, starts_retention=is_coordinator)
         if isinstance(result, AsyncSave):
-            result.committed.add_done_callback(functools.partial(self._handle_end, uri, result))
+            result.committed.add_done_callback(functools.partial(_handle_end, saved, handle_commit))
         else:
-            self._handle_commit(uri, result)
-        self._last = self._current = _LastSave(step=step, numbers=numbers, result=result)
-        self._damaged.note_save(self._last, uri)
+            handle_commit()
         return result
 
     def restore(
@@ -309,12 +261,11 @@ class CheckpointManager:
 
         """
         wanted = None if step is None else _check_step(step)
-        restored: Restored | None
         with lock_root(self.root):
             if wanted is not None:
-                restored = self._restorer.restore_step(state_dict, wanted, planner)
+                restored: Restored | None = self._restore_step(state_dict, wanted, planner)
             else:
-                restored = self._restorer.restore_newest(state_dict, planner)
+                restored = self._restore_newest(state_dict, planner)
         if restored is not None:
             self._current = _LastSave(step=restored.step)
         return restored
@@ -348,15 +299,15 @@ class CheckpointManager:
         """
         refuse_in_fork()
         ends_at_s = None if timeout is None else time.monotonic() + timeout
-        handle = self._last.result if self._last is not None else None
-        if isinstance(handle, AsyncSave):
+        last = self._last
+        if last is not None and isinstance(handle := last.result, AsyncSave):
             if not handle.committed.wait(timeout):
                 raise TimeoutError(f"the background save to {handle.uri} did not end within {timeout} s and continues")
             if in_flight.latest() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
-            if self._last is not None and handle.committed.failure() is None:
-                self._retention.start(handle.uri, handle)  # the callback that does this may not have run yet
-        if not self._retention.wait(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic())):
+            # The callback that starts retention may run later than those who wait for the save.
+            last.is_noted.wait(_remaining_s(ends_at_s))
+        if not self._retention.wait(_remaining_s(ends_at_s)):
             raise TimeoutError(
                 f"superseded checkpoints under {self.root} were not removed within {timeout} s; the removal continues"
             )
@@ -389,17 +340,98 @@ class CheckpointManager:
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})
 
-    def _handle_end(self, uri: str, handle: AsyncSave, outcome: Any) -> None:
-        if outcome.failure() is None:
-            self._handle_commit(uri, handle)
+    def _handle_commit(self, uri: str, *, starts_retention: bool) -> None:
+        with self._damaged_lock:
+            self._damaged -= {uri}
+        if starts_retention:
+            self._retention.start(uri)
 
-    def _handle_commit(self, uri: str, save: AsyncSave | SavedMetadata) -> None:
-        self._damaged.remove(uri)
-        self._retention.start(uri, save)
+    def _note_damage(self, uri: str) -> None:
+        with self._damaged_lock:
+            self._damaged |= {uri}
+
+    def _is_to_replace(self, step: int) -> bool:
+        """True if `step` is damaged and is to be overwritten."""
+        last = self._last
+        if self._on_damaged == "replace" and last is not None and last.step == step:
+            last.is_noted.wait()  # it may replace the damaged step
+        return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
+
+    def _restore_newest(self, state_dict: dict[str, Any], planner: LoadPlanner | None) -> Restored | None:
+        found = load_newest(
+            state_dict,
+            self.root,
+            lambda: find_step_uris(self._steps, self._options),
+            planner=planner,
+            process_group=self._process_group,
+            no_dist=self._no_dist,
+            allow_pickle=self._allow_pickle,
+            verify_first=self._verify_first,
+            options=self._options,
+            on_skip=self._handle_skipped,
+        )
+        if found is None:
+            _log.info("no step is committed under %s: fresh start", self.root)
+            return None
+        uri, report = found
+        return Restored(step=parse_step_uri(uri), uri=uri, report=report)
+
+    def _restore_step(self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None) -> Restored:
+        uri = self._make_coordinator().broadcast("find", lambda: self._steps.find_latest_uri(step))
+        try:
+            report = load(
+                state_dict,
+                uri,
+                planner=planner,
+                process_group=self._process_group,
+                no_dist=self._no_dist,
+                allow_pickle=self._allow_pickle,
+                options=self._options,
+            )
+        except CheckpointException as error:
+            # All ranks get the same failures, so all of them take the same branch.
+            causes = causes_of(error)
+            if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):
+                self._make_coordinator().broadcast("find", lambda: raise_missing(self._steps, step))
+            if isinstance(error, CorruptCheckpointError):
+                self._note_damage(uri)
+            raise
+        return Restored(step=step, uri=uri, report=report)
+
+    def _handle_skipped(self, one: SkippedCheckpoint) -> None:
+        if one.is_gone:
+            return
+        self._note_damage(one.uri)
+        if self._on_damaged == "raise":
+            raise self._make_coordinator().make_failure(
+                CorruptCheckpointError(
+                    f"the newest step under {self.root} is damaged, and on_damaged='raise' does not skip it: "
+                    f"{one.why}. Restore an older step with restore(state_dict, step=…), or skip damaged steps with "
+                    "on_damaged='skip'",
+                    uri=one.uri,
+                )
+            )
+
+    def _make_coordinator(self) -> Coordinator:
+        return Coordinator(
+            self._process_group, no_dist=self._no_dist, root=self.root, timeout_s=self._options.timeout_s
+        )
 
     def _get_num_ranks(self) -> int:
         is_alone = self._no_dist or not dist.is_available() or not dist.is_initialized()
         return 1 if is_alone else dist.get_world_size(self._process_group)
+
+
+def _handle_end(saved: _LastSave, handle_commit: Callable[[], None], outcome: Any) -> None:
+    try:
+        if outcome.failure() is None:
+            handle_commit()
+    finally:
+        saved.is_noted.set()
+
+
+def _remaining_s(ends_at_s: float | None) -> float | None:
+    return None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic())
 
 
 def _check_step(step: int) -> int:

@@ -7,10 +7,10 @@ import functools
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.api import load, require_state_dict
 from cloudckpt.commit.log import MOST_LOOKS, read_log
-from cloudckpt.dcp.protocol import causes_of, failure_of, raise_own_interrupt, rank_in
+from cloudckpt.dcp.protocol import causes_of, failure_of, is_distributed, raise_own_interrupt, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.distributed.guarded_group import guarded_collectives
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
 from cloudckpt.io.retry import Retrier
-from cloudckpt.manager.steps import Steps, parse_step_uri
+from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
 from cloudckpt.report import Event, LoadReport, SkippedCheckpoint
@@ -35,8 +35,6 @@ from cloudckpt.uri import redacted
 
 _log = logging.getLogger("cloudckpt")
 
-OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
-ON_DAMAGED = ("raise", "skip", "replace")
 _T = TypeVar("_T")
 _SKIPPED = (CorruptCheckpointError, CheckpointNotFoundError)
 _MAX_SHOWN = 20
@@ -128,8 +126,8 @@ def load_newest(
     num_looks = 1
     while waiting:
         uri, *waiting = waiting
-        damage = ranks.broadcast("verify", functools.partial(_find_damage, uri, options)) if verify_first else None
-        if damage is None:
+        found = ranks.broadcast("verify", functools.partial(_find_damage, uri, options)) if verify_first else None
+        if found is None:
             try:
                 report = load(
                     state_dict,
@@ -143,24 +141,28 @@ def load_newest(
                 )
             except CheckpointException as error:
                 # All ranks get the same failures, so all of them skip, or none.
-                causes = causes_of(error)
+                causes = list(causes_of(error))
                 if not causes or not all(isinstance(cause, _SKIPPED) for cause in causes):
                     raise
-                damage = _Damage("; ".join(dict.fromkeys(map(str, causes))), _is_gone(causes))
+                found = _make_skipped(uri, causes)
             else:
-                return uri, _add_skipped(report, skipped, storage_reader)
-        if damage.is_gone and num_looks < MOST_LOOKS:
+                report = dataclasses.replace(report, skipped=tuple(skipped))
+                if storage_reader is not None:
+                    storage_reader.report = report
+                return uri, report
+        if found.is_gone and num_looks < MOST_LOOKS:
             num_looks += 1
             tried = {one.uri for one in skipped}
-            waiting = [other for other in ranks.broadcast("find", lambda: _find_again(find)) if other not in tried]
+            waiting = [other for other in ranks.broadcast("find", find) if other not in tried]
             if uri in waiting:  # another save has overwritten it, so it is not gone
                 continue
-        skipped.append(SkippedCheckpoint(uri=uri, why=damage.reason, is_gone=damage.is_gone))
-        on_skip(skipped[-1])
+        skipped.append(found)
+        on_skip(found)
+        kind = CheckpointNotFoundError if found.is_gone else CorruptCheckpointError
         tell(
-            Event(name="load.skipped", uri=uri, rank=ranks.rank, error=damage.error_name, message=damage.reason),
+            Event(name="load.skipped", uri=uri, rank=ranks.rank, error=kind.__name__, message=found.why),
             options or Options(),
-            words=f"skipped {uri} and tries the next checkpoint: {damage.reason}",
+            words=f"skipped {uri} and tries the next checkpoint: {found.why}",
         )
     problems = [f"{one.uri}: {one.why}" for one in skipped]
     raise ranks.make_failure(
@@ -178,14 +180,18 @@ class Coordinator:
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
         self.rank = rank_in(process_group, no_dist=no_dist)
         self._process_group = process_group
-        self._use_dist = not no_dist and dist.is_available() and dist.is_initialized()
+        self._use_dist = is_distributed(no_dist=no_dist)
         self._root, self._timeout_s = root, timeout_s
         self._what = f"loading the newest checkpoint under {root}"
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
         """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
+        guard: AbstractContextManager[dist.ProcessGroup | None] = nullcontext(self._process_group)
+        if self._use_dist:
+            doing = "finding the newest checkpoint"
+            guard = guarded_collectives(self._process_group, doing=doing, uri=self._root, timeout_s=self._timeout_s)
         try:
-            with self._guard() as group:
+            with guard as group:
                 found: _T = DistWrapper(group, self._use_dist, 0).broadcast(step, find)
         except CheckpointException as error:
             raise_own_interrupt(error, self.rank)
@@ -196,21 +202,6 @@ class Coordinator:
         """Wrap `error`, which all ranks have found, in the exception that a failed load raises."""
         failures: Any = {self.rank: (error, traceback.StackSummary())}
         return failure_of(CheckpointException("find", failures), what=self._what)
-
-    def _guard(self) -> AbstractContextManager[dist.ProcessGroup | None]:
-        if not self._use_dist:
-            return nullcontext(self._process_group)
-        doing = "finding the newest checkpoint"
-        return guarded_collectives(self._process_group, doing=doing, uri=self._root, timeout_s=self._timeout_s)
-
-
-class _Damage(NamedTuple):
-    reason: str
-    is_gone: bool
-
-    @property
-    def error_name(self) -> str:
-        return (CheckpointNotFoundError if self.is_gone else CorruptCheckpointError).__name__
 
 
 def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> list[str]:
@@ -226,13 +217,6 @@ def _find_candidates(root: str | os.PathLike[str], options: Options | None) -> l
     return found
 
 
-def _find_again(find: Callable[[], list[str]]) -> list[str]:
-    try:
-        return find()
-    except CheckpointNotFoundError:
-        return []
-
-
 def is_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool:
     """Return True if a checkpoint is committed at `root` itself. Raises `StoreError`, also for denied access."""
     options = options or Options()
@@ -240,25 +224,17 @@ def is_checkpoint(root: str | os.PathLike[str], options: Options | None) -> bool
     return read_log(open_store(root, options), retrier, is_lenient=True).counting is not None
 
 
-def _find_damage(uri: str, options: Options | None) -> _Damage | None:
+def _find_damage(uri: str, options: Options | None) -> SkippedCheckpoint | None:
     try:
         verify(uri, options=options)
     except _SKIPPED as error:
-        return _Damage(str(error), _is_gone([error]))
+        return _make_skipped(uri, [error])
     return None
 
 
-def _is_gone(causes: Iterable[BaseException]) -> bool:
-    return any(isinstance(cause, CheckpointNotFoundError) for cause in causes)
-
-
-def _add_skipped(
-    report: LoadReport, skipped: list[SkippedCheckpoint], storage_reader: ObjectStoreReader | None
-) -> LoadReport:
-    report = dataclasses.replace(report, skipped=tuple(skipped))
-    if storage_reader is not None:
-        storage_reader.report = report
-    return report
+def _make_skipped(uri: str, causes: Sequence[BaseException]) -> SkippedCheckpoint:
+    is_gone = any(isinstance(cause, CheckpointNotFoundError) for cause in causes)
+    return SkippedCheckpoint(uri=uri, why="; ".join(dict.fromkeys(map(str, causes))), is_gone=is_gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,143 +252,66 @@ class Restored:
         return self.report.skipped
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restorer:
-    """Loads steps of one manager."""
+def find_step_uris(steps: Steps, options: Options) -> list[str]:
+    """Return the URIs of the committed steps, newest first.
 
-    steps: Steps
-    options: Options
-    process_group: dist.ProcessGroup | None
-    no_dist: bool
-    allow_pickle: bool
-    verify_first: bool
-    on_damaged: OnDamaged
-    note_damage: Callable[[str], None]
-    """Called on all ranks with the URI of each checkpoint that is damaged."""
-
-    def restore_newest(self, state_dict: dict[str, Any], planner: LoadPlanner | None) -> Restored | None:
-        """Load the whole step that was committed last. Returns None if there is no step.
-
-        Raises `CorruptCheckpointError` for the first damaged step if `on_damaged` is ``"raise"``.
-        """
-        found = load_newest(
-            state_dict,
-            self._root,
-            self._find_candidates,
-            planner=planner,
-            process_group=self.process_group,
-            no_dist=self.no_dist,
-            allow_pickle=self.allow_pickle,
-            verify_first=self.verify_first,
-            options=self.options,
-            on_skip=self._handle_skipped,
+    Raises `CheckpointNotFoundError` if there is none but something else is there that this run may have saved.
+    """
+    root = steps.root.uri
+    found = [info.uri for info in steps.find_committed(with_metrics=False)]
+    if found:
+        return found
+    if is_checkpoint(root, options):
+        raise CheckpointNotFoundError(
+            f"{root} is itself a checkpoint and has no steps below it. Pass the folder of all steps to the "
+            "manager, or load this checkpoint with cloudckpt.load",
+            uri=root,
         )
-        if found is None:
-            _log.info("no step is committed under %s: fresh start", self._root)
-            return None
-        uri, report = found
-        return Restored(step=parse_step_uri(uri), uri=uri, report=report)
+    if torch_steps := steps.find_torch_steps():
+        raise CheckpointNotFoundError(
+            f"no step is committed under {root}, but torch's own writer has saved the steps "
+            f"{_format_steps(torch_steps)}. Import them with cloudckpt.import_checkpoint(…, format='dcp'); or load "
+            "one with restore(state_dict, step=…) and a manager with allow_pickle=True, if you trust its author; "
+            "or pass another root to a new run",
+            uri=root,
+        )
+    if other_mode := steps.find_steps_of_other_mode():
+        raise _make_other_mode_error(root, other_mode)
+    if others := _find_other_names(root, options):
+        names = ", ".join(others[:_MAX_SHOWN])
+        _log.warning("no step is committed under %s, but checkpoints with other names are: %s", root, names)
+    return []
 
-    def restore_step(self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None) -> Restored:
-        """Load `step`. Raises `CheckpointNotFoundError`, which lists the committed steps, if it is missing."""
-        uri = self._coordinator.broadcast("find", lambda: self.steps.find_latest_uri(step))
-        try:
-            report = load(
-                state_dict,
-                uri,
-                planner=planner,
-                process_group=self.process_group,
-                no_dist=self.no_dist,
-                allow_pickle=self.allow_pickle,
-                options=self.options,
-            )
-        except CheckpointException as error:
-            # All ranks get the same failures, so all of them take the same branch.
-            causes = causes_of(error)
-            if causes and all(isinstance(cause, CheckpointNotFoundError) for cause in causes):
-                self._coordinator.broadcast("find", lambda: self._raise_missing(step))
-            if isinstance(error, CorruptCheckpointError):
-                self.note_damage(uri)
-            raise
-        return Restored(step=step, uri=uri, report=report)
 
-    @property
-    def _root(self) -> str:
-        return self.steps.root.uri
+def _make_other_mode_error(root: str, num_ranks_by_step: dict[int, int]) -> CheckpointNotFoundError:
+    num_ranks = num_ranks_by_step[max(num_ranks_by_step)]
+    steps = _format_steps(sorted(step for step, number in num_ranks_by_step.items() if number == num_ranks))
+    ranks = f"use_collectives=False on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    return CheckpointNotFoundError(
+        f"no step that this manager can load is committed under {root}, but a manager with "
+        f"{ranks if num_ranks else 'use_collectives=True'} has saved the steps {steps}. Restore them with such a "
+        "manager; or delete them (cloudckpt rm) if not all ranks finished that save; or pass another root to a new "
+        "run",
+        uri=root,
+    )
 
-    @property
-    def _coordinator(self) -> Coordinator:
-        return Coordinator(self.process_group, no_dist=self.no_dist, root=self._root, timeout_s=self.options.timeout_s)
 
-    def _handle_skipped(self, one: SkippedCheckpoint) -> None:
-        if one.is_gone:
-            return
-        self.note_damage(one.uri)
-        if self.on_damaged == "raise":
-            raise self._coordinator.make_failure(
-                CorruptCheckpointError(
-                    f"the newest step under {self._root} is damaged, and on_damaged='raise' does not skip it: "
-                    f"{one.why}. Restore an older step with restore(state_dict, step=…), or skip damaged steps with "
-                    "on_damaged='skip'",
-                    uri=one.uri,
-                )
-            )
-
-    def _find_candidates(self) -> list[str]:
-        """Return the URIs of the committed steps, newest first.
-
-        Raises `CheckpointNotFoundError` if there is none but something else is there that this run may have saved.
-        """
-        found = [info.uri for info in self.steps.find_committed(with_metrics=False)]
-        if found:
-            return found
-        if is_checkpoint(self._root, self.options):
-            raise CheckpointNotFoundError(
-                f"{self._root} is itself a checkpoint and has no steps below it. Pass the folder of all steps to the "
-                "manager, or load this checkpoint with cloudckpt.load",
-                uri=self._root,
-            )
-        if torch_steps := self.steps.find_torch_steps():
-            raise CheckpointNotFoundError(
-                f"no step is committed under {self._root}, but torch's own writer has saved the steps "
-                f"{_format_steps(torch_steps)}. Import them with cloudckpt.import_checkpoint(…, format='dcp'); or load "
-                "one with restore(state_dict, step=…) and a manager with allow_pickle=True, if you trust its author; "
-                "or pass another root to a new run",
-                uri=self._root,
-            )
-        if other_mode := self.steps.find_steps_of_other_mode():
-            raise self._make_other_mode_error(other_mode)
-        if others := self._find_other_names():
-            names = ", ".join(others[:_MAX_SHOWN])
-            _log.warning("no step is committed under %s, but checkpoints with other names are: %s", self._root, names)
+def _find_other_names(root: str, options: Options) -> list[str]:
+    """Return the names of checkpoints that are not steps. The result is a hint, so failures are ignored."""
+    try:
+        return [info.name for info in list_checkpoints(root, options=options)]
+    except CloudckptError:
         return []
 
-    def _make_other_mode_error(self, num_ranks_by_step: dict[int, int]) -> CheckpointNotFoundError:
-        num_ranks = num_ranks_by_step[max(num_ranks_by_step)]
-        steps = _format_steps(sorted(step for step, number in num_ranks_by_step.items() if number == num_ranks))
-        ranks = f"use_collectives=False on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        return CheckpointNotFoundError(
-            f"no step that this manager can load is committed under {self._root}, but a manager with "
-            f"{ranks if num_ranks else 'use_collectives=True'} has saved the steps {steps}. Restore them with such a "
-            "manager; or delete them (cloudckpt rm) if not all ranks finished that save; or pass another root to a new "
-            "run",
-            uri=self._root,
-        )
 
-    def _find_other_names(self) -> list[str]:
-        """Return the names of checkpoints that are not steps. The result is a hint, so failures are ignored."""
-        try:
-            return [info.name for info in list_checkpoints(self._root, options=self.options)]
-        except CloudckptError:
-            return []
-
-    def _raise_missing(self, step: int) -> None:
-        steps = sorted(info.step for info in self.steps.find_committed(with_metrics=False))
-        there = f"the committed steps are {_format_steps(steps)}" if steps else "no step is committed"
-        raise CheckpointNotFoundError(
-            f"step {step} is not committed under {self._root}: {there}. Pass one of them, or no step for the newest",
-            uri=self.steps.uri_of(step),
-        )
+def raise_missing(steps: Steps, step: int) -> None:
+    """Raise `CheckpointNotFoundError`, which lists the committed steps."""
+    committed = sorted(info.step for info in steps.find_committed(with_metrics=False))
+    there = f"the committed steps are {_format_steps(committed)}" if committed else "no step is committed"
+    raise CheckpointNotFoundError(
+        f"step {step} is not committed under {steps.root.uri}: {there}. Pass one of them, or no step for the newest",
+        uri=steps.uri_of(step),
+    )
 
 
 def _format_steps(steps: Sequence[int]) -> str:

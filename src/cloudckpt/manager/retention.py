@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -19,10 +18,10 @@ from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
-from cloudckpt.report import Event, EventName
+from cloudckpt.pipeline.context import tell
+from cloudckpt.report import Event
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
-from cloudckpt.telemetry import watchers
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -86,14 +85,10 @@ class Retention:
         self._report: RetentionReport | None = None
         self._fenced_at: dict[str, datetime] = {}
         """URIs of deleted checkpoints whose fence is still there, and the time of the fence."""
-        self._own_uris: set[str] = set()
-        """URIs that this manager committed since the last listing."""
         self._own_step: int | None = None
         """Step that this manager committed last."""
         self._denied_uris: set[str] = set()
         """URIs whose removal was denied. A run tries them after all others."""
-        self._announced_save: object = None
-        """Save whose commit has not been reported yet."""
 
     @property
     def report(self) -> RetentionReport | None:
@@ -101,20 +96,12 @@ class Retention:
         with self._changed:
             return self._report
 
-    def announce(self, save: object) -> None:
-        """Name the save whose commit starts the next run. `start` does nothing for any other save."""
-        self._announced_save = save
-
-    def start(self, uri: str, save: object) -> None:
-        """Start a run after `save` has committed a step at `uri`. Does not wait and never raises."""
+    def start(self, uri: str) -> None:
+        """Start a run after a step was committed at `uri`. Does not wait and never raises."""
         if self._policy.keep_last is None:
             return
         with self._changed:
-            if self._announced_save is not save:
-                return
-            self._announced_save = None
             self._fenced_at.pop(uri, None)
-            self._own_uris.add(uri)
             self._own_step = parse_step_uri(uri)
             self._is_wanted = True
             if self._thread is not None:
@@ -130,14 +117,13 @@ class Retention:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Wait until no run is in progress or wanted. Returns False after `timeout_s`."""
-        ends_at_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             thread = self._thread
             if not self._changed.wait_for(lambda: self._thread is None, timeout_s):
                 return False
         if thread is not None:
-            thread.join(None if ends_at_s is None else max(0.0, ends_at_s - time.monotonic()))
-        return thread is None or not thread.is_alive()
+            thread.join()  # it has nothing left to do
+        return True
 
     def _run_while_wanted(self) -> None:
         while True:
@@ -158,7 +144,6 @@ class Retention:
         try:
             with self._changed:
                 excluded, own_step = set(self._fenced_at), self._own_step
-                self._own_uris.clear()
             folders = self._list_folders(excluded_uris=excluded)
             infos = [one.info for one in folders if one.info is not None]
             failed += [KeptObject(uri=one.uri, reason=str(one.denied)) for one in folders if one.denied is not None]
@@ -168,13 +153,14 @@ class Retention:
             damaged = {*self._get_damaged_uris(), *(one.uri for one in unknown)}
             superseded = find_superseded(infos, self._policy, damaged=damaged, own_step=own_step)
             self._remove_all(superseded, removed, failed)
-            self._note_fences(folders)
+            with self._changed:
+                self._fenced_at |= {one.uri: one.fenced_at for one in folders if one.fenced_at is not None}
             self._remove_fences()
         except Exception as error:  # noqa: BLE001  # nobody waits for this thread, so the report carries the error
             failed.append(KeptObject(uri=self._steps.root.uri, reason=str(error) or repr(error)))
         for one in failed:
-            _log.warning("did not remove the superseded checkpoint %s: %s", one.uri, one.reason)
-            self._emit("retention.failed", one.uri)
+            words = f"did not remove the superseded checkpoint {one.uri}: {one.reason}"
+            tell(Event(name="retention.failed", uri=one.uri, rank=0), self._options, words=words)
         tried = {*removed, *(one.uri for one in failed)}
         kept = [info.uri for info in sort_newest_first(infos) if info.uri not in tried]
         return RetentionReport(kept=tuple(kept), removed=tuple(removed), failed=tuple(failed))
@@ -218,16 +204,9 @@ class Retention:
         if reason is None:
             with self._changed:
                 self._fenced_at[info.uri] = datetime.now(timezone.utc)
-            _log.info("removed the superseded checkpoint %s", info.uri)
-            self._emit("retention.removed", info.uri)
+            words = f"removed the superseded checkpoint {info.uri}"
+            tell(Event(name="retention.removed", uri=info.uri, rank=0), self._options, words=words)
         return reason
-
-    def _note_fences(self, folders: list[StepFolder]) -> None:
-        with self._changed:
-            for one in folders:
-                # This manager may have committed there since the listing.
-                if one.fenced_at is not None and one.uri not in self._own_uris:
-                    self._fenced_at[one.uri] = one.fenced_at
 
     def _remove_fences(self) -> None:
         """Remove the fences of deleted checkpoints once no save can be running that began before the deletion."""
@@ -242,16 +221,6 @@ class Retention:
                 return
             with self._changed:
                 self._fenced_at.pop(uri, None)
-
-    def _emit(self, name: EventName, uri: str) -> None:
-        event = Event(name=name, uri=uri, rank=0)
-        watchers.tell(event)
-        if self._options.on_event is None:
-            return
-        try:
-            self._options.on_event(event)
-        except Exception:  # noqa: BLE001  # a user's callback must not end the thread
-            _log.exception("Options.on_event raised in the retention thread")
 
 
 def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | None:
@@ -290,14 +259,7 @@ def _has_other_writer(place: Place, retrier: Retrier, *, alive_since: datetime) 
         named = {place.prefix + stored.key for stored in manifest.objects}
         own = {item.attempt for item in place.found if item.key in named}
     return any(
-        item.moment >= alive_since or _began_since(item.attempt, alive_since)
+        max(item.moment, attempt_time(item.attempt)) >= alive_since
         for item in place.found
         if item.attempt and item.attempt not in own
     )
-
-
-def _began_since(attempt: str, moment: datetime) -> bool:
-    try:
-        return attempt_time(attempt) >= moment
-    except ValueError:
-        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -149,7 +148,6 @@ class Steps:
         self.times = CommitTimes()
         self._options = options
         self._get_num_ranks = get_num_ranks
-        self._lock = threading.Lock()
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
 
     def uri_of(self, step: int, again: int = 0) -> str:
@@ -352,18 +350,15 @@ class Steps:
     def _read_metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float] | None:
         """Return the metrics in one manifest, or None if it has disappeared."""
         key = (info.uri, number, info.committed_at)
-        with self._lock:
-            known = self._metrics.get(key)
+        known = self._metrics.get(key)
         if known is not None:
             return known
         store = self._open(info.uri.rpartition("/")[2], None if self._get_num_ranks is None else 0)
         manifest = read_manifest(store, number, retrier)
         if manifest is None:
             return None
-        metrics = parse_metrics(manifest.metadata)
-        with self._lock:
-            self._metrics[key] = metrics
-        return metrics
+        self._metrics[key] = parse_metrics(manifest.metadata)
+        return self._metrics[key]
 
     def _uri_of_folder(self, name: str) -> str:
         return self.root.child(name).uri

@@ -44,6 +44,8 @@ LEVELS: dict[EventName, int] = {
     "gc.failed": logging.WARNING,
     "delete.done": logging.INFO,
     "delete.failed": logging.WARNING,
+    "retention.removed": logging.INFO,
+    "retention.failed": logging.WARNING,
 }
 """The level of each event that is written to the log."""
 

@@ -75,7 +75,7 @@ integration: $(INSTALLED) servers ## Run the tests on real servers, which it ins
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3 $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/cli tests/doctor -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/cli -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places ministack $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places fake-gcs $(INTEGRATION_ARGS)
 

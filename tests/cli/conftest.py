@@ -1,4 +1,4 @@
-"""Places for the commands to work on, and a way to run them as the entry point does."""
+"""Places for the commands and the doctor to work on, and a way to run commands as the entry point does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cli.placing import leave_out_others, parametrize
 from tests.e2e.conftest import (  # noqa: F401  # fixtures
+    _chosen,
+    _places_of,
     local,
     on_server,
     place,
@@ -35,14 +36,22 @@ PYTHON = re.compile(
 HERE = Path(__file__).parent
 
 
+OLD_ATTEMPT = "20200101T000000000Z-0123456789ab"
+"""The id of an attempt that began long ago."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A path, moto's S3, and the GCS emulator; others where ``--places`` says so."""
-    parametrize(metafunc)
+    """Run a test that asks for `place` on each place that ``--places`` names."""
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", _chosen(metafunc.config), indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """``--places rgw`` runs what can run on a Ceph RADOS Gateway, there alone."""
-    leave_out_others(config, items, HERE)
+    """Leave out what is tied to a place that ``--places`` does not name, such as ``--places rgw``."""
+    names = set(_chosen(config))
+    left_out = {item for item in items if item.path.is_relative_to(HERE) and not _places_of(item) <= names}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @dataclass(frozen=True)

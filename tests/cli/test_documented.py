@@ -11,7 +11,6 @@ import typer.main
 from tests.cli.conftest import Run, save
 from tests.docs.tables import marked
 
-from cloudckpt import errors
 from cloudckpt.cli import _errors
 from cloudckpt.cli._app import app
 
@@ -66,30 +65,3 @@ def test_the_documents_are_as_documented(name: str, tmp_path: Path, run: Run) ->
     }.get(name, [uri])
     document = run(name, *arguments, "--json").document
     assert list(document[0] if isinstance(document, list) else document) == members_of(name)
-
-
-@pytest.mark.parametrize("name", errors.__all__)
-def test_every_error_has_its_exit_code(name: str) -> None:
-    """If this fails, an error that a user will meet ends in a traceback, or in the code of another one."""
-    kind = getattr(errors, name)
-    error = kind.__new__(kind, "it is so")
-    error.args = ("it is so",)
-    code = _errors.exit_code_of(error)
-    assert code in {1, 2, 3, 4, 5, 6, 7, 70}
-    expected = {
-        "AccessDeniedError": 4,
-        "BucketNotFoundError": 3,
-        "CheckpointExistsError": 6,
-        "CheckpointNotFoundError": 3,
-        "CorruptCheckpointError": 1,
-        "CredentialsError": 4,
-        "InvalidManifestError": 1,
-        "InvalidOptionError": 2,
-        "InvalidURIError": 2,
-        "MissingDependencyError": 2,
-        "StoreTimeoutError": 5,
-        "ThrottledError": 5,
-        "UnsupportedFormatError": 7,
-    }
-    assert code == expected.get(name, code)
-    assert "it is so" in _errors.message_of(error)

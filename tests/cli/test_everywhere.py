@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Ended, Run, leave_unfinished, save, state_of
+from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.e2e.places import Place
 
 import cloudckpt
 from cloudckpt.cli._app import app
 
-_OLD = "20200101T000000000Z-0123456789ab"
 _FEW = ("--size", "64KiB", "--rounds", "1", "--requests", "1", "--tensors", "2")
 
 Expected = tuple[list[str], Callable[[Place], bool], str]
@@ -37,7 +34,7 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
         "diff": ([one, one], _still_there, "0 differences"),
         "verify": ([one], _still_there, "is whole"),
         "rm": ([one, "--yes"], _without("step-1/data"), "step-1: committed"),
-        "gc": ([place.root, "--older-than", "0s", "--yes"], _without(_OLD), "2 objects"),
+        "gc": ([place.root, "--older-than", "0s", "--yes"], _without(OLD_ATTEMPT), "2 objects"),
         "bench": ([place.root, *_FEW], _still_there, "get 1 KiB"),
         "doctor": ([place.root], _still_there, "create-if-absent works"),
         "cp": ([one, place.uri("step-3")], _whole("step-3"), "1 object"),
@@ -54,26 +51,17 @@ def _without(part: str) -> Callable[[Place], bool]:
     return lambda place: not any(part in key for key in place.contents())
 
 
-NAMES = [command.name for command in app.registered_commands]
-
-
-@pytest.fixture
-def called(request: pytest.FixtureRequest, run: Run) -> Callable[..., Ended]:
-    """The command as a process of its own; on the emulators, of which other processes have been seen, in this one."""
-    return run if request.node.callspec.params["place"] in ("s3", "fake-gcs") else _as_process
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_works_there(place: Place, name: str, called: Callable[..., Ended], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [command.name for command in app.registered_commands])
+def test_it_works_there(place: Place, name: str, run: Run, tmp_path: Path) -> None:
     """If this fails, a command is unusable on this kind of store; or a new one is tried out on none (a KeyError)."""
     for number in (1, 2):
         save(place.uri(f"step-{number}"))
-    leave_unfinished(place, "step-2", attempt=_OLD)
+    leave_unfinished(place, "step-2", attempt=OLD_ATTEMPT)
     folder = tmp_path / "exported"
     if name == "import":
         cloudckpt.export_checkpoint(place.uri("step-1"), folder, skip_non_tensors=True)
     arguments, holds, printed = _commands(place, folder)[name]
-    ended = called(name, *arguments)
+    ended = run(name, *arguments)
     assert ended.code == 0, ended.err
     assert printed in ended.out
     assert holds(place)
@@ -81,16 +69,3 @@ def test_it_works_there(place: Place, name: str, called: Callable[..., Ended], t
     state = state_of(0.0)
     cloudckpt.load(state, place.uri("step-2"), no_dist=True)
     assert state["model"]["w"][0, 0] == 1.0
-
-
-def _as_process(*arguments: str) -> Ended:
-    done = subprocess.run(
-        [sys.executable, "-m", "cloudckpt", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    assert "Traceback" not in done.stderr
-    return Ended(code=done.returncode, out=done.stdout, err=done.stderr)

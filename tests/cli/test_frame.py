@@ -1,73 +1,49 @@
-"""What holds for every command: how it is called, what it says of errors, and how it ends."""
+"""All commands alike: usage, errors, exit codes, signals, and what an invocation imports."""
 
 from __future__ import annotations
 
 import ast
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import typer.main
+from tests.cli.conftest import Run, save
+from tests.e2e.places import S3Place
+from tests.e2e.servers import FlakyS3
 
 import cloudckpt
-from cloudckpt import types
+from cloudckpt import errors, types
 from cloudckpt.cli._app import app
-
-COMMANDS = [command.name for command in app.registered_commands]
-
-
-def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The real command, as a shell runs it."""
-    return subprocess.run(
-        [sys.executable, "-m", "cloudckpt", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-    )
+from cloudckpt.cli._errors import _FLAGS, exit_code_of, message_of
+from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError
+from cloudckpt.testing.servers import clean_environment
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    """If this fails, a user who asks how a command is called waits seconds for the answer."""
-    script = """
-import sys
-from cloudckpt.cli import main
-try:
-    main(["--help"])
-except SystemExit as end:
-    assert not end.code, end
-print("torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-    assert "Usage" in done.stdout
-
-
-def test_a_listing_does_not_wait_for_numpy(tmp_path: Path) -> None:
-    """If this fails, ``ls`` takes nearly half as long again before it asks the store anything."""
+def test_imports_are_few(tmp_path: Path) -> None:
+    """If this fails, ``--help`` waits seconds for torch, or ``ls`` waits for numpy."""
     cloudckpt.save({"a": [1]}, f"{tmp_path}/step-1", no_dist=True)
-    script = """
-import sys
+    for arguments, absent in ((["--help"], "torch"), (["ls", str(tmp_path)], "numpy")):
+        script = f"""
+import atexit, sys
+atexit.register(lambda: print({absent!r} in sys.modules))
 from cloudckpt.cli import main
-try:
-    main(["ls", sys.argv[1]])
-except SystemExit as end:
-    assert not end.code, end
-print("numpy" in sys.modules)
+main(sys.argv[1:])
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-    assert "step-1" in done.stdout
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("module", [cloudckpt, types], ids=["cloudckpt", "types"])
-def test_what_is_lazy_is_what_type_checkers_see(module: ModuleType) -> None:
+def test_lazy_names_are_those_that_type_checkers_see(module: ModuleType) -> None:
     """If this fails, a public name can be imported but has no type, or has a type and cannot be imported."""
     assert module.__file__
     tree = ast.parse(Path(module.__file__).read_text())
@@ -81,53 +57,179 @@ def test_what_is_lazy_is_what_type_checkers_see(module: ModuleType) -> None:
     assert set(module.__all__) <= set(dir(module))
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    """If this fails, a typing error of the user's, or hasattr, ends in something else than it does with any module."""
-    assert not hasattr(cloudckpt, "no_such_name")
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str) -> None:
+def test_every_command_explains_itself() -> None:
     """If this fails, `cloudckpt … --help` does not say what a command is for, or shows no example."""
-    (command,) = (command for command in app.registered_commands if command.name == name)
-    assert command.callback is not None
-    text = command.callback.__doc__ or ""
-    assert f"cloudckpt {name} " in text
-    click_command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]  # it is a group
-    assert all(getattr(parameter, "help", None) for parameter in click_command.params if parameter.name != "help")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+    for registered in app.registered_commands:
+        assert registered.callback is not None
+        assert registered.name
+        assert f"cloudckpt {registered.name} " in (registered.callback.__doc__ or "")
+        parameters = commands[registered.name].params
+        assert all(getattr(parameter, "help", None) for parameter in parameters if parameter.name != "help")
 
 
-def test_the_version_is_the_packages() -> None:
-    """If this fails, a report of a bug names another version than the one that has it."""
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"cloudckpt {cloudckpt.__version__}\n")
-
-
-def test_wrong_usage_exits_with_2() -> None:
-    """If this fails, a script takes a typing error for an answer."""
-    for arguments in (["no-such-command"], ["ls"], ["ls", "--no-such-option", "x"], ["ls", "s3:/x"]):
-        done = run(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert "Traceback" not in done.stderr
-
-
-def test_a_missing_extra_is_named(tmp_path: Path) -> None:
+def test_a_missing_extra_is_named() -> None:
     """If this fails, who installed cloudckpt without Typer gets a traceback, and not the command that helps."""
     script = """
-import sys
-class Without:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("typer", "rich"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Without())
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("typer", "rich") else found(name, *rest)
 from cloudckpt.cli import main
-main(["ls", sys.argv[1]])
+main(["ls", "x"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr == "The command line needs Typer and Rich: pip install 'cloudckpt[cli]'\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with two checkpoints and a file that is none."""
+    monkeypatch.chdir(tmp_path)
+    save("step-1")
+    save("step-2")
+    Path("torchs").write_bytes(b"no pickle, and nothing else")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["no-such-command"], 2, "no-such-command"),
+        (["ls"], 2, "ROOT"),
+        (["ls", "--no-such-option", "x"], 2, "--no-such-option"),
+        (["cp", "step-1", "step-2"], 6, "pass --overwrite to"),
+        (["export", "step-1", "out"], 2, "Leave them out with --skip-non-tensors, "),
+        (["export", "step-1", "out", "--max-shard-size", "0"], 2, "--max-shard-size"),
+        (["import", "torchs", "new", "-f", "torch"], 2, "pass --unsafe-pickle."),
+        (["show", "step-1", "--timeout", "0"], 2, "--timeout"),
+        (["show", "nothing"], 3, "cloudckpt ls ROOT"),
+        (["doctor", "step-1", "--deadline", "0"], 2, "--deadline"),
+        (["doctor", "s3://bucket/run", "-o", "no_such_option=1"], 2, "no_such_option"),
+        (["diff", "step-1", "step-2", "--rtol", "-1"], 2, "--rtol"),
+        (["diff", "step-1", "step-2", "--rtol", "nan"], 2, "rtol"),
+        (["diff", "step-1", "nothing"], 3, "nothing"),
+        (["bench", ".", "--size", "much"], 2, "--size"),
+        (["bench", ".", "--size", "31"], 2, "--size"),
+        (["ls", "step-1", "-o", "region=x"], 2, "no storage options"),
+        (["ls", ".", "--alive-within", "1 fortnight"], 2, "--alive-within"),
+        (["ls", "s3:/bucket/run"], 2, "'s3://"),
+        (["ls", "s3://user:secret@bucket/run"], 2, "storage options"),
+        (["ls", "torchs"], 2, "torchs"),
+        (["gc", "torchs/below"], 2, "torchs"),
+        (["show", "x" * 300], 2, "too long"),
+    ],
+)
+def test_errors_have_their_codes_and_name_flags(
+    run: Run, folder: Path, arguments: list[str], code: int, said: str
+) -> None:
+    """If this fails, a script takes a typing error for an answer, or an error names a way out that does not exist."""
+    before = sorted(folder.rglob("*"))
+    ended = run(*arguments)
+    assert (ended.code, ended.out, said in ended.err) == (code, "", True), ended.err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_hints_name_flags_that_the_command_has() -> None:
+    """If this fails, a command names a flag that it does not have, or one that was renamed."""
+    error = UnsafePickleError("it is a pickle", uri="s3://bucket/run", hint=ALLOW_PICKLE_HINT)
+    assert message_of(error, flags=["--json"]).endswith("pass allow_pickle=True.")
+    assert message_of(error, flags=["--unsafe-pickle"]).endswith("pass --unsafe-pickle.")
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]  # it is a group
+    assert set(_FLAGS.values()) <= {name for each in commands for parameter in each.params for name in parameter.opts}
+
+
+def test_an_error_of_a_load_is_one_line(tmp_path: Path, run: Run) -> None:
+    """If this fails, the reason stands in a second line, behind the steps and ranks of a load that nobody asked for."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    ended = run("import", f"{tmp_path}/torchs", f"{tmp_path}/a", "--format", "dcp")
+    assert (ended.code, len(ended.err.splitlines())) == (2, 1)
+    assert "is a pickle" in ended.err
+
+
+def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, s3_application: FlakyS3, run: Run) -> None:
+    """If this fails, a lacking permission or a store that is busy looks like a missing checkpoint."""
+    assert run("ls", "s3://there-is-no-such-bucket/run").code == 3
+    save(s3.uri())
+    with s3_application.troubled(lambda method, url: "deny"):
+        for command in (["ls", s3.root], ["show", s3.uri()], ["verify", s3.uri()], ["rm", s3.uri(), "--yes"]):
+            ended = run(*command)
+            assert (ended.code, ended.out, "s3:" in ended.err) == (4, "", True), command
+    with s3_application.troubled(lambda method, url: "slow down"):
+        assert run("show", s3.uri(), "--timeout", "1").code == 5
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:
+    """If this fails, Ctrl-C does nothing while a store does not answer, or ends in a traceback."""
+    credentials = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_DEFAULT_REGION": "us-east-1"}
+    environment = clean_environment() | credentials
+    if "PYTHONPATH" in os.environ:
+        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "cloudckpt", "show", "s3://bucket/run", "--endpoint-url", address]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as running:
+            try:
+                server.settimeout(120)
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(120)
+                    assert connection.recv(1)
+                    running.send_signal(signal.SIGINT)
+                    _, told = running.communicate(timeout=60)
+            finally:
+                running.kill()
+    assert (running.returncode, told) == (130, "Interrupted.\n")
+
+
+_CLEANING = """
+import os, signal, sys, threading
+from cloudckpt.cli import _errors
+_errors.handle_signals()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(100)
+finally:
+    print("cleaning", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    """If this fails, who presses Ctrl-C twice has to wait all the same, or is not told that something may be left."""
+    command = [sys.executable, "-c", _CLEANING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "cleaning\n"
+            running.send_signal(signal.SIGINT)
+            _, told = running.communicate(timeout=120)
+        finally:
+            running.kill()
+    assert running.returncode == 130, told
+    assert told == "Interrupted again: ended without cleaning up; cloudckpt gc removes what is left.\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.AccessDeniedError, 4),
+        (errors.BucketNotFoundError, 3),
+        (errors.CheckpointChangedError, 5),
+        (errors.CheckpointExistsError, 6),
+        (errors.CheckpointNotFoundError, 3),
+        (errors.CorruptCheckpointError, 1),
+        (errors.CredentialsError, 4),
+        (errors.GarbageLeftError, 1),
+        (errors.InvalidOptionError, 2),
+        (errors.MissingDependencyError, 2),
+        (errors.ThrottledError, 5),
+        (errors.UnsupportedFormatError, 7),
+        (errors.StoreError, 70),
+        (ZeroDivisionError, 70),
+        (typer.Abort, None),
+    ],
+)
+def test_an_error_has_its_exit_code(kind: type[BaseException], code: int | None) -> None:
+    """If this fails, a script takes an error for another one, or gets a traceback."""
+    assert exit_code_of(kind.__new__(kind, "it is so")) == code

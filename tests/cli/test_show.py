@@ -1,75 +1,42 @@
-"""``cloudckpt show``, and the description that it prints."""
+"""``cloudckpt show`` and ``cloudckpt verify``, and manifests that they refuse."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from tests.cli.conftest import Run, save, state_of
-from tests.e2e.places import Place
+from awscrt.checksums import crc32c
+from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
+from tests.e2e.places import LocalPlace
 
 import cloudckpt
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "1.0" / "once"
 
 
-def test_everything_that_was_saved_is_shown(place: Place, run: Run) -> None:
-    """If this fails, who looks into a checkpoint sees another one than he would load."""
-    save(place.uri(), options=cloudckpt.Options(metadata={"loss": 0.5}))
-    ended = run("show", place.uri(), "--json")
-    assert ended.code == 0
-    document = ended.document
+def test_everything_that_was_saved_is_shown(local: LocalPlace, run: Run) -> None:
+    """If this fails, who looks into a checkpoint sees another one than a load would give."""
+    save(local.uri(), options=cloudckpt.Options(metadata={"loss": 0.5}))
+    document = run("show", local.uri(), "--json", "--values").document
     assert (document["world_size"], document["metadata"]) == (1, {"loss": 0.5})
-    tensors = {one["name"]: one for one in document["tensors"]}
-    flat = state_of()["model"]
-    assert {name: (one["dtype"], one["shape"], one["num_bytes"]) for name, one in tensors.items()} == {
-        f"model.{name}": (
-            str(tensor.dtype).removeprefix("torch."),
-            list(tensor.shape),
-            tensor.numel() * tensor.element_size(),
-        )
-        for name, tensor in flat.items()
+    assert {one["name"]: (one["dtype"], one["shape"], one["num_bytes"]) for one in document["tensors"]} == {
+        "model.w": ("float32", [300, 10], 12_000),
+        "model.b": ("bfloat16", [7], 14),
     }
-    assert {one["name"] for one in document["values"]} == {"optim.step", "optim.lr"}
-    assert document["num_bytes"] == sum(len(place.read(key)) for key in place.data_keys())
-    text = run("show", place.uri(), "--objects")
-    assert text.code == 0
-    assert all(name in text.out for name in [*tensors, "optim.step", ".safetensors", "[300, 10]"])
+    assert {one["name"]: one["value"] for one in document["values"]} == {"optim.step": "17", "optim.lr": "[0.5, nan]"}
+    assert document["num_bytes"] == sum(len(local.read(key)) for key in local.data_keys())
+    text = run("show", local.uri(), "--objects")
+    assert all(name in text.out for name in ["model.w", "model.b", "optim.step", ".safetensors", "[300, 10]"])
+    chosen = run("show", local.uri(), "--json", "--name", "*.w", "--name", "optim.s*").document
+    assert [one["name"] for one in [*chosen["tensors"], *chosen["values"]]] == ["model.w", "optim.step"]
+    assert run("show", local.uri(), "--name", "nothing*").code == 3
 
 
-def test_names_can_be_picked(place: Place, run: Run) -> None:
-    """If this fails, a checkpoint of ten thousand tensors can only be looked at as a whole."""
-    save(place.uri())
-    document = run("show", place.uri(), "--json", "--name", "*.w", "--name", "optim.s*").document
-    assert [one["name"] for one in document["tensors"]] == ["model.w"]
-    assert [one["name"] for one in document["values"]] == ["optim.step"]
-    assert run("show", place.uri(), "--name", "nothing*").code == 3
-
-
-def test_values_can_be_read(place: Place, run: Run) -> None:
-    """If this fails, the step or the learning rate of a checkpoint can only be seen by loading it."""
-    save(place.uri())
-    document = run("show", place.uri(), "--values", "--json").document
-    assert {one["name"]: one["value"] for one in document["values"]} == {
-        "optim.step": "17",
-        "optim.lr": "[0.5, nan]",
-    }
-    assert "[0.5, nan]" in run("show", place.uri(), "--values").out
-
-
-def test_what_lies_there_instead_is_told(tmp_path: Path, run: Run) -> None:
-    """If this fails, "nothing lies there" is said of what ``ls`` lists."""
-    for rank in (0, 1):
-        save(f"{tmp_path}/alone/rank-{rank}")
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    alone = run("show", f"{tmp_path}/alone")
-    assert (alone.code, "alone/rank-0" in alone.err) == (3, True)
-    torchs = run("show", f"{tmp_path}/torchs")
-    assert (torchs.code, "torch's own writer" in torchs.err) == (3, True)
-
-
-def test_sharding_is_told(run: Run) -> None:
+def test_sharding_is_shown(run: Run) -> None:
     """If this fails, it cannot be seen how a tensor is spread over ranks and objects."""
     tensors = {one["name"]: one for one in run("show", str(GOLDEN), "--json").document["tensors"]}
     assert {name: tensors[f"model.{name}"]["grid"] for name in ("rows", "columns", "blocks", "scalar")} == {
@@ -78,39 +45,92 @@ def test_sharding_is_told(run: Run) -> None:
         "blocks": [2, 2],
         "scalar": [],
     }
-    assert tensors["model.blocks"]["num_chunks"] == 4
-    assert tensors["model.blocks"]["objects"] == [0, 1, 2, 3]
+    assert (tensors["model.blocks"]["num_chunks"], tensors["model.blocks"]["objects"]) == (4, [0, 1, 2, 3])
 
 
 def test_names_do_not_command_the_terminal(tmp_path: Path, run: Run) -> None:
     """If this fails, a tensor's name controls the terminal, or shows tensors that are not there."""
     save(str(tmp_path / "c"), {"\x1b[31mred\x07[bold]x\nmodel.fake  float32  [3]": torch.ones(2)})
-    ended = run("show", str(tmp_path / "c"))
-    assert ended.code == 0
-    assert "\x1b" not in ended.out
-    assert r"\x1b[31mred\x07[bold]x\nmodel.fake" in ended.out
+    shown = run("show", str(tmp_path / "c")).out
+    assert "\x1b" not in shown
+    assert r"\x1b[31mred\x07[bold]x\nmodel.fake" in shown
 
 
-def test_what_cannot_be_shown_is_an_error_of_its_kind(place: Place, run: Run) -> None:
-    """If this fails, a script cannot tell a missing checkpoint from a damaged one."""
-    assert run("show", place.uri("nothing")).code == 3
-    save(place.uri())
-    place.write("checkpoint/manifest.json", place.read("checkpoint/manifest.json")[:-9])
-    ended = run("show", place.uri())
-    assert (ended.code, ended.out) == (1, "")
-    assert "truncated" in ended.err
-
-
-def test_a_folder_of_checkpoints_says_what_is_in_it(place: Place, run: Run) -> None:
+def test_a_folder_of_checkpoints_is_told_from_nothing(local: LocalPlace, run: Run) -> None:
     """If this fails, who names the folder and not the checkpoint, or the reverse of it, hears that nothing is there."""
     for number in range(7):
-        save(place.uri(f"run/step-{number}"), {"a": 1})
-    shown = run("show", place.uri("run"))
-    assert shown.code == 3
-    assert "it has the folders step-0, step-1, step-2, step-3, step-4 and more. Name the checkpoint itself" in shown.err
-    listed = run("ls", place.root)
-    assert (listed.code, listed.out) == (0, "")
-    assert "It has the folder run: name the one that the checkpoints lie in." in listed.err
-    place.write("exported/model.safetensors", b"")
-    assert "what lies there is no cloudckpt's" in run("show", place.uri("exported")).err
-    assert "nothing lies there" in run("show", place.uri("nothing")).err
+        save(local.uri(f"run/step-{number}"), {"a": 1})
+    shown = run("show", local.uri("run"))
+    assert (shown.code, "it has the folders step-0, step-1, step-2, step-3, step-4 and more" in shown.err) == (3, True)
+    listed = run("ls", local.root)
+    assert (listed.code, listed.out, "It has the folder run" in listed.err) == (0, "", True)
+    nothing = run("show", local.uri("nothing"))
+    assert (nothing.code, "nothing lies there" in nothing.err) == (3, True)
+    assert run("ls", local.uri("nothing"), "--json").document == []
+
+
+def test_verify_names_every_damaged_object(local: LocalPlace, run: Run) -> None:
+    """If this fails, damage goes unseen, or who sees it does not know where it is."""
+    state = {f"t{number}": tensor for number, tensor in enumerate(state_of()["model"].values())}
+    save(local.uri(), state, options=cloudckpt.Options(object_bytes=1))
+    damaged, missing = local.data_keys()
+    content = bytearray(local.read(damaged))
+    content[-1] ^= 1
+    local.write(damaged, bytes(content))
+    local.remove(missing)
+    ended = run("verify", local.uri())
+    assert (ended.code, len(ended.out.splitlines())) == (1, 2)
+    assert all(key.rpartition("/")[2] in ended.out for key in (damaged, missing))
+    document = run("verify", local.uri(), "--json").document
+    assert (document["is_whole"], len(document["problems"])) == (False, 2)
+
+
+def _rewrite(local: LocalPlace, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest of ``step-1``, and give it the right checksum."""
+    document = json.loads(local.read("step-1/manifest.json"))
+    del document["crc32c"]
+    change(document)
+    body = json.dumps(document, separators=(",", ":")).encode()[:-1]
+    local.write("step-1/manifest.json", body + b',"crc32c":"%08x"}' % crc32c(body))
+
+
+def _make_newer(document: dict[str, Any]) -> None:
+    document["version"] = [9, 3]
+    document["software"]["cloudckpt"] = "31.4"
+    document["tensors"] = "in some other form"
+
+
+def test_a_newer_format_says_to_upgrade(local: LocalPlace, run: Run) -> None:
+    """If this fails, a user of an older cloudckpt takes a newer checkpoint for damaged, or gc removes its data."""
+    save(local.uri("step-1"))
+    _rewrite(local, _make_newer)
+    leave_unfinished(local, "step-1", attempt=OLD_ATTEMPT)
+    uri = local.uri("step-1")
+    for command in (["show", uri], ["verify", uri], ["diff", uri, uri], ["cp", uri, local.uri("step-2")]):
+        ended = run(*command)
+        assert (ended.code, ended.out) == (7, ""), command
+        assert "written by cloudckpt 31.4 in version 9.3 of the format" in ended.err
+    listed = run("ls", local.root, "--json")
+    assert (listed.code, [one["state"] for one in listed.document]) == (0, ["newer"])
+    before = local.contents()
+    assert "left alone" in run("gc", local.root, "--older-than", "0s", "--yes").out
+    assert local.contents() == before
+    assert run("rm", uri, "--yes").code == 0
+    assert not local.data_keys()
+
+
+_DAMAGE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a key that leads out": lambda document: document["objects"][0].update(key="../step-2/data/x/0-0.safetensors"),
+    "no rank": lambda document: document.update(world_size=0),
+    "a range beyond its object": lambda document: document["tensors"]["model.w"]["chunks"][0].__setitem__(4, 10**9),
+}
+
+
+@pytest.mark.parametrize("what", _DAMAGE)
+def test_ls_with_check_calls_damaged_what_show_refuses(local: LocalPlace, run: Run, what: str) -> None:
+    """If this fails, ls promises a checkpoint that nothing can load."""
+    save(local.uri("step-1"))
+    _rewrite(local, _DAMAGE[what])
+    assert run("show", local.uri("step-1")).code == 1
+    (checked,) = run("ls", local.root, "--json", "--check").document
+    assert (checked["state"], "contradicts itself" in checked["problem"]) == ("damaged", True)

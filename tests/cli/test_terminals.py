@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import io
 import os
 import pty
 import re
@@ -20,7 +18,6 @@ import typer.main
 from rich.cells import cell_len
 from tests.cli.conftest import save
 
-from cloudckpt.cli import _console
 from cloudckpt.cli._app import app
 
 _COMMAND = [sys.executable, "-m", "cloudckpt"]
@@ -103,20 +100,6 @@ def test_who_stops_reading_is_not_told_of_it(folder: str) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_long_table_takes_no_long_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """If this fails, ``show`` of a large model spends its time in laying out cells that all fit."""
-    monkeypatch.setattr(_console, "_print_rich_table", None)
-    rows = [[f"layers.{number}.weight", "float32"] for number in range(20_000)]
-    with capsys.disabled(), contextlib.redirect_stdout(_Terminal()) as screen:
-        _console.Console().table(["TENSOR", "DTYPE"], rows)
-    assert len(screen.getvalue().splitlines()) == 20_001
-
-
 def _completed(shell: str, line: str) -> list[str]:
     """What the shell is offered, by the protocol of the script that was installed."""
     asked = {
@@ -146,19 +129,3 @@ def test_a_shell_completes(shell: str) -> None:
     assert set(offered) == {
         name for parameter in command.commands["rm"].params for name in parameter.opts if name.startswith("--")
     } | {"--help"}
-
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-@pytest.mark.slow
-def test_a_closed_stream_is_no_error(folder: str, closed: str) -> None:
-    """If this fails, a daemon that closes its streams cannot call a command; or a checkpoint gets what is printed."""
-    for arguments, code in ((["ls", f"{folder}/nothing"], 0), (["rm", f"{folder}/nothing"], 2)):
-        done = subprocess.run(
-            ["sh", "-c", f'exec "$@" {closed}', "sh", *_COMMAND, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            env=_environment(),
-            check=False,
-        )
-        assert done.returncode == code, done.stderr

@@ -78,7 +78,7 @@ _BAD_PATH = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno
 def exit_code_of(error: BaseException) -> int | None:
     """Return the exit code for `error`, or None if Typer or Python handles it."""
     error = _single_cause(error)
-    interrupt = interrupt_of(error)
+    interrupt = _interrupt_of(error)
     if interrupt is not None:
         return INTERRUPTED if isinstance(interrupt, KeyboardInterrupt) else TERMINATED
     if isinstance(error, StoreError) and getattr(error.__cause__, "errno", None) in _BAD_PATH:
@@ -91,7 +91,7 @@ def exit_code_of(error: BaseException) -> int | None:
     return UNEXPECTED if is_ours or (isinstance(error, Exception) and not is_typers) else None
 
 
-def interrupt_of(error: BaseException) -> KeyboardInterrupt | SystemExit | None:
+def _interrupt_of(error: BaseException) -> KeyboardInterrupt | SystemExit | None:
     """Return the Ctrl-C or SIGTERM that hit a commit, which is an error because the commit may have arrived."""
     interrupt = _single_cause(error).__cause__
     return interrupt if isinstance(interrupt, (KeyboardInterrupt, SystemExit)) else None

@@ -64,8 +64,8 @@ def bench(
             num_bytes=size_bytes,
             num_tensors=num_tensors,
         )
-        with console.progress("saving and loading") as show_progress:
-            measured = _measurement.measure_checkpoints(job, show_progress)
+        with console.progress("saving and loading"):
+            measured = _measurement.measure_checkpoints(job)
     by_rank = measured.by_rank if num_ranks > 1 else ()
     rank_bytes = size_bytes // num_ranks
     if as_json:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.conftest import Run
 from tests.e2e.places import Place, S3Place
 from tests.wrapped import FaultyStore, WrappedStore
 
 from cloudckpt import Options
 from cloudckpt.doctor import Check, DoctorReport, environment, examine
 from cloudckpt.errors import AccessDeniedError, InvalidOptionError, StoreError
-from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.wire import S3_ACCESS_DENIED, Reply, Rule, StallAnswer, Wire
 from cloudckpt.testing.wrapping import Call
@@ -34,32 +34,32 @@ def through(wire: Wire, **more: Any) -> Options:
     return Options(storage_options={"endpoint_url": wire.url}, **more)
 
 
-def test_a_place_in_order_is_found_so_and_left_as_it_was(place: Place) -> None:
-    """If this fails, a good store is called ill, or an report leaves objects that are paid for."""
+def test_a_place_in_order_is_left_as_it_was(place: Place) -> None:
+    """If this fails, a good store is called ill, or the doctor leaves objects that are paid for."""
     seen: list[Check] = []
     report = examine(place.uri(), on_check=seen.append)
     assert report.is_healthy, str(report)
     assert failed(report) <= MOTO
     assert tuple(seen) == report.checks
-    for name in (
-        "list",
-        "put",
-        "get",
-        "range reads",
-        "head",
-        "delete",
-        "listings",
-        "create-if-absent",
-        "parts",
-        "abort",
-    ):
-        assert report[name].outcome == "passed", str(report)
+    needed = ("list", "put", "get", "range reads", "head", "delete", "listings", "create-if-absent", "parts", "abort")
+    assert {report[name].outcome for name in needed} == {"passed"}
     assert place.keys() == []
     assert place.num_unfinished_uploads() == 0
 
 
+def test_the_command_fails_if_a_check_that_matters_failed(tmp_path: Path, run: Run) -> None:
+    """If this fails, a script that asks before it trains is told yes, or a user is left without advice."""
+    (tmp_path / "file").write_text("")
+    ended = run("doctor", f"{tmp_path}/file/run")
+    assert (ended.code, "✗  put" in ended.out) == (1, True)
+    assert "A file is where a directory is needed" in ended.out
+    document = run("doctor", f"{tmp_path}/file/run", "--json").document
+    assert not document["is_healthy"]
+    assert "put" in [check["name"] for check in document["checks"] if check["outcome"] == "failed"]
+
+
 def test_a_folder_that_was_not_there_is_not_there_afterwards(tmp_path: Path) -> None:
-    """If this fails, an report leaves empty folders, or removes some that were there before."""
+    """If this fails, a report leaves empty folders, or removes some that were there before."""
     (tmp_path / "old").mkdir()
     assert examine(tmp_path / "old" / "new" / "run").is_healthy
     assert [*tmp_path.rglob("*")] == [tmp_path / "old"]
@@ -121,14 +121,13 @@ def test_an_unknown_key(s3: S3Place) -> None:
     assert "Check keys, profile and region" in report["credentials"].advice
 
 
-@pytest.mark.parametrize("off_s", [-3600.0, 3600.0])
-def test_a_clock_that_is_off(s3: S3Place, monkeypatch: pytest.MonkeyPatch, off_s: float) -> None:
+def test_a_clock_that_is_off(s3: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, refusals because of a wrong clock are looked for in the credentials."""
-    date = formatdate(time.time() - off_s, usegmt=True)
+    date = formatdate(time.time() - 3600.0, usegmt=True)
     monkeypatch.setattr(environment, "request_date", lambda *_, **__: date)
     report = examine(s3.uri())
     assert failed(report) == MOTO | {"clock"}
-    assert "ahead of" in report["clock"].found if off_s > 0 else "behind" in report["clock"].found
+    assert "ahead of" in report["clock"].found
     assert "NTP" in report["clock"].advice
 
 
@@ -144,19 +143,6 @@ def test_a_store_that_ignores_the_condition(place: Place) -> None:
     assert not report.is_healthy
     assert "commit='unconditional'" in report["create-if-absent"].advice
     assert place.keys() == []
-
-
-def test_wrong_checksums_that_are_taken(place: Place) -> None:
-    """If this fails, a store that keeps damaged bytes is called strict, or one that does is called unusable."""
-
-    class Trusting(WrappedStore):
-        def put(self, key: str, views: Any, *, crc32c: int, if_absent: bool = False) -> None:
-            super().put(key, views, crc32c=crc32c_of(views), if_absent=if_absent)
-
-    report = examine(place.uri(), options=Options(wrap_store=Trusting))
-    assert failed(report) - MOTO == {"checksums"} - MOTO
-    assert report["checksums"].outcome == "failed"
-    assert report.is_healthy
 
 
 @pytest.mark.parametrize(
@@ -204,7 +190,7 @@ def test_a_list_that_is_denied_keeps_the_rest_from_nothing(s3: S3Place) -> None:
 
 @pytest.mark.parametrize("operation", ["put", "upload_part"])
 def test_ctrl_c_leaves_nothing(place: Place, operation: str) -> None:
-    """If this fails, an report that was interrupted leaves objects and uploads that are paid for."""
+    """If this fails, a report that was interrupted leaves objects and uploads that are paid for."""
 
     def interrupted(store: Store) -> FaultyStore:
         faulty = FaultyStore(store)
@@ -218,7 +204,7 @@ def test_ctrl_c_leaves_nothing(place: Place, operation: str) -> None:
 
 
 def test_nothing_begins_after_the_deadline(place: Place) -> None:
-    """If this fails, an report of a slow store has no end."""
+    """If this fails, a report of a slow store has no end."""
     report = examine(place.uri(), deadline_s=1e-9)
     assert {check.outcome for check in report.checks} <= {"skipped", "passed"}
     assert report["put"].found == "not asked: 1e-09 s were over"
@@ -256,14 +242,6 @@ def test_no_secret_is_shown(s3: S3Place) -> None:
     assert secret not in shown
     assert key not in shown
     assert "…6789, from the storage options" in shown
-
-
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    """If this fails, a path with a file in its way is called good."""
-    (tmp_path / "file").write_text("")
-    report = examine(tmp_path / "file" / "run")
-    assert not report.is_healthy
-    assert failed(report)
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

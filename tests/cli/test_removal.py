@@ -1,0 +1,108 @@
+"""``cloudckpt rm`` and ``cloudckpt gc``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import typer
+from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save
+from tests.e2e.places import LocalPlace, S3Place
+from tests.e2e.servers import FlakyS3
+
+import cloudckpt
+from cloudckpt.cli._console import Console
+
+_GC = ("--older-than", "0s")
+
+
+def _save_and_leave_garbage(local: LocalPlace) -> None:
+    save(local.uri("step-1"))
+    leave_unfinished(local, "step-1", attempt=OLD_ATTEMPT)
+
+
+def test_rm_deletes_what_is_named_and_nothing_else(local: LocalPlace, run: Run) -> None:
+    """If this fails, a checkpoint that was not named is gone, or one that was is still there."""
+    for step in (1, 2, 3):
+        save(local.uri(f"step-{step}"))
+    ended = run("rm", local.uri("step-1"), local.uri("step-3"), "--yes", "--json")
+    assert (ended.code, [one["deleted"] for one in ended.document]) == (0, [True, True])
+    assert [one.name for one in cloudckpt.list_checkpoints(local.root)] == ["step-2"]
+
+
+def test_rm_shows_what_a_dry_run_would_delete(local: LocalPlace, run: Run) -> None:
+    """If this fails, a dry run deletes, or a user is told less than would go."""
+    _save_and_leave_garbage(local)
+    before = local.contents()
+    (document,) = run("rm", local.uri("step-1"), "--dry-run", "--json").document
+    assert document["deleted"] is False
+    assert {one["state"] for one in document["found"]} == {"committed", "garbage"}
+    assert local.contents() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["run/step-1"], 2, "--yes"),
+        (["run/step-1", "nothing", "--yes"], 3, "Nothing is there"),
+        (["run", "--yes"], 3, "and 2 more"),
+        (["unfinished", "--yes"], 3, "cloudckpt gc "),
+        (["torchs", "--yes"], 3, "torch's own writer"),
+    ],
+    ids=["no terminal", "a typing error", "a folder", "unfinished", "torch's"],
+)
+def test_rm_deletes_nothing_but_checkpoints(
+    local: LocalPlace, run: Run, arguments: list[str], code: int, said: str
+) -> None:
+    """If this fails, a mistaken rm deletes a run, a save that is under way, or another program's checkpoint."""
+    for step in range(7):
+        save(local.uri(f"run/step-{step}"), {"step": step})
+    leave_unfinished(local, "unfinished", attempt=OLD_ATTEMPT)
+    local.write("torchs/.metadata", b"a pickle, which nobody opens here")
+    local.write("torchs/0000000000/__0_0.distcp", b"where s3torchconnector's prefix strategies put it")
+    before = local.contents()
+    ended = run("rm", *(one if one.startswith("--") else local.uri(one) for one in arguments))
+    assert (ended.code, said in ended.err) == (code, True), ended.err
+    assert local.contents() == before
+
+
+def test_rm_reports_what_is_gone_when_the_next_one_fails(s3: S3Place, s3_application: FlakyS3, run: Run) -> None:
+    """If this fails, a script does not learn which of several checkpoints are gone when one could not be deleted."""
+    save(s3.uri("step-1"))
+    save(s3.uri("step-2"))
+
+    def deny(method: str, url: str) -> Literal["deny"] | None:
+        return "deny" if method != "GET" and "step-2" in url else None
+
+    with s3_application.troubled(deny):
+        ended = run("rm", s3.uri("step-1"), s3.uri("step-2"), "--yes", "--json")
+    assert (ended.code, [one["deleted"] for one in ended.document]) == (4, [True, False])
+    assert [one.name for one in cloudckpt.list_checkpoints(s3.root)] == ["step-2"]
+
+
+def test_gc_removes_only_with_yes(local: LocalPlace, run: Run) -> None:
+    """If this fails, garbage is removed unasked, or stays although it was asked for."""
+    _save_and_leave_garbage(local)
+    before = local.contents()
+    for arguments in (_GC, (*_GC, "--yes", "--dry-run"), ("--yes",)):  # the last: what is young stays
+        shown = run("gc", local.root, *arguments)
+        assert shown.code == 0
+        assert local.contents() == before
+    assert "2 data objects of 1 save" in run("gc", local.root, *_GC).out
+    removed = run("gc", local.root, *_GC, "--yes", "--json")
+    assert (removed.code, removed.document["num_objects"], removed.document["dry_run"]) == (0, 2, False)
+    assert not any(OLD_ATTEMPT in key for key in local.contents())
+    assert run("verify", local.uri("step-1")).code == 0
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_user_is_asked(local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch, *, agrees: bool) -> None:
+    """If this fails, a checkpoint or garbage goes although the user said no, or stays although the user said yes."""
+    monkeypatch.setattr(Console, "is_interactive", True)
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: agrees)
+    _save_and_leave_garbage(local)
+    before = local.contents()
+    assert run("gc", local.root, *_GC).code == 0
+    assert (local.contents() == before) is not agrees
+    assert run("rm", local.uri("step-1")).code == (0 if agrees else 1)
+    assert len(cloudckpt.list_checkpoints(local.root)) == (0 if agrees else 1)

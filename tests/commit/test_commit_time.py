@@ -236,21 +236,6 @@ def test_a_damaged_head_has_the_time_of_the_store(memory: Memory) -> None:
     assert info.committed_at == SECOND
 
 
-def test_what_is_replaced_while_its_time_is_read_is_looked_at_again(memory: Memory) -> None:
-    """If this fails, a listing during an overwrite takes the store's time, by which an older one is the newest."""
-    save(memory.uri("step-2"))
-    save(memory.uri("step-1"))
-    store = memory.at("")
-
-    def overwrite() -> None:
-        save(memory.uri("step-1"), overwrite=True)
-
-    store.once_before("read_into", "step-1/manifest", overwrite)
-    newest = cloudckpt.latest(memory.root)
-    assert newest is not None
-    assert newest.committed_at == datetime_of(manifest_at(memory.at("step-1"), "manifest.1.json")["committed_at_ns"])
-
-
 def test_copies_keep_the_order() -> None:
     """If this fails, a job that resumes from a copied run takes the checkpoint that was copied last."""
     root = f"memory://copies-{next(_names)}"

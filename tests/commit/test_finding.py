@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt.commit import log as finding
-from cloudckpt.commit.log import list_entries, manifest_key, max_manifest_bytes, read_log, resolve
+from cloudckpt.commit.log import list_entries, manifest_key, read_log, resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -148,68 +148,6 @@ def test_a_reader_beside_an_overwriter_of_a_path_always_finds_it(
 # A root under which a job commits its next step and removes the one before.
 
 
-class Training:
-    """A job that saves step after step, each at one of the chosen calls of a reader, and keeps the last alone."""
-
-    def __init__(self, store: Store) -> None:
-        self.newest = 0
-        self._store = store
-        self._num_calls, self._at = 0, frozenset[int]()
-        self._commit()
-
-    def _commit(self) -> None:
-        self.newest += 1
-        put(self._store, f"step-{self.newest}/{data_key_of('a')}", b"")
-        put(self._store, f"step-{self.newest}/manifest.json", encode(manifest_for("a")))
-        old = f"step-{self.newest - 1}"
-        if self.newest > 1:
-            put(self._store, f"{old}/manifest.1.json", fence(keeps=None))
-            self._store.delete([f"{old}/manifest.json", f"{old}/{data_key_of('a')}"])
-
-    def begin(self, at: frozenset[int]) -> None:
-        self._num_calls, self._at = 0, at
-
-    def tick(self, call: Call) -> None:
-        self._num_calls += 1
-        if self._num_calls in self._at:
-            self._commit()
-
-
-@examples
-@given(st.frozensets(st.integers(1, 14), max_size=6), st.booleans())
-def test_what_is_found_was_the_newest_at_some_moment(at: frozenset[int], has_old: bool) -> None:  # noqa: FBT001  # hypothesis
-    """If this fails, a reader beside a job that saves and removes gets None, or a step that is long superseded."""
-    inner = MemoryStore(f"training-{os.urandom(8).hex()}")
-    if has_old:
-        put(inner, "step-0/manifest.json", encode(manifest_for("a")))
-    training = Training(inner)
-    options = Options(connections=1, wrap_store=lambda store: Ticking(store, training.tick))
-    steps = Steps(parse_location(inner.uri), options, get_num_ranks=None)
-    looks: list[Callable[[], str]] = [
-        lambda: latest.name if (latest := cloudckpt.latest(inner.uri, options=options)) else "none",
-        lambda: f"step-{steps.find_committed(with_metrics=False)[0].step}",
-        lambda: f"step-{max(steps.find_committed(with_metrics=True), key=lambda info: info.step).step}",
-    ]
-    for look in looks:
-        before = training.newest
-        training.begin(at)
-        assert look() in [f"step-{step}" for step in range(before, training.newest + 1)]
-
-
-def test_a_root_that_never_settles_is_an_error() -> None:
-    """If this fails, a reader looks for ever, or takes a root that changes all the time for an empty one."""
-    store = MemoryStore(f"never-settles-{os.urandom(8).hex()}")
-    numbers = iter(range(10_000))
-
-    def tick(call: Call) -> None:
-        if call.operation == "list_directories":
-            put(store, f"step-{next(numbers)}/data/x", b"")
-
-    options = Options(connections=1, wrap_store=lambda inner: Ticking(inner, tick))
-    with pytest.raises(CheckpointChangedError, match="change all the time"):
-        cloudckpt.latest(store.uri, options=options)
-
-
 def test_a_checkpoint_that_is_there_costs_one_listing_and_absence_two() -> None:
     """If this fails, each load pays for looks that it does not need, or absence is believed from one look."""
     store = FaultyStore(MemoryStore(f"costs-{os.urandom(8).hex()}"))
@@ -229,20 +167,6 @@ def test_what_is_listed_and_not_found_is_no_absence() -> None:
     store.fail("read", error=lambda: ObjectNotFoundError("no", key="manifest.json", operation="read"), times=99)
     with pytest.raises(CheckpointChangedError, match="lists an entry that it does not find"):
         resolve(store, retrier())
-
-
-def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> None:
-    """If this fails, one entry that is listed and not found keeps a job from all of its steps."""
-    for name in ("step-1", "step-2"):
-        cloudckpt.save(state_of(1.0), memory.uri(name), no_dist=True)
-    put(memory.at("step-2").inner, manifest_key(1), fence(keeps=0))
-
-    def lose(call: Call) -> None:
-        if call.key.endswith(manifest_key(1)) and call.operation.startswith("read"):
-            raise ObjectNotFoundError("no", key=call.key, operation=call.operation)
-
-    options = Options(wrap_store=lambda inner: Ticking(inner, lose))
-    assert [info.name for info in cloudckpt.list_checkpoints(memory.root, options=options)] == ["step-1", "step-2"]
 
 
 class Forgetful(WrappedStore):
@@ -321,15 +245,6 @@ def test_what_one_listing_leaves_out_is_not_taken_for_absent(memory: Memory, nam
     honest = made(lambda inner: inner)
     assert made(lambda inner: Forgetful(inner, pattern, lies)) == honest
     assert lies
-
-
-def test_a_fence_that_is_listed_too_large_is_no_checkpoint(memory: Memory) -> None:
-    """If this fails, a deleted step counts as committed, and retention removes a step that is."""
-    for step in ("step-1", "step-2"):
-        cloudckpt.save(state_of(), memory.uri(step), no_dist=True)
-    cloudckpt.delete(memory.uri("step-2"))
-    options = Options(wrap_store=lambda inner: Lying(inner, 5000))
-    assert [info.name for info in cloudckpt.list_checkpoints(memory.root, options=options)] == ["step-1"]
 
 
 # Sizes that a listing gets wrong.
@@ -434,22 +349,6 @@ def test_no_manifest_is_committed_that_readers_refuse(memory: Memory, monkeypatc
     with pytest.raises(UnsupportedValueError, match="Nothing was committed"):
         cloudckpt.save(state_of(1.0), memory.uri())
     assert memory.all_keys() == []
-
-
-@pytest.mark.parametrize("name", ["x", "ü" * 50, "a.b.c.d.e.f.g.h", "layers.10.attention.query.weight" * 10])
-def test_names_of_any_form_fit_into_the_bound(memory: Memory, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """If this fails, a model of many small tensors is saved and refused, for the factor between the two is too low."""
-    state: dict[str, Any] = {}
-    for number in range(300):
-        at = state
-        for part in f"{name}.{number}".split("."):
-            at = at.setdefault(part, {})
-        at["value"] = state_of()["b"][:1]
-    cloudckpt.save(state, memory.uri())
-    sizes = [info.size_bytes for info in memory.at().inner.list("data/")]
-    size_bytes = len(memory.at().inner.read("manifest.json", max_bytes=2**30))
-    monkeypatch.setattr(finding, "_FREE_BYTES", 0)
-    assert size_bytes <= max_manifest_bytes(sizes)
 
 
 # Errors that nobody foresaw.
@@ -561,19 +460,6 @@ def test_torchs_own_load_hears_why_there_is_none(memory: Memory) -> None:
         dcp_load(memory.uri(), Options())
     ((cause, _),) = caught.value.failures.values()
     assert isinstance(cause, CheckpointNotFoundError)
-
-
-def test_a_look_that_decides_on_a_fresh_start_may_not_fail(memory: Memory) -> None:
-    """If this fails, a manager whose root is a checkpoint itself, which it may not read, starts afresh."""
-    store = FaultyStore(MemoryStore(memory.root.removeprefix("memory://")))
-    options = Options(wrap_store=lambda inner: Broken(inner, permanent_error, lambda call: call.key == "manifest"))
-    with pytest.raises(CheckpointException) as caught:
-        restored(store.uri, options)
-    assert isinstance(next(iter(caught.value.failures.values()))[0], StoreError)
-
-
-def permanent_error() -> StoreError:
-    return StoreError("no", key="manifest", operation="list")
 
 
 @pytest.mark.parametrize("operation", ["put", "list"])

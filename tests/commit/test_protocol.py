@@ -150,17 +150,6 @@ def test_overwrites_with_lost_answers() -> None:
     assert ("B", "C") in winners_of(result)
 
 
-@pytest.mark.slow
-def test_three_overwriters() -> None:
-    """If this fails, overwriters that come one upon the other confirm a commit that does not count."""
-    result = checked(
-        [saver(name, overwrite=True) for name in "BCD"],
-        world=committed(0, "A"),
-        attempts="BCD",
-    )
-    assert () not in winners_of(result)
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_death_at_any_moment_leaves_a_whole_checkpoint(overwrite: bool) -> None:  # noqa: FBT001
     """If this fails, a job that is killed in its commit, or in its tidying up, takes the checkpoint with it."""
@@ -171,18 +160,6 @@ def test_a_death_at_any_moment_leaves_a_whole_checkpoint(overwrite: bool) -> Non
         num_kills=2,
     )
     assert any("dead" in outcomes for outcomes in result.outcomes)
-
-
-def test_the_next_save_after_a_death_succeeds() -> None:
-    """If this fails, what a killed overwriter left stands in the way of the next one."""
-    result = checked(
-        [saver("B", overwrite=True), saver("C", overwrite=True)],
-        world=committed(0, "A"),
-        attempts="BC",
-        num_kills=1,
-    )
-    ends = [dict(zip("BC", outcomes, strict=True)) for outcomes in result.outcomes]
-    assert {"B": "dead", "C": "C committed"} in ends
 
 
 @pytest.mark.parametrize(
@@ -332,16 +309,3 @@ def test_only_what_counts_is_left_behind() -> None:
     assert counting_in(world) == counting_in(tuple(sorted(start)))
     Check([collector()], remember, world=world).run()
     assert ends[1:] in ([], [world])  # a list and a look at the fence, and nothing else
-
-
-def test_what_was_replaced_is_removed() -> None:
-    """If this fails, every overwrite leaves a whole checkpoint's bytes behind, to be paid for."""
-    ends: list[World] = []
-
-    def remember(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:
-        if after[0].outcome is not None:
-            ends.append(world)
-
-    world = tuple(sorted((*committed(0, "A"), *written_by("B"))))
-    Check([saver("B", overwrite=True)], remember, world=world).run()
-    assert [{key for key, _ in end} for end in ends] == [{"manifest.1.json", data_key_of("B")}]

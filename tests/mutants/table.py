@@ -61,8 +61,8 @@ _COMMIT = (
         name="commit-below-an-overwrite-counts",
         breaks="G2: a save reports success although a higher commit, put meanwhile, hides it.",
         file="commit/publish.py",
-        old="        if log.top > number:\n",
-        new="        if False:\n",
+        old="    if log.top > number:\n",
+        new="    if False:\n",
         tests=("tests/commit/test_publish.py::test_a_higher_number_counts",),
     ),
     Mutant(

@@ -7,6 +7,7 @@ listed, whoever wrote that data has a number that is taken, or decides nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from cloudckpt.commit.log import (
     check_ours,
     list_entries,
     manifest_key,
-    manifest_number,
     parse_ranks,
     put_fence,
     read_entry,
@@ -33,7 +33,6 @@ from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
     CheckpointError,
-    InvalidManifestError,
     StoreError,
     UnsupportedOperationError,
 )
@@ -151,6 +150,7 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
 
     Raises `CheckpointError` where it cannot be told what counts there.
     """
+    plan_with = functools.partial(plan_removal, place.found, location=place.prefix, before=before, is_fenced=is_fenced)
     gone: int | None = None
     for _ in range(2):
         log = read_log(place.store, retrier)
@@ -158,7 +158,7 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
         if counting is not None and counting == gone and all(entry.number != counting for entry in log.entries):
             counting = None  # removed by other means than ours, while a fence keeps it
         # Manifests can be large: none is read where nothing would go even if they named nothing.
-        sketch = _plan(place, log, counting, {}, before=before, is_fenced=is_fenced)
+        sketch = plan_with(log.entries, counting=counting, references={})
         if sketch.is_empty:
             return Verdict(log=log, plan=sketch)
         references: dict[int, frozenset[str]] = {}
@@ -171,7 +171,7 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
         for entry in log.entries:
             if entry.number != counting and not entry.is_fence:
                 references[entry.number] = _references(place.store, entry, retrier)
-        plan = _plan(place, log, counting, references, before=before, is_fenced=is_fenced)
+        plan = plan_with(log.entries, counting=counting, references=references)
         return Verdict(log=Log(entries=log.entries, counting=counting), plan=plan)
     why = "is being overwritten again and again, or its store lists a manifest that it does not find when it is read"
     raise CheckpointChangedError(f"{place.store.uri} {why}", uri=place.store.uri)
@@ -211,26 +211,6 @@ def collect(
     if plan.lone_fence is not None and not left and _is_alone(place.store, plan.lone_fence, retrier):
         left += _remove(place.root, [place.prefix + manifest_key(plan.lone_fence.number)], retrier)
     return plan, left
-
-
-def _plan(
-    place: Place,
-    log: Log,
-    counting: int | None,
-    references: dict[int, frozenset[str]],
-    *,
-    before: datetime,
-    is_fenced: bool,
-) -> RemovalPlan:
-    return plan_removal(
-        place.found,
-        log.entries,
-        location=place.prefix,
-        counting=counting,
-        references=references,
-        before=before,
-        is_fenced=is_fenced,
-    )
 
 
 def _references(store: Store, entry: Entry, retrier: Retrier) -> frozenset[str]:
@@ -342,12 +322,6 @@ def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> b
     if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
         check_ours(place.store, log.entries, retrier)
     if conditional:
-        if manifest_number(manifest_key(log.top + 1)) is None:
-            url = place.store.url(manifest_key(log.top))
-            raise InvalidManifestError(
-                f"{url} has the highest number that there is, and no cloudckpt wrote it. Remove it, and delete again",
-                uri=place.store.uri,
-            )
         log = _fenced_off(place.store, log, retrier)
     doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
     for keys in (

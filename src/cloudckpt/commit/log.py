@@ -47,6 +47,7 @@ _BYTES_PER_BYTE = 8
 _BYTES_PER_OBJECT = 128 * 1024 * 1024
 """One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
 _MOST_NAMED = 5
+_LOAD_AN_OLDER_ONE = "Load an older checkpoint (cloudckpt ls ROOT lists them)"
 _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
 _RANK_FOLDER = re.compile(r"rank-(0|[1-9][0-9]{0,17})")
@@ -162,9 +163,8 @@ def read_log(
 
     `prefix` is that of the checkpoint's keys in `store`. That nothing counts is believed from two equal looks alone;
     without `is_confirmed` from one, for a caller that looks again itself, or creates only what is absent. With
-    `is_lenient` what lies below a fence that cannot be read stands for the checkpoint, or else the fence itself: it
-    may be a manifest that was cut, and whoever opens it hears what is wrong. Raises `CheckpointChangedError` where
-    fences vanish again and again between the listing and the read.
+    `is_lenient` a fence that cannot be read counts: it may be a manifest that was cut, and opening it tells what is
+    wrong. Raises `CheckpointChangedError` where fences vanish again and again between the listing and the read.
     """
 
     def look() -> tuple[_Look, Hashable]:
@@ -175,7 +175,7 @@ def read_log(
     found = settle(look, changing=lambda: _changing(store, prefix))
     if found.has_vanished and not is_lenient:
         raise _changing(store, prefix)
-    return _without_fence(found.log) if found.has_vanished else found.log
+    return found.log
 
 
 def resolve(store: Store, retrier: Retrier) -> Resolved:
@@ -200,7 +200,7 @@ def resolve(store: Store, retrier: Retrier) -> Resolved:
     # Nobody who goes by the rules removes what a fence keeps.
     raise CheckpointNotFoundError(
         f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
-        "cloudckpt's. Load an older checkpoint (cloudckpt ls ROOT lists them)",
+        f"cloudckpt's. {_LOAD_AN_OLDER_ONE}",
         uri=store.uri,
     )
 
@@ -230,7 +230,7 @@ def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenien
     except (InvalidManifestError, UnsupportedFormatError):
         if not is_lenient:
             raise
-        return _Look(log=_without_fence(Log(entries=entries, counting=top.number)))
+        return _Look(log=Log(entries=entries, counting=top.number))
     if not isinstance(found, Fence):
         return _Look(log=Log(entries=entries, counting=top.number), manifest=found, has_vanished=found is None)
     log = Log(entries=entries, counting=found.keeps)
@@ -239,12 +239,6 @@ def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenien
     kept = read_entry(store, found.keeps, retrier, prefix=prefix)
     manifest = None if isinstance(kept, Fence) else kept
     return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
-
-
-def _without_fence(log: Log) -> Log:
-    """The log where its highest entry, which looks like a fence, cannot be read: see `read_log`."""
-    below = [entry.number for entry in log.entries if not entry.is_fence]
-    return Log(entries=log.entries, counting=max(below, default=log.top))
 
 
 def read_entry(store: Store, number: int, retrier: Retrier, *, prefix: str = "") -> Manifest | Fence | None:
@@ -360,34 +354,30 @@ def parse_ranks(folders: Iterable[str]) -> list[int]:
 def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> CheckpointNotFoundError:
     has_data = retrier.call(lambda: next(iter(store.list("data/")), None)) is not None
     if has_data:
-        hint = (
-            "what lies there is an unfinished or failed save. Load an older checkpoint (cloudckpt ls ROOT lists them)"
-        )
+        hint = f"what lies there is an unfinished or failed save. {_LOAD_AN_OLDER_ONE}"
     elif was_fenced:
-        hint = (
-            "it was deleted, or what was left of a failed save was. Load an older checkpoint (cloudckpt ls ROOT "
-            "lists them)"
-        )
+        hint = f"it was deleted, or what was left of a failed save was. {_LOAD_AN_OLDER_ONE}"
     elif retrier.call(lambda: next(iter(store.list("rank-0/manifest")), None)) is not None:
         hint = f"ranks saved on their own there, and each has a checkpoint: name one, as {store.uri.rstrip('/')}/rank-0"
     elif holds_torch_checkpoint(store, retrier):
         hint = "one of torch's own writer lies there, of which cloudckpt import --format dcp makes one of cloudckpt's"
     else:
         try:
-            hint = retrier.call(_instead, store)
+            folders = retrier.collect(store.list_directories)
+            is_empty = retrier.call(lambda: next(iter(store.list()), None) is None)
         except StoreError:  # it is a hint, so no failure counts
             hint = "check the URI"
+        else:
+            hint = _describe_content(folders, is_empty=is_empty)
     return CheckpointNotFoundError(f"no checkpoint is committed at {store.uri}: {hint}", uri=store.uri)
 
 
-def _instead(store: Store) -> str:
-    """Describe what is there, if no save has written it."""
-    folders = list(store.list_directories())
+def _describe_content(folders: Sequence[str], *, is_empty: bool) -> str:
     if folders:
         return f"it has the {describe_folders(folders)}. Name the checkpoint itself: cloudckpt ls ROOT lists them"
-    if next(iter(store.list()), None) is not None:
-        return "what lies there is no cloudckpt's. Check the URI; of files, cloudckpt import makes a checkpoint"
-    return "nothing lies there. Check the URI, or list what there is with cloudckpt ls ROOT"
+    if is_empty:
+        return "nothing lies there. Check the URI, or list what there is with cloudckpt ls ROOT"
+    return "what lies there is no cloudckpt's. Check the URI; of files, cloudckpt import makes a checkpoint"
 
 
 def describe_folders(folders: Sequence[str]) -> str:
@@ -414,8 +404,6 @@ _REFUSALS = (
     ObjectExistsError,
     UnsupportedOperationError,
 )
-_MOST_SWEEPS = 3
-"""On a path, a deletion of the same checkpoint takes the hidden file of a put under way for an unfinished upload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,26 +431,22 @@ def put_entry(store: Store, number: int, document: bytes, *, conditional: bool, 
     key, views, checksum = manifest_key(number), [memoryview(document)], crc32c(document)
     may_have_arrived = False
 
-    num_swept = 0
-
     def put() -> None:
-        nonlocal may_have_arrived, num_swept
+        nonlocal may_have_arrived
         try:
             store.put(key, views, crc32c=checksum, if_absent=conditional)
         except _REFUSALS:
             raise
         except StoreError as error:
             may_have_arrived = may_have_arrived or not error.had_no_effect
-            num_swept += isinstance(error, ObjectNotFoundError)
-            if num_swept > _MOST_SWEEPS or not isinstance(error, ObjectNotFoundError):
-                raise
-            put()
+            raise
         except Exception:  # of a `wrap_store`, say: nobody knows what it has done before
             may_have_arrived = True
             raise
 
     try:
-        retrier.call(put)
+        # On a path, a deletion of the checkpoint takes the hidden file of a put under way for an unfinished upload.
+        retrier.confirm(lambda: retrier.call(put), ObjectNotFoundError)
     except StoreError as error:
         return PutOutcome(error=error, may_have_arrived=may_have_arrived)
     return PutOutcome(error=None, may_have_arrived=False)

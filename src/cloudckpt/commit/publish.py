@@ -77,15 +77,14 @@ def _check_counts(store: Store, manifest: Manifest, *, number: int, retrier: Ret
     later one is there already: it was put before the removal. What lies above may also be gc's fence, which keeps
     this commit.
     """
-    for _ in range(2):
-        log = read_log(store, retrier)
-        if log.counting == number:
-            return
-        if log.top > number:
-            raise _overtaken(store, log, number)
-        found = read_entry(store, number, retrier)  # a listing may lag
-        if isinstance(found, Manifest) and found.attempt == manifest.attempt:
-            return
+    log = read_log(store, retrier)
+    if log.counting == number:
+        return
+    if log.top > number:
+        raise _overtaken(store, log, number)
+    found = read_entry(store, number, retrier)  # a listing may lag
+    if isinstance(found, Manifest) and found.attempt == manifest.attempt:
+        return
     raise _unknown(store, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cloudckpt.commit.garbage import RemovalPlan
 from cloudckpt.commit.log import manifest_key
+from cloudckpt.errors import printable
 from cloudckpt.options import GIB, KIB, MIB
 
 _UNITS = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
@@ -79,11 +80,11 @@ class GarbageReport:
 
     def _lines(self) -> Iterator[str]:
         for garbage in self.locations:
-            yield f"{_shown(garbage.uri)}: {', '.join(garbage.reasons)} ({_size(garbage.num_bytes)})"
+            yield f"{_as_one_line(garbage.uri)}: {', '.join(garbage.reasons)} ({_size(garbage.num_bytes)})"
         for spared in self.skipped:
-            yield f"{_shown(spared.uri)}: left alone: {_shown(spared.reason)}"
+            yield f"{_as_one_line(spared.uri)}: left alone: {_as_one_line(spared.reason)}"
         for spared in self.failed:
-            yield f"{_shown(spared.uri)}: failed: {_shown(spared.reason)}"
+            yield f"{_as_one_line(spared.uri)}: failed: {_as_one_line(spared.reason)}"
         done = "would be removed" if self.dry_run else "removed"
         how = " (dry run; pass dry_run=False to remove it)" if self.dry_run and self.locations else ""
         yield (
@@ -127,6 +128,5 @@ def _size(num_bytes: int) -> str:
     return _count(num_bytes, "byte")
 
 
-def _shown(text: str) -> str:
-    """Return one line of printable text: a key may hold any characters."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+def _as_one_line(text: str) -> str:
+    return printable(text).replace("\n", "\\n")

@@ -51,17 +51,6 @@ def test_another_programs_manifest_is_not_overwritten(root: str) -> None:
     assert at(root).read("web/manifest.json", max_bytes=100)
 
 
-def test_the_last_number_is_said_to_be_in_the_way(root: str) -> None:
-    """If this fails, a checkpoint with a stray manifest can never be deleted, and the error is about something else."""
-    save(f"{root}/step-1", 1)
-    store = at(f"{root}/step-1")
-    put(store, "manifest.999999999999999999.json", store.read("manifest.json", max_bytes=1 << 20))
-    before = {info.key for info in store.list()}
-    with pytest.raises(cloudckpt.errors.InvalidManifestError, match="highest number"):
-        cloudckpt.delete(f"{root}/step-1")
-    assert {info.key for info in store.list()} == before
-
-
 def test_a_copy_that_is_being_made_is_young(tmp_path: Path) -> None:
     """If this fails, gc takes the data of an old checkpoint that somebody is just copying, with its times."""
     source, target = tmp_path / "run" / "step-1", tmp_path / "copies" / "step-1"

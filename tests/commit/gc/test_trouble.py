@@ -26,16 +26,6 @@ def denied() -> AccessDeniedError:
     return AccessDeniedError("no", key="memory://tests/key", operation="delete")
 
 
-def test_a_place_where_nothing_lies_is_called_that(memory: Memory, uri: str) -> None:
-    """If this fails, gc of a mistyped URI says that all is tidy, and the garbage stays and costs."""
-    report = cloudckpt.gc(f"{memory.root}/mistyped")
-    assert report.is_nothing_there
-    assert "nothing of cloudckpt's lies there" in str(report)
-    report = cloudckpt.gc(uri)
-    assert not report.is_nothing_there
-    assert "nothing of cloudckpt" not in str(report)
-
-
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(memory: Memory, uri: str) -> None:
     """If this fails, a denied key is passed over in silence, or keeps the rest from being removed."""
     memory.at().fail("delete", key_part="0-0", error=denied, times=9)
@@ -63,23 +53,6 @@ def test_a_fence_whose_answer_is_lost_is_found(memory: Memory, uri: str, *, afte
     cloudckpt.gc(uri, older_than=0, dry_run=False)
     assert [key for key in memory.all_keys() if "manifest" in key] == ["manifest.1.json", "manifest.json"]
     assert len(memory.data_keys()) == 1
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_a_fence_whose_file_another_deletion_swept_is_laid_again(memory: Memory, uri: str, *, after: bool) -> None:
-    """If this fails, of two deletions of one checkpoint on a path, one cannot say what has become of it."""
-
-    def swept() -> ObjectNotFoundError:
-        return ObjectNotFoundError("no such file", key=uri, operation="put")
-
-    memory.at().fail("put", key_part="manifest.1", error=swept, times=2, after=after)
-    cloudckpt.delete(uri)
-    assert memory.data_keys() == []
-    cloudckpt.save(state_of(2.0), memory.uri("other"), no_dist=True)
-    memory.at("other").fail("put", key_part="manifest.1", error=swept, times=100)
-    with pytest.raises(cloudckpt.CommitUnknownError):
-        cloudckpt.delete(memory.uri("other"))
-    assert_holds(loaded(memory.uri("other")), 2.0)
 
 
 def test_without_a_fence_nothing_goes(memory: Memory, uri: str) -> None:

@@ -12,7 +12,7 @@ from tests.oracles import slow_crc32c
 from tests.wrapped import permanent
 
 from cloudckpt.errors import InterruptedReadError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
-from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, HedgedStore, Hedger
+from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, Hedger
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
 from cloudckpt.stores.http_clients import follow
 from cloudckpt.stores.memory import MemoryStore
@@ -290,7 +290,7 @@ def test_a_range_comes_whole_from_the_second_request(hedger: Hedger, clock: Cloc
         views = [memoryview(memory)[:10], memoryview(memory)[10:]]
 
         def read() -> str:
-            HedgedStore(store, hedger).read_into("k", 0, views)
+            hedger.read_into(store, "k", 0, views)
             return "read"
 
         call = InThread(read)
@@ -332,19 +332,18 @@ def test_a_loser_that_lands_late_fails_no_upload(hedger: Hedger, was_hedged: obj
     """If this fails, a save under SSE-KMS fails because of a request that was given up, or hides a real mistake."""
     store = Keyed()
     part = Part(number=1, offset_bytes=0, size_bytes=SIZE_BYTES)
-    hedged = HedgedStore(store, hedger)
-    uploaded = hedged.upload_part("k", "u", part, [memoryview(bytes(SIZE_BYTES))], crc32c=7)
+    uploaded = hedger.upload_part(store, "k", "u", part, [memoryview(bytes(SIZE_BYTES))], crc32c=7)
     store.upload_part("k", "u", part, [], crc32c=7)  # the loser
     if not was_hedged:
         with pytest.raises(StoreError, match="InvalidPart"):
-            hedged.complete_multipart("k", "u", [uploaded])
+            hedger.complete_multipart(store, "k", "u", [uploaded])
         return
     hedger._hedged.add(("upload", "k", "u", 1))
-    hedged.complete_multipart("k", "u", [uploaded])
+    hedger.complete_multipart(store, "k", "u", [uploaded])
     assert store.num_completions == 2
     store.upload_part("k", "u", part, [], crc32c=8)  # somebody else's bytes
     with pytest.raises(StoreError, match="InvalidPart"):
-        hedged.complete_multipart("k", "u", [uploaded])
+        hedger.complete_multipart(store, "k", "u", [uploaded])
 
 
 def test_requests_that_time_out_together_are_followed_by_fewer(clock: Clock) -> None:

@@ -416,8 +416,8 @@ _DOWNLOAD = (
         name="hedged-read-overwrites-the-answer",
         breaks="G4: a second request that loses writes into tensors that the first one has filled.",
         file="io/hedging.py",
-        old="self.inner.read_into(key, offset_bytes, [content])",
-        new="self.inner.read_into(key, offset_bytes, views)",
+        old="store.read_into(key, offset_bytes, [content])",
+        new="store.read_into(key, offset_bytes, views)",
         tests=("tests/io/test_hedging.py::test_a_range_comes_whole_from_the_second_request",),
     ),
     Mutant(

@@ -9,6 +9,7 @@ said so, and in each look a read and the object's HEAD agree. A store that contr
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, TypeAlias
@@ -21,6 +22,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.io.checksum import compute_tile_crc32cs
+from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.retry import NUM_LOOKS, Attempts, Looks, Retrier
 from cloudckpt.stores._body import num_bytes
 from cloudckpt.stores.base import Store, Views
@@ -42,18 +44,21 @@ class _OtherSizeError(Exception):
         self.size_bytes = size_bytes
 
 
-def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views) -> None:
+def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views, hedger: Hedger | None = None) -> None:
     """Fill `views` with the object's bytes from `begin` on. A body that breaks off is resumed at the byte reached.
+
+    A `hedger` may make each request a second time.
 
     Raises `ObjectNotFoundError` and `ShortObjectError` only once they are believed.
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
+    read_into = store.read_into if hedger is None else functools.partial(hedger.read_into, store)
     looks = Looks(retrier)
     with Attempts(retrier) as attempts:
         while True:
             attempts.begin()
             try:
-                store.read_into(key, position, remaining)
+                read_into(key, position, remaining)
             except (ObjectNotFoundError, ShortObjectError) as error:
                 try:
                     _compare(store, key, end, by_read="absent" if isinstance(error, ObjectNotFoundError) else "short")
@@ -153,6 +158,7 @@ def fetch_and_verify(
     tile_bytes: int,
     expected_crc32cs: Sequence[int],
     holding: Callable[[int, int], str],
+    hedger: Hedger | None = None,
 ) -> None:
     """Fetch whole tiles, whose checksums must be `expected_crc32cs`.
 
@@ -160,7 +166,7 @@ def fetch_and_verify(
     that `find_wrong_tiles` finds, and for an object that is too short.
     """
     try:
-        fetch(store, retrier, key=key, begin=begin, views=views)
+        fetch(store, retrier, key=key, begin=begin, views=views, hedger=hedger)
         wrong = find_wrong_tiles(
             store,
             retrier,

@@ -5,21 +5,23 @@ See ``docs/design/014-concurrency-and-tails.md``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from typing_extensions import Self
 
+from cloudckpt._forks import is_forked
 from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.options import DEFAULT_CONNECTIONS
 from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import ForwardingStore, FoundPart, Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views
 from cloudckpt.stores.http_clients import CallScope
 
 _T = TypeVar("_T")
@@ -36,6 +38,7 @@ _LEAST_PEERS = 4
 _MOST_PEERS = 64
 _LEAST_ALLOWED = 2
 _ONE_IN = 20
+_WATCH_EVERY_S = 0.1
 
 
 def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
@@ -162,7 +165,7 @@ class HedgedRequest(Generic[_T]):
 class Hedger:
     """Count requests, tell `limit` how they end, and repeat stragglers, each no more than once.
 
-    `watch` looks for stragglers; the worker threads' watcher calls it again and again. A request is repeated only if
+    `watch` looks for stragglers; `watching` calls it again and again. A request is repeated only if
     its connection can be closed. The loser ends before its caller goes on, so that no loser sends from, or writes into,
     memory that its caller has released; a thread waits for a loser no longer than a new connection may take. Second
     requests hold at most `budget_bytes`. `on_hedge` is called for each second request, in the thread that watches. Safe
@@ -194,10 +197,6 @@ class Hedger:
     def num_hedges(self) -> int:
         """Requests that were made a second time."""
         return len(self._hedged)
-
-    def was_hedged(self, name: Hashable) -> bool:
-        """True if the request `name` was made a second time."""
-        return name in self._hedged
 
     def connections(self) -> int:
         """Return how many requests may be in flight now."""
@@ -249,6 +248,80 @@ class Hedger:
                 with self._lock:
                     self._num_at_once -= 1
                     self._held_bytes -= request.held_bytes
+
+    def upload_part(
+        self, store: Store, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int
+    ) -> UploadedPart:
+        """Upload a part, hedged.
+
+        Its bytes are the same both times, so it does not matter which of the two requests the store carries out last.
+        If the tokens differ all the same, `complete_multipart` asks the store which one it has.
+        """
+
+        def upload_again() -> UploadedPart:
+            return store.upload_part(key, upload_id, part, views, crc32c=crc32c)
+
+        name = _name_part(key, upload_id, part)
+        with self.request("upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again) as request:
+            return store.upload_part(key, upload_id, part, views, crc32c=crc32c)
+        return request.second_result
+
+    def read_into(self, store: Store, key: str, offset_bytes: int, views: Views) -> None:
+        """Read a range, hedged: the second request reads into memory of its own, which is copied at the end."""
+        size_bytes = num_bytes(views)
+
+        def read_again() -> memoryview:
+            content = memoryview(bytearray(size_bytes))
+            store.read_into(key, offset_bytes, [content])
+            return content
+
+        name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
+        with self.request("download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again) as request:
+            store.read_into(key, offset_bytes, views)
+            return
+        content, position = request.second_result, 0
+        for view in views:
+            view[:] = content[position : position + view.nbytes]
+            position += view.nbytes
+
+    def complete_multipart(self, store: Store, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
+        """Complete an upload, some of whose parts may have been sent twice."""
+        try:
+            store.complete_multipart(key, upload_id, parts)
+        except StoreError as error:
+            twice = [done for done in parts if _name_part(key, upload_id, done.part) in self._hedged]
+            if not twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
+                raise
+            # If the encryption's key is not ours, equal parts have different ETags, and the store may have carried out
+            # a request last that was given up.
+            try:
+                held = list(store.list_parts(key, upload_id))
+            except StoreError:  # it may not be permitted, and is not what has gone wrong
+                raise error from None
+            latest = [_with_held_token(done, held) if done in twice else done for done in parts]
+            if latest == list(parts):
+                raise
+            store.complete_multipart(key, upload_id, latest)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Call `watch` ten times a second, in a thread of its own, while the context is open."""
+        has_ended = threading.Event()
+
+        def keep_watch() -> None:
+            while not has_ended.wait(_WATCH_EVERY_S):
+                self.watch()
+
+        thread = threading.Thread(target=keep_watch, name="cloudckpt-watch", daemon=False)
+        # There may be no more threads: then nobody watches.
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            if thread.ident is not None and not is_forked():
+                thread.join()
 
     def watch(self) -> None:
         """Repeat the requests that are far slower than their peers."""
@@ -316,64 +389,6 @@ class Hedger:
             self._calm_until_s = now_s + _CALM_S
 
 
-class HedgedStore(ForwardingStore):
-    """Pass every call on to `inner`, and hedge the requests for parts and ranges.
-
-    A part's bytes are the same both times, so it does not matter which of the two requests the store carries out last.
-    If the tokens differ all the same, completion asks the store which one it has. The second request for a range reads
-    into memory of its own, which is copied once the first has ended.
-    """
-
-    def __init__(self, inner: Store, hedger: Hedger) -> None:
-        super().__init__(inner)
-        self._hedger = hedger
-
-    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
-        def upload_again() -> UploadedPart:
-            return self.inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
-
-        name = _name_part(key, upload_id, part)
-        with self._hedger.request(
-            "upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again
-        ) as request:
-            return self.inner.upload_part(key, upload_id, part, views, crc32c=crc32c)
-        return request.second_result
-
-    def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
-        size_bytes = num_bytes(views)
-
-        def read_again() -> memoryview:
-            content = memoryview(bytearray(size_bytes))
-            self.inner.read_into(key, offset_bytes, [content])
-            return content
-
-        name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
-        with self._hedger.request(
-            "download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again
-        ) as request:
-            self.inner.read_into(key, offset_bytes, views)
-            return
-        _copy(request.second_result, views)
-
-    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
-        try:
-            self.inner.complete_multipart(key, upload_id, parts)
-        except StoreError as error:
-            twice = [done for done in parts if self._hedger.was_hedged(_name_part(key, upload_id, done.part))]
-            if not twice or isinstance(error, TransientStoreError | ObjectNotFoundError):
-                raise
-            # If the encryption's key is not ours, equal parts have different ETags, and the store may have carried out
-            # a request last that was given up.
-            try:
-                held = list(self.inner.list_parts(key, upload_id))
-            except StoreError:  # it may not be permitted, and is not what has gone wrong
-                raise error from None
-            latest = [_with_held_token(done, held) if done in twice else done for done in parts]
-            if latest == list(parts):
-                raise
-            self.inner.complete_multipart(key, upload_id, latest)
-
-
 def _name_part(key: str, upload_id: str, part: Part) -> tuple[str, str, str, int]:
     return ("upload", key, upload_id, part.number)
 
@@ -384,10 +399,3 @@ def _with_held_token(done: UploadedPart, held: Sequence[FoundPart]) -> UploadedP
         if (found.number, found.size_bytes, found.crc32c) == (done.part.number, done.part.size_bytes, done.crc32c):
             return dataclasses.replace(done, token=found.token)
     return done
-
-
-def _copy(content: memoryview, views: Views) -> None:
-    position = 0
-    for view in views:
-        view[:] = content[position : position + view.nbytes]
-        position += view.nbytes

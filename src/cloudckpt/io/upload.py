@@ -12,7 +12,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from cloudckpt._workers import Workers
+from cloudckpt._workers import WorkQueue
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
 from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
@@ -75,16 +75,18 @@ class UploadSession:
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
-        self._workers = self._new_workers()
+        self._tasks = WorkQueue(hedger.connections, name="cloudckpt-upload", max_waiting=hedger.connections())
+        self._context = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._open: dict[str, _Object] = {}
-        self._given_up: list[_Object] = []
         self._num_reused_bytes = 0
         self._receipts: dict[str, ObjectReceipt] = {}
         self._started_keys: list[str] = []
 
     def __enter__(self) -> Self:
+        self._context.enter_context(self._hedger.watching())
+        self._context.enter_context(self._tasks)
         return self
 
     def __exit__(
@@ -92,7 +94,7 @@ class UploadSession:
     ) -> None:
         if error is not None:
             self._fail(error)
-        self._workers.join()
+        self._context.close()
         if self._failure is not None and not self._resumable:
             self._remove_everything()
 
@@ -123,7 +125,13 @@ class UploadSession:
         )
         with self._lock:
             self._started_keys.append(key)
-        self._send(target)
+            self._open[key] = target
+        missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
+        # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
+        for part in missing or [None]:
+            self._tasks.submit(functools.partial(self._send_part, target, part))
+            if self._failure is not None:
+                raise self._failure
 
     def _planned(self, key: str, size_bytes: int, part_bytes: int) -> list[Part] | None:
         """The parts of an upload; None for what is put whole."""
@@ -160,27 +168,9 @@ class UploadSession:
             uploaded=held.uploaded,
         )
 
-    def _send(self, target: _Object) -> None:
-        with self._lock:
-            self._open[target.key] = target
-        missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
-        # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
-        for part in missing or [None]:
-            self._workers.submit(functools.partial(self._send_part, target, part), most_for_each=2)
-            if self._failure is not None:
-                raise self._failure
-
-    def _new_workers(self) -> Workers:
-        return Workers(self._hedger.connections, name="cloudckpt-upload", watch=self._hedger.watch)
-
     def finish(self) -> list[ObjectReceipt]:
         """Wait for every object submitted, and return their receipts in the order of submission."""
-        self._workers.join()
-        if self._failure is None and self._given_up:
-            self._workers = self._new_workers()
-            for target in self._given_up:
-                self._send(self._fresh(target.key, target.body, target.parts))
-            self._workers.join()
+        self._tasks.join()
         if self._failure is not None:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
@@ -199,7 +189,7 @@ class UploadSession:
                         retrier.call(store.put, target.target_key, views, crc32c=whole)
                     else:
                         target.uploaded[part.number] = retrier.call(
-                            store.upload_part, target.target_key, upload_id, part, views, crc32c=whole
+                            self._hedger.upload_part, store, target.target_key, upload_id, part, views, crc32c=whole
                         )
                 with self._lock:
                     target.crc32cs[part.number] = values
@@ -209,18 +199,26 @@ class UploadSession:
                 self._complete(target)
         except BaseException as error:  # noqa: BLE001  # finish() raises it
             if target.num_held_bytes and isinstance(error, StoreError):
-                self._give_up(target, error)
+                self._send_anew(target, error)
             else:
                 self._fail(_explain(error))
 
-    def _give_up(self, target: _Object, error: StoreError) -> None:
-        """Mark the object to be sent again as a whole, after the others."""
-        _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
+    def _send_anew(self, target: _Object, error: StoreError) -> None:
+        """Send the whole object to its own key, in the thread of its first part that failed."""
         with self._lock:
-            if not target.is_given_up:
-                target.is_given_up = True
-                self._given_up.append(target)
-                del self._open[target.key]
+            if target.is_given_up:
+                return
+            target.is_given_up = True
+        _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
+        try:
+            fresh = self._fresh(target.key, target.body, target.parts)
+        except BaseException as failure:  # noqa: BLE001  # finish() raises it
+            self._fail(failure)
+            return
+        with self._lock:
+            self._open[target.key] = fresh
+        for part in fresh.parts:
+            self._send_part(fresh, part)
 
     def _complete(self, target: _Object) -> None:
         size_bytes = target.body.size_bytes
@@ -240,7 +238,7 @@ class UploadSession:
         assert target.upload_id is not None  # noqa: S101  # it is called for uploads alone
         parts = [target.uploaded[part.number] for part in target.parts]
         try:
-            self._store.complete_multipart(target.target_key, target.upload_id, parts)
+            self._hedger.complete_multipart(self._store, target.target_key, target.upload_id, parts)
         except ObjectNotFoundError:
             # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
             # lies there can only be ours; but if uploads are taken up, it may have been somebody else's last word.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cloudckpt import _forks
 from cloudckpt._workers import num_cores_of_rank, ranks_of_host
 from cloudckpt.errors import SaveCancelledError
-from cloudckpt.io.hedging import ConcurrencyLimit, HedgedStore, Hedger, choose_connections
+from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
 from cloudckpt.io.retry import Retrier
 from cloudckpt.io.traced import TracedStore
 from cloudckpt.options import Options
@@ -93,8 +93,7 @@ class Context:
     def store(self) -> Store:
         if self._store is None:
             store = open_store(self.location, self.options)
-            traced = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
-            self._store = HedgedStore(traced, self.hedger)
+            self._store = store if self.recorder.timeline is None else TracedStore(store, self.recorder)
         return self._store
 
     def emit(self, name: EventName, *, key: str = "", num_bytes: int = 0, error: BaseException | None = None) -> None:

@@ -190,11 +190,10 @@ class LoadJob:
                 num_threads=hedger.connections,
                 name="cloudckpt-read",
                 on_failure=stop,
-                watch=hedger.watch,
             )
 
         reads = shares.each_done(requests, read=read, receive=receive_request)
-        with contextlib.closing(arena), contextlib.closing(reads) as done:
+        with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
             self._finisher.finish_all(consumers, planner, [*requests, *shares.to_receive], done)
 
     def _fetch(self, request: RangeRead, consumers: Consumers, shares: SharedReads, arena: Arena) -> None:
@@ -215,9 +214,17 @@ class LoadJob:
                         tile_bytes=manifest.tile_bytes,
                         expected_crc32cs=self._tiles_of(request),
                         holding=lambda begin, end: consumers.names_in(request, begin, end),
+                        hedger=context.hedger,
                     )
                 else:
-                    fetch(context.store, context.retrier, key=key, begin=request.begin, views=views)
+                    fetch(
+                        context.store,
+                        context.retrier,
+                        key=key,
+                        begin=request.begin,
+                        views=views,
+                        hedger=context.hedger,
+                    )
             except ObjectNotFoundError as error:
                 names = consumers.names_in(request, request.begin, request.end)
                 raise self._explain_missing(error, names) from error

@@ -58,7 +58,8 @@ def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple
     leftovers = find_leftovers(store, Retrier(retries=3, timeout_s=100), [OLD])
     with session_of(store) as session:
         session.submit(NEW + name, Bytes(data), leftovers.get(name, []))
-        (receipt,) = session.finish()
+        session.tasks.join()
+        (receipt,) = session.receipts()
         num_reused_bytes = session.num_reused_bytes
     assert store.inner.read(receipt.key, max_bytes=1000) == data
     assert receipt.size_bytes == len(data)
@@ -240,10 +241,12 @@ def test_whoever_is_taken_over_hears_of_it(store: FaultyStore, theirs: bytes) ->
     with session_of(store) as session:
         session.submit(OLD + "0", Bytes(DATA))
         if theirs == DATA:
-            assert session.finish()[0].key == OLD + "0"
+            session.tasks.join()
+            assert session.receipts()[0].key == OLD + "0"
             return
+        session.tasks.join()
         with pytest.raises(ObjectNotFoundError):
-            session.finish()
+            session.receipts()
     assert store.inner.read(OLD + "0", max_bytes=1000) == theirs
 
 
@@ -305,7 +308,8 @@ def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
         with session_of(store) as session:
             session.submit(OLD + "1", Bytes(data_of(5)))
             session.submit(OLD + "0", Bytes(DATA))
-            session.finish()
+            session.tasks.join()
+            session.receipts()
 
     with pytest.raises(StoreError):
         fail()

@@ -96,7 +96,8 @@ def upload(store: Store, bodies: dict[str, Bytes], **settings: int) -> list[Obje
     with session_of(store, **settings) as session:
         for key, body in bodies.items():
             session.submit(key, body)
-        return session.finish()
+        session.tasks.join()
+        return session.receipts()
 
 
 def assert_nothing_left(store: FaultyStore) -> None:
@@ -137,7 +138,8 @@ def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: 
     session = session_of(store, on_part=lambda _key, _num_bytes: second_is_there.set())
     with session:
         session.submit("data/a", Overtaken(data))
-        (receipt,) = session.finish()
+        session.tasks.join()
+        (receipt,) = session.receipts()
     tiles = [data[begin : begin + TILE_BYTES] for begin in range(0, len(data), TILE_BYTES)]
     assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
 
@@ -265,7 +267,8 @@ def test_a_failure_after_the_last_submission_is_raised_at_the_end(store: FaultyS
             session.submit("data/a", Bytes(data_of(7)))
             session.submit("data/b", LateBroken(data_of(7)))
             is_submitted.set()
-            session.finish()
+            session.tasks.join()
+            session.receipts()
 
     with pytest.raises(RuntimeError, match="CUDA error"):
         save()
@@ -345,7 +348,8 @@ def test_no_more_is_prepared_than_the_queue_holds(store: FaultyStore) -> None:
                     blocked.set()  # all slots are taken; the next submission has to wait
                 session.submit(f"data/{number}", Waiting(data_of(7)))
                 submitted.append(number)
-            session.finish()
+            session.tasks.join()
+            session.receipts()
 
     thread = threading.Thread(target=save)
     thread.start()
@@ -385,6 +389,7 @@ def test_events_count_every_part_and_object_once(store: FaultyStore) -> None:
     with session:
         session.submit("data/a", Bytes(data_of(2 * PART_BYTES + 3)))
         session.submit("data/b", Bytes(data_of(5)))
-        session.finish()
+        session.tasks.join()
+        session.receipts()
     assert parts == [("data/a", PART_BYTES), ("data/a", PART_BYTES), ("data/a", 3), ("data/b", 5)]
     assert objects == [("data/a", 2 * PART_BYTES + 3), ("data/b", 5)]

@@ -249,7 +249,8 @@ class CopyJob:
                     body = CopiedBody(source, stored, self._contents[number], arena, tile_bytes=tile_bytes)
                     session.submit(keys[number], body, self._leftovers.get(keys[number], []))
                     num_told_bytes = self._tell_reused(session, num_told_bytes)
-                receipts = session.finish()
+                session.tasks.join()
+                receipts = session.receipts()
                 self._tell_reused(session, num_told_bytes)
             except BaseException:
                 source.retrier.stop()

@@ -102,7 +102,8 @@ class Files:
                 session.submit(name, body_in(arena))
 
             yield submit
-            self.written |= {receipt.key: receipt.size_bytes for receipt in session.finish()}
+            session.tasks.join()
+            self.written |= {receipt.key: receipt.size_bytes for receipt in session.receipts()}
 
     def upload_only(self, name: str, body_in: Callable[[Arena], Body], *, size_bytes: int, budget_bytes: int) -> None:
         """Upload the only file of an export. One that takes one request is created only if absent."""

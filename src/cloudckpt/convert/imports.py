@@ -250,7 +250,8 @@ def _upload_objects(
             for number, (fqns, layout) in enumerate(objects):
                 body = body_of(layout.header, fqns, layout.begins, size_bytes=layout.size_bytes)
                 session.submit(job.key(number), body, leftovers.get(job.key(number), []))
-            return session.finish()
+            session.tasks.join()
+            return session.receipts()
         except BaseException:
             source.stop()
             raise

@@ -19,7 +19,7 @@ from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.download import measure
 from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
-from cloudckpt.io.retry import Retrier
+from cloudckpt.io.retry import Attempts, Retrier
 from cloudckpt.stores.base import Limits, Part, Store, UploadedPart, Views
 from cloudckpt.telemetry.recorder import Recorder, now_ns
 
@@ -75,7 +75,7 @@ class UploadSession:
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
-        self._tasks = WorkQueue(hedger.connections, name="cloudckpt-upload", max_waiting=hedger.connections())
+        self.tasks = WorkQueue(hedger.connections, name="cloudckpt-upload", max_waiting=hedger.connections())
         self._context = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -86,7 +86,7 @@ class UploadSession:
 
     def __enter__(self) -> Self:
         self._context.enter_context(self._hedger.watching())
-        self._context.enter_context(self._tasks)
+        self._context.enter_context(self.tasks)
         return self
 
     def __exit__(
@@ -109,7 +109,7 @@ class UploadSession:
         """Upload `body` to the fresh key `key`; returns once its last part has found a place in the queue.
 
         Its parts are of `part_bytes`, if that is given. What is there of it already, in `leftovers`, is used instead,
-        and its receipt names another key then. Raises the session's first failure, as does `finish`.
+        and its receipt names another key then. Raises the session's first failure, as does `receipts`.
         """
         parts = self._planned(key, body.size_bytes, part_bytes or self._part_bytes)
         finished = self._resumption.finished(body, leftovers)
@@ -129,7 +129,7 @@ class UploadSession:
         missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
         # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
         for part in missing or [None]:
-            self._tasks.submit(functools.partial(self._send_part, target, part))
+            self.tasks.submit(functools.partial(self._send_part, target, part))
             if self._failure is not None:
                 raise self._failure
 
@@ -168,9 +168,8 @@ class UploadSession:
             uploaded=held.uploaded,
         )
 
-    def finish(self) -> list[ObjectReceipt]:
-        """Wait for every object submitted, and return their receipts in the order of submission."""
-        self._tasks.join()
+    def receipts(self) -> list[ObjectReceipt]:
+        """Return the receipts of all objects in the order of submission, after ``tasks.join()``."""
         if self._failure is not None:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
@@ -182,22 +181,32 @@ class UploadSession:
             return
         try:
             if part is not None:
-                with open_part(
-                    target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=retrier.recorder
-                ) as (views, values, whole):
-                    if upload_id is None:
-                        retrier.call(store.put, target.target_key, views, crc32c=whole)
-                    else:
-                        target.uploaded[part.number] = retrier.call(
-                            self._hedger.upload_part, store, target.target_key, upload_id, part, views, crc32c=whole
-                        )
+                with (
+                    open_part(
+                        target.body, part, key=target.target_key, tile_bytes=self._tile_bytes, recorder=retrier.recorder
+                    ) as (views, values, whole),
+                    Attempts(retrier) as attempts,
+                ):
+                    while True:
+                        attempts.begin()
+                        try:
+                            if upload_id is None:
+                                store.put(target.target_key, views, crc32c=whole)
+                            else:
+                                target.uploaded[part.number] = self._hedger.upload_part(
+                                    store, target.target_key, upload_id, part, views, crc32c=whole
+                                )
+                            break
+                        except Exception as error:
+                            if not attempts.wait_after(error):
+                                raise
                 with self._lock:
                     target.crc32cs[part.number] = values
                     is_last = len(target.crc32cs) == len(target.parts)
                 self._on_part(target.target_key, part.size_bytes)
             if part is None or is_last:
                 self._complete(target)
-        except BaseException as error:  # noqa: BLE001  # finish() raises it
+        except BaseException as error:  # noqa: BLE001  # receipts() raises it
             if target.num_held_bytes and isinstance(error, StoreError):
                 self._send_anew(target, error)
             else:
@@ -212,7 +221,7 @@ class UploadSession:
         _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)
         try:
             fresh = self._fresh(target.key, target.body, target.parts)
-        except BaseException as failure:  # noqa: BLE001  # finish() raises it
+        except BaseException as failure:  # noqa: BLE001  # receipts() raises it
             self._fail(failure)
             return
         with self._lock:

@@ -240,7 +240,8 @@ class SaveJob:
                 are_copied = 2 * body.copied_bytes > body.size_bytes
                 part_bytes = part_bytes_of(context, sum(sizes_bytes), are_copied=are_copied)
                 session.submit(key, body, found, part_bytes=part_bytes)
-            objects = session.finish()
+            session.tasks.join()
+            objects = session.receipts()
         self._written_keys = [receipt.key for receipt in objects]
         self.report = SaveReport(
             uri=context.uri,

@@ -73,11 +73,9 @@ servers: $(SERVERS_INSTALLED) ## Install the servers that `make integration` and
 integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3 $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3,rgw,ministack,fake-gcs $(INTEGRATION_ARGS)
+	$(BIN)/python -m pytest tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/cli -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e -m "not faults" --places ministack $(INTEGRATION_ARGS)
-	$(BIN)/python -m pytest tests/e2e -m "not faults" --places fake-gcs $(INTEGRATION_ARGS)
 
 soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 soak: $(INSTALLED) servers ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.

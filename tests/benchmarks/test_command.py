@@ -11,7 +11,7 @@ import pytest
 from benchmarks.payloads import KIB, uniform
 from benchmarks.sweeps import Cell, Sweep
 
-from benchmarks import command, runner, sweeps
+from benchmarks import command, runner
 from cloudckpt.testing.servers import clean_environment, moto_server
 
 SMALL = uniform(2, 64 * KIB)
@@ -98,20 +98,6 @@ def test_an_interrupt_keeps_what_was_measured(sweep, tmp_path, monkeypatch, numb
     assert [len(cell["samples"]) for cell in document["cells"]] == [3, 3]
 
 
-def test_one_that_fails_does_not_end_the_others(sweep, tmp_path):
-    """A rival that breaks would take the figures of all others with it, or pass for one that was measured."""
-    sweep(
-        Cell(payload=SMALL, server="path", wire="none", systems=("cloudckpt-path", "filesystem")),
-        Cell(payload=SMALL, server="fasts3", systems=("cloudckpt",)),
-    )
-    status, document = run(tmp_path, "--option", "retries=-1")
-    assert status == 1
-    failed = {(cell["server"], cell["system"], cell["verb"]): cell["failed"] for cell in document["cells"]}
-    assert "retries must be at least 0" in failed["path", "cloudckpt-path", "save"]
-    assert failed["path", "filesystem", "save"] is failed["path", "filesystem", "load"] is None
-    assert failed["fasts3", "cloudckpt", "save"].startswith("fasts3 is not there")
-
-
 @pytest.fixture
 def bucket(monkeypatch):
     """A client of a server of the user's, whose bucket ``theirs`` has an object in it."""
@@ -137,21 +123,6 @@ def test_a_given_bucket_is_left_as_it_was(sweep, tmp_path, bucket):
     assert "Uploads" not in bucket.list_multipart_uploads(Bucket="theirs")
 
 
-def test_a_given_path(sweep, tmp_path):
-    """`--uri /mnt/disk` would measure the memory, or look for a bucket of that name."""
-    sweep(
-        Cell(payload=SMALL),
-        Cell(payload=SMALL, server="path", wire="none", systems=("filesystem",)),
-    )
-    place = tmp_path / "disk"
-    place.mkdir()
-    status, document = run(tmp_path, "--uri", str(place))
-    assert status == 0
-    assert {cell["server"] for cell in document["cells"]} == {"path"}
-    assert str(place) not in str(document)  # results are for others to see
-    assert list(place.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -169,13 +140,3 @@ def test_bad_arguments(arguments, message, capsys):
         command.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_list(capsys):
-    """A user could not find out what there is to measure without measuring it."""
-    assert command.main(["--sweep", "bars", "--list", "--cells", "tls"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in sweeps.SWEEPS)
-    assert "64x32MiB/save+load/fasts3/tls/1" in listed
-    assert "20000x64KiB" not in listed
-    assert sweeps.SWEEPS["bars"].repetitions >= 5

@@ -49,32 +49,6 @@ def test_peak_sees_what_is_still_held(kind):
     assert BLOCK_BYTES - SLACK_BYTES <= extra_bytes <= BLOCK_BYTES + SLACK_BYTES
 
 
-@needs_proc
-def test_peak_leaves_out_what_was_resident_before():
-    """The tensors themselves, or an earlier and higher peak, would count as extra memory."""
-    touch_and_free()
-    with mmap.mmap(-1, BLOCK_BYTES) as block:
-        for offset in range(0, BLOCK_BYTES, mmap.PAGESIZE):
-            block[offset] = 1
-        usage, _ = measure.measured(lambda: None)
-    assert usage.peak_method == "VmHWM"
-    assert usage.extra_peak_bytes < SLACK_BYTES
-
-
-def test_peak_falls_back_where_the_kernel_refuses(monkeypatch):
-    """A sandbox that forbids `clear_refs` would end the benchmark instead of costing some precision."""
-
-    class Refused:
-        def __init__(self):
-            raise PermissionError("clear_refs")
-
-    monkeypatch.setattr(measure, "HighWaterPeak", Refused)
-    monkeypatch.setattr(measure, "SampledPeak", Refused)
-    usage, _ = measure.measured(lambda: None)
-    assert usage.peak_method == "unavailable"
-    assert usage.extra_peak_bytes is None
-
-
 def test_cpu_seconds_count_work_and_not_waiting():
     """Client CPU seconds would say how long an operation took, not what it cost."""
 
@@ -86,12 +60,6 @@ def test_cpu_seconds_count_work_and_not_waiting():
     usage, _ = measure.measured(burn)
     assert usage.cpu_s >= 0.19
     assert usage.wall_s >= 0.19
-
-
-def test_measured_lets_errors_through():
-    """A failed save would be reported as a very fast one."""
-    with pytest.raises(ZeroDivisionError):
-        measure.measured(lambda: 1 / 0)
 
 
 def test_children_that_still_run_count():

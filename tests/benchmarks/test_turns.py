@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from benchmarks.fleet import Measured
 from benchmarks.measure import Usage
 from benchmarks.outcomes import Outcome
 from benchmarks.payloads import KIB, uniform
 from benchmarks.sweeps import Cell
-from benchmarks.turns import rotated, turn
+from benchmarks.turns import turn
 
 SMALL = uniform(8, 64 * KIB)
 
@@ -67,12 +66,6 @@ def take(verbs, *, repetition=1, store=None):
     return samples, ranks.commands, store
 
 
-def test_rotated():
-    """One system would always run first, in the state that the reset server leaves."""
-    assert [rotated("abc", number) for number in range(4)] == [list("abc"), list("bca"), list("cab"), list("abc")]
-    assert rotated([], 3) == []
-
-
 def test_the_warm_up_is_compared_to_the_bit():
     """A load would be timed with tensors that hold the right values already, or wrong values count as a fast load."""
     samples, commands, store = take(("save", "load"), repetition=0)
@@ -83,51 +76,9 @@ def test_the_warm_up_is_compared_to_the_bit():
     assert store.num_cleared == 1
 
 
-def test_later_turns_are_not_compared():
-    """Each turn would take the time of a comparison more; the first one has shown that the system works."""
-    _, commands, _ = take(("save", "load"))
-    assert "verify" not in commands
-    assert "zero" in commands
-
-
-def test_what_is_not_wanted_is_not_counted():
-    """A cell of loads would show saves, or a load find nothing there."""
-    samples, commands, _ = take(("load",))
-    assert list(samples) == ["load"]
-    assert [command[0] for command in commands if isinstance(command, tuple)] == ["save", "load"]
-
-
-def test_a_save_in_the_background_has_an_address_of_its_own():
-    """It would find the checkpoint of the save before it, and fail."""
-    samples, commands, store = take(("save", "async_blocking"))
-    assert samples["async_blocking"].blocking_s == 0.3
-    assert [command[1] for command in commands if isinstance(command, tuple)] == [
-        "s3://bucket/cloudckpt-1",
-        "s3://bucket/cloudckpt-2",
-    ]
-    assert store.num_cleared == 2
-
-
-@pytest.mark.parametrize(
-    ("verb", "layouts"), [("shared_load", ["replicated"]), ("resharded_load", ["sharded", "part"])]
-)
-def test_loads_that_want_something_else_than_was_saved(verb, layouts):
-    """All tensors would be loaded where a part is wanted, or each rank a part where all want all."""
-    samples, commands, _ = take((verb,), repetition=0)
-    assert [command for command in commands if command in ("sharded", "replicated", "part")] == layouts
-    assert commands[-3:] == [(verb, "s3://bucket/cloudckpt-1"), "verify", "release"]
-    assert list(samples) == [verb]
-
-
 def test_ranks_are_put_together():
     """A save would be as fast as its fastest rank, or cost the CPU seconds of one."""
     samples, _, _ = take(("save", "load"), store=NotingStore(counts=False))
     save, load = samples["save"], samples["load"]
     assert (save.wall_s, save.cpu_s, save.peak_bytes, save.blocking_s) == (2.0, 0.75, 30, 0.3)
     assert load.num_bytes_read == 7
-
-
-def test_the_servers_own_count_is_taken_where_there_is_one():
-    """What a system says of itself would be believed although the server knows better."""
-    samples, _, _ = take(("save", "load"))
-    assert samples["load"].num_bytes_read == 100

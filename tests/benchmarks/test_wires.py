@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import ssl
-import time
 
 import boto3
 import botocore.exceptions
@@ -12,7 +11,7 @@ import pytest
 from benchmarks.certificates import make_certificates
 from benchmarks.limits import Limit
 from benchmarks.outcomes import Settings
-from benchmarks.payloads import KIB, MIB, Payload, Tensors
+from benchmarks.payloads import KIB, Payload, Tensors
 from benchmarks.state import State
 
 from benchmarks import servers, wires
@@ -62,18 +61,6 @@ def test_bare_sockets_move_all_the_bytes(moto):
     assert_goes_there_and_back(limit_at(moto.endpoint_url), f"{moto.uri}/limit")
 
 
-def test_a_refusal_is_no_limit(moto):
-    """A server that takes nothing would make the fastest limit."""
-    state = State(PAYLOAD, "sharded", None)
-    with pytest.raises(ConnectionError, match="404"):
-        limit_at(moto.endpoint_url).load(state.state_dict, f"{moto.uri}/absent")
-
-
-def test_one_write_and_one_read(tmp_path):
-    """The limit of a path would be that of moving fewer bytes, or others."""
-    assert_goes_there_and_back(limit_at(None), str(tmp_path / "limit"))
-
-
 @needs_haproxy
 def test_tls_is_checked_with_the_runs_own_authority(moto, certificates):
     """Clients would be measured without checking certificates, or in clear text."""
@@ -94,24 +81,3 @@ def test_tls_is_checked_with_the_runs_own_authority(moto, certificates):
         with pytest.raises(botocore.exceptions.ClientError, match="404"):
             client.head_object(Bucket=servers.BUCKET, Key="absent")
         client.close()
-
-
-def test_a_slow_line_takes_its_time(moto):
-    """The slow cell would be as fast as the others: its limit and what is held to it would say nothing."""
-    num_bytes, latency_s, bytes_per_s = MIB, 0.1, 4e6
-    with wires.slow(moto.endpoint_url, latency_s=latency_s, bytes_per_s=bytes_per_s) as url:
-        payload = Payload(name="p", tensors=(Tensors(name="w", count=1, shape=(num_bytes // 4,)),))
-        state = State(payload, "sharded", None)
-        state.fill()
-        for exchange in (limit_at(url).save, limit_at(url).load):
-            started_s = time.monotonic()
-            exchange(state.state_dict, f"{moto.uri}/slow")
-            # The last piece need not be waited for.
-            assert time.monotonic() - started_s >= latency_s + 0.8 * num_bytes / bytes_per_s
-        state.verify()
-
-
-def test_what_is_tls_already_gets_no_other_wire(certificates):
-    """A run on a user's bucket would measure something else than it says."""
-    with pytest.raises(ValueError, match="plain http"), wires.tls("https://s3.example.org", certificates):
-        pass

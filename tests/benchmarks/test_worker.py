@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from benchmarks.fleet import Fleet, NotInstalledError, WorkerFailedError
+from benchmarks.fleet import Fleet, WorkerFailedError
 from benchmarks.outcomes import Settings
-from benchmarks.payloads import KIB, MIB, Payload, Tensors, uniform
+from benchmarks.payloads import KIB, Payload, Tensors, uniform
 from benchmarks.state import State
 from benchmarks.worker import Worker, WorkerSpec
 
@@ -30,11 +30,6 @@ def spec(system="filesystem", *, num_ranks=1, rank=0, rendezvous_path=""):
     return WorkerSpec(system=system, rank=rank, num_ranks=num_ranks, rendezvous_path=rendezvous_path, timeout_s=60)
 
 
-def test_spec_survives_the_command_line():
-    """A worker would measure something else than its parent asked for."""
-    assert WorkerSpec.from_json(spec().to_json()) == spec()
-
-
 def test_verify_finds_a_single_flipped_bit():
     """A system that loads wrong values would be compared as if it worked."""
     state = State(PAYLOAD, "sharded", None)
@@ -43,28 +38,6 @@ def test_verify_finds_a_single_flipped_bit():
     state.state_dict["weight.1"].view(dtype=torch.int32)[3, 7] ^= 1
     with pytest.raises(ValueError, match=r"1 tensors hold other values than were saved, the first is weight\.1"):
         state.verify()
-
-
-def test_verify_looks_behind_the_first_block():
-    """Of a large tensor only the beginning would be compared."""
-    state = State(uniform(1, 33 * MIB), "sharded", None)
-    state.fill()
-    state.verify()
-    state.state_dict["weight.0"].view(dtype=torch.int32)[-1, -1] ^= 1
-    with pytest.raises(ValueError, match=r"weight\.0"):
-        state.verify()
-
-
-def test_tensors_differ_and_are_finite():
-    """A store or a client could gain from equal tensors, or stumble over NaN where memory is compared as floats."""
-    state = State(PAYLOAD, "sharded", None)
-    state.fill()
-    tensors = list(state.state_dict.values())
-    assert state.num_bytes == PAYLOAD.num_bytes
-    assert not tensors[0].equal(tensors[1])
-    assert not tensors[4].equal(tensors[5])
-    assert all(tensor.isfinite().all() for tensor in tensors)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -136,15 +109,3 @@ def test_dead_worker_is_told(fleets):
     fleet._ranks[0]._process.kill()
     with pytest.raises(WorkerFailedError, match="filesystem rank 0 has died"):
         fleet.prepare(PAYLOAD, "sharded")
-
-
-def test_absent_library_is_told_apart(fleets, monkeypatch):
-    """A rival that is not installed would look like one that fails."""
-    monkeypatch.setenv("PYTHONNOUSERSITE", "1")
-    try:
-        import s3fs  # noqa: F401, PLC0415
-    except ImportError:
-        with pytest.raises(NotInstalledError, match="s3fs"):
-            fleets(spec("s3fs")).versions()
-    else:
-        assert "s3fs" in fleets(spec("s3fs")).versions()

@@ -6,17 +6,11 @@ That its links lead somewhere, `make docs` sees.
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
-from tests.docs.markdown import snippets_of
 from tests.docs.tables import ROOT
 
 import cloudckpt
 from cloudckpt import errors, types
-from cloudckpt.testing.servers import S3Server
 
 DOCS = ROOT / "docs"
 
@@ -44,23 +38,3 @@ def test_the_navigation_has_every_document() -> None:
     documents = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     listed = set(re.findall(r"- (?:\w+: )?(\S+\.md)$", navigation, re.MULTILINE))
     assert {name for name in documents if not re.match(r"design/\d", name)} <= listed
-
-
-def test_the_quickstart_can_be_walked(tmp_path: Path, s3_bucket: S3Server) -> None:
-    """If this fails, a new user comes to a step for which something is missing that is not written there."""
-    assert s3_bucket.endpoint_url
-    snippets = snippets_of(DOCS / "quickstart.md")
-    program = tmp_path / "walk.py"
-    program.write_text("\n".join(snippet.text for snippet in snippets if snippet.language == "python"))
-    commands = [
-        shlex.split(line)[1:]
-        for snippet in snippets
-        if snippet.language == "sh"
-        for line in snippet.text.splitlines()
-        if line.startswith("cloudckpt ")
-    ]
-    assert len(commands) >= 3
-    walk = [[sys.executable, str(program)], *([sys.executable, "-m", "cloudckpt", *words] for words in commands)]
-    for command in walk:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, (command, done.stdout, done.stderr)

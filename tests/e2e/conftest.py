@@ -1,8 +1,9 @@
 """Fixtures of the end-to-end tests: places on the stores that ``--places`` names.
 
-A test that asks for `place` runs on each of them, one that asks for `bucket` on each that is an object store. One that
-asks for `local` or `s3` is tied to that place, by what it does to it, and one that asks for none counts as local: they
-run where their place is among the chosen. So ``--places rgw`` runs what can run on a Ceph RADOS Gateway, there alone.
+A test that asks for `place` and is marked ``every_store`` runs on each of them, one that asks for `bucket` on each that
+is an object store. All others prove what does not depend on the store: one that asks for `s3` runs where that is among
+the chosen, and the rest on a directory, where ``local`` is. So ``--places rgw`` runs what a Ceph RADOS Gateway could
+break, there alone.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def _chosen(config: pytest.Config) -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each place in turn."""
+    """Run on each chosen place what is marked so, and the rest on a directory."""
     names = _chosen(metafunc.config)
     if "place" in metafunc.fixturenames:
-        metafunc.parametrize("place", names, indirect=True)
+        is_marked = metafunc.definition.get_closest_marker("every_store") is not None
+        metafunc.parametrize("place", names if is_marked else ["local"], indirect=True)
     if "bucket" in metafunc.fixturenames:
         # Of none, pytest would make a skipped test; one on a place that is not chosen is left out below.
         metafunc.parametrize("bucket", [name for name in names if name != "local"] or ["s3"], indirect=True)

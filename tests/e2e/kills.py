@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -104,47 +103,32 @@ class Kill:
         return "old" if self.overwrite else None
 
 
-def kills_of(steps: Iterable[str] = tuple(STEPS)) -> list[Kill]:
-    """Each of `steps`, whoever can die there, fresh and overwriting, in the foreground and in a thread.
-
-    Each on as many ranks as comes next of 2, 3 and 4.
-    """
-    kills = []
-    world_sizes = itertools.cycle([2, 3, 4])
-    for name in steps:
-        step = STEPS[name]
-        for who, overwrite, how in itertools.product(get_args(Who), (False, True), ("save", "thread")):
-            if (step.of_coordinator and who == "another rank") or (step.of_overwrite and not overwrite):
-                continue
-            kill = Kill(step=name, who=who, how=how, overwrite=overwrite, world_size=next(world_sizes))
-            kills += [kill] if who == "all ranks" else [kill, dataclasses.replace(kill, others="wait")]
-    return kills
+def _kills_at(name: str, world_sizes: Iterator[int]) -> list[Kill]:
+    """Return each way to die at a step, of which nobody learns but by waiting: each on as many ranks as comes next."""
+    step = STEPS[name]
+    return [
+        Kill(step=name, who=who, how=how, overwrite=overwrite, world_size=next(world_sizes))
+        for who, overwrite, how in itertools.product(get_args(Who), (False, True), ("save", "thread"))
+        if not (step.of_coordinator and who == "another rank") and (overwrite or not step.of_overwrite)
+    ]
 
 
-def covering(kills: Sequence[Kill], *, num_together: int) -> list[Kill]:
-    """As few of `kills` as a greedy choice finds, so that whatever `num_together` traits meet in one of all these meet
-    in one of those: with 1 every step and every who, with 2 every step with every who, and so on.
-    """
-    chosen: list[Kill] = []
-    missing = {together for kill in kills for together in _together(kill, num_together)}
-    while missing:
-        best = max(kills, key=lambda kill: len(missing & _together(kill, num_together)))
-        chosen.append(best)
-        missing -= _together(best, num_together)
-    return sorted(chosen, key=kills.index)
+_world_sizes = itertools.cycle([2, 3, 4])
+_BY_STEP = {name: _kills_at(name, _world_sizes) for name in STEPS}
 
+ALL_KILLS = [kill for kills in _BY_STEP.values() for kill in kills]
 
-def _together(kill: Kill, num_together: int) -> set[tuple[tuple[str, object], ...]]:
-    traits = [("step", kill.step), ("who", kill.who), ("how", kill.how), ("overwrite", kill.overwrite)]
-    if kill.who != "all ranks":  # or there are no others
-        traits.append(("others", kill.others))
-    return set(itertools.combinations(traits, num_together))
+KILL_AT_EACH_STEP = [kills[5 * number % len(kills)] for number, kills in enumerate(_BY_STEP.values())]
+"""Each step once; who dies, how and over what changes from step to step."""
 
-
-ALL_KILLS = kills_of()
-
-QUICK_KILLS = [kill for kill in ALL_KILLS if kill.others == "end"]
-"""Those in which nobody waits for the dead."""
+KILLS_ON_A_STORE = [
+    Kill(step="middle part", who="another rank", world_size=3),
+    Kill(step="complete carried out", how="thread", overwrite=True),
+    Kill(step="before the manifest", who="all ranks"),
+    Kill(step="manifest put carried out", overwrite=True),
+    Kill(step="between manifests and data", how="thread", overwrite=True, who="all ranks"),
+]
+"""One for each state in which a store can be left."""
 
 WAITING_KILLS = [
     Kill(step="middle part", who="another rank", world_size=3, others="wait"),

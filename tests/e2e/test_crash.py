@@ -1,7 +1,6 @@
 """Ranks are killed at a step of a save: what is there afterwards is one whole checkpoint, or none.
 
-``CLOUDCKPT_KILLS=all`` runs the whole matrix, on a path and on moto; without it, each step with each who, each how and
-fresh or overwriting on a path, and each step on moto. On other servers: ``tests/integration/test_kills.py``.
+``CLOUDCKPT_KILLS=all`` runs the whole matrix on a path. On other servers: ``tests/integration/test_kills.py``.
 """
 
 from __future__ import annotations
@@ -12,25 +11,17 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.killing import check
-from tests.e2e.kills import (
-    ALL_KILLS,
-    KILLS_IN_A_PROCESS,
-    QUICK_KILLS,
-    WAITING_KILLS,
-    Kill,
-    covering,
-)
+from tests.e2e.kills import ALL_KILLS, KILL_AT_EACH_STEP, KILLS_IN_A_PROCESS, KILLS_ON_A_STORE, WAITING_KILLS, Kill
 from tests.e2e.places import BucketPlace, LocalPlace
 from tests.tried import Tried
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
 RUNS_ALL = os.environ.get("CLOUDCKPT_KILLS") == "all"
-ON_A_PATH = [*covering(QUICK_KILLS, num_together=2), *WAITING_KILLS, KILLS_IN_A_PROCESS[0]]
-ON_MOTO = covering(QUICK_KILLS, num_together=1)
+KILLS = [*(ALL_KILLS if RUNS_ALL else KILL_AT_EACH_STEP), *WAITING_KILLS, *(KILLS_IN_A_PROCESS if RUNS_ALL else KILLS_IN_A_PROCESS[:1])]
 
 
-@pytest.mark.parametrize("kill", [*ALL_KILLS, *KILLS_IN_A_PROCESS] if RUNS_ALL else ON_A_PATH, ids=str)
+@pytest.mark.parametrize("kill", KILLS, ids=str)
 def test_a_save_to_a_path_that_dies_leaves_one_whole_checkpoint_or_none(
     local: LocalPlace, tmp_path: Path, kill: Kill, tried: Tried
 ) -> None:
@@ -41,7 +32,7 @@ def test_a_save_to_a_path_that_dies_leaves_one_whole_checkpoint_or_none(
     tried("kills")
 
 
-@pytest.mark.parametrize("kill", [*ALL_KILLS, *KILLS_IN_A_PROCESS] if RUNS_ALL else ON_MOTO, ids=str)
+@pytest.mark.parametrize("kill", KILLS_ON_A_STORE, ids=str)
 def test_a_save_to_a_bucket_that_dies_leaves_one_whole_checkpoint_or_none(
     on_server: Callable[[str], BucketPlace], tmp_path: Path, kill: Kill, tried: Tried
 ) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from tests.e2e.places import LocalPlace, Place
+from tests.e2e.places import Place
 from tests.extensions.ciphers import Xor
-from tests.extensions.tried import Noting, Salted
+from tests.extensions.tried import Noting
 
 import cloudckpt
 from cloudckpt import Options, Zstandard
@@ -91,44 +89,6 @@ def test_without_the_extension_it_is_verified_copied_and_not_loaded(place: Place
         cloudckpt.errors.UnsupportedFormatError, match=r"'tests.xor/1'.*with the extension in the options"
     ):
         cloudckpt.compare(source, target)
-
-
-def test_with_it_they_are_compared_and_exported(place: Place, tmp_path: Path) -> None:
-    """If this fails, a compressed checkpoint is a dead end: its tensors can neither be compared nor taken elsewhere."""
-    first, second = place.uri("first"), place.uri("second")
-    options = Options(extensions=[Zstandard(), Xor(KEY)], **SMALL)
-    for uri, fill in ((first, 2.0), (second, 3.0)):
-        cloudckpt.save(state_of(fill), uri, no_dist=True, options=options)
-    found = cloudckpt.compare(first, second, options=options)
-    assert {one.name for one in found.differences} == {"weight", "tied", "noise", "half", "step"}
-    cloudckpt.export_checkpoint(first, tmp_path / "out", skip_non_tensors=True, options=options)
-    (path,) = (tmp_path / "out").glob("*.safetensors")
-    exported = load_file(path)
-    assert torch.equal(exported["noise"], state_of(2.0)["noise"])
-    assert torch.equal(exported["weight"], state_of(2.0)["weight"])
-
-
-class Killed(Exception):  # noqa: N818  # the process is gone, as far as the save is concerned
-    """As a kill would."""
-
-
-@pytest.mark.parametrize("extension", [Zstandard(), Salted(0)], ids=["zstd", "salted"])
-def test_a_killed_save_goes_on(local: LocalPlace, extension: Any) -> None:
-    """If this fails, a resumed save mixes what two runs of an extension gave for one object."""
-
-    def die(event: cloudckpt.Event) -> None:
-        if event.name == "save.committing":
-            raise Killed
-
-    options = {**SMALL, "resume": True, "connections": 1, "extensions": [extension]}
-    with pytest.raises(dcp.api.CheckpointException, match="Killed"):
-        cloudckpt.save(state_of(2.0), local.uri(), no_dist=True, options=Options(on_event=die, **options))
-    saved = cloudckpt.save(state_of(2.0), local.uri(), no_dist=True, options=Options(**options))
-    assert saved.report is not None
-    if isinstance(extension, Zstandard):
-        assert saved.report.num_reused_bytes > 0
-    assert_is(loaded(local.uri(), extension), 2.0)
-    cloudckpt.verify(local.uri())
 
 
 def test_a_value_goes_through_as_well(place: Place) -> None:

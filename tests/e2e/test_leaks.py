@@ -26,13 +26,6 @@ def moto(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 @pytest.mark.multirank
-def test_repeated_saves_and_loads_leave_nothing_on_a_path(local: LocalPlace) -> None:
-    """If this fails, a long job runs out of memory, threads or descriptors for its checkpoints' sake."""
-    (growth,) = run_ranks(growth_of_rounds, local.uri(), 50, world_size=1)
-    check_growth(growth, most_rss_bytes=16 * MIB)
-
-
-@pytest.mark.multirank
 def test_repeated_saves_and_loads_leave_nothing_on_s3(moto: S3Server) -> None:
     """If this fails, it does so where connections are kept."""
     (growth,) = run_ranks(growth_of_rounds, "s3://bucket/run", 20, world_size=1)

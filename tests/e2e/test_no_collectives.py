@@ -46,30 +46,13 @@ def save_without_collectives(root: str) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_each_rank_loads_back_its_own(place: Place, num_ranks: int) -> None:
+def test_each_rank_loads_back_its_own(place: Place) -> None:
     """If this fails, ranks write to one key, and one loads another's values without an error."""
-    run_ranks(save_without_collectives, place.root, world_size=num_ranks)
+    run_ranks(save_without_collectives, place.root, world_size=2)
 
 
 def save_parts(uri: str) -> None:
     cloudckpt.save(values(dist.get_rank()), uri, use_collectives=False)
-
-
-def load_on_more_ranks(uri: str) -> None:
-    rank = dist.get_rank()
-    state = {key: torch.zeros_like(tensor) for key, tensor in values(rank).items()}
-    with pytest.raises(CheckpointException) as caught:
-        cloudckpt.load(state, uri)
-    assert sorted(caught.value.failures) == [1]
-    assert_same(state["x"], torch.zeros(10))
-
-
-@pytest.mark.multirank
-def test_a_rank_without_a_part_is_told(place: Place) -> None:
-    """If this fails, a rank that has no part of its own gets another's, or the others wait for it for ever."""
-    run_ranks(save_parts, place.uri(), world_size=1)
-    run_ranks(load_on_more_ranks, place.uri(), world_size=2)
 
 
 @pytest.mark.multirank

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt import Event, Options
 from cloudckpt.background import process
-from cloudckpt.commit import commit_time
 from cloudckpt.errors import InvalidOptionError, UnsupportedValueError
 
 pytestmark = pytest.mark.multirank
@@ -157,21 +156,6 @@ def fail_and_go_on(root: str) -> None:
 def test_a_failure_on_one_rank_reaches_all(bucket: Place) -> None:
     """If this fails, a save by process that fails on one rank hangs the others, or loses the cause."""
     run_ranks(fail_and_go_on, bucket.root, world_size=2)
-
-
-def save_late(root: str, ahead_ns: int) -> None:
-    """On one rank, whose clock went back after it had restored a newer step."""
-    commit_time.note_commit_time_ns(ahead_ns)
-    save_by_process({"w": torch.ones(3)}, f"{root}/a").result(WAIT_S)
-    newest = cloudckpt.latest(root)
-    assert newest is not None
-    assert newest.committed_at > commit_time.datetime_of(ahead_ns)
-    cloudckpt.close()
-
-
-def test_the_process_commits_later_than_all_that_this_one_knows(tmp_path: Path) -> None:
-    """If this fails, a save by process is older than the step that the job restored, where a clock went back."""
-    run_ranks(save_late, str(tmp_path), time.time_ns() + 60 * 10**9, world_size=1)
 
 
 def be_refused(root: str) -> None:

@@ -15,11 +15,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
 from tests.e2e.test_waiting import ranks
-from tests.resources import held, python_threads
 from tests.wrapped import FaultyStore
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -101,22 +97,6 @@ def save(uri: str) -> None:
     cloudckpt.save(values(), uri)
 
 
-def load_from_a_copy(root: str) -> int:
-    watched, state = Watched(), values(0.0)
-    cloudckpt.load(state, f"{root}/copy-{dist.get_rank()}", options=cloudckpt.Options(wrap_store=watched))
-    assert_same(state, values())
-    return watched.count("read", "manifest")
-
-
-def test_ranks_that_load_from_copies_read_their_own(place: Place) -> None:
-    """If this fails, a rank fills its tensors from another place than it was told."""
-    run_ranks(save, place.uri("original"), world_size=2)
-    for key in place.keys():  # noqa: SIM118  # no dict
-        for rank in range(2):
-            place.write(key.replace("original", f"copy-{rank}"), place.read(key))
-    assert run_ranks(load_from_a_copy, place.root, world_size=2) == [1, 1]
-
-
 # --- The bytes
 
 
@@ -167,28 +147,17 @@ def load_model(uri: str, settings: dict[str, Any]) -> tuple[int, int, int]:
     return report.num_bytes_wanted, report.num_bytes_read, report.num_bytes_received
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_what_several_ranks_want_is_read_once(place: Place, num_ranks: int, verify: bool) -> None:  # noqa: FBT001  # pytest's
+def test_what_several_ranks_want_is_read_once(place: Place) -> None:
     """If this fails, every replica fetches the whole model from the store, or some rank gets other bytes than saved."""
+    num_ranks = 3
     run_ranks(save_model, place.uri(), world_size=num_ranks)
-    told = run_ranks(load_model, place.uri(), {"verify": verify}, world_size=num_ranks)
+    told = run_ranks(load_model, place.uri(), {}, world_size=num_ranks)
     num_unique = 4 * (1_000_000 + 60_000 + 99_000 + num_ranks * 10_000) + 2 * 5001
     assert sum(read for _, read, _ in told) <= 1.1 * num_unique
     for wanted, read, received in told:
         assert read + received >= wanted
         assert read <= 1.3 * num_unique / num_ranks  # none reads what is for all
         assert received > 0.9 * (wanted - read)
-
-
-@pytest.mark.parametrize("settings", [{"share_reads": "never"}, {"share_reads": "auto"}], ids=str)
-@pytest.mark.slow
-def test_ranks_share_only_where_it_pays_or_is_asked_for(place: Place, settings: dict[str, Any]) -> None:
-    """If this fails, small loads wait for each other, or an option is not listened to."""
-    run_ranks(save_model, place.uri(), world_size=2)
-    for wanted, read, received in run_ranks(load_model, place.uri(), settings, world_size=2):
-        assert received == 0
-        assert read >= wanted
 
 
 class Disturbed(Watched):
@@ -255,36 +224,6 @@ def test_a_rank_that_ends_or_hangs_in_the_middle_is_named_in_time(
             assert elapsed_s < max_s
 
 
-class FailsToFinish(DefaultLoadPlanner):
-    """On one rank, which so never comes to read."""
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        if dist.get_rank() == 1:
-            raise LookupError("no plan here")
-        return super().finish_plan(central_plan)
-
-
-def load_with_failing_planner(uri: str) -> tuple[float, list[int], bool]:
-    begun_s, state = time.monotonic(), model(-1.0)
-    with pytest.raises(CheckpointException) as caught:
-        cloudckpt.load(state, uri, planner=FailsToFinish(), options=options(timeout_s=TIMEOUT_S["failed"]))
-    return (
-        time.monotonic() - begun_s,
-        sorted(caught.value.failures),
-        dist.get_rank() == 1 or torch.equal(state["same"], same(2.0)),
-    )
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_comes_to_read_is_not_waited_for(place: Place) -> None:
-    """If this fails, ranks wait all of their patience for the bytes of one whose planner has failed."""
-    run_ranks(save_model, place.uri(), world_size=3)
-    for elapsed_s, failures, is_whole in run_ranks(load_with_failing_planner, place.uri(), world_size=3):
-        assert failures == [1]
-        assert is_whole
-        assert elapsed_s < TIMEOUT_S["failed"]
-
-
 def load_with_damage_on_the_way(uri: str) -> tuple[int, int, int]:
     write = SharedMemoryRing.write
 
@@ -320,25 +259,3 @@ def test_damage_to_what_ranks_share_is_named_on_each_of_them(place: Place) -> No
     for message in run_ranks(load_damaged, place.uri(), world_size=2):
         assert key.rpartition("/")[2] in message
         assert "same" in message
-
-
-def load_over_and_over(uri: str) -> list[str]:
-    found = []
-    for _ in range(4):
-        wanted, read, received = load_model(uri, {})
-        assert received > 0.9 * (wanted - read)
-        dist.barrier()
-        now = held()
-        found.append(f"{now.num_sockets} {now.num_other_files} {now.num_threads} {python_threads()}")
-        dist.barrier()
-    return found
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_load(local: LocalPlace) -> None:
-    """If this fails, each load that shares leaves a descriptor, a thread or shared memory behind."""
-    named_before = set(Path("/dev/shm").glob("*cloudckpt*"))  # noqa: S108  # to look there
-    run_ranks(save_model, local.uri(), world_size=3)
-    for found in run_ranks(load_over_and_over, local.uri(), world_size=3):
-        assert found[1] == found[2] == found[3], found
-    assert set(Path("/dev/shm").glob("*cloudckpt*")) == named_before  # noqa: S108  # as in the line above it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace, Place
+from tests.e2e.places import Place
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -92,14 +91,6 @@ def test_a_malicious_object_does_not_run(place: Place, tmp_path: Path) -> None:
     # and the trap is a real one: with consent it springs
     cloudckpt.load(blank(), place.uri(), allow_pickle=True)
     assert mark.exists()
-
-
-def test_consent_can_be_given_to_the_reader(place: Place) -> None:
-    """If this fails, users of torch's own call cannot load objects that they trust."""
-    cloudckpt.save({"custom": Custom(5)}, place.uri())
-    state: dict[str, Any] = {"custom": None}
-    dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(place.uri(), allow_pickle=True))
-    assert state["custom"].value == 5
 
 
 def sharded(fill: float) -> dict[str, Any]:
@@ -190,6 +181,7 @@ def test_torchs_checkpoints_load_with_consent(place: Place, tmp_path: Path, num_
     run_ranks(load_what_torch_saved, torchs_checkpoint(place, tmp_path), world_size=num_ranks)
 
 
+@pytest.mark.every_store
 def test_a_malicious_metadata_does_not_run(place: Place, tmp_path: Path) -> None:
     """If this fails, a .metadata file put into a bucket runs code on every machine that looks there."""
     mark = tmp_path / "mark"
@@ -199,23 +191,3 @@ def test_a_malicious_metadata_does_not_run(place: Place, tmp_path: Path) -> None
     assert cloudckpt.list_checkpoints(place.root) == []
     assert cloudckpt.latest(place.root) is None
     assert not mark.exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("meta", lambda: torch.empty(3, device="meta")),
-        ("sparse", lambda: torch.eye(3).to_sparse()),
-        ("csr", lambda: torch.eye(3).to_sparse_csr()),
-        ("quantized", lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*(Sparse|sparse|quantize|TypedStorage)")
-def test_what_cannot_be_stored_is_refused_by_name(
-    local: LocalPlace, name: str, make: Callable[[], torch.Tensor]
-) -> None:
-    """If this fails, the user sees a NotImplementedError from deep inside, or a checkpoint that lacks a value."""
-    state = {"good": torch.ones(2), "block": {f"the_{name}": make()}}
-    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=rf"block\.the_{name}"):
-        cloudckpt.save(state, local.uri())
-    assert local.keys() == []

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 import cloudckpt
@@ -66,11 +66,6 @@ def set_state_of(
         )
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[float]:
     losses = []
     for number in range(start, stop):
@@ -81,69 +76,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-class Pretrained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer1 = nn.Linear(FEATURES, 10)
-        self.layer2 = nn.Linear(10, FEATURES)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        outputs: Tensor = self.layer2(torch.tanh(self.layer1(batch)))
-        return outputs
-
-
-class FineTuned(nn.Module):
-    """The pretrained one, frozen, below layers of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pretrain = Pretrained().requires_grad_(requires_grad=False)
-        self.head = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        outputs: Tensor = self.head(self.pretrain(batch))
-        return outputs
-
-
-def fine_tuned(pretrained_uri: str, tuned_uri: str | None, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model whose lower part is loaded from another model's checkpoint, the upper from where it was saved itself."""
-    torch.manual_seed(seed)
-    model = sharded(FineTuned())
-    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=0.05)
-    below = "pretrain."
-    lower = {name.removeprefix(below): tensor for name, tensor in state_of(model)[0].items() if name.startswith(below)}
-    cloudckpt.load({"model": lower}, pretrained_uri)  # into the very shards
-    if tuned_uri is not None:
-        model_state, optimizer_state = state_of(model, optimizer, ignore_frozen_params=True)
-        cloudckpt.load({"model": model_state, "optim": optimizer_state}, tuned_uri)
-        set_state_of(model, optimizer, model_state, optimizer_state, strict=False)
-    return model, optimizer
-
-
-def pretrain_and_fine_tune(root: str) -> None:
-    torch.manual_seed(0)
-    model = sharded(Pretrained())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    train(model, optimizer, 0, 2)
-    model_state, optimizer_state = state_of(model, optimizer)
-    cloudckpt.save({"model": model_state, "optim": optimizer_state}, f"{root}/pretrained")
-
-    whole = train(*fine_tuned(f"{root}/pretrained", None, seed=1), 0, 4)
-    tuned, its_optimizer = fine_tuned(f"{root}/pretrained", None, seed=1)
-    part = train(tuned, its_optimizer, 0, 2)
-    model_state, optimizer_state = state_of(tuned, its_optimizer, ignore_frozen_params=True)
-    assert set(model_state) == {"head.weight", "head.bias"}
-    cloudckpt.save({"model": model_state, "optim": optimizer_state}, f"{root}/tuned")
-    resumed = train(*fine_tuned(f"{root}/pretrained", f"{root}/tuned", seed=2), 2, 4)
-    assert part + resumed == whole
-
-
-@pytest.mark.multirank
-def test_fine_tuning_goes_on_from_two_checkpoints(place: Place) -> None:
-    """If this fails, a model whose frozen part lies in the checkpoint of another cannot be trained, or not resumed."""
-    run_ranks(pretrain_and_fine_tune, place.root, world_size=2)
 
 
 class Pipeline(nn.Module):
@@ -204,63 +136,6 @@ def load_shards(uri: str) -> None:
 def test_fsdp_loads_what_pipeline_stages_saved(place: Place) -> None:
     """If this fails, a model that was trained by stages, a rank with layers of its own, cannot be loaded otherwise."""
     run_ranks(save_stages_and_load_shards, place.root, world_size=NUM_LAYERS)
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        outputs: Tensor = self.net(batch)
-        return outputs
-
-
-class WithExperts(nn.Module):
-    """Of whose experts a rank has one, and nothing in the place of the others."""
-
-    def __init__(self, mine: int, num_experts: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Expert() if index == mine else nn.Module() for index in range(num_experts))
-        self.net = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        mine = next(expert for expert in self.experts if list(expert.parameters()))
-        outputs: Tensor = self.net(mine(batch))
-        return outputs
-
-
-def with_experts(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
-    mine = dist.get_rank() % 2
-    torch.manual_seed(seed)
-    model = WithExperts(mine, 2)
-    fully_shard(model.experts[mine], mesh=mesh["data"])
-    sharded(model)
-    return model, torch.optim.Adam(model.parameters(), lr=0.05)
-
-
-def save_and_load_experts(uri: str) -> None:
-    original, its_optimizer = with_experts(seed=dist.get_rank() % 2)
-    train(original, its_optimizer, 0, 2)
-    model_state, optimizer_state = state_of(original, its_optimizer)
-    of_others = f"experts.{1 - dist.get_rank() % 2}."
-    assert not any(name.startswith(of_others) for name in model_state)
-    cloudckpt.save({"model": model_state, "optim": optimizer_state}, uri)
-    resumed, resumed_optimizer = with_experts(seed=7)
-    model_state, optimizer_state = state_of(resumed, resumed_optimizer)
-    cloudckpt.load({"model": model_state, "optim": optimizer_state}, uri)
-    set_state_of(resumed, resumed_optimizer, model_state, optimizer_state)
-    assert train(resumed, resumed_optimizer, 2, 4) == train(original, its_optimizer, 2, 4)
-
-
-@pytest.mark.multirank
-def test_experts_of_some_ranks_come_back_to_them(place: Place) -> None:
-    """If this fails, a mixture of experts under FSDP loses what only a part of the ranks have, or mixes experts up."""
-    run_ranks(save_and_load_experts, place.uri(), world_size=4)
-    tensors = cloudckpt.describe(place.uri()).tensors
-    names = {each.name for each in tensors}
-    assert {f"model.experts.{index}.net.weight" for index in range(2)} <= names
 
 
 class Speaker:

@@ -356,30 +356,6 @@ def test_a_rank_that_fails_by_itself_is_not_waited_for(local: LocalPlace, tmp_pa
             running.assert_ends(rank)
 
 
-def save_on_groups_of_its_own(uri: str) -> list[tuple[BaseException | None, int]]:
-    told = []
-    for number in range(3):
-        group, options = dist.new_group([0, 1]), options_with(None, timeout_s=WAIT_S)
-        error = outcome_of(
-            functools.partial(cloudckpt.save, values(), f"{uri}-{number}", process_group=group, options=options)
-        )[1]
-        told.append((error, len(dist.distributed_c10d._world.pg_map)))  # type: ignore[attr-defined]
-        dist.barrier()
-        dist.destroy_process_group(group)
-    return told
-
-
-def test_a_group_that_is_destroyed_leaves_none_of_ours(local: LocalPlace, tmp_path: Path) -> None:
-    """If this fails, a job that makes a group for each save gathers groups of ours, with their threads and sockets."""
-    with ranks(save_on_groups_of_its_own, local.uri(), size=2, scratch=tmp_path) as running:
-        for rank in range(2):
-            told = running.told_by(rank)
-            assert [error for error, _ in told] == [None] * 3
-            assert told[1][1] == told[2][1]
-        for rank in range(2):
-            running.assert_ends(rank)
-
-
 # --- A rank that is slow
 
 

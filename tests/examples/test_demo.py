@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -14,12 +12,10 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from examples.demo import place, run, summary
-from examples.demo.data import Sampler, fixed_batch, read_text
+from examples.demo import place, summary
+from examples.demo.data import Sampler, read_text
 from examples.demo.launch import REPOSITORY, RunTimedOutError, torchrun
-from examples.demo.ranks import Record, read_record
-
-PROCESS_TIMEOUT_S = 240.0
+from examples.demo.ranks import Record
 
 
 def sampler() -> Sampler:
@@ -44,12 +40,6 @@ def test_ranks_share_out_one_batch() -> None:
     halves = [sampler().draw(rank=rank, world_size=2) for rank in range(2)]
     assert torch.equal(halves[0], whole[0::2])
     assert torch.equal(halves[1], whole[1::2])
-
-
-def test_text_is_the_licence() -> None:
-    """The demo would not train on real text."""
-    first_row = fixed_batch(read_text(), num_rows=2, context=64)[0]
-    assert bytes(first_row.tolist()).split()[:2] == [b"Apache", b"License"]
 
 
 def write_losses(records: Path, name: str, losses: dict[int, float]) -> None:
@@ -93,56 +83,6 @@ def test_losses_are_compared_to_the_last_bit(
     assert said_yes == (problem is None)
     assert bool(problems) == (problem is not None)
     assert problem is None or problem in " ".join(problems)
-
-
-@pytest.mark.parametrize("other", [torch.nextafter(torch.ones(()), torch.tensor(2.0)), torch.tensor(float("nan"))])
-def test_logits_are_compared_to_the_last_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: torch.Tensor
-) -> None:
-    """The demo would say "logits equal: yes" although they differ in one last bit, or are no numbers."""
-    logits = torch.ones(2, 3)
-    torch.save(logits, tmp_path / "a.logits.pt")
-    torch.save(logits, tmp_path / "b.logits.pt")
-    logits[1, 2] = other
-    torch.save(logits, tmp_path / "c.logits.pt")
-    problems: list[str] = []
-
-    summary.compare_logits(tmp_path, names=["a", "b"], check=collecting(problems))
-    assert "logits equal: yes" in capsys.readouterr().out
-    assert problems == []
-    summary.compare_logits(tmp_path, names=["a", "b", "c"], check=collecting(problems))
-    assert "logits equal: no" in capsys.readouterr().out
-    assert problems == ["the logits of ['c'] differ from those of a"]
-
-
-@pytest.mark.slow
-def test_the_rank_dies_at_the_part_that_was_chosen(tmp_path: Path) -> None:
-    """The demo would kill the rank before or after the upload that it is to die in."""
-    program = """
-import sys
-from pathlib import Path
-from cloudckpt.report import Event
-from examples.demo.ranks import Record
-from examples.demo.train import DieDuringUpload
-
-record = Record(Path(sys.argv[1]))
-die = DieDuringUpload(name="step-6", after_parts=2, record=record)
-part = lambda uri, name, key: Event(name=name, uri=uri, rank=1, key=key)
-for number in range(5):
-    die(part("s3://b/run/step-5", "save.part_uploaded", "other"))
-    die(part("s3://b/run/step-6", "save.committing", "other"))
-die(part("s3://b/run/step-6", "save.part_uploaded", "first"))
-record.write("alive")
-die(part("s3://b/run/step-6", "save.part_uploaded", "second"))
-record.write("survived")
-"""
-    path = tmp_path / "record.jsonl"
-    process = subprocess.run(
-        [sys.executable, "-c", program, str(path)], cwd=REPOSITORY, timeout=PROCESS_TIMEOUT_S, check=False
-    )
-    assert process.returncode == -signal.SIGKILL
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [{"what": "alive"}, {"what": "killed", "key": "second"}]
 
 
 @pytest.mark.slow
@@ -197,29 +137,6 @@ def test_the_whole_demo_in_short(tmp_path: Path) -> None:
     assert list(mine.rglob("*")) == [mine / "precious"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--uri", "s4://bucket"], "unknown scheme"),
-        (["--uri", "s3:/bucket/run"], "pathlib.Path"),
-    ],
-)
-def test_a_wrong_uri_is_told_at_once(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    """A mistyped URI would come back as a traceback from a rank, minutes later."""
-    assert run.main(arguments) == 1
-    output = capsys.readouterr()
-    assert words in output.err
-    assert output.out == ""
-
-
-def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo would divide so few steps into checkpoints that none could be lost."""
-    with pytest.raises(SystemExit) as refusal:
-        run.main(["--steps", "3"])
-    assert refusal.value.code == 2
-    assert "--steps must be at least 4" in capsys.readouterr().err
-
-
 def test_the_embedded_server_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo would leave a server running, or the caller's AWS configuration changed."""
     monkeypatch.setenv("AWS_PROFILE", "the-user's own")
@@ -234,12 +151,3 @@ def test_the_embedded_server_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch)
     parts = urlsplit(endpoint_url)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10)
-
-
-def test_a_record_reads_back(tmp_path: Path) -> None:
-    """The driver would miss what a rank noted before it died."""
-    path = tmp_path / "r.jsonl"
-    assert read_record(path, "loss") == []
-    Record(path).write("loss", step=1, loss=0.1)
-    Record(path).write("other")
-    assert read_record(path, "loss") == [{"what": "loss", "step": 1, "loss": 0.1}]

@@ -1,13 +1,8 @@
-"""Ranks are killed at a step of a save to a real server: what is there afterwards is one whole checkpoint, or none.
-
-Each step once on each server; with ``CLOUDCKPT_KILLS=all``, the whole matrix. On a path and on moto:
-``tests/e2e/test_crash.py``.
-"""
+"""Ranks are killed in a save to a real server: what is there is one whole checkpoint, or none, and is gone on from."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,17 +13,15 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from tests.e2e.killing import check
-from tests.e2e.kills import ALL_KILLS, KILLS_IN_A_PROCESS, QUICK_KILLS, Kill, covering
+from tests.e2e.kills import KILLS_ON_A_STORE, Kill
 from tests.e2e.places import BucketPlace, GCSPlace, S3Place
+from tests.e2e.resuming import check_kill
 from tests.integration.conftest import Servers
 from tests.tried import Tried
 
 from cloudckpt.testing.servers import Server
 
 pytestmark = pytest.mark.multirank
-
-RUNS_ALL = os.environ.get("CLOUDCKPT_KILLS") == "all"
-KILLS = [*ALL_KILLS, *KILLS_IN_A_PROCESS] if RUNS_ALL else covering(QUICK_KILLS, num_together=1)
 
 
 @pytest.fixture(params=["rgw", "fake-gcs", "ministack"])
@@ -45,7 +38,7 @@ def place(request: pytest.FixtureRequest, servers: Servers, use: Callable[[Serve
             yield GCSPlace(client, bucket)
 
 
-@pytest.mark.parametrize("kill", KILLS, ids=str)
+@pytest.mark.parametrize("kill", KILLS_ON_A_STORE, ids=str)
 def test_a_save_that_dies_leaves_one_whole_checkpoint_or_none(
     place: BucketPlace, tmp_path: Path, kill: Kill, tried: Tried
 ) -> None:
@@ -54,3 +47,9 @@ def test_a_save_that_dies_leaves_one_whole_checkpoint_or_none(
     """
     check(place, kill, tmp_path / "scratch")
     tried("kills")
+
+
+@pytest.mark.parametrize("place", ["rgw", "fake-gcs"], indirect=True)
+def test_a_save_that_was_killed_sends_only_what_is_missing(place: BucketPlace, tmp_path: Path) -> None:
+    """If this fails, what was sent before the kill is sent again, or something else takes its place."""
+    check_kill(place, tmp_path / "scratch", victims=(0, 1), after_num_parts=8)

@@ -13,7 +13,7 @@ from tests.soak.load import check_history, check_resources, check_store, run_loa
 from cloudckpt.testing.servers import Server
 
 SHAPE = Shape(num_processes=2, stepping=1, overwriting=1, racing=1, contesting=1, loading=4)
-SECONDS = 15.0
+SECONDS = 10.0
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -57,18 +57,14 @@ class Moment:
 # With one connection a rank's events come in order, part after part; with more, other requests are under way when the
 # server dies. Only the large object has several parts.
 WHILE_PARTS_GO_UP = Moment(rank=1, event="save.part_uploaded", nth=NUM_PARTS - 1, connections=4)
-BEFORE_COMPLETE = Moment(rank=0, event="save.part_uploaded", nth=NUM_PARTS)
 BEFORE_COMMIT = Moment(rank=0, event="save.committing")
 AFTER_COMMIT = Moment(rank=0, event="save.committed")
-BEFORE_DATA_IS_READ = Moment(rank=0, event="load.planned")
 WHILE_DATA_IS_READ = Moment(rank=1, event="load.range_read", connections=2)
 
 UNCOMMITTED = {
     "while parts go up": WHILE_PARTS_GO_UP,
-    "before an upload is completed": BEFORE_COMPLETE,
     "before the commit": BEFORE_COMMIT,
 }
-LOADING = {"before data is read": BEFORE_DATA_IS_READ, "while data is read": WHILE_DATA_IS_READ}
 
 
 def each(moments: Mapping[str, Moment]) -> pytest.MarkDecorator:
@@ -139,10 +135,6 @@ def load(job: Job, version: float) -> Told:
     if told.error is None:
         assert_same(state, values(version))
     return told
-
-
-def lose_a_first_save(calm: Job, fatal: Job) -> Told:
-    return save(fatal, 2.0)
 
 
 def save_and_lose_a_save(calm: Job, fatal: Job) -> Told:
@@ -253,13 +245,6 @@ def test_a_save_whose_server_stays_dead_fails_and_keeps_the_old(scene: Scene, mo
     scene.check_afterwards(there=1.0)
 
 
-def test_a_first_save_whose_server_stays_dead_leaves_nothing(scene: Scene) -> None:
-    """If this fails, half of a first checkpoint passes for one, or the URI is spoiled for the job that starts again."""
-    check_all_failed(scene, scene.run(lose_a_first_save, scene.fatal_job(BEFORE_COMMIT, restarts=False)))
-    scene.comes_back()
-    scene.check_afterwards(there=None)
-
-
 @each(UNCOMMITTED)
 def test_a_save_whose_server_comes_back_is_committed(scene: Scene, moment: Moment) -> None:
     """If this fails, a restart of the store costs a save, or a save is called committed whose data is gone."""
@@ -272,29 +257,25 @@ def test_a_save_whose_server_comes_back_is_committed(scene: Scene, moment: Momen
     scene.check_afterwards(there=2.0 if scene.keeps(moment) else 1.0)
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["stays dead", "comes back"])
-def test_a_save_whose_server_dies_after_the_commit_has_succeeded(scene: Scene, restarts: bool) -> None:  # noqa: FBT001
+def test_a_save_whose_server_dies_after_the_commit_has_succeeded(scene: Scene) -> None:
     """If this fails, a checkpoint that exists is reported as failed because its predecessor could not be removed."""
-    answers = scene.run(save_and_lose_a_save, scene.fatal_job(AFTER_COMMIT, restarts=restarts))
+    answers = scene.run(save_and_lose_a_save, scene.fatal_job(AFTER_COMMIT, restarts=False))
     assert [told.error for told in answers] == [None, None]
     assert all(told.seconds < BOUND_S for told in answers)
-    if not scene.switch.has_restarted:
-        scene.comes_back()
+    scene.comes_back()
     scene.check_afterwards(there=2.0)
 
 
-@each(LOADING)
-def test_a_load_whose_server_stays_dead_fails(scene: Scene, moment: Moment) -> None:
+def test_a_load_whose_server_stays_dead_fails(scene: Scene) -> None:
     """If this fails, a job that starts while the store dies hangs, or trains on with half of its weights."""
-    check_all_failed(scene, scene.run(save_and_lose_a_load, scene.fatal_job(moment, restarts=False)))
+    check_all_failed(scene, scene.run(save_and_lose_a_load, scene.fatal_job(WHILE_DATA_IS_READ, restarts=False)))
     scene.comes_back()
     scene.check_afterwards(there=1.0)
 
 
-@each(LOADING)
-def test_a_load_whose_server_comes_back_goes_on(scene: Scene, moment: Moment) -> None:
+def test_a_load_whose_server_comes_back_goes_on(scene: Scene) -> None:
     """If this fails, a restart of the store costs a load, or a load of what the store forgot passes for one."""
-    answers = scene.run(save_and_lose_a_load, scene.fatal_job(moment, restarts=True))
+    answers = scene.run(save_and_lose_a_load, scene.fatal_job(WHILE_DATA_IS_READ, restarts=True))
     assert scene.switch.has_restarted
     if scene.server.keeps_data:
         assert [told.error for told in answers] == [None, None]

@@ -10,7 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import CutSomewhere, LoseAnswer, Rule, Tell, Throttle, Wire
+from cloudckpt.testing.wire import CutSomewhere, LoseAnswer, Rule, Wire
 
 
 def options_for(server: Server, wire: Wire | None = None, **settings: Any) -> cloudckpt.Options:
@@ -33,7 +33,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_saves_and_loads_get_through_cuts(rgw: Server, use: Callable[[Server], str], seed: int) -> None:
     """If this fails, a network that breaks now and then loses a save, or makes of one what it was not."""
     print(f"seed {seed}")
@@ -57,22 +57,3 @@ def test_a_commit_whose_answer_is_lost_is_recognised(rgw: Server, use: Callable[
         cloudckpt.save(state_of(1.0), uri, no_dist=True, options=options_for(rgw, wire))
         assert wire.num_acted == 1
     assert_holds(uri, 1.0, options_for(rgw))
-
-
-def test_told_and_slowed_down(rgw: Server, use: Callable[[Server], str]) -> None:
-    """If this fails, a test that kills between a commit and its answer, or uses a slow line, does not do so here."""
-    uri = f"{use(rgw)}/run"
-    told: list[str] = []
-
-    def look(_: object) -> None:
-        assert_holds(uri, 1.0, options_for(rgw))
-        told.append("committed")
-
-    rules = [
-        Rule(action=Tell(function=look, moment="answer"), method="PUT", path=r"/manifest\.json"),
-        Rule(action=Throttle(request_bytes_per_s=20e6, answer_bytes_per_s=20e6), times=None),
-    ]
-    with Wire(rgw.endpoint_url, *rules) as wire:
-        cloudckpt.save(state_of(1.0), uri, no_dist=True, options=options_for(rgw, wire))
-        assert_holds(uri, 1.0, options_for(rgw, wire))
-    assert told == ["committed"]

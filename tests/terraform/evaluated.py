@@ -58,14 +58,6 @@ def evaluate(module: str, expression: str, variables: Mapping[str, Any], directo
     return json.loads(json.loads(done.stdout))
 
 
-def complaints(module: str, variables: Mapping[str, Any], directory: Path) -> str:
-    """What Terraform says against these variables; empty where it takes them."""
-    copied = without_provider(module, directory)
-    (copied / "given.tfvars.json").write_text(json.dumps(variables))
-    done = run(copied, "plan", "-input=false", "-no-color", "-lock=false", "-var-file=given.tfvars.json")
-    return "" if done.returncode == 0 else done.stdout + done.stderr
-
-
 GIVEN: Mapping[str, Mapping[str, Any]] = {
     "s3-trainer": {"bucket_arn": "arn:aws:s3:::checkpoints", "prefix": "run"},
     "s3-trainer-resuming": {"bucket_arn": "arn:aws:s3:::checkpoints", "prefix": "run", "trainer_may_resume": True},

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from awscrt.checksums import crc32c
 from tests.wrapped import FaultyStore, permanent
@@ -18,7 +16,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 import cloudckpt.doctor
 from cloudckpt import Options
-from cloudckpt.cli import main
 from cloudckpt.options import MIB
 from cloudckpt.stores.base import Part, Store
 from cloudckpt.stores.open import open_store
@@ -80,10 +77,6 @@ def save(place: Place) -> None:
     cloudckpt.save(state(), f"{place.root}/saved", options=place.options(), no_dist=True)
 
 
-def async_save(place: Place) -> None:
-    cloudckpt.async_save(state(), f"{place.root}/saved", options=place.options(), no_dist=True).result(120)
-
-
 def overwrite(place: Place) -> None:
     """What was replaced goes, too."""
     uri = _saved(place)
@@ -117,13 +110,6 @@ def resume(place: Place) -> None:
 def load(place: Place) -> None:
     found = small(-1.0)
     cloudckpt.load(found, _saved(place), options=place.options(), no_dist=True)
-    assert found["step"] == 1
-
-
-def load_latest(place: Place) -> None:
-    _saved(place)
-    found = small(-1.0)
-    cloudckpt.load_latest(found, place.root, options=place.options(), no_dist=True)
     assert found["step"] == 1
 
 
@@ -166,20 +152,6 @@ def manage(place: Place) -> None:
     assert _restored(place) == 2
 
 
-def manage_all(place: Place) -> None:
-    """Nothing of a run is removed."""
-    with _manager(place, keep_last=None) as manager:
-        manager.save(1, small())
-        manager.save(2, small(2.0))
-    assert _restored(place) == 2
-
-
-def restore(place: Place) -> None:
-    """What another has saved step by step."""
-    cloudckpt.save(small(3.0), f"{place.root}/step-3", options=place.owners(), no_dist=True)
-    assert _restored(place) == 3
-
-
 def copy(place: Place) -> None:
     """From one folder to another, which the service is asked to do by itself."""
     options = place.options()
@@ -211,37 +183,6 @@ def export(place: Place) -> None:
     assert report.num_tensors == 1
 
 
-def export_out(place: Place) -> None:
-    """Files on the machine's own disk."""
-    with _elsewhere() as folder:
-        target = f"{folder}/exported"
-        cloudckpt.export_checkpoint(
-            _saved(place), target, skip_non_tensors=True, options=place.options(), target_options=Options()
-        )
-
-
-def import_in(place: Place) -> None:
-    """A checkpoint, of files on the machine's own disk."""
-    with _elsewhere() as folder:
-        cloudckpt.save(small(), f"{folder}/saved", no_dist=True)
-        cloudckpt.export_checkpoint(f"{folder}/saved", f"{folder}/exported", skip_non_tensors=True)
-        cloudckpt.import_checkpoint(
-            f"{folder}/exported", f"{place.root}/imported", options=Options(), target_options=place.options()
-        )
-    cloudckpt.verify(f"{place.root}/imported", options=place.owners())
-
-
-def import_out(place: Place) -> None:
-    """A checkpoint elsewhere, of files that lie here."""
-    source = f"{place.root}/exported"
-    options = place.owners()
-    cloudckpt.export_checkpoint(_saved(place), source, skip_non_tensors=True, options=options, target_options=options)
-    with _elsewhere() as folder:
-        target = f"{folder}/imported"
-        cloudckpt.import_checkpoint(source, target, options=place.options(), target_options=Options())
-        cloudckpt.verify(target)
-
-
 def examine(place: Place) -> None:
     """All that saves and loads rely on, but for what is a comfort."""
     report = cloudckpt.doctor.examine(place.root, options=place.options())
@@ -254,15 +195,6 @@ def examine_reading(place: Place) -> None:
     _saved(place)
     report = cloudckpt.doctor.examine(place.root, read_only=True, options=place.options())
     assert report.is_healthy, str(report)
-
-
-def bench(place: Place) -> None:
-    """Measure the place, as the benchmark's machine does, and leave nothing."""
-    given = [f"--storage-option={name}={value}" for name, value in place.role.items()]
-    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as end:
-        main(["bench", place.root, "--size=64KiB", "--tensors=1", "--rounds=1", "--requests=1", "--json", *given])
-    assert end.value.code in (0, None), shown.getvalue()
-    assert not place.all_keys()
 
 
 def put_data(place: Place) -> None:
@@ -289,30 +221,22 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
     job.__name__: job
     for job in (
         save,
-        async_save,
         overwrite,
         fail,
         fail_late,
         resume,
         load,
-        load_latest,
         list_checkpoints,
         verify,
         delete,
         gc,
         manage,
-        manage_all,
-        restore,
         copy,
         copy_in,
         copy_out,
         export,
-        export_out,
-        import_in,
-        import_out,
         examine,
         examine_reading,
-        bench,
         put_data,
         leave_the_prefix,
     )

@@ -1,4 +1,4 @@
-"""50 ranks in one job: what ``tests/e2e/test_many_ranks.py`` has 16 for."""
+"""50 ranks in one job save, overwrite, save in the background, fail and load."""
 
 from __future__ import annotations
 

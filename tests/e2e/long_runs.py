@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
 import os
-import subprocess
-import sys
-import threading
-import time
 import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from examples.async_with_faults import Run, check_weights
 from tests.e2e.leaks import MOST_OWN_BYTES, own_bytes
 from tests.e2e.models import assert_same
 from tests.resources import MIB, held
@@ -29,8 +22,6 @@ CYCLE = 10
 """So many saves contain every kind of them, and every shape of the state."""
 NUM_WARM_CYCLES = 2
 LARGE_ITEMS = 256 * 1024
-
-Leak = Literal["memory", "descriptor", "thread", "mapping", "child"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +80,21 @@ def check_flat(found: list[Holding], *, most_rss_bytes: int) -> None:
     assert after.own_bytes - before.own_bytes <= MOST_OWN_BYTES, text
 
 
-def repeated_saves(root: str, num_saves: int, leak: Leak | None = None) -> list[Holding]:
+def repeated_saves(root: str, num_saves: int) -> list[Holding]:
     """Save a model that changes, in the background, and have some of the saves fail and some cancelled.
 
-    What is held at the end of each cycle. Raises where what was committed cannot be loaded. With a `leak`, each save
-    leaves something behind.
+    What is held at the end of each cycle. Raises where what was committed cannot be loaded.
     """
     saves = _Saves(root=root, options=cloudckpt.Options(metadata={"run": "long"}))
-    left: list[Any] = []
     found = []
     tracemalloc.start(1)
     try:
         for number in range(num_saves):
             saves.save(number)
-            if leak is not None:
-                left.append(_leaked(leak))
             if number % CYCLE == CYCLE - 1:
                 found.append(holding())
     finally:
         tracemalloc.stop()
-        for end in left:
-            end()
     cloudckpt.close()
     after = holding()
     assert after.num_children == 0, f"close left {after}"
@@ -183,52 +168,6 @@ class _raising:  # noqa: N801  # as pytest.raises, which keeps the traceback, an
         if kind is None:
             raise AssertionError(f"no {self._kind.__name__} was raised")
         return isinstance(error, self._kind)
-
-
-def long_training(root: str, num_epochs: int, save_every: int, fault_every: int) -> tuple[list[Holding], int, float]:
-    """The example's loop to its end, through all faults: what is held at each restart, their number, and seconds."""
-    found: list[Holding] = []
-
-    class Watched(Run):
-        def newest(self) -> Any:
-            trainer = super().newest()  # raises where a committed checkpoint is lost
-            found.append(holding())
-            return trainer
-
-    run = Watched(root, torch.device("cpu"), num_epochs=num_epochs, save_every=save_every, fault_every=fault_every)
-    started_s = time.monotonic()
-    trained = run.train_through_faults()
-    seconds = time.monotonic() - started_s
-    check_weights(trained, num_epochs=num_epochs)
-    if dist.get_rank() == 0:
-        names = {info.name for info in cloudckpt.list_checkpoints(root)}
-        lost = {f"epoch-{epoch}" for epoch in range(save_every, num_epochs + 1, save_every)} - names
-        assert not lost, f"lost: {sorted(lost)}"
-    return found, run.num_restarts, seconds
-
-
-def _leaked(leak: Leak) -> Any:
-    """Something left behind, and what takes it away."""
-    if leak == "memory":
-        kept = [torch.ones(MIB)]
-        return kept.clear
-    if leak == "descriptor":
-        number = os.dup(0)
-        return lambda: os.close(number)
-    if leak == "thread":
-        event = threading.Event()
-        threading.Thread(target=event.wait, args=(WAIT_S,), daemon=True).start()
-        return event.set
-    if leak == "mapping":
-        number = os.memfd_create("leak")
-        os.ftruncate(number, 4096)
-        mapping = mmap.mmap(number, 4096)
-        os.close(number)
-        return mapping.close
-    if leak == "child":
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        return child.communicate
-    raise ValueError(leak)
 
 
 def _children() -> list[int]:

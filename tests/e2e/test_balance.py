@@ -17,7 +17,7 @@ import cloudckpt
 def replicated_state() -> dict[str, Tensor]:
     """As DDP has it: large tensors of several sizes, and small ones before and after them."""
     generator = torch.Generator().manual_seed(5)
-    rows = {"first": 100, **{f"layer-{n}": (n % 5 + 1) * 1024 for n in range(20)}, "last": 100}
+    rows = {"first": 100, **{f"layer-{n}": (n % 5 + 1) * 128 for n in range(20)}, "last": 100}
     return {name: torch.randn(count, 256, generator=generator) for name, count in rows.items()}
 
 

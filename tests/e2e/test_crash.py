@@ -18,7 +18,9 @@ from tests.tried import Tried
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
 RUNS_ALL = os.environ.get("CLOUDCKPT_KILLS") == "all"
-KILLS = [*(ALL_KILLS if RUNS_ALL else KILL_AT_EACH_STEP), *WAITING_KILLS, *(KILLS_IN_A_PROCESS if RUNS_ALL else KILLS_IN_A_PROCESS[:1])]
+KILLS = [*KILL_AT_EACH_STEP, *WAITING_KILLS, KILLS_IN_A_PROCESS[0]]
+if RUNS_ALL:
+    KILLS = [*ALL_KILLS, *WAITING_KILLS, *KILLS_IN_A_PROCESS]
 
 
 @pytest.mark.parametrize("kill", KILLS, ids=str)

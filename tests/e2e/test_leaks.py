@@ -28,7 +28,7 @@ def moto(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 @pytest.mark.multirank
 def test_repeated_saves_and_loads_leave_nothing_on_s3(moto: S3Server) -> None:
     """If this fails, it does so where connections are kept."""
-    (growth,) = run_ranks(growth_of_rounds, "s3://bucket/run", 20, world_size=1)
+    (growth,) = run_ranks(growth_of_rounds, "s3://bucket/run", 10, world_size=1)
     check_growth(growth, most_rss_bytes=16 * MIB)
 
 

@@ -100,7 +100,7 @@ def save(uri: str) -> None:
 # --- The bytes
 
 
-TIMEOUT_S = {"failed": 100.0, "killed": 100.0, "stopped": 10.0}
+TIMEOUT_S = {"failed": 100.0, "killed": 100.0, "stopped": 5.0}
 """Nobody waits so long for a rank that fails or ends: what takes as long has waited in vain, however busy the machine
 is. A rank that hangs is one that is silent so long."""
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.stores.fsspec_store import FsspecStore
+from cloudckpt.stores import Store, open_store
 from cloudckpt.testing import StoreContract
 from cloudckpt.testing.contract_base import ODD_KEYS, content, keys, put, run_at_once
 from cloudckpt.testing.servers import Program, answers, clean_environment, reserved_port, running
@@ -61,6 +61,11 @@ def container(connection_string: str) -> str:
     return name
 
 
+def _open(container: str, connection_string: str) -> Store:
+    options = cloudckpt.Options(storage_options={"connection_string": connection_string})
+    return open_store(f"az://{container}/run", options)
+
+
 class TestContractOnAzure(StoreContract):
     """Every clause, races between threads and processes among them."""
 
@@ -68,24 +73,24 @@ class TestContractOnAzure(StoreContract):
     num_paging_keys = 300
 
     @pytest.fixture
-    def store(self, connection_string: str, container: str) -> FsspecStore:
-        return FsspecStore("az", f"az://{container}/run", storage_options={"connection_string": connection_string})
+    def store(self, connection_string: str, container: str) -> Store:
+        return _open(container, connection_string)
 
     @pytest.mark.parametrize("key", ODD_KEYS)
-    def test_odd_keys_work_everywhere(self, store: FsspecStore, key: str) -> None:
+    def test_odd_keys_work_everywhere(self, store: Store, key: str) -> None:
         r"""Azure takes ``\`` for ``/``, so such a key comes back as another; all others do not."""
         put(store, key, b"body")
         assert content(store, key) == b"body"
         assert keys(store) == [key.replace("\\", "/")]
 
-    def test_create_if_absent_is_declared(self, store: FsspecStore) -> None:
+    def test_create_if_absent_is_declared(self, store: Store) -> None:
         """The clauses about it pass without it, too."""
         assert store.capabilities.conditional_create
 
 
 def test_large_objects_are_created_if_absent(connection_string: str, container: str) -> None:
     """Above 64 MiB a blob is made of blocks, by a request of its own: a large manifest could lose its race."""
-    store = FsspecStore("az", f"az://{container}/run", storage_options={"connection_string": connection_string})
+    store = _open(container, connection_string)
     bodies = [bytes([writer]) * (65 * MIB) for writer in range(3)]
     results = run_at_once([functools.partial(put, store, "large", body, if_absent=True) for body in bodies])
     winners = [body for body, result in zip(bodies, results, strict=True) if result is None]

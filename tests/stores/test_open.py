@@ -60,9 +60,9 @@ def test_options_that_would_be_ignored_are_refused(location):
 def test_storage_options_reach_the_file_system():
     """Host and user of the URI, and what the caller gives, are what fsspec makes its client from."""
     store = open_store("ftp://host:2121/run", Options(storage_options={"username": "me", "password": "hunter2"}))
-    options = store._instances.source.options
+    options = store._options
     assert (options["host"], options["port"], options["username"]) == ("host", 2121, "me")
-    assert "hunter2" not in repr(store._instances.source)
+    assert "hunter2" not in repr(store)
 
 
 def test_a_bad_location_is_refused_before_anything_else():

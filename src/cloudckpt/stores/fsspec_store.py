@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
+import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from cloudckpt.errors import (
     BucketNotFoundError,
-    ObjectExistsError,
+    MissingDependencyError,
     ObjectNotFoundError,
     ShortObjectError,
     StoreError,
@@ -24,81 +26,73 @@ from cloudckpt.errors import (
 from cloudckpt.options import MIB
 from cloudckpt.stores._body import batches, check_crc32c, check_key, crc32c_of, num_bytes
 from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
-from cloudckpt.stores.fsspec_backends import (
-    Create,
-    Filesystem,
-    Instances,
-    Source,
-    backend_of,
-    says_absence,
-    translated,
-)
+from cloudckpt.stores.fsspec_errors import says_absence, translated
 from cloudckpt.uri import Location
 
+Filesystem = Any  # fsspec.spec.AbstractFileSystem, whose methods have no types
+
+ATOMIC_SCHEMES = ("az", "abfs")
+"""The schemes whose ``pipe_file`` makes an object visible whole or not at all, and takes ``overwrite=False`` as the
+condition of a create-if-absent: Put Blob, and Put Block List above 64 MiB, with If-None-Match."""
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
 _CHUNK_BYTES = 16 * MIB
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _VERSION_NAMES = ("generation", "ETag", "etag")
-_MEMORY_LOCK = threading.RLock()
 
 
 class FsspecStore(Store):
-    """A folder of an fsspec file system: the name of a protocol, or an instance to take the settings from.
+    """A folder of an fsspec file system.
 
     - Objects are written whole, by one stream; there are no multipart uploads.
     - A write that fails is discarded if the file system can, and else its object is removed. Nothing half-written is
       ever completed, not by the garbage collector either.
-    - Create-if-absent works for ``az`` and ``abfs`` (adlfs) and, within one process, for fsspec's own ``memory``. Other
-      protocols declare none.
+    - fsspec promises no create-if-absent: only `ATOMIC_SCHEMES` have it.
     - Only the file system's own timeouts bound a wait; they are among its `storage_options`.
     """
 
     limits = _LIMITS
 
-    def __init__(
-        self,
-        filesystem: Filesystem,  # or the name of a protocol
-        root: str,
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        uri: str | None = None,
-    ) -> None:
-        source = (
-            Source.of_protocol(filesystem, storage_options or {})
-            if isinstance(filesystem, str)
-            else Source.of_instance(filesystem)
-        )
-        self._instances = Instances(source)
-        self._backend = backend_of(source.kind)
-        self._root = str(source.kind._strip_protocol(root)).rstrip("/")  # noqa: SLF001  # how fsspec's own callers do
-        protocol = source.kind.protocol if isinstance(source.kind.protocol, str) else source.kind.protocol[0]
-        self._uri = uri or f"{protocol}://{self._root}"
-        self.capabilities = Capabilities(
-            conditional_create=self._backend.create is not Create.NO, multipart=False, verifies_crc32c=False
-        )
+    def __init__(self, location: Location, *, storage_options: Mapping[str, Any]) -> None:
+        with _importing(location.scheme):
+            kind: type[Filesystem] = fsspec.get_filesystem_class(location.scheme)
+        self._location = location
+        self._kind = kind
+        # Host, port and user of the URI are options of the file system.
+        self._options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # noqa: SLF001  # how fsspec's own callers do
+        self._root = str(kind._strip_protocol(location.uri)).rstrip("/")  # noqa: SLF001
+        self._lock = threading.Lock()
+        self._shared: Filesystem = None
+        self._of_thread = threading.local()
+        self._is_atomic = location.scheme in ATOMIC_SCHEMES
+        can_create = self._is_atomic and "overwrite" in inspect.signature(kind._pipe_file).parameters  # noqa: SLF001
+        self.capabilities = Capabilities(conditional_create=can_create, multipart=False, verifies_crc32c=False)
 
-    @classmethod
-    def from_location(cls, location: Location, *, storage_options: Mapping[str, Any]) -> FsspecStore:
-        """Return the store at a URI. Host, port and user of the URI become options of the file system."""
-        kind = Source.of_protocol(location.scheme, {}).kind
-        options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # noqa: SLF001
-        return cls(location.scheme, location.uri, storage_options=options, uri=location.uri)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(FsspecStore, storage_options=self._options), (self._location,)
 
     @property
     def uri(self) -> str:
-        return self._uri
+        return self._location.uri
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
         with self._needs_root("put", key), self._call("put", key) as (filesystem, path):
             check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of(views))
-            if not self._backend.pipes_whole:
-                _make_parents(filesystem, path)
+            if if_absent and not self.capabilities.conditional_create:
+                raise UnsupportedOperationError(
+                    f"{self.url(key)}: this file system cannot create an object only if it is absent. Use s3://, gs:// "
+                    f"or a path, or accept Options(commit='unconditional').",
+                    key=self.url(key),
+                    operation="put",
+                )
             if if_absent:
-                self._create(filesystem, key, path, b"".join(views))
-            elif self._backend.pipes_whole and (self._backend.locked or num_bytes(views) <= _WHOLE_BYTES):
+                filesystem.pipe_file(path, b"".join(views), overwrite=False)
+            elif self._is_atomic and num_bytes(views) <= _WHOLE_BYTES:
                 filesystem.pipe_file(path, b"".join(views))
             else:
+                # An asynchronous file system is an object store, where this would at most make a bucket.
+                if not self._kind.async_impl:
+                    filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
                 _stream(filesystem, path, views)
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
@@ -184,23 +178,6 @@ class FsspecStore(Store):
         """Yield nothing: no upload can be open."""
         return iter(())
 
-    def _create(self, filesystem: Filesystem, key: str, path: str, body: bytes) -> None:
-        if self._backend.create is Create.OVERWRITE:
-            filesystem.pipe_file(path, body, overwrite=False)
-        elif self._backend.create is Create.LOCK:
-            if filesystem.exists(path):
-                raise ObjectExistsError(
-                    f"An object exists at {self.url(key)} already.", key=self.url(key), operation="put"
-                )
-            filesystem.pipe_file(path, body)
-        else:
-            raise UnsupportedOperationError(
-                f"{self.url(key)}: this file system cannot create an object only if it is absent. Use s3://, gs:// or "
-                f"a path, or accept Options(commit='unconditional').",
-                key=self.url(key),
-                operation="put",
-            )
-
     @contextlib.contextmanager
     def _needs_root(self, operation: str, key: str) -> Iterator[None]:
         try:
@@ -217,14 +194,33 @@ class FsspecStore(Store):
     def _call(self, operation: str, key: str, *, is_key: bool = True) -> Iterator[tuple[Filesystem, str]]:
         if is_key:
             check_key(self, key, operation)
-        lock: AbstractContextManager[Any] = _MEMORY_LOCK if self._backend.locked else contextlib.nullcontext()
-        with translated(self.url(key), operation, self._instances.source.options), lock:
-            filesystem = self._instances.get()
+        with translated(self.url(key), operation, self._options):
+            filesystem = self._get_filesystem()
             filesystem.invalidate_cache()
-            yield filesystem, self._path(key)
+            yield filesystem, f"{self._root}/{key}"
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{key}"
+    def _get_filesystem(self) -> Filesystem:
+        """Return the instance of all threads if it is asynchronous, else that of this thread.
+
+        Most synchronous file systems hold one connection, which two threads cannot share.
+        """
+        if not self._kind.async_impl:
+            if not hasattr(self._of_thread, "instance"):
+                self._of_thread.instance = self._make_filesystem()
+            return self._of_thread.instance
+        with self._lock:
+            if self._shared is None:
+                self._shared = self._make_filesystem()
+            return self._shared
+
+    def _make_filesystem(self) -> Filesystem:
+        """Make an instance that shares nothing with other users of fsspec, and caches no listings if it can."""
+        options = {**self._options, "skip_instance_cache": True}
+        takes = inspect.signature(self._kind.__init__).parameters.values()
+        if any(taken.kind is taken.VAR_KEYWORD or taken.name == "use_listings_cache" for taken in takes):
+            options["use_listings_cache"] = False
+        with _importing(self._location.scheme):  # some file systems import their package only now
+            return self._kind(**options)
 
     def _file_info(self, filesystem: Filesystem, key: str, path: str) -> Mapping[str, Any]:
         info: Mapping[str, Any] = filesystem.info(path)
@@ -250,6 +246,14 @@ class FsspecStore(Store):
             key=self.url(key),
             operation=operation,
         )
+
+
+@contextlib.contextmanager
+def _importing(scheme: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(f"{scheme}:// needs a package that is not installed: {error}") from error
 
 
 def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
@@ -357,10 +361,3 @@ def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:
     if fresh_path is not None:
         with contextlib.suppress(Exception):
             filesystem.rm_file(fresh_path)
-
-
-def _make_parents(filesystem: Filesystem, path: str) -> None:
-    """Create the directories above `path`, if the file system has directories."""
-    # Asynchronous file systems are object stores, where "making directories" would at most make a bucket.
-    if not filesystem.async_impl:
-        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)

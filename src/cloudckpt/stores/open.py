@@ -72,7 +72,7 @@ def _opened(location: Location, options: Options) -> Store:
         return MemoryStore(location.authority, location.path)
     from cloudckpt.stores.fsspec_store import FsspecStore
 
-    return FsspecStore.from_location(location, storage_options=options.storage_options)
+    return FsspecStore(location, storage_options=options.storage_options)
 
 
 def _refuse_storage_options(location: Location, options: Options) -> None:

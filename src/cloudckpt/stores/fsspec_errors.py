@@ -1,29 +1,20 @@
-"""The file systems of fsspec: their abilities, their instances and their errors.
+"""The errors of the file systems of fsspec.
 
-fsspec promises neither atomic writes nor create-if-absent, but some of its file systems do both. The first table says
-which; a file system that it does not name is taken to do neither. Nor does fsspec fix any errors: each is looked up by
-its HTTP status if it has one (except for a few classes that say more), else by its class or a base of it, else, for an
-`OSError`, by its number. A `FileNotFoundError` that another error has caused counts as that error: some file systems
-raise it for every failure.
+fsspec fixes no errors. Each is looked up by its HTTP status if it has one (except for a few classes that say more),
+else by its class or a base of it, else, for an `OSError`, by its number. A `FileNotFoundError` that another error has
+caused counts as that error: some file systems raise it for every failure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
-import inspect
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
-
-import fsspec
 
 from cloudckpt.errors import (
     AccessDeniedError,
     CloudckptError,
     CredentialsError,
-    MissingDependencyError,
     ObjectExistsError,
     ObjectNotFoundError,
     ShortObjectError,
@@ -34,120 +25,6 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.stores.local.errors import ERRNO_TABLE
-
-Filesystem = Any  # fsspec.spec.AbstractFileSystem, whose methods have no types
-
-
-class Create(enum.Enum):
-    """The ways to create an object only if it is absent."""
-
-    NO = "there is none"
-    LOCK = "look and write under a lock of this process, beyond which the file system does not reach"
-    OVERWRITE = "pipe_file(overwrite=False), which sends the condition with the request"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """The abilities of one protocol, beyond what fsspec promises."""
-
-    create: Create = Create.NO
-    pipes_whole: bool = False
-    """`pipe_file` makes the object visible whole or not at all."""
-    locked: bool = False
-    """Its calls may not run side by side."""
-
-
-_BACKENDS = {
-    "memory": Backend(create=Create.LOCK, pipes_whole=True, locked=True),
-    # Put Blob with If-None-Match: *; above 64 MiB, blocks that Put Block List makes an object of, with that condition.
-    "abfs": Backend(create=Create.OVERWRITE, pipes_whole=True),
-    "az": Backend(create=Create.OVERWRITE, pipes_whole=True),
-}
-
-
-def backend_of(kind: type[Filesystem]) -> Backend:
-    """Return the table's entry for a class of file systems, without what its installed version lacks."""
-    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
-    found = next((_BACKENDS[protocol] for protocol in protocols if protocol in _BACKENDS), Backend())
-    if found.create is Create.OVERWRITE and not _takes(kind, "overwrite"):
-        return Backend(pipes_whole=found.pipes_whole, locked=found.locked)
-    return found
-
-
-def _takes(kind: type[Filesystem], parameter: str) -> bool:
-    # A file system writes the coroutine itself; the method of that name is made from it.
-    method = getattr(kind, "_pipe_file", None) or kind.pipe_file
-    return parameter in inspect.signature(method).parameters
-
-
-@contextlib.contextmanager
-def _importing(protocol: str) -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise MissingDependencyError(f"{protocol}:// needs a package that is not installed: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """The class and the arguments of a file system, to make instances in any process and thread. Hides its options."""
-
-    kind: type[Filesystem]
-    args: tuple[Any, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of_protocol(cls, protocol: str, options: Mapping[str, Any]) -> Source:
-        """Return the source for a protocol. Raises `MissingDependencyError` if its package is not installed."""
-        with _importing(protocol):
-            kind = fsspec.get_filesystem_class(protocol)
-        return cls(kind=kind, options=dict(options))
-
-    @classmethod
-    def of_instance(cls, filesystem: Filesystem) -> Source:
-        """Return the source of instances that equal `filesystem`: fsspec takes two with the same arguments for one."""
-        return cls(kind=type(filesystem), args=tuple(filesystem.storage_args), options=dict(filesystem.storage_options))
-
-    def new(self) -> Filesystem:
-        """Make an instance that shares nothing with other users of fsspec, and caches no listings if it can.
-
-        Raises `MissingDependencyError`: some file systems import their package only now.
-        """
-        options = {**self.options, "skip_instance_cache": True}
-        takes = inspect.signature(self.kind.__init__).parameters.values()
-        if any(taken.kind is taken.VAR_KEYWORD or taken.name == "use_listings_cache" for taken in takes):
-            options["use_listings_cache"] = False
-        protocol = self.kind.protocol
-        with _importing(protocol if isinstance(protocol, str) else protocol[0]):
-            return self.kind(*self.args, **options)
-
-
-class Instances:
-    """The instances of one file system: one for all threads if it is asynchronous, else one for each thread.
-
-    Most synchronous file systems hold one connection, which two threads cannot share.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self._lock = threading.Lock()
-        self._shared: Filesystem = None
-        self._of_thread = threading.local()
-
-    def __reduce__(self) -> tuple[type[Instances], tuple[Source]]:
-        return Instances, (self.source,)
-
-    def get(self) -> Filesystem:
-        """Return the calling thread's instance."""
-        if not self.source.kind.async_impl:
-            if not hasattr(self._of_thread, "instance"):
-                self._of_thread.instance = self.source.new()
-            return self._of_thread.instance
-        with self._lock:
-            if self._shared is None:
-                self._shared = self.source.new()
-            return self._shared
-
 
 STATUS_TABLE: dict[int, type[StoreError]] = {
     400: StoreError,

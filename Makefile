@@ -78,7 +78,7 @@ integration: $(INSTALLED) servers ## Run the tests on real servers, which it ins
 	$(BIN)/python -m pytest tests/cli -m "not faults" --places s3,fake-gcs,rgw $(INTEGRATION_ARGS)
 
 soak: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
-soak: $(INSTALLED) servers ## Let many writers and readers loose for minutes, with faults. CLOUDCKPT_SOAK_S says how long.
+soak: $(INSTALLED) servers ## Run several jobs at once for minutes behind a proxy that answers nonsense. CLOUDCKPT_SOAK_S says how long.
 	$(BIN)/python -m pytest tests/soak -s -p no:logging
 
 exhaustive: export CLOUDCKPT_EXHAUSTIVE := 1

@@ -15,8 +15,17 @@ from typing import Any
 
 from cloudckpt.options import Options
 from cloudckpt.stores import open_store
-from cloudckpt.testing.servers import Program, ask, clean_environment, moto_server, reserved_port, running
-from cloudckpt.testing.servers.moto import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
+from cloudckpt.testing.servers import (
+    ACCESS_KEY_ID,
+    REGION,
+    SECRET_ACCESS_KEY,
+    Program,
+    ask,
+    clean_environment,
+    moto_server,
+    reserved_port,
+    running,
+)
 
 START_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 60.0

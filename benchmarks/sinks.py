@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from cloudckpt.stores.base import ObjectInfo, Part, Store, UploadedPart, Views
-from cloudckpt.testing.wrapping import WrappedStore
+from cloudckpt.testing.faults import WrappedStore
 
 _DATA = "data/"
 

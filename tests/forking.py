@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import cloudckpt
@@ -151,60 +150,7 @@ def calls(root: Path) -> None:
         assert sorted(root.rglob("*")) == before, "the child has touched what its parent is about"
 
 
-def unwinds(root: Path) -> None:
-    """A child that is forked by a callback in the middle of a save, and leaves that save by an exception."""
-    forked: list[int] = []
-
-    def fork(event: cloudckpt.Event) -> None:
-        if event.name == "save.committing" and not forked:
-            forked.append(os.fork())
-            if not forked[0]:
-                signal.alarm(CHILD_S)
-                sys.exit(7)
-
-    manager = CheckpointManager(root, async_=False, options=Options(on_event=fork))
-    manager.save(1, state(1.0))
-    assert os.waitstatus_to_exitcode(os.waitpid(forked[0], 0)[1]) == 7
-    cloudckpt.verify(manager.uri_of(1))
-
-
-def removes(root: Path) -> None:
-    """A child that is forked by a callback in the midst of removal: it leaves the rest to its parent."""
-    parent, forked, removed = os.getpid(), list[int](), root.with_name("removed")
-
-    def fork(event: cloudckpt.Event) -> None:
-        if event.name == "retention.removed":
-            with removed.open("a") as file:
-                print(os.getpid() == parent, event.uri, file=file)
-            if not forked:
-                forked.append(os.fork())
-                signal.alarm(0 if forked[0] else CHILD_S)
-
-    for step in range(5):
-        CheckpointManager(root, async_=False).save(step, state(float(step)))
-    manager = CheckpointManager(root, keep_last=1, async_=False, options=Options(on_event=fork))
-    manager.save(5, state(5.0))
-    manager.close(WAIT_S)
-    os.waitpid(forked[0], 0)
-    assert [info.step for info in manager.steps()] == [5]
-    assert "False" not in removed.read_text(), "the child has removed, too"
-
-
-def destroys(root: Path) -> None:
-    """A child whose parent has destroyed the process group that it saved with."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    cloudckpt.async_save(state(1.0), root / "one").result(WAIT_S)
-    dist.destroy_process_group()
-
-    def body() -> None:
-        child(lambda: None)
-
-    child(body)
-
-
-CASES: dict[str, Callable[[Path, str], None]] = {
-    case.__name__: case for case in (exits, loaders, calls, unwinds, removes, destroys)
-}
+CASES: dict[str, Callable[[Path, str], None]] = {case.__name__: case for case in (exits, loaders, calls)}
 
 if __name__ == "__main__":
     # Says where it hangs, also in a child, which a thread that watches would not be in.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -61,33 +58,3 @@ def test_what_a_stopped_save_raises_is_that_it_was_cancelled() -> None:
     assert cancellation.cancel([5])
     with pytest.raises(SaveCancelledError, match="ranks 3, 5"):
         cancellation.check()
-
-
-def test_a_signals_handler_can_cancel_whatever_it_interrupts() -> None:
-    """If this fails, a handler that ends the save in flight now and then hangs, and with it the program."""
-    place, cancelled = sys.modules[Cancellation.__module__].__file__, list[bool]()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename == place and event == "line":
-            sys.settrace(None)
-            cancelled.append(cancellation.cancel())
-            sys.settrace(trace)
-        return trace
-
-    def use() -> None:
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            cancellation.progress(staged_bytes=0)
-            with pytest.raises(SaveCancelledError):
-                cancellation.enter("uploading")
-        finally:
-            sys.settrace(before)
-
-    cancellation = Cancellation("s3://bucket/run")
-    thread = threading.Thread(target=use, daemon=True)  # it would hang
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    assert len(cancelled) > 5
-    assert all(cancelled)

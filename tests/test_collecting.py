@@ -51,16 +51,6 @@ def test_the_thresholds_come_back(before: tuple[int, int, int]) -> None:
     assert gc.get_threshold() == before
 
 
-@pytest.mark.parametrize("threshold", [0, 1234, 200_000])
-def test_a_threshold_of_the_programs_stays(threshold: int) -> None:
-    """If this fails, a save undoes what the user's program set while it ran, or turns a collector on that is off."""
-    with rare_collections():
-        gc.set_threshold(threshold)
-        with rare_collections():
-            assert gc.get_threshold()[0] in (threshold, 100_000)
-    assert gc.get_threshold()[0] == threshold
-
-
 @pytest.mark.parametrize("verb", ["save", "load"])
 def test_a_call_on_the_main_thread_changes_them(
     verb: str, changes: list[threading.Thread], before: tuple[int, ...]
@@ -98,12 +88,3 @@ def test_a_background_save_leaves_them_alone(
     assert on_return == before
     assert not changes
     assert set(thresholds) == {before}
-
-
-def test_a_save_in_another_thread_leaves_them_alone(changes: list[threading.Thread]) -> None:
-    """If this fails, a save that the program makes in a thread changes how its training loop is collected."""
-    thread = threading.Thread(target=cloudckpt.save, args=(STATE, "memory://collecting/thread"))
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert not changes

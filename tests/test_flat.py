@@ -13,12 +13,10 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import _version
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.format.nesting import Nesting, assign, check_names, flatten, path_from_json, path_to_json, unflatten
+from cloudckpt.format.nesting import Nesting, assign, flatten, path_from_json, path_to_json, unflatten
 
 URI = "memory://flat"
 PLAIN = torch.zeros(2)
@@ -74,24 +72,6 @@ def test_flat_is_what_torch_makes_of_it(state: dict[Any, Any]) -> None:
     assert list(flat.entries) == list(planner.state_dict)
     assert all(flat.entries[name] is value for name, value in planner.state_dict.items())
     assert dict(Nesting.of(flat, uri=URI)) == planner.mappings
-
-
-@given(state=states)
-@example(state={"a": {"b": {"lr": 1}}, "b": [1, 2], "0": [PLAIN, {"a": {"a": 1}}]})
-def test_older_names_are_names_of_containers(state: dict[Any, Any]) -> None:
-    """If this fails, entries that torch before 2.4 saved under other names are not found in a checkpoint."""
-    try:
-        flat = flatten(state, uri=URI)
-    except UnsupportedValueError:
-        return
-    _version._derived_version = "2_3"
-    try:
-        older = flatten_state_dict(state)[0]
-    except ValueError:  # two of one name
-        return
-    finally:
-        _version._derived_version = None
-    assert older.keys() <= flat.entries.keys() | flat.containers.keys()
 
 
 def form(value: Any) -> Any:
@@ -184,13 +164,6 @@ def test_what_is_no_text_is_refused_in_keys(state: dict[str, Any]) -> None:
     """If this fails, all data is uploaded, and then the manifest cannot be written."""
     with pytest.raises(UnsupportedValueError, match=r"\\ud"):
         Nesting.of(flatten(state, uri=URI), uri=URI)
-
-
-def test_names_of_text_are_told_from_others() -> None:
-    """If this fails, a name that the manifest cannot hold is found only after the upload, or a good one is refused."""
-    check_names(["", "é", "\U0001f600"], uri=URI)
-    with pytest.raises(UnsupportedValueError, match=r"'a\\ud83d' holds a surrogate"):
-        check_names(["b", "a\ud83d", "\ude00"], uri=URI)
 
 
 def test_what_holds_itself_is_refused() -> None:

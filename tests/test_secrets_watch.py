@@ -18,40 +18,38 @@ from cloudckpt.stores.s3 import S3Store
 SECRET = "planted-HUSH"  # noqa: S105  # nobody's
 
 
-def fail() -> None:
+LOGGER = logging.getLogger("cloudckpt.somewhere")
+
+
+def look_up() -> None:
     raise LookupError(f"Authorization: {SECRET}")
 
 
-def fail_and_say_so() -> None:
+def fail() -> None:
+    """Raise an error of the package that is chained to one with the secret."""
     try:
-        fail()
+        look_up()
     except LookupError as error:
         raise cloudckpt.CloudckptError("it failed") from error
 
 
 def fail_and_hide_it() -> None:
     try:
-        fail()
+        look_up()
     except LookupError:
         raise cloudckpt.CloudckptError("it failed") from None
 
 
-def fail_twice() -> None:
-    try:
+def chain_an_error() -> None:
+    with pytest.raises(cloudckpt.CloudckptError):
         fail()
-    except LookupError:
-        raise cloudckpt.CloudckptError("it failed")  # noqa: B904  # which is the point
-
-
-def log_a_message() -> None:
-    logging.getLogger("cloudckpt.somewhere").debug("signed with %s", SECRET)
 
 
 def log_an_error() -> None:
     try:
         fail()
-    except LookupError:
-        logging.getLogger("cloudckpt").info("it failed", exc_info=True)
+    except cloudckpt.CloudckptError:
+        LOGGER.info("it failed", exc_info=True)
 
 
 def warn() -> None:
@@ -60,54 +58,35 @@ def warn() -> None:
         warnings.warn(f"careful with {SECRET}", UserWarning, stacklevel=1)
 
 
-def make_an_error() -> None:
-    cloudckpt.CheckpointNotFoundError(f"nothing at {SECRET}", uri="s3://bucket/run")
+class Writer(cloudckpt.ObjectStoreWriter):
+    """Shows the secret where it is printed."""
+
+    def __repr__(self) -> str:
+        return f"Writer({SECRET})"
 
 
-def make_an_error_that_carries_it() -> None:
-    cloudckpt.CheckpointNotFoundError("nothing there", uri=f"s3://{SECRET}@bucket/run")
+def log_a_message() -> None:
+    LOGGER.debug("signed with %s", SECRET)
 
 
-def chain_an_error() -> None:
-    with pytest.raises(cloudckpt.CloudckptError):
-        fail_and_say_so()
+PLANTS: dict[str, Callable[[], object]] = {
+    "log message": log_a_message,
+    "logged error": log_an_error,
+    "warning": warn,
+    "error": lambda: cloudckpt.CheckpointNotFoundError(f"nothing at {SECRET}", uri="s3://bucket/run"),
+    "attribute of an error": lambda: cloudckpt.CheckpointNotFoundError("nothing", uri=f"s3://{SECRET}@bucket/run"),
+    "chained error": chain_an_error,
+    "options": lambda: cloudckpt.Options(metadata={"token": SECRET}),
+    "writer": lambda: Writer("memory://somewhere/run"),
+    "store": lambda: S3Store(SECRET, "run", storage_options={}, timeout_s=1, connections=1),
+    "event": lambda: cloudckpt.Event(name="retry", uri=SECRET, rank=0),
+}
 
 
-def chain_an_error_unasked() -> None:
-    with pytest.raises(cloudckpt.CloudckptError):
-        fail_twice()
-
-
-def make_options() -> None:
-    cloudckpt.Options(metadata={"token": SECRET})
-
-
-def make_a_writer() -> None:
-    class Writer(cloudckpt.ObjectStoreWriter):
-        def __repr__(self) -> str:
-            return f"Writer({SECRET})"
-
-    Writer("memory://somewhere/run")
-
-
-def make_a_store() -> None:
-    S3Store(SECRET, "run", storage_options={}, timeout_s=1, connections=1)
-
-
-def make_an_event() -> None:
-    cloudckpt.Event(name="retry", uri=SECRET, rank=0)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        *(log_a_message, log_an_error, warn, make_an_error, make_an_error_that_carries_it, chain_an_error),
-        *(chain_an_error_unasked, make_options, make_a_writer, make_a_store, make_an_event),
-    ],
-)
-def test_a_secret_is_caught_wherever_it_is_shown(plant: Callable[[], None]) -> None:
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_secret_is_caught_wherever_it_is_shown(plant: str) -> None:
     """If this fails, the watch looks away, and every other test that passes says nothing about leaks."""
-    plant()
+    PLANTS[plant]()
     with pytest.raises(secrets_watch.LeakedSecretError, match="shows the secret"):
         secrets_watch.check()
     assert secrets_watch.hits() == []

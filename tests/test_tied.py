@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,14 +150,6 @@ def test_memory_that_is_used_again_is_not_taken_for_tied(memory: Memory) -> None
     assert all(torch.equal(loaded[name], tensor * 2) for name, tensor in state.items())
 
 
-def test_each_object_opens_in_safetensors(tmp_path: Path) -> None:
-    """If this fails, the library refuses objects with tied weights, for ranges must not overlap there."""
-    weight = torch.arange(1000.0)
-    cloudckpt.save({"a": weight, "b": weight, "c": torch.ones(3)}, tmp_path / "c")
-    (path,) = (tmp_path / "c").glob("data/*/*.safetensors")
-    assert safetensors.torch.load(path.read_bytes()).keys() == {"a", "c"}
-
-
 def test_damage_names_every_name(memory: Memory) -> None:
     """If this fails, a message says that one of two tied weights is damaged, and is silent about the other."""
     weight = torch.arange(5000.0)
@@ -172,18 +163,3 @@ def test_damage_names_every_name(memory: Memory) -> None:
             call()
     with pytest.raises(cloudckpt.CorruptCheckpointError, match="'a', 'b'"):
         cloudckpt.verify(memory.uri())
-
-
-@pytest.mark.slow
-def test_background_saves_store_them_once_too(tmp_path: Path) -> None:
-    """If this fails, the snapshot of a tied model takes two names for two tensors."""
-    model = Model(is_tied=True)
-    options = Options(object_bytes=64 * 1024, tile_bytes=TILE_BYTES)
-    cloudckpt.async_save({"model": model.state_dict()}, tmp_path / "c", options=options).result(120)
-    stored_bytes = sum(path.stat().st_size for path in tmp_path.glob("c/data/*/*"))
-    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert own_bytes <= stored_bytes < own_bytes + 20_000
-    loaded = Model(is_tied=False).state_dict()
-    cloudckpt.load({"model": loaded}, tmp_path / "c")
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
-    cloudckpt.close(120)

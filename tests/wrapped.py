@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from cloudckpt.errors import StoreError, TransientStoreError
 from cloudckpt.stores.base import Capabilities, Store
-from cloudckpt.testing.wrapping import Call, WrappedStore
+from cloudckpt.testing.faults import Call, WrappedStore
 
 __all__ = ["Call", "FaultyStore", "WrappedStore", "permanent", "transient"]
 

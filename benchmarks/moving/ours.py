@@ -11,7 +11,7 @@ import awscrt.checksums
 from benchmarks.moving.candidate import AUTHORIZATION, OBJECT, TIMEOUT_S, Candidate, Kept, Where, check, range_of
 from cloudckpt.stores.base import Part, Store, UploadedPart
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.servers.moto import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
+from cloudckpt.testing.servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
 
 _LARGEST_HEAD_BYTES = 16 * 1024
 

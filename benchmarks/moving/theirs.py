@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from benchmarks.moving.candidate import AUTHORIZATION, MIB, OBJECT, TIMEOUT_S, Candidate, Kept, Where, check, range_of
-from cloudckpt.testing.servers.moto import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
+from cloudckpt.testing.servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
 
 
 class Obstore(Candidate):

@@ -15,7 +15,7 @@ from benchmarks.payloads import KIB, Payload, Tensors
 from benchmarks.state import State
 
 from benchmarks import servers, wires
-from cloudckpt.testing.servers.moto import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
+from cloudckpt.testing.servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
 
 # Two requests of the largest size, the second of several tensors, and one that is smaller.
 PAYLOAD = Payload(

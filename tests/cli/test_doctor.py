@@ -18,8 +18,8 @@ from cloudckpt import Options
 from cloudckpt.doctor import Check, DoctorReport, environment, examine
 from cloudckpt.errors import AccessDeniedError, InvalidOptionError, StoreError
 from cloudckpt.stores.base import Store
+from cloudckpt.testing.faults import Call
 from cloudckpt.testing.wire import S3_ACCESS_DENIED, Reply, Rule, StallAnswer, Wire
-from cloudckpt.testing.wrapping import Call
 
 WRITTEN_MARK = ".cloudckpt-probe-"
 MOTO = {"checksums", "lifecycle"}

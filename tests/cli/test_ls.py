@@ -15,7 +15,7 @@ import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
 from cloudckpt.commit.fences import encode_fence, new_fence
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.wrapping import WrappedStore
+from cloudckpt.testing.faults import WrappedStore
 
 
 def test_each_state_is_told(local: LocalPlace, run: Run) -> None:

@@ -40,7 +40,7 @@ from cloudckpt.manager.steps import Steps
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.stores.local import LocalStore, files
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.wrapping import Call
+from cloudckpt.testing.faults import Call
 from cloudckpt.uri import parse_location
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

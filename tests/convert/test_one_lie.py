@@ -18,7 +18,7 @@ from cloudckpt.errors import ObjectNotFoundError
 from cloudckpt.options import Options
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.testing import damage
-from cloudckpt.testing.wrapping import WrappedStore
+from cloudckpt.testing.faults import WrappedStore
 
 
 class Lies:

@@ -31,8 +31,7 @@ from cloudckpt.options import GIB, KIB, MIB, Options
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.tensors.extensions import ReadTransforms
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell
-from cloudckpt.testing.wrapping import WrappedStore
+from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell, WrappedStore
 
 KNOWN = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -22,7 +22,7 @@ from tests.in_memory import Memory
 import cloudckpt
 from cloudckpt.manager import preemption as module
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.wrapping import Call, WrappedStore
+from cloudckpt.testing.faults import Call, WrappedStore
 
 WAIT_S = 60.0
 _never = threading.Event()

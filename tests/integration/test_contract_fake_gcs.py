@@ -17,7 +17,6 @@ class TestOnFakeGCSServer(ContractOn):
     """Creating if absent is atomic here, and races are real."""
 
     server_name = "fake-gcs"
-    longest_key_bytes = 200  # a key is a path here, and each of its names a file's
     num_paging_keys = 40  # thousands of files take a minute; pages are shown in memory
 
     @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from cloudckpt.testing.contract_base import content, put, read_range
 
 class TestOnGCPStorageEmulator(ContractOn):
     server_name = "gcp-emulator"
-    longest_key_bytes = 983  # of what is uploaded in parts, whose names are longer
     num_paging_keys = 40  # each call takes it longer than the one before
 
     def test_it_looks_at_checksums_and_at_no_condition(self, store: Store) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 from tests.integration.contract_on import ContractOn, bucket_of
 
-from cloudckpt.errors import CredentialsError, TransientStoreError
+from cloudckpt.errors import CredentialsError
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.contract_base import content, keys, make_bodies, put, upload
+from cloudckpt.testing.contract_base import keys
 
 
 class TestOnCephRGW(ContractOn):
     """Races, pages and signatures are real here. It does not look at checksums, as the probe finds out."""
 
     server_name = "rgw"
-    longest_key_bytes = 900
-    """In place of 1024, for the sake of uploads in parts (see below)."""
 
     def denied(self, store: Store) -> Store:
         """Nobody's requests: the bucket is private."""
@@ -30,14 +28,3 @@ class TestOnCephRGW(ContractOn):
         with pytest.raises(CredentialsError) as caught:
             keys(stranger)
         assert "mistyped-by-hand" not in str(caught.value)
-
-    def test_an_upload_to_a_key_as_long_as_s3_allows_has_a_wrong_answer(self, store: Store) -> None:
-        """Ceph completes it and says that it could not: to what is its own it gives longer names, and those have a
-        limit. If this fails, Ceph has been mended, and `longest_key_bytes` can go.
-        """
-        key, bodies = "/".join(["n" * 200] * 5), make_bodies(store, 2)
-        put(store, key, b"body")
-        assert content(store, key) == b"body"
-        with pytest.raises(TransientStoreError):
-            upload(store, key, bodies)
-        assert content(store, key) == b"".join(bodies)

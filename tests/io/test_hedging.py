@@ -16,7 +16,7 @@ from cloudckpt.io.hedging import LEAST_S, ConcurrencyLimit, Hedger
 from cloudckpt.stores.base import FoundPart, Part, UploadedPart, Views
 from cloudckpt.stores.http_clients import follow
 from cloudckpt.stores.memory import MemoryStore
-from cloudckpt.testing.wrapping import WrappedStore
+from cloudckpt.testing.faults import WrappedStore
 
 SIZE_BYTES = 1000
 _TIMEOUT_S = 60

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from cloudckpt.errors import TransientStoreError
 from cloudckpt.stores.base import Store, Views
-from cloudckpt.testing.wrapping import Call, WrappedStore
+from cloudckpt.testing.faults import Call, WrappedStore
 
 _T = TypeVar("_T")
 _WAIT_S = 60.0

@@ -91,6 +91,7 @@ class Crowd:
     problems: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     ended: threading.Event = field(default_factory=threading.Event)
+    race: threading.Barrier = field(default_factory=lambda: threading.Barrier(2))
 
     @property
     def is_over(self) -> bool:
@@ -119,6 +120,8 @@ class Crowd:
             "trainer-async": _train,
             "stepper": _save_and_load,
             "overwriter": _overwrite,
+            "racer-1": _race,
+            "racer-2": _race,
             "collector": _collect,
         }
         logging.getLogger("cloudckpt").setLevel(logging.ERROR)
@@ -294,10 +297,21 @@ def _overwrite(crowd: Crowd, name: str, dice: random.Random) -> None:
                 crowd.problems.append(f"{uri} holds {identity_of(state)!r}, older than {tried[committed]!r}")
 
 
+def _race(crowd: Crowd, name: str, dice: random.Random) -> None:
+    """Save to fresh URIs, each together with the other racer: at most one save may be reported as committed."""
+    number = 0
+    with contextlib.suppress(threading.BrokenBarrierError):
+        while not crowd.is_over:
+            crowd.race.wait(300)
+            uri, number = f"{crowd.root}/racers/{number:05}", number + 1
+            crowd.save(uri, f"{name} {number} {dice.random()}", _saver(crowd, uri))
+    crowd.race.abort()
+
+
 def _collect(crowd: Crowd, name: str, dice: random.Random) -> None:
     """Collect garbage of everybody, with an age that no running save reaches."""
     while not crowd.is_over:
-        for root in ("trainer-sync", "trainer-async", "stepper", "overwriter"):
+        for root in ("trainer-sync", "trainer-async", "stepper", "overwriter", "racers"):
             with crowd.allow_failure("gc"):
                 cloudckpt.gc(f"{crowd.root}/{root}", older_than=600, dry_run=False, quiet=True, options=crowd.options())
         crowd.ended.wait(min(5, max(crowd.stop_s - time.monotonic(), 0)))  # the pause of a cron job

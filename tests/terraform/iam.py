@@ -13,7 +13,7 @@ from typing import Any
 
 import boto3
 
-from cloudckpt.testing.servers.base import Program, answers, ask, clean_environment, reserved_port, running
+from cloudckpt.testing.servers import Program, answers, ask, clean_environment, reserved_port, running
 
 ROOT = Path(__file__).parents[2]
 _REGION = "us-east-1"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest_plugins = ["pytester"]
@@ -105,34 +101,3 @@ def test_the_users_environment_is_hidden_and_comes_back(pytester: pytest.Pyteste
 def test_a_killed_server_is_up_for_the_next_test(pytester: pytest.Pytester) -> None:
     """One test that kills the server would fail all that come after it."""
     run(pytester, KILLING, passed=3)
-
-
-def test_nothing_is_loaded_that_was_not_asked_for(pytester: pytest.Pytester) -> None:
-    """Whoever has cloudckpt installed would have its fixtures in every test run, and pay for their import."""
-    pytester.makeconftest("")
-    pytester.makepyfile("def test(cloudckpt_s3_uri): pass")
-    result = pytester.runpytest_subprocess(*OPTIONS, timeout=WAIT_S)
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*fixture 'cloudckpt_s3_uri' not found*"])
-
-
-def test_every_fixture_is_documented(pytester: pytest.Pytester) -> None:
-    """`pytest --fixtures` is where a user looks for them."""
-    result = pytester.runpytest_subprocess("--fixtures", timeout=WAIT_S)
-    words = result.stdout.str()
-    for name in ("s3_server", "s3_uri", "gcs_server", "gcs_uri"):
-        assert f"cloudckpt_{name}" in words
-    assert "no docstring available" not in words
-
-
-def test_naming_the_module_starts_nothing(tmp_path: Path) -> None:
-    """A test run that uses no store would wait for servers, or fail where their packages are missing."""
-    source = (
-        "import sys\n"
-        "import cloudckpt.testing.fixtures\n"
-        "print(sorted({'moto', 'boto3', 'google.cloud.storage'} & sys.modules.keys()))\n"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
-    assert said.stdout.strip() == "[]"

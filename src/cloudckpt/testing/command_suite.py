@@ -3,48 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.command import TARGET, Target, remove_all
 from cloudckpt.testing.contract import StoreContract
 
 _numbers = itertools.count()
 
 
 class TestStore(StoreContract):
-    """Every clause, each under a root of its own, from which everything is removed at once."""
+    """Every clause, each under a root of its own."""
 
-    target: Target
+    target: Any
+    """The `Target` of `cloudckpt.testing.__main__`."""
     name: str
 
     @pytest.fixture
-    def store(self, request: pytest.FixtureRequest) -> Iterator[Store]:
-        """A fresh root of the user's store."""
-        self.target = request.config.stash[TARGET]
-        self.shared_between_processes = not self.target.is_private
-        self.num_racing_rounds = self.target.num_rounds
-        self.num_paging_keys = self.target.num_keys
-        self.longest_key_bytes = self.target.longest_key_bytes
+    def store(self, target: Any) -> Store:
+        """Open a fresh root of the user's store."""
+        self.target = target
+        self.shared_between_processes = target.root.scheme != "memory"
+        self.num_racing_rounds = target.num_rounds
+        self.num_paging_keys = target.num_keys
         self.name = f"clause-{next(_numbers)}"
-        store = self.target.opened(self.name)
-        try:
-            yield store
-        finally:
-            remove_all(store)  # what is left is told in the end
+        store: Store = target.open(self.name)
+        return store
 
     def endpoint_url(self, store: Store) -> str | None:
-        """The user's endpoint."""
-        return self.target.endpoint_url
+        """Return the user's endpoint."""
+        url: str | None = self.target.endpoint_url
+        return url
 
     def at(self, store: Store, endpoint_url: str, *, timeout_s: float) -> Store:
-        """The same root behind the wire."""
-        return self.target.behind(self.name, endpoint_url, timeout_s=timeout_s)
-
-    def denied(self, store: Store) -> Store | None:
-        """The same root with the user's bad credentials, if there are any."""
-        if self.target.denied_options is None:
-            return None
-        return self.target.opened(self.name, **self.target.denied_options)
+        """Open the same root behind the wire."""
+        far: Store = self.target.open(self.name, timeout_s=timeout_s, endpoint_url=endpoint_url)
+        return far

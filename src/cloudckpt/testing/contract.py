@@ -12,7 +12,7 @@ Each clause tests one property that saving, loading, committing or deleting reli
 
 The fixture returns an empty store, at a root that nothing else uses. If the store lacks a capability (see
 `Store.probe`), a clause about it checks that the store refuses the call. Override a clause that a server is known to
-break, and say why. A clause that does not apply to a store records the reason in its test's ``user_properties``.
+break, and say why. A clause that does not apply to a store is skipped.
 """
 
 from __future__ import annotations
@@ -25,25 +25,15 @@ pytest.register_assert_rewrite(
 )
 
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.contract_reads import KeyClauses, ReadClauses, ViewClauses
-from cloudckpt.testing.contract_uploads import PartClauses, UploadClauses
+from cloudckpt.testing.contract_reads import ReadClauses
+from cloudckpt.testing.contract_uploads import UploadClauses
 from cloudckpt.testing.contract_wire import WireClauses
-from cloudckpt.testing.contract_writes import DeniedClauses, RaceClauses, WriteClauses
+from cloudckpt.testing.contract_writes import WriteClauses
 
 __all__ = ["StoreContract"]
 
 
-class StoreContract(
-    WriteClauses,
-    UploadClauses,
-    PartClauses,
-    ReadClauses,
-    KeyClauses,
-    ViewClauses,
-    RaceClauses,
-    DeniedClauses,
-    WireClauses,
-):
+class StoreContract(WriteClauses, UploadClauses, ReadClauses, WireClauses):
     """Inherit under a name that begins with ``Test``, and define the fixture `store`.
 
     ``shared_between_processes``: True if other processes see the store's objects (default False).
@@ -52,7 +42,6 @@ class StoreContract(
     address, and the same root through another address. The clauses about broken connections need them.
     ``short_timeout_s``: the timeout of such a store in the clauses about silent servers.
     ``denied(store)``: the same root with credentials that are refused, or may not write.
-    ``longest_key_bytes``: the longest key that the service accepts, counted from the bucket on.
     ``check_upload_time(info)``: checks the start time of an unfinished upload.
     """
 

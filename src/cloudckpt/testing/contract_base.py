@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,13 +21,9 @@ class Clauses:
     """Hooks and helpers of `cloudckpt.testing.StoreContract`."""
 
     shared_between_processes = False
-    longest_key_bytes = 1024
-    """Length in UTF-8, counted from the bucket on. The default is the limit of S3 and GCS."""
     num_racing_rounds = 5
     num_paging_keys = 1005
     """More than one page of a listing or of a batched delete. A page has 1,000 entries on common servers."""
-
-    _notes: MutableSequence[tuple[str, object]]
 
     def endpoint_url(self, store: Store) -> str | None:
         """Return the endpoint of `store` as ``http://host:port``; ``None`` if it has none."""
@@ -42,76 +37,48 @@ class Clauses:
         """Return a store with the same root whose credentials are refused or may not write; ``None`` if none exist."""
         return None
 
-    @pytest.fixture(autouse=True)
-    def _record_notes(self, request: pytest.FixtureRequest) -> None:
-        self._notes = request.node.user_properties
-
-    def does_not_apply(self, reason: str) -> None:
-        """Record the reason for which this clause does not apply to this store."""
-        notes = getattr(self, "_notes", None)
-        if notes is not None:
-            notes.append((DOES_NOT_APPLY, reason))
-
-    def has_no_create(self, store: Store) -> bool:
-        """Return True if the store has no create-if-absent, and check that it refuses the call.
+    def require_create(self, store: Store) -> None:
+        """Skip the clause if the store has no create-if-absent, after a check that it refuses the call.
 
         A store that ignores the condition and writes would break the commit.
         """
         if store.probe().conditional_create:
-            return False
+            return
         with pytest.raises(UnsupportedOperationError):
             put(store, "a", b"body", if_absent=True)
-        assert keys(store) == []  # part of a test
-        self.does_not_apply("the store has no create-if-absent, and refuses the call")
-        return True
+        assert keys(store) == []
+        pytest.skip("the store has no create-if-absent, and refuses the call")
 
-    def has_no_multipart(self, store: Store) -> bool:
-        """Return True if the store has no multipart uploads, and check that it refuses the call."""
+    def require_multipart(self, store: Store) -> None:
+        """Skip the clause if the store has no multipart uploads, after a check that it refuses the call."""
         if store.capabilities.multipart:
-            return False
+            return
         with pytest.raises(UnsupportedOperationError):
             store.create_multipart("a")
         store.abort_multipart("a", "an upload that never was")
-        assert list(store.list_uploads()) == []  # part of a test
-        self.does_not_apply("the store has no multipart uploads, and refuses the call")
-        return True
+        assert list(store.list_uploads()) == []
+        pytest.skip("the store has no multipart uploads, and refuses the call")
 
-    def has_no_checksums(self, store: Store) -> bool:
-        """Return True if the store does not verify the checksums of uploads."""
-        if store.probe().verifies_crc32c:
-            return False
-        self.does_not_apply("the store does not verify checksums")
-        return True
-
-    def is_private(self, store: Store) -> bool:
-        """Return True if no other process sees the store's objects."""
-        if self.shared_between_processes:
-            return False
-        self.does_not_apply(f"no other process sees the objects of {store.uri}")
-        return True
+    def require_checksums(self, store: Store) -> None:
+        """Skip the clause if the store does not verify the checksums of uploads."""
+        if not store.probe().verifies_crc32c:
+            pytest.skip("the store does not verify checksums")
 
     @contextlib.contextmanager
-    def open_wire(self, store: Store, *, timeout_s: float = 30.0) -> Iterator[tuple[Wire, Store] | None]:
-        """Yield a wire in front of the store, and the store reached through it; ``None`` if it has no address."""
+    def open_wire(self, store: Store, *, timeout_s: float = 30.0) -> Iterator[tuple[Wire, Store]]:
+        """Yield a wire in front of the store, and the store reached through it; skip if it has no address."""
         endpoint_url = self.endpoint_url(store)
         if endpoint_url is None:
-            self.does_not_apply("the store has no address for which a proxy could stand in")
-            yield None
-            return
+            pytest.skip("the store has no address for which a proxy could stand in")
         with Wire(endpoint_url) as wire:
             far = self.at(store, wire.url, timeout_s=timeout_s)
             if far is None:
-                self.does_not_apply("the store cannot be reached at another address")
-                yield None
-            else:
-                yield wire, far
+                pytest.skip("the store cannot be reached at another address")
+            yield wire, far
 
 
 WAIT_S = 120.0
 """Timeout of every wait in a clause."""
-
-DOES_NOT_APPLY = "does not apply"
-"""Name of the ``user_properties`` entry with the reason for which a clause does not apply."""
 
 ODD_KEYS = (
     "with space/a b",
@@ -178,13 +145,17 @@ def upload_part(store: Store, key: str, upload_id: str, part: Part, body: bytes)
     return store.upload_part(key, upload_id, part, [memoryview(body)], crc32c=crc(body))
 
 
+def upload_parts(store: Store, key: str, upload_id: str, bodies: Sequence[bytes]) -> list[UploadedPart]:
+    """Upload every part, in order."""
+    return [
+        upload_part(store, key, upload_id, part, body) for part, body in zip(make_parts(bodies), bodies, strict=True)
+    ]
+
+
 def upload(store: Store, key: str, bodies: Sequence[bytes]) -> None:
     """Run a whole multipart upload."""
     upload_id = store.create_multipart(key)
-    parts = [
-        upload_part(store, key, upload_id, part, body) for part, body in zip(make_parts(bodies), bodies, strict=True)
-    ]
-    store.complete_multipart(key, upload_id, parts)
+    store.complete_multipart(key, upload_id, upload_parts(store, key, upload_id, bodies))
 
 
 def run_at_once(tasks: Sequence[Callable[[], T]]) -> list[T | Exception]:
@@ -200,31 +171,6 @@ def run_at_once(tasks: Sequence[Callable[[], T]]) -> list[T | Exception]:
 
     with ThreadPoolExecutor(len(tasks)) as pool:
         return [future.result(WAIT_S) for future in [pool.submit(run, task) for task in tasks]]
-
-
-def run_within(most_s: float, tasks: Sequence[Callable[[], object]]) -> list[object]:
-    """Run each task in its own thread; return the results, the errors, or "not finished" in order.
-
-    A task that is not finished after `most_s` continues; the caller must end its wait.
-    """
-    outcomes: list[object] = ["not finished"] * len(tasks)
-
-    def run(index: int, task: Callable[[], object]) -> None:
-        try:
-            outcomes[index] = task()
-        except Exception as error:  # noqa: BLE001  # the caller examines it
-            outcomes[index] = error
-
-    threads = [
-        threading.Thread(target=run, args=(index, task), name="contract", daemon=True)
-        for index, task in enumerate(tasks)
-    ]
-    deadline = time.monotonic() + most_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return list(outcomes)
 
 
 BODY = bytes(range(256)) * 16

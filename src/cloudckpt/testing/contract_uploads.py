@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -24,21 +23,30 @@ from cloudckpt.testing.contract_base import (
     put,
     read_range,
     run_at_once,
-    upload,
     upload_part,
+    upload_parts,
 )
-from cloudckpt.testing.contract_writes import race_in_processes
 
 
 class UploadClauses(Clauses):
     """Part of `cloudckpt.testing.StoreContract`."""
 
-    def test_an_upload_is_its_parts_joined(self, store: Store) -> None:
-        """Large objects are uploaded in parts."""
-        if self.has_no_multipart(store):
-            return
-        bodies = make_bodies(store, 3)
-        upload(store, "data/a b", bodies)
+    def test_parts_come_in_parallel_and_the_last_of_a_number_counts(self, store: Store) -> None:
+        """Every rank uploads from several threads, and sends a part again if its answer is lost."""
+        self.require_multipart(store)
+        bodies = make_bodies(store, 4)
+        parts = make_parts(bodies)
+        upload_id = store.create_multipart("data/a b")
+        upload_part(store, "data/a b", upload_id, parts[0], b"?" * len(bodies[0]))
+        results = run_at_once(
+            [
+                functools.partial(upload_part, store, "data/a b", upload_id, part, body)
+                for part, body in zip(parts, bodies, strict=True)
+            ]
+        )
+        uploaded = [result for result in results if not isinstance(result, Exception)]
+        assert len(uploaded) == 4, results
+        store.complete_multipart("data/a b", upload_id, [uploaded[index] for index in (2, 0, 3, 1)])
         whole = b"".join(bodies)
         assert store.head("data/a b").size_bytes == len(whole)
         assert content(store, "data/a b") == whole
@@ -46,77 +54,42 @@ class UploadClauses(Clauses):
         assert read_range(store, "data/a b", edge - 2, edge + 2) == whole[edge - 2 : edge + 2]
 
     def test_an_upload_is_invisible_until_completed(self, store: Store) -> None:
-        """A job that dies half-way must leave nothing that a reader could take for an object."""
-        if self.has_no_multipart(store):
-            return
+        """A job that dies half-way must leave nothing that a reader could take for an object; an old one stays."""
+        self.require_multipart(store)
         bodies = make_bodies(store, 2)
-        upload_id = store.create_multipart("step/a")
-        parts = [upload_part(store, "step/a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        put(store, "old", b"old")
+        uploads = {key: store.create_multipart(key) for key in ("step/new", "old")}
+        parts = {key: upload_parts(store, key, upload_id, bodies) for key, upload_id in uploads.items()}
         with pytest.raises(ObjectNotFoundError):
-            store.head("step/a")
+            store.head("step/new")
         with pytest.raises(ObjectNotFoundError):
-            content(store, "step/a")
-        assert keys(store) == []
+            content(store, "step/new")
+        assert keys(store) == ["old"]
         assert list(store.list_directories()) == []
-        store.complete_multipart("step/a", upload_id, parts)
-        assert keys(store) == ["step/a"]
+        assert content(store, "old") == b"old"
+        for key, upload_id in uploads.items():
+            store.complete_multipart(key, upload_id, parts[key])
+            assert content(store, key) == b"".join(bodies)
+        assert keys(store) == ["old", "step/new"]
 
-    def test_an_upload_replaces_an_object_only_when_completed(self, store: Store) -> None:
-        """Until then, readers get the whole old object."""
-        if self.has_no_multipart(store):
-            return
-        put(store, "a", b"old")
+    def test_memory_of_parts_may_be_reused(self, store: Store) -> None:
+        """Parts are sent from a ring of buffers that is filled anew as soon as the call returns."""
+        self.require_multipart(store)
         bodies = make_bodies(store, 2)
+        buffer = bytearray(bodies[0])
         upload_id = store.create_multipart("a")
-        parts = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
-        assert content(store, "a") == b"old"
-        store.complete_multipart("a", upload_id, parts)
-        assert content(store, "a") == b"".join(bodies)
-
-    def test_parts_are_ordered_by_number(self, store: Store) -> None:
-        """Parallel uploads arrive in any order, and are completed in any."""
-        if self.has_no_multipart(store):
-            return
-        bodies = make_bodies(store, 3)
-        parts = make_parts(bodies)
-        upload_id = store.create_multipart("a")
-        arrived = [upload_part(store, "a", upload_id, parts[index], bodies[index]) for index in (2, 0, 1)]
-        store.complete_multipart("a", upload_id, arrived)
-        assert content(store, "a") == b"".join(bodies)
-
-    def test_parts_go_up_in_parallel(self, store: Store) -> None:
-        """Every rank uploads from several threads at once."""
-        if self.has_no_multipart(store):
-            return
-        bodies = make_bodies(store, 4)
-        upload_id = store.create_multipart("a")
-        results = run_at_once(
-            [
-                functools.partial(upload_part, store, "a", upload_id, part, body)
-                for part, body in zip(make_parts(bodies), bodies, strict=True)
-            ]
-        )
-        uploaded = [result for result in results if not isinstance(result, Exception)]
-        assert len(uploaded) == 4, results
-        store.complete_multipart("a", upload_id, uploaded)
-        assert content(store, "a") == b"".join(bodies)
-
-    def test_of_a_part_uploaded_twice_the_last_counts(self, store: Store) -> None:
-        """A part is sent again if its answer is lost."""
-        if self.has_no_multipart(store):
-            return
-        bodies = make_bodies(store, 2)
-        parts = make_parts(bodies)
-        upload_id = store.create_multipart("a")
-        upload_part(store, "a", upload_id, parts[0], b"?" * len(bodies[0]))
-        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
+        uploaded = []
+        for part, body in zip(make_parts(bodies), bodies, strict=True):
+            buffer[: len(body)] = body
+            view = memoryview(buffer)[: len(body)]
+            uploaded.append(store.upload_part("a", upload_id, part, [view], crc32c=crc(body)))
+        buffer[:] = bytes(len(buffer))
         store.complete_multipart("a", upload_id, uploaded)
         assert content(store, "a") == b"".join(bodies)
 
     def test_two_uploads_to_one_key_do_not_mix(self, store: Store) -> None:
         """A zombie's parts must not end up in another's object."""
-        if self.has_no_multipart(store):
-            return
+        self.require_multipart(store)
         bodies = make_bodies(store, 2)
         parts = make_parts(bodies)
         mine, other = store.create_multipart("a"), store.create_multipart("a")
@@ -130,8 +103,7 @@ class UploadClauses(Clauses):
 
     def test_an_aborted_upload_leaves_nothing(self, store: Store) -> None:
         """Parts that remain cost money every month, and no listing of objects shows them."""
-        if self.has_no_multipart(store):
-            return
+        self.require_multipart(store)
         bodies = make_bodies(store, 2)
         parts = make_parts(bodies)
         upload_id = store.create_multipart("a")
@@ -148,109 +120,49 @@ class UploadClauses(Clauses):
 
     def test_a_damaged_part_is_refused(self, store: Store) -> None:
         """A bit that flips on the way must not get into the object; the part can be sent again."""
-        if self.has_no_multipart(store):
-            return
-        if self.has_no_checksums(store):
-            return
+        self.require_multipart(store)
+        self.require_checksums(store)
         bodies = make_bodies(store, 2)
-        parts = make_parts(bodies)
         upload_id = store.create_multipart("a")
         with pytest.raises(ChecksumRefusedError):
-            store.upload_part("a", upload_id, parts[0], [memoryview(bodies[0])], crc32c=crc(b"other"))
+            store.upload_part("a", upload_id, make_parts(bodies)[0], [memoryview(bodies[0])], crc32c=crc(b"other"))
         assert keys(store) == []
-        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
-        store.complete_multipart("a", upload_id, uploaded)
+        store.complete_multipart("a", upload_id, upload_parts(store, "a", upload_id, bodies))
         assert content(store, "a") == b"".join(bodies)
 
     def test_parts_with_a_gap_are_not_completed(self, store: Store) -> None:
         """An object with a hole has the right name and the wrong bytes."""
-        if self.has_no_multipart(store):
-            return
+        self.require_multipart(store)
         bodies = make_bodies(store, 3)
         upload_id = store.create_multipart("a")
-        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        uploaded = upload_parts(store, "a", upload_id, bodies)
         with pytest.raises(StoreError):
             store.complete_multipart("a", upload_id, [uploaded[0], uploaded[2]])
         assert keys(store) == []
         store.abort_multipart("a", upload_id)
 
-    def test_completing_twice_does_no_harm(self, store: Store) -> None:
-        """The answer to a completion can be lost: the second try says that the upload is gone, or succeeds again."""
-        if self.has_no_multipart(store):
-            return
+    def test_what_comes_after_a_completion_does_no_harm(self, store: Store) -> None:
+        """The answer to a completion can be lost, and a part that was believed lost can arrive late."""
+        self.require_multipart(store)
         bodies = make_bodies(store, 2)
         upload_id = store.create_multipart("a")
-        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+        uploaded = upload_parts(store, "a", upload_id, bodies)
         store.complete_multipart("a", upload_id, uploaded)
         outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, uploaded))
         assert outcome is None or isinstance(outcome, ObjectNotFoundError)
         assert content(store, "a") == b"".join(bodies)
-
-    def test_a_part_that_comes_late_does_no_harm(self, store: Store) -> None:
-        """A part that was believed lost can arrive after the upload is complete, and must not change the object."""
-        if self.has_no_multipart(store):
-            return
-        bodies = make_bodies(store, 2)
-        parts = make_parts(bodies)
-        upload_id = store.create_multipart("a")
-        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
-        store.complete_multipart("a", upload_id, uploaded)
-        outcome = capture_outcome(lambda: upload_part(store, "a", upload_id, parts[0], b"?" * len(bodies[0])))
+        late = make_parts(bodies)[0]
+        outcome = capture_outcome(lambda: upload_part(store, "a", upload_id, late, b"?" * len(bodies[0])))
         assert isinstance(outcome, UploadedPart | StoreError)
-        assert keys(store) == ["a"]
-        assert content(store, "a") == b"".join(bodies)
         store.abort_multipart("a", upload_id)
+        assert keys(store) == ["a"]
         assert list(store.list_uploads()) == []
         assert content(store, "a") == b"".join(bodies)
-
-    def test_a_token_that_nobody_gave_completes_nothing_else(self, store: Store) -> None:
-        """A token names the bytes of a part; other bytes must not become the object."""
-        if self.has_no_multipart(store):
-            return
-        bodies = make_bodies(store, 2)
-        upload_id = store.create_multipart("a")
-        uploaded = [upload_part(store, "a", upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
-        wrong = [replace(uploaded[0], token=uploaded[1].token), uploaded[1]]
-        outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, wrong))
-        if isinstance(outcome, Exception):
-            assert keys(store) == []
-            store.complete_multipart("a", upload_id, uploaded)
-        assert content(store, "a") == b"".join(bodies)
-
-    def test_an_upload_of_nothing_is_empty_or_refused(self, store: Store) -> None:
-        """Stores differ here, and no save relies on it; but the error must be a `StoreError`."""
-        if self.has_no_multipart(store):
-            return
-        for key, num_parts in (("no-parts", 0), ("one-empty-part", 1)):
-            upload_id = store.create_multipart(key)
-            outcome = capture_outcome(functools.partial(_complete_empty, store, key, upload_id, num_parts))
-            store.abort_multipart(key, upload_id)
-            assert keys(store, key) == ([] if isinstance(outcome, StoreError) else [key])
-            assert isinstance(outcome, StoreError) or content(store, key) == b""
-            assert list(store.list_uploads(key)) == []
-
-    def test_uploads_at_odd_keys_are_found(self, store: Store) -> None:
-        """An upload that a crash left under such a key must be listed, distinguished from others, and removed."""
-        if self.has_no_multipart(store):
-            return
-        body = make_bodies(store, 1)[0]
-        ids = {key: store.create_multipart(key) for key in ODD_KEYS}
-        parts = {key: upload_part(store, key, ids[key], make_parts([body])[0], body) for key in ODD_KEYS}
-        assert {info.key: info.upload_id for info in store.list_uploads()} == ids
-        for key in ODD_KEYS[::2]:
-            store.complete_multipart(key, ids[key], [parts[key]])
-            assert content(store, key) == body
-        assert {info.key for info in store.list_uploads()} == set(ODD_KEYS[1::2])
-        for key in ODD_KEYS[1::2]:
-            store.abort_multipart(key, ids[key])
-        assert list(store.list_uploads()) == []
-        assert keys(store) == sorted(ODD_KEYS[::2])
 
     def test_unfinished_uploads_are_listed(self, store: Store) -> None:
         """Uploads of crashed jobs can be removed only if they are listed and distinguished from running ones."""
-        if self.has_no_multipart(store):
-            return
-        ids = {key: store.create_multipart(key) for key in ("step-1/a", "step-1/b", "step-2/a b")}
+        self.require_multipart(store)
+        ids = {key: store.create_multipart(key) for key in ("step-1/a", "step-1/b", "step-2/a b", *ODD_KEYS)}
         body = make_bodies(store, 1)[0]
         for key, upload_id in ids.items():  # some stores have nothing to list before the first part
             upload_part(store, key, upload_id, make_parts([body])[0], body)
@@ -258,33 +170,28 @@ class UploadClauses(Clauses):
         assert {info.key for info in store.list_uploads("step-1/")} == {"step-1/a", "step-1/b"}
         assert {info.key for info in store.list_uploads("step-2/a")} == {"step-2/a b"}
         assert list(store.list_uploads("step-3/")) == []
-        for info in store.list_uploads():
+        for info in list(store.list_uploads()):
             self.check_upload_time(info)
             store.abort_multipart(info.key, info.upload_id)
         assert list(store.list_uploads()) == []
+        assert keys(store) == []
 
     def check_upload_time(self, info: UploadInfo) -> None:
         """Check the start time of an unfinished upload; garbage collection chooses uploads by age."""
         assert info.started_at.tzinfo is not None
         assert abs(datetime.now(tz=timezone.utc) - info.started_at) < timedelta(minutes=30)
 
-
-class PartClauses(Clauses):
-    """Part of `cloudckpt.testing.StoreContract`."""
-
-    def has_no_listed_parts(self, store: Store) -> bool:
-        """Return True if the store does not list parts, and check that it refuses the call."""
+    def require_listed_parts(self, store: Store) -> None:
+        """Skip the clause if the store does not list parts, after a check that it refuses the call."""
         if store.capabilities.listed_parts != "none":
-            return False
+            return
         with pytest.raises(UnsupportedOperationError):
             list(store.list_parts("a", "an upload that never was"))
-        self.does_not_apply("the store does not list the parts of an upload, and refuses the call")
-        return True
+        pytest.skip("the store does not list the parts of an upload, and refuses the call")
 
     def test_parts_are_listed_for_what_they_are(self, store: Store) -> None:
         """A part that is confused with another mixes two saves in one object; an unlisted part is sent again."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         bodies = make_bodies(store, 4)
         parts = make_parts(bodies)
         upload_id, other = store.create_multipart("run/a b"), store.create_multipart("run/a b")
@@ -299,8 +206,7 @@ class PartClauses(Clauses):
 
     def test_a_part_that_was_sent_again_is_listed_as_it_is_now(self, store: Store) -> None:
         """Otherwise the completion would use an outdated token, and the whole object would be sent again."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         bodies = make_bodies(store, 2)
         part = make_parts(bodies)[0]
         upload_id = store.create_multipart("a")
@@ -313,8 +219,7 @@ class PartClauses(Clauses):
 
     def test_listed_parts_complete_the_upload(self, store: Store) -> None:
         """A process that continues an upload knows only the listing."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         bodies = make_bodies(store, 3)
         parts = make_parts(bodies)
         upload_id = store.create_multipart("a")
@@ -328,16 +233,13 @@ class PartClauses(Clauses):
 
     def test_listed_parts_complete_another_upload_where_that_is_declared(self, store: Store) -> None:
         """Only the new save may write to the key that the new save names."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         if store.capabilities.listed_parts != "any_upload":
-            self.does_not_apply("the store completes an upload with the parts of no other")
-            return
+            pytest.skip("the store completes an upload with the parts of no other")
         bodies = make_bodies(store, 3)
         parts = make_parts(bodies)
         old, new = store.create_multipart("data/old/@ a"), store.create_multipart("data/new/a")
-        for part, body in zip(parts, bodies, strict=True):
-            upload_part(store, "data/old/@ a", old, part, body)
+        upload_parts(store, "data/old/@ a", old, bodies)
         known = _convert_parts(store.list_parts("data/old/@ a", old), parts, bodies)
         known[1] = upload_part(store, "data/new/a", new, parts[1], bodies[1])
         store.complete_multipart("data/new/a", new, known)
@@ -350,13 +252,11 @@ class PartClauses(Clauses):
 
     def test_a_part_that_was_replaced_is_not_completed_as_it_was(self, store: Store) -> None:
         """A process that was believed dead may continue; its parts must not end up in the other's object."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         bodies = make_bodies(store, 2)
-        parts = make_parts(bodies)
         upload_id = store.create_multipart("a")
-        known = [upload_part(store, "a", upload_id, p, b) for p, b in zip(parts, bodies, strict=True)]
-        upload_part(store, "a", upload_id, parts[0], b"?" * len(bodies[0]))
+        known = upload_parts(store, "a", upload_id, bodies)
+        upload_part(store, "a", upload_id, make_parts(bodies)[0], b"?" * len(bodies[0]))
         outcome = capture_outcome(lambda: store.complete_multipart("a", upload_id, known))
         if isinstance(outcome, StoreError):
             with pytest.raises(ObjectNotFoundError):
@@ -366,12 +266,11 @@ class PartClauses(Clauses):
 
     def test_an_upload_that_is_over_lists_nothing(self, store: Store) -> None:
         """A save that continues such an upload would send its parts in vain."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         bodies = make_bodies(store, 2)
         for key, is_completed in (("completed", True), ("aborted", False)):
             upload_id = store.create_multipart(key)
-            known = [upload_part(store, key, upload_id, p, b) for p, b in zip(make_parts(bodies), bodies, strict=True)]
+            known = upload_parts(store, key, upload_id, bodies)
             if is_completed:
                 store.complete_multipart(key, upload_id, known)
             else:
@@ -379,22 +278,9 @@ class PartClauses(Clauses):
             outcome = capture_outcome(functools.partial(_list_parts, store, key, upload_id))
             assert outcome == [] or isinstance(outcome, ObjectNotFoundError)
 
-    def test_parts_of_another_process_are_listed(self, store: Store) -> None:
-        """An upload is always continued by another process."""
-        if self.has_no_listed_parts(store) or self.is_private(store):
-            return
-        bodies = make_bodies(store, 2)
-        sending = _Sending(key="a", upload_id=store.create_multipart("a"), parts=make_parts(bodies), bodies=bodies)
-        assert race_in_processes(store, _send_first, _send_second, [sending]) == [(None, None)]
-        known = _convert_parts(store.list_parts("a", sending.upload_id), sending.parts, bodies)
-        assert len(known) == 2
-        store.complete_multipart("a", sending.upload_id, known)
-        assert content(store, "a") == b"".join(bodies)
-
     def test_more_than_a_page_of_parts(self, store: Store) -> None:
         """Large objects have thousands of parts, and parts that are not listed are sent again."""
-        if self.has_no_listed_parts(store):
-            return
+        self.require_listed_parts(store)
         numbers = range(1, min(self.num_paging_keys, store.limits.max_parts) + 1)
         upload_id = store.create_multipart("a")
 
@@ -411,30 +297,8 @@ class PartClauses(Clauses):
         store.abort_multipart("a", upload_id)
 
 
-def _complete_empty(store: Store, key: str, upload_id: str, num_parts: int) -> None:
-    parts = [Part(number=number, offset_bytes=0, size_bytes=0) for number in range(1, num_parts + 1)]
-    uploaded = [upload_part(store, key, upload_id, part, b"") for part in parts]
-    store.complete_multipart(key, upload_id, uploaded)
-
-
 def _list_parts(store: Store, key: str, upload_id: str) -> list[FoundPart]:
     return list(store.list_parts(key, upload_id))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sending:
-    key: str
-    upload_id: str
-    parts: list[Part]
-    bodies: list[bytes]
-
-
-def _send_first(store: Store, sending: _Sending) -> None:
-    upload_part(store, sending.key, sending.upload_id, sending.parts[0], sending.bodies[0])
-
-
-def _send_second(store: Store, sending: _Sending) -> None:
-    upload_part(store, sending.key, sending.upload_id, sending.parts[1], sending.bodies[1])
 
 
 def _check_is(found: FoundPart, body: bytes) -> None:

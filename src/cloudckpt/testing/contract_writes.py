@@ -1,4 +1,4 @@
-"""Clauses about putting, copying and deleting objects."""
+"""Clauses about putting, copying and deleting objects, about races, and about refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
@@ -28,6 +28,7 @@ from cloudckpt.stores.base import Store, UploadedPart
 from cloudckpt.testing.contract_base import (
     ODD_KEYS,
     WAIT_S,
+    Call,
     Clauses,
     capture_outcome,
     content,
@@ -41,6 +42,9 @@ from cloudckpt.testing.contract_base import (
     upload_part,
 )
 
+# The credentials may allow reading, and some stores begin an upload without a request.
+_MAY_SUCCEED = ("create_multipart", "head", "list", "list_directories", "list_uploads", "read", "read_into")
+
 
 class WriteClauses(Clauses):
     """Part of `cloudckpt.testing.StoreContract`."""
@@ -51,11 +55,16 @@ class WriteClauses(Clauses):
         assert content(store, "a/b") == b"first"
         assert store.head("a/b").size_bytes == 5
 
-    def test_a_put_replaces_the_object_whole(self, store: Store) -> None:
-        """A shorter object over a longer one that kept its tail would be neither of the two."""
-        put(store, "a", b"a long first body")
-        put(store, "a", b"short")
-        assert content(store, "a") == b"short"
+    def test_an_overwritten_object_is_one_object(self, store: Store) -> None:
+        """A shorter object keeps no tail of a longer one, and a delete uncovers no older version."""
+        for body in (b"a long first body", b"short", b"some body"):
+            put(store, "a", body)
+            assert content(store, "a") == body
+            assert [(info.key, info.size_bytes) for info in store.list()] == [("a", len(body))]
+        store.delete(["a"])
+        assert keys(store) == []
+        with pytest.raises(ObjectNotFoundError):
+            content(store, "a")
 
     def test_a_version_changes_with_each_write(self, store: Store) -> None:
         """An import of files that are replaced meanwhile, at the same size within a second, would mix two models."""
@@ -71,29 +80,13 @@ class WriteClauses(Clauses):
                 break
         assert versions - {first.version} or versions == {""}
 
-    def test_an_overwritten_object_is_one_object(self, store: Store) -> None:
-        """A store that keeps versions must show the last, once, and no older one when it is removed."""
-        for size in (3, 1, 2):
-            put(store, "a", b"x" * size)
-            assert [(info.key, info.size_bytes) for info in store.list()] == [("a", size)]
-        store.delete(["a"])
-        assert keys(store) == []
-        with pytest.raises(ObjectNotFoundError):
-            content(store, "a")
-
-    def test_a_body_of_many_views_is_put_in_their_order(self, store: Store) -> None:
-        """Tensors are sent from where they lie; empty ones and slices of larger ones are among them."""
-        memory = memoryview(bytes(range(256)))
-        views = [memory[10:20], memory[:0], memory[200:], memory[3:4], memoryview(bytearray(b"own"))]
+    def test_a_body_of_thousands_of_views_is_put_in_their_order(self, store: Store) -> None:
+        """A layer of many small tensors exceeds the operating system's limit on scattered writes."""
+        memory = memoryview(bytes(index % 251 for index in range(5000)))
+        views = [memory[200:], memory[:0], *(memory[index : index + 1] for index in range(5000)), memory[10:20]]
         body = b"".join(views)
         store.put("scattered", views, crc32c=crc(body))
         assert content(store, "scattered") == body
-
-    def test_a_body_of_thousands_of_views_is_put(self, store: Store) -> None:
-        """A layer of many small tensors must not run into the operating system's limit on scattered writes."""
-        body = bytes(index % 251 for index in range(5000))
-        store.put("many", [memoryview(body)[index : index + 1] for index in range(5000)], crc32c=crc(body))
-        assert content(store, "many") == body
 
     def test_an_empty_object_is_an_object(self, store: Store) -> None:
         """A rank without tensors writes nothing more than that, and it must be found."""
@@ -103,9 +96,7 @@ class WriteClauses(Clauses):
         assert keys(store) == ["empty"]
 
     def test_memory_may_be_reused_after_a_put(self, store: Store) -> None:
-        """Staging buffers are filled anew as soon as the call returns: a store that keeps the views would store later
-        bytes.
-        """
+        """Staging buffers are filled anew as soon as the call returns: kept views would be stored as later bytes."""
         buffer = bytearray(b"before")
         store.put("kept", [memoryview(buffer)], crc32c=crc(b"before"))
         buffer[:] = b"after!"
@@ -132,9 +123,8 @@ class WriteClauses(Clauses):
 
     def test_the_wrong_checksum_is_refused(self, store: Store) -> None:
         """Bytes that changed between checksum and store would be saved as if they were right."""
+        self.require_checksums(store)
         put(store, "old", b"old")
-        if self.has_no_checksums(store):
-            return
         for key in ("old", "new"):
             with pytest.raises(ChecksumRefusedError):
                 store.put(key, [memoryview(b"body")], crc32c=crc(b"other"))
@@ -143,27 +133,19 @@ class WriteClauses(Clauses):
 
     def test_create_if_absent_refuses_what_exists(self, store: Store) -> None:
         """The commit is such a call: without it one job overwrites another's checkpoint."""
-        if self.has_no_create(store):
-            return
+        self.require_create(store)
         put(store, "manifest", b"theirs", if_absent=True)
         with pytest.raises(ObjectExistsError) as caught:
             put(store, "manifest", b"ours", if_absent=True)
         assert caught.value.key == store.url("manifest")
         assert content(store, "manifest") == b"theirs"
-
-    def test_create_if_absent_after_a_delete_succeeds(self, store: Store) -> None:
-        """A checkpoint that was removed leaves its name free."""
-        if self.has_no_create(store):
-            return
-        put(store, "manifest", b"one", if_absent=True)
         store.delete(["manifest"])
         put(store, "manifest", b"two", if_absent=True)
         assert content(store, "manifest") == b"two"
 
     def test_a_lost_answer_can_be_found_out(self, store: Store) -> None:
-        """If the answer to a commit is lost, a second try is refused, and reading back tells whose bytes lie there."""
-        if self.has_no_create(store):
-            return
+        """If the answer to a commit is lost, a second try is refused, and a read shows whose manifest it is."""
+        self.require_create(store)
         put(store, "manifest", b"ours", if_absent=True)
         with pytest.raises(ObjectExistsError):
             put(store, "manifest", b"ours", if_absent=True)
@@ -171,8 +153,7 @@ class WriteClauses(Clauses):
 
     def test_of_many_threads_exactly_one_creates(self, store: Store) -> None:
         """Two that both believe they committed is the worst that can happen."""
-        if self.has_no_create(store):
-            return
+        self.require_create(store)
         for round_ in range(self.num_racing_rounds):
             key = f"race/{round_}"
             bodies = [f"writer {writer}".encode() * 100 for writer in range(8)]
@@ -187,18 +168,41 @@ class WriteClauses(Clauses):
 
     def test_of_two_processes_exactly_one_creates(self, store: Store) -> None:
         """Ranks and jobs are processes: a lock in one of them is no condition."""
-        if self.has_no_create(store) or self.is_private(store):
-            return
+        self.require_create(store)
+        if not self.shared_between_processes:
+            pytest.skip(f"no other process sees the objects of {store.uri}")
         racing = [f"race/{number}" for number in range(6 * self.num_racing_rounds)]
         bodies = (b"one", b"two")
         first, second = (functools.partial(_create, body=body) for body in bodies)
-        outcomes = race_in_processes(store, first, second, racing)
+        outcomes = _race_in_processes(store, first, second, racing)
         for key, outcome in zip(racing, outcomes, strict=True):
             assert sum(error is None for error in outcome) == 1, (key, outcome)
             # S3 may refuse a create as "conflicting", and asks for another try.
             losers = [error for error in outcome if error is not None]
             assert all(isinstance(error, ObjectExistsError | TransientStoreError) for error in losers), (key, outcome)
             assert content(store, key) == bodies[outcome.index(None)]
+
+    def test_a_create_never_replaces_what_was_just_completed(self, store: Store) -> None:
+        """An object can be created by a put or by a completion, and the condition must hold against both.
+
+        A completion is unconditional, so it always wins.
+        """
+        self.require_create(store)
+        self.require_multipart(store)
+        rounds = [_begin_upload(store, f"race/threads/{number}") for number in range(self.num_racing_rounds)]
+        outcomes = [
+            run_at_once([functools.partial(_complete, store, done), functools.partial(_create_at_once, store, done)])
+            for done in rounds
+        ]
+        if self.shared_between_processes:
+            more = [_begin_upload(store, f"race/processes/{number}") for number in range(self.num_racing_rounds)]
+            outcomes += [list(pair) for pair in _race_in_processes(store, _complete, _create_at_once, more)]
+            rounds += more
+        for done, (completed, created) in zip(rounds, outcomes, strict=True):
+            assert completed is None, (done.key, completed)
+            # S3 may refuse a create as "conflicting", and asks for another try.
+            assert created is None or isinstance(created, ObjectExistsError | TransientStoreError), (done.key, created)
+            assert content(store, done.key) == done.body, done.key
 
     def test_a_pickled_store_sees_the_same_objects(self, store: Store) -> None:
         """Writers are pickled to the process that saves in the background."""
@@ -208,22 +212,16 @@ class WriteClauses(Clauses):
         assert content(twin, "a") == b"body"
         assert twin.capabilities == store.capabilities
 
-    def test_deleting_twice_is_no_error(self, store: Store) -> None:
-        """Clean-ups are tried again, and several ranks may do the same."""
-        put(store, "a/b", b"body")
-        store.delete(["a/b", "never/was"])
-        store.delete(["a/b"])
-        store.delete([])
-        assert keys(store) == []
-        with pytest.raises(ObjectNotFoundError):
-            store.head("a/b")
-
     def test_a_delete_removes_nothing_but_the_keys_given(self, store: Store) -> None:
-        """Neighbours whose names begin alike belong to other checkpoints."""
+        """Neighbours whose names begin alike belong to other checkpoints; a clean-up that is repeated is no error."""
         for key in ("step-1/x", "step-10/x", "step-1x"):
             put(store, key, b"body")
-        store.delete(iter(["step-1/x", "step-1"]))
-        assert keys(store) == ["step-10/x", "step-1x"]
+        for _ in range(2):
+            store.delete(iter(["step-1/x", "step-1", "never/was"]))
+            store.delete([])
+            assert keys(store) == ["step-10/x", "step-1x"]
+        with pytest.raises(ObjectNotFoundError):
+            store.head("step-1/x")
 
     def test_deletes_keep_their_order(self, store: Store) -> None:
         """A checkpoint's manifest is deleted first: a reader that sees the manifest must be able to read the data."""
@@ -242,7 +240,7 @@ class WriteClauses(Clauses):
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
-            store.delete(_iterate(doomed))
+            store.delete(iter(doomed))
         finally:
             done.set()
             watcher.join(WAIT_S)
@@ -257,14 +255,32 @@ class WriteClauses(Clauses):
             said = store.copy_from(store.url("a/source"), "b/target")
         except UnsupportedOperationError:
             assert keys(store) == ["a/source"]
-            self.does_not_apply("the store has no copies by the service from other stores, and refuses the call")
-            return
+            pytest.skip("the store has no copies by the service from other stores, and refuses the call")
         assert content(store, "b/target") == content(store, "a/source") == body
         # A store that does not verify checksums may report wrong ones; the copy is then read and verified.
         assert said in {None, crc(body)} or not store.probe().verifies_crc32c
         with pytest.raises(ObjectNotFoundError):
             store.copy_from(store.url("missing"), "c/target")
         assert keys(store) == ["a/source", "b/target"]
+
+    def test_a_denied_call_says_so(self, store: Store) -> None:
+        """The error must name the operation and the key: neither a retry nor another checkpoint helps."""
+        denied = self.denied(store)
+        if denied is None:
+            pytest.skip("the class does not define credentials that are refused")
+        calls = make_calls(store)
+        if store.probe().conditional_create:
+            calls["create"] = Call(key="run/created", run=lambda far: put(far, "run/created", b"x", if_absent=True))
+        before = {key: content(store, key) for key in keys(store)}
+        outcomes = {name: capture_outcome(functools.partial(call.run, denied)) for name, call in calls.items()}
+        for name, outcome in outcomes.items():
+            if name in _MAY_SUCCEED and not isinstance(outcome, Exception):
+                continue
+            assert isinstance(outcome, AccessDeniedError | CredentialsError), (name, outcome)
+            url = store.url(calls[name].key).rstrip("/")
+            assert outcome.key.startswith(url), name
+            assert url in str(outcome), name
+        assert {key: content(store, key) for key in keys(store)} == before
 
 
 def _create(store: Store, key: str, body: bytes) -> None:
@@ -279,20 +295,42 @@ def _exists(store: Store, key: str) -> bool:
     return True
 
 
-def _iterate(items: list[str]) -> Iterator[str]:
-    yield from items
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Uploaded:
+    key: str
+    upload_id: str
+    part: UploadedPart
+    body: bytes
 
 
-Round = TypeVar("Round")
+def _begin_upload(store: Store, key: str) -> _Uploaded:
+    body = make_bodies(store, 1)[0]
+    upload_id = store.create_multipart(key)
+    part = upload_part(store, key, upload_id, make_parts([body])[0], body)
+    return _Uploaded(key=key, upload_id=upload_id, part=part, body=body)
+
+
+def _create_at_once(store: Store, done: _Uploaded) -> None:
+    put(store, done.key, b"created", if_absent=True)
+
+
+def _complete(store: Store, done: _Uploaded) -> None:
+    try:
+        store.complete_multipart(done.key, done.upload_id, [done.part])
+    except TransientStoreError:  # a busy store may refuse once
+        store.complete_multipart(done.key, done.upload_id, [done.part])
+
+
+_Round = TypeVar("_Round")
 
 _barrier: Barrier | None = None
 
 
-def race_in_processes(
+def _race_in_processes(
     store: Store,
-    first: Callable[[Store, Round], None],
-    second: Callable[[Store, Round], None],
-    rounds: Sequence[Round],
+    first: Callable[[Store, _Round], None],
+    second: Callable[[Store, _Round], None],
+    rounds: Sequence[_Round],
 ) -> list[tuple[StoreError | None, StoreError | None]]:
     """Run `first` in one process and `second` in another, together for each of `rounds`; return their errors in order.
 
@@ -312,7 +350,7 @@ def _keep_barrier(barrier: Barrier) -> None:
 
 
 def _run(
-    pickled_store: bytes, function: Callable[[Store, Round], None], rounds: Sequence[Round]
+    pickled_store: bytes, function: Callable[[Store, _Round], None], rounds: Sequence[_Round]
 ) -> list[StoreError | None]:
     if _barrier is None:
         raise RuntimeError("the pool's initializer did not run")
@@ -331,96 +369,3 @@ def _run(
         _barrier.abort()  # the other process need not wait
         raise
     return outcomes
-
-
-class RaceClauses(Clauses):
-    """Part of `cloudckpt.testing.StoreContract`."""
-
-    def test_a_create_never_replaces_what_was_just_completed(self, store: Store) -> None:
-        """An object can be created by a put or by a completion, and the condition must hold against both.
-
-        A completion is unconditional, so it always wins.
-        """
-        if self.has_no_create(store) or self.has_no_multipart(store):
-            return
-        rounds = [self._upload_part(store, f"race/threads/{number}") for number in range(self.num_racing_rounds)]
-        outcomes = [
-            run_at_once([functools.partial(_complete, store, done), functools.partial(_create_at_once, store, done)])
-            for done in rounds
-        ]
-        if self.shared_between_processes:
-            more = [self._upload_part(store, f"race/processes/{number}") for number in range(self.num_racing_rounds)]
-            outcomes += [list(pair) for pair in race_in_processes(store, _complete, _create_at_once, more)]
-            rounds += more
-        for done, (completed, created) in zip(rounds, outcomes, strict=True):
-            assert completed is None, (done.key, completed)
-            # S3 may refuse a create as "conflicting", and asks for another try.
-            assert created is None or isinstance(created, ObjectExistsError | TransientStoreError), (done.key, created)
-            assert content(store, done.key) == done.body, done.key
-
-    @staticmethod
-    def _upload_part(store: Store, key: str) -> _Uploaded:
-        body = make_bodies(store, 1)[0]
-        upload_id = store.create_multipart(key)
-        part = upload_part(store, key, upload_id, make_parts([body])[0], body)
-        return _Uploaded(key=key, upload_id=upload_id, part=part, body=body)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Uploaded:
-    key: str
-    upload_id: str
-    part: UploadedPart
-    body: bytes
-
-
-def _create_at_once(store: Store, done: _Uploaded) -> None:
-    put(store, done.key, b"created", if_absent=True)
-
-
-def _complete(store: Store, done: _Uploaded) -> None:
-    try:
-        store.complete_multipart(done.key, done.upload_id, [done.part])
-    except TransientStoreError:  # a busy store may refuse once
-        store.complete_multipart(done.key, done.upload_id, [done.part])
-
-
-# The credentials may allow reading, and some stores begin an upload without a request.
-_MAY_SUCCEED = ("create_multipart", "head", "list", "list_directories", "list_uploads", "read", "read_into")
-
-
-class DeniedClauses(Clauses):
-    """Part of `cloudckpt.testing.StoreContract`. They need `denied`."""
-
-    def test_a_denied_call_says_so(self, store: Store) -> None:
-        """A retry does not help: the error must name the operation and the key that are not allowed."""
-        denied = self.denied(store)
-        if denied is None:
-            self.does_not_apply("nobody is denied anything here")
-            return
-        calls = make_calls(store)
-        before = {key: content(store, key) for key in keys(store)}
-        outcomes = {name: capture_outcome(functools.partial(call.run, denied)) for name, call in calls.items()}
-        refused = {
-            name: outcome
-            for name, outcome in outcomes.items()
-            if name not in _MAY_SUCCEED or isinstance(outcome, Exception)
-        }
-        for name, outcome in refused.items():
-            assert isinstance(outcome, AccessDeniedError | CredentialsError), (name, outcome)
-            url = store.url(calls[name].key).rstrip("/")
-            assert outcome.key.startswith(url), name
-            assert url in str(outcome), name
-        assert {key: content(store, key) for key in keys(store)} == before
-
-    def test_a_denied_create_is_no_lost_race(self, store: Store) -> None:
-        """Confused with "exists already", it would send the user to a checkpoint that does not exist."""
-        denied = self.denied(store)
-        if denied is None:
-            self.does_not_apply("nobody is denied anything here")
-            return
-        if self.has_no_create(store):
-            return
-        outcome = capture_outcome(lambda: put(denied, "manifest", b"body", if_absent=True))
-        assert isinstance(outcome, AccessDeniedError | CredentialsError), outcome
-        assert "manifest" not in keys(store)

@@ -16,11 +16,12 @@ same faults in any order of threads, and every injected error names it::
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -36,8 +37,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores._body import num_bytes, without_first
-from cloudckpt.stores.base import Part, Store, UploadedPart, Views
-from cloudckpt.testing.wrapping import Call, WrappedStore
+from cloudckpt.stores.base import Call, ForwardingStore, Part, Store, Tried, UploadedPart, Views, once
 
 __all__ = [
     "Absent",
@@ -286,6 +286,26 @@ class Due:
     def flips_bits(self) -> bool:
         """True if the body of the call is damaged in transit."""
         return isinstance(self.fault, FlippedBits)
+
+
+class WrappedStore(ForwardingStore):
+    """Passes each call to `inner` and has its capabilities and limits; subclasses override `around`.
+
+    A deletion of several keys becomes one call for each key, so that it can fail between two of them. A listing is
+    complete before its first entry is returned. A copy by the service is one call, however many requests it takes, and
+    is retried as a whole.
+    """
+
+    def around_listing(self, call: Call, action: Callable[[], Iterator[_T]]) -> Iterator[_T]:
+        yield from self.around(call, lambda: [*action()])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.around(Call(operation="delete", key=key), functools.partial(self.inner.delete, [key]))
+
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+        call = Call(operation="copy_from", key=target_key)
+        return tried(lambda: self.around(call, lambda: self.inner.copy_from(source_url, target_key)))
 
 
 class FaultyStore(WrappedStore):

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 class TestGCSOnFakeServer(StoreContract):
     shared_between_processes = True
-    longest_key_bytes = 983  # of what is uploaded in parts, whose names are longer
 
     @pytest.fixture
     def store(self, gcs_server: GCSServer) -> GCSStore:

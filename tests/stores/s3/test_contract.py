@@ -62,11 +62,11 @@ class TestS3OnMoto(StoreContract):
 
     def test_of_two_processes_exactly_one_creates(self, store: S3Store) -> None:
         """No race can be held on moto. That a pickled store works in another process is in test_clients."""
-        self.does_not_apply("moto has no lock between the check and the write")
+        pytest.skip("moto has no lock between the check and the write")
 
     def test_a_create_never_replaces_what_was_just_completed(self, store: S3Store) -> None:
         """Nor this one."""
-        self.does_not_apply("moto has no lock between the check and the write")
+        pytest.skip("moto has no lock between the check and the write")
 
     def check_upload_time(self, info: UploadInfo) -> None:
         """moto says of every upload that it began in 2010."""

@@ -530,14 +530,15 @@ def test_a_step_that_is_asked_for_and_missing_is_an_error(memory: Memory) -> Non
     assert_holds(state, 4.0)
 
 
-def test_damage_is_passed_over_and_its_step_can_be_replaced(memory: Memory) -> None:
+@pytest.mark.parametrize("async_", [True, False])
+def test_damage_is_passed_over_and_its_step_can_be_replaced(memory: Memory, *, async_: bool) -> None:
     """If this fails, a job that goes back behind a damaged checkpoint fails when it comes to that step again, though it
     was told to replace it.
     """
     save_all(CheckpointManager(memory.root), 1, 2, 3)
     break_data(memory, "step-3")
     state = state_of(-1.0)
-    manager = CheckpointManager(memory.root, on_damaged="replace")
+    manager = CheckpointManager(memory.root, on_damaged="replace", async_=async_)
     restored = manager.restore(state)
     assert restored is not None
     assert_holds(state, 2.0)

@@ -64,8 +64,13 @@ class _LastSave:
     step: int
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
-    is_noted: threading.Event = field(default_factory=threading.Event)
+    noted: threading.Event = field(default_factory=threading.Event)
     """Set once the manager has taken note of the end of a background save."""
+
+    def wait_until_noted(self, timeout_s: float | None) -> None:
+        """Wait for the manager's callback, which may run later than those who wait for the save itself."""
+        if isinstance(self.result, AsyncSave):
+            self.noted.wait(timeout_s)
 
     @property
     def has_failed(self) -> bool:
@@ -211,6 +216,7 @@ class CheckpointManager:
         step, numbers = _check_step(step), check_metrics(metrics)
         if not force and not self.is_due(step):
             return None
+        refuse_in_fork()
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._current
         if force and not overwrite and current is not None and current.step == step and not current.has_failed:
@@ -305,8 +311,7 @@ class CheckpointManager:
                 raise TimeoutError(f"the background save to {handle.uri} did not end within {timeout} s and continues")
             if in_flight.latest() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
-            # The callback that starts retention may run later than those who wait for the save.
-            last.is_noted.wait(_remaining_s(ends_at_s))
+            last.wait_until_noted(_remaining_s(ends_at_s))  # the callback starts retention
         if not self._retention.wait(_remaining_s(ends_at_s)):
             raise TimeoutError(
                 f"superseded checkpoints under {self.root} were not removed within {timeout} s; the removal continues"
@@ -354,7 +359,7 @@ class CheckpointManager:
         """True if `step` is damaged and is to be overwritten."""
         last = self._last
         if self._on_damaged == "replace" and last is not None and last.step == step:
-            last.is_noted.wait()  # it may replace the damaged step
+            last.wait_until_noted(None)  # it may replace the damaged step
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
     def _restore_newest(self, state_dict: dict[str, Any], planner: LoadPlanner | None) -> Restored | None:
@@ -427,7 +432,7 @@ def _handle_end(saved: _LastSave, handle_commit: Callable[[], None], outcome: An
         if outcome.failure() is None:
             handle_commit()
     finally:
-        saved.is_noted.set()
+        saved.noted.set()
 
 
 def _remaining_s(ends_at_s: float | None) -> float | None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -23,13 +21,23 @@ from tests.convert.states import bits, contents, loaded, save, small, store_at
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB, Options
 from cloudckpt.stores.base import Tried, once
+from cloudckpt.stores.s3 import store as s3_store
+from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Denied, Faults, Rule, SlowDown, Tell, WrappedStore
+from cloudckpt.testing.faults import Call, Denied, Faults, FlippedBits, Rule, SlowDown, Tell, WrappedStore
 
-KINDS = ["path", "s3", "gs", "memory"]
+_PAIRS = [
+    ("path", "path"),
+    ("path", "s3"),
+    ("s3", "s3"),
+    ("s3", "gs"),
+    ("gs", "gs"),
+    ("gs", "memory"),
+    ("memory", "memory"),
+]
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.product(KINDS, KINDS)))
+@pytest.mark.parametrize(("one", "other"), _PAIRS)
 def test_a_copy_is_the_same_checkpoint(
     root_of: Root, copies_by_service: Callable[[str], bool], one: str, other: str
 ) -> None:
@@ -75,31 +83,68 @@ def test_a_copy_leaves_alone_what_is_there_unless_told(root_of: Root) -> None:
     assert set(contents(target)).isdisjoint(before), "what was replaced is still there"
 
 
-@pytest.mark.parametrize(("one", "other"), [("memory", "memory"), ("path", "memory"), ("path", "path"), ("s3", "s3")])
-def test_a_damaged_source_is_found_and_named(root_of: Root, one: str, other: str) -> None:
-    """If this fails, bits that rot are copied with a fresh and good name."""
+@pytest.mark.parametrize("how", ["damaged", "missing"])
+@pytest.mark.parametrize(("one", "other"), [("memory", "memory"), ("path", "memory"), ("s3", "s3")])
+def test_a_damaged_source_is_found_and_named(root_of: Root, one: str, other: str, how: str) -> None:
+    """If this fails, bits that rot are copied with a fresh and good name, or nobody learns which object is gone."""
     source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
     save({"w": torch.arange(50_000), "b": torch.ones(3)}, source, tile_bytes=4 * KIB)
     key = next(key for key in contents(source) if key.startswith("data/"))
-    damage.flip_bit(store_at(source), key, bit=8 * 100_000)
+    if how == "damaged":
+        damage.flip_bit(store_at(source), key, bit=8 * 100_000)
+    else:
+        damage.remove(store_at(source), key)
     with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
         cloudckpt.copy(source, target)
-    assert key in str(caught.value)
-    assert "'w'" in str(caught.value)
-    assert source in str(caught.value)
+    for part in (source, key, "'w'", *(["is missing"] if how == "missing" else [])):
+        assert part in str(caught.value)
     assert contents(target) == {}
 
 
-@pytest.mark.parametrize(("one", "other"), [("memory", "memory"), ("path", "memory")])
-def test_a_missing_object_is_named(root_of: Root, one: str, other: str) -> None:
-    """If this fails, the user reads of a save and a gc, and not of the object that the source lacks."""
-    source, target = f"{root_of(one)}/step-1", f"{root_of(other)}/step-1"
-    save({"w": torch.arange(500)}, source)
-    key = next(key for key in contents(source) if key.startswith("data/"))
-    damage.remove(store_at(source), key)
-    with pytest.raises(cloudckpt.CorruptCheckpointError, match=re.escape(key) + " is missing, and with it .*'w'"):
-        cloudckpt.copy(source, target)
+@pytest.mark.parametrize("how", ["overwritten", "deleted"])
+def test_a_source_that_goes_meanwhile_is_not_called_damaged(root_of: Root, how: str) -> None:
+    """If this fails, an overwrite in the middle makes a copy of two saves, or an error that speaks of damage."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    save({"w": torch.zeros(3000)}, source)
+
+    def act(_call: Call) -> None:
+        if how == "deleted":
+            cloudckpt.delete(source)
+        else:
+            save({"w": torch.ones(3000)}, source, overwrite=True)
+
+    options = Options(wrap_store=Faults(Rule(fault=Tell(before=act), operations={"read_into"}, key="data/")))
+    with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="while it was being copied"):
+        cloudckpt.copy(source, target, options=options)
     assert contents(target) == {}
+
+
+def test_what_cannot_be_copied_is_explained(tmp_path: Path) -> None:
+    """If this fails, "not found" is all that is said of a checkpoint that is there."""
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    for rank in (0, 1):
+        save({"w": torch.full((10,), rank)}, f"{tmp_path}/ranks/rank-{rank}")
+    for name, words in (("torchs", "import"), ("ranks", "each has a checkpoint.*rank-0"), ("c", "nothing lies there")):
+        with pytest.raises(cloudckpt.CheckpointNotFoundError, match=words):
+            cloudckpt.copy(tmp_path / name, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_bits_that_flip_on_the_way_are_not_copied(root_of: Root, times: int | None) -> None:
+    """If this fails, a bit that flips on the network is copied; or flips once, and costs all that was sent before."""
+    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
+    state = {"w": torch.arange(30_000)}
+    save(state, source, tile_bytes=4 * KIB)
+    options = Options(wrap_store=Faults(Rule(fault=FlippedBits(), operations={"read_into"}, key="data/", times=times)))
+    if times is None:
+        for convert in (cloudckpt.copy, cloudckpt.export_checkpoint):
+            with pytest.raises(cloudckpt.CorruptCheckpointError, match="'w'"):
+                convert(source, target, options=options)
+            assert not contents(target)
+    else:
+        cloudckpt.copy(source, target, options=options)
+        assert bits(loaded(state, target)) == bits(state)
 
 
 class _Service(WrappedStore):
@@ -142,17 +187,6 @@ def test_what_the_service_copies_is_not_believed(root_of: Root, copy: Callable[.
     assert len(contents(f"{root}/b")) == 2, "the bad copy is still there"
 
 
-def test_a_service_that_may_not_copy_is_done_without(root_of: Root) -> None:
-    """If this fails, credentials that may read one bucket and write the other are of no use."""
-    root = root_of("memory")
-    state = small()
-    save(state, f"{root}/a")
-    faults = Faults(Rule(fault=Denied(), operations={"copy_from"}, times=None))
-    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(wrap_store=faults))
-    assert report.num_service_bytes == report.num_read_back_bytes == 0
-    assert bits(loaded(state, f"{root}/b")) == bits(state)
-
-
 class _Choosy(WrappedStore):
     """Copies by its service, but for the `refused`-th object, of which it says `error`."""
 
@@ -189,81 +223,6 @@ def test_one_object_that_the_service_does_not_copy_ends_nothing_else(
     assert bits(loaded(state, target)) == bits(state)
 
 
-class _Endless(WrappedStore):
-    """Of the first two objects after the trial, one takes requests without an end, and the other fails meanwhile."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self._numbers = itertools.count()
-        self._is_under_way = threading.Event()
-
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
-        number = next(self._numbers)
-        while number == 1:
-            tried(self._is_under_way.set)
-        if number == 2:
-            self._is_under_way.wait()
-            raise cloudckpt.errors.CredentialsError("expired", key=self.inner.url(target_key), operation="copy_from")
-        return self.inner.copy_from(source_url, target_key, tried=tried)
-
-
-@pytest.mark.timeout(60)
-def test_a_failure_does_not_wait_for_all_requests_of_another_object(root_of: Root) -> None:
-    """If this fails, a copy that has failed, or was interrupted, goes on for the 2,000 parts of a large object."""
-    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
-    save({f"w{number}": torch.full((500,), float(number)) for number in range(4)}, source, object_bytes=KIB)
-    with pytest.raises(cloudckpt.errors.CredentialsError, match="expired"):
-        cloudckpt.copy(source, target, target_options=Options(wrap_store=_Endless, connections=2))
-    assert contents(target) == {}
-
-
-class _TwoKinds(_Service):
-    """A service that copies objects of up to 8 KiB by one request, and others by many."""
-
-    def __init__(self, inner: Any, copy: Callable[..., int | None]) -> None:
-        super().__init__(inner, copy)
-        self.limits = dataclasses.replace(inner.limits, max_single_copy_bytes=8 * KIB)
-
-
-@pytest.mark.parametrize("leftovers", [False, True])
-@pytest.mark.parametrize("how", ["refused", "damaged"])
-@pytest.mark.parametrize("kinds", [{"one"}, {"many"}, {"one", "many"}])
-def test_what_the_service_does_not_copy_is_tried_once(
-    root_of: Root, kinds: set[str], how: str, *, leftovers: bool
-) -> None:
-    """If this fails, each of thousands of objects is first copied in vain; or what the service does copy is read and
-    written, because of objects of another size.
-    """
-    root = root_of("memory")
-    state = {f"w{i}": torch.full((500 if i % 2 else 5000,), i) for i in range(24)}
-    save(state, f"{root}/a", object_bytes=KIB, tile_bytes=4 * KIB)
-    if leftovers:
-        failing = Faults(Rule(fault=Denied(), operations={"put"}, key="manifest", times=None))
-        with pytest.raises(cloudckpt.errors.AccessDeniedError):
-            cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(resume=True, wrap_store=failing))
-        for key in sorted(contents(f"{root}/b"))[::2]:
-            damage.remove(store_at(f"{root}/b"), key)
-    asked: list[str] = []
-
-    def copy(inner: Any, source_url: str, target_key: str) -> int | None:
-        size_bytes = store_at(f"{root}/a").head(source_url.removeprefix(f"{root}/a/")).size_bytes
-        kind = "many" if size_bytes > 8 * KIB else "one"
-        asked.append(kind)
-        if kind not in kinds:
-            said: int | None = inner.copy_from(source_url, target_key)
-            return said
-        if how == "damaged":
-            return _damaging(inner, source_url, target_key)
-        raise cloudckpt.errors.AccessDeniedError("not from there", key=target_key, operation="copy_from")
-
-    options = Options(wrap_store=lambda inner: _TwoKinds(inner, copy), resume=leftovers)
-    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=options)
-    assert {kind: asked.count(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
-    assert report.num_service_bytes > 0 or kinds == {"one", "many"}
-    cloudckpt.verify(f"{root}/b")
-    assert bits(loaded(state, f"{root}/b")) == bits(state)
-
-
 def test_a_copy_by_the_service_that_is_throttled_is_tried_again(root_of: Root) -> None:
     """If this fails, one answer to slow down ends a copy, or has its bytes read and written after all."""
     root = root_of("memory")
@@ -288,29 +247,6 @@ def test_the_side_that_denies_is_named(root_of: Root, side: str) -> None:
     assert contents(target) == {}
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_source_that_changes_meanwhile_is_copied_anew(root_of: Root, times: int) -> None:
-    """If this fails, an overwrite in the middle makes a copy of two saves, or an error that speaks of damage."""
-    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
-    save({"w": torch.full((3000,), 0)}, source)
-    left = list(range(1, times + 1))
-    seen: set[str] = set()
-
-    def overwrite(call: Call) -> None:
-        if left and call.key not in seen:  # what has vanished is looked for more than once
-            seen.add(call.key)
-            save({"w": torch.full((3000,), left.pop(0))}, source, overwrite=True)
-
-    options = Options(wrap_store=Faults(Rule(fault=Tell(before=overwrite), operations={"read_into"}, times=None)))
-    if times > 1:
-        with pytest.raises(cloudckpt.errors.CheckpointChangedError):
-            cloudckpt.copy(source, target, options=options)
-        assert contents(target) == {}
-    else:
-        cloudckpt.copy(source, target, options=options)
-        assert bits(loaded({"w": torch.zeros(3000, dtype=torch.int64)}, target)) == bits({"w": torch.full((3000,), 1)})
-
-
 @pytest.mark.parametrize(
     ("source", "target"), [("a", "a"), ("a", "a/b"), ("a/data/x", "a"), ("a", "../{name}/a"), ("a", "link")]
 )
@@ -319,31 +255,6 @@ def test_places_inside_of_each_other_are_refused(tmp_path: Path, source: str, ta
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with pytest.raises(cloudckpt.errors.InvalidURIError):
         cloudckpt.copy(tmp_path / source, tmp_path / target.format(name=tmp_path.name))
-
-
-def test_a_checkpoint_of_torchs_own_is_not_copied_but_explained(tmp_path: Path) -> None:
-    """If this fails, "not found" is all that is said of a checkpoint that is there."""
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="import"):
-        cloudckpt.copy(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="nothing lies there"):
-        cloudckpt.copy(tmp_path / "c", tmp_path / "b")
-    assert not (tmp_path / "b").exists()
-
-
-def test_what_ranks_saved_on_their_own_is_copied_rank_by_rank(root_of: Root) -> None:
-    """If this fails, such a save cannot be moved; or a half of it is taken for all."""
-    source, target = root_of("path"), root_of("memory")
-    for rank in (0, 1):
-        save({"w": torch.full((10,), rank)}, f"{source}/rank-{rank}")
-    report = cloudckpt.copy(source, target)
-    assert len(report.attempts) == 2
-    for rank in (0, 1):
-        assert bits(loaded({"w": torch.zeros(10, dtype=torch.int64)}, f"{target}/rank-{rank}")) == bits(
-            {"w": torch.full((10,), rank)}
-        )
-    with pytest.raises(cloudckpt.CheckpointExistsError):
-        cloudckpt.copy(source, target)
 
 
 def test_a_copy_says_no_newer_version_than_it_has(root_of: Root) -> None:
@@ -385,8 +296,7 @@ class _Mortal(WrappedStore):
         return result
 
 
-@pytest.mark.parametrize("kind", ["memory", "path"])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("kind", "after"), [("memory", False), ("path", True)])
 def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, after: bool) -> None:
     """If this fails, a copy that is killed leaves what a reader takes for a checkpoint, or what nobody removes."""
     source = f"{root_of('memory')}/step-1"
@@ -447,21 +357,6 @@ def test_a_process_that_is_killed_leaves_what_gc_removes(tmp_path: Path) -> None
     cloudckpt.verify(target)
 
 
-def test_a_copy_that_was_interrupted_goes_on(root_of: Root) -> None:
-    """If this fails, ``Options(resume=True)`` sends all bytes of a large checkpoint again."""
-    source, target = f"{root_of('path')}/a", f"{root_of('memory')}/b"
-    state = {f"w{i}": torch.full((20_000,), i) for i in range(8)}
-    save(state, source, object_bytes=KIB)
-    failing = Faults(Rule(fault=Denied(), operations={"put"}, skip=5, times=None))
-    with pytest.raises(cloudckpt.errors.AccessDeniedError):
-        cloudckpt.copy(source, target, target_options=Options(resume=True, wrap_store=failing, connections=1))
-    sent: list[int] = []
-    counting = Faults(Rule(fault=Tell(before=lambda call: sent.append(call.num_bytes)), operations={"put"}, times=None))
-    cloudckpt.copy(source, target, target_options=Options(resume=True, wrap_store=counting, connections=1))
-    assert len([size for size in sent if size > 100_000]) == 3
-    assert bits(loaded(state, target)) == bits(state)
-
-
 _MEASURED = """
 import resource, sys
 import cloudckpt
@@ -489,6 +384,104 @@ def test_it_holds_no_more_than_it_may(tmp_path: Path) -> None:
         text=True,
     )
     assert int(answer.stdout) < 64 * MIB + 24 * MIB, "the buffers, and what the allocator and threads take"
+
+
+def test_of_two_copies_to_one_place_one_wins(root_of: Root) -> None:
+    """If this fails, two copies that run at once make a checkpoint of both, or both are told that theirs is there."""
+    root, target = root_of("path"), f"{root_of('memory')}/step-1"
+    states = [{f"w{i}": torch.full((3000,), 10 * number + i) for i in range(4)} for number in range(2)]
+    for number, state in enumerate(states):
+        save(state, f"{root}/{number}", object_bytes=20 * KIB)
+    both_have_looked = threading.Barrier(2)
+    outcomes: dict[int, Any] = {}
+
+    def copy(number: int) -> None:
+        met = Tell(before=lambda _call: both_have_looked.wait(60))
+        options = Options(wrap_store=Faults(Rule(fault=met, operations={"put"}, key="data/")))
+        try:
+            outcomes[number] = cloudckpt.copy(f"{root}/{number}", target, target_options=options)
+        except cloudckpt.CloudckptError as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (winner,) = (number for number in outcomes if isinstance(outcomes[number], cloudckpt.types.CopyReport))
+    assert isinstance(outcomes[1 - winner], cloudckpt.CheckpointExistsError)
+    assert bits(loaded(states[winner], target)) == bits(states[winner])
+    (attempt,) = outcomes[winner].attempts
+    assert {key.split("/")[1] for key in contents(target) if key.startswith("data/")} == {attempt}
+
+
+@pytest.mark.parametrize("kind", ["s3"])
+def test_a_large_object_is_copied_by_the_service_in_parts(
+    root_of: Root, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """If this fails, objects of more than 5 GiB cannot be copied by S3, which takes no larger ones in one request."""
+    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 5 * MIB)
+    ranges: list[str] = []
+    call = S3Session.call
+
+    def counted(self: S3Session, operation: str, api: str, *arguments: Any, **members: Any) -> Any:
+        if api == "UploadPartCopy":
+            ranges.append(members["CopySourceRange"].removeprefix("bytes="))
+        return call(self, operation, api, *arguments, **members)
+
+    monkeypatch.setattr(S3Session, "call", counted)
+    root = root_of(kind)
+    state = {"w": torch.arange(3 * MIB, dtype=torch.int32)}
+    save(state, f"{root}/a")
+    report = cloudckpt.copy(f"{root}/a", f"{root}/b")
+    assert report.num_service_bytes + report.num_read_back_bytes == report.num_bytes
+    assert sorted(ranges, key=lambda each: int(each.partition("-")[0])) == [
+        f"0-{5 * MIB - 1}",
+        f"{5 * MIB}-{10 * MIB - 1}",
+        f"{10 * MIB}-{report.num_bytes - 1}",
+    ]
+    assert bits(loaded(state, f"{root}/b")) == bits(state)
+    assert not list(store_at(f"{root}/b").list_uploads())
+
+
+_INTERRUPTED = """
+import os, signal, sys
+from cloudckpt.cli import convert, main
+from cloudckpt.testing.faults import Faults, Rule, Tell
+import dataclasses
+
+command, source, target, operation, skip = sys.argv[1:6]
+interrupt = Tell(before=lambda call: os.kill(os.getpid(), signal.SIGINT))
+faults = Faults(Rule(fault=interrupt, operations={operation}, skip=int(skip)))
+of_both = convert.options_of_both
+
+def faulty(*arguments, **more):
+    one, other = of_both(*arguments, **more)
+    return one, dataclasses.replace(other, wrap_store=faults, connections=2)
+
+convert.options_of_both = faulty
+main([command, source, target, *sys.argv[6:]])
+"""
+
+
+@pytest.mark.parametrize(("command", "skip"), [("cp", 2), ("export", 2), ("import", 0)])
+@pytest.mark.slow
+def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path, command: str, skip: int) -> None:
+    """If this fails, a command that is interrupted hangs, or leaves a half of what it was to make."""
+    state = {f"w{i}": torch.full((5000,), i) for i in range(6)}
+    save(state, f"{tmp_path}/step-1", object_bytes=20 * KIB)
+    source = tmp_path / "step-1"
+    if command == "import":
+        cloudckpt.export_checkpoint(source, tmp_path / "hub", max_shard_bytes=50_000)
+        source = tmp_path / "hub"
+    more = ["--max-shard-size", "50kB"] if command == "export" else []
+    script = tmp_path / "interrupted.py"
+    script.write_text(_INTERRUPTED)
+    at = [command, str(source), str(tmp_path / "out"), "put", str(skip), *more]
+    ended = subprocess.run([sys.executable, script, *at], check=False, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (130, ""), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not contents(str(tmp_path / "out"))
 
 
 def _manifest(objects: dict[str, bytes]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,11 +58,6 @@ class _Lying(WrappedStore):
         lacking = [info for info in found if self._lies.key not in self.url(info.key)]
         yield from lacking if lacking != found and self._lies.is_due("list") else found
 
-    def list_directories(self) -> Iterator[str]:
-        found = [*super().list_directories()]
-        lacking = [name for name in found if self._lies.key not in name]
-        yield from lacking if lacking != found and self._lies.is_due("list_directories") else found
-
     def head(self, key: str) -> ObjectInfo:
         found = super().head(key)
         if self._lies.key in key and self._lies.is_due("head"):
@@ -73,23 +67,17 @@ class _Lying(WrappedStore):
         return found
 
 
-_TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors", "dcp": ".metadata"}
+_TARGETS = {"torch": "model.pt", "safetensors": "model.safetensors"}
 
 
-@pytest.mark.parametrize(
-    ("operations", "nth", "times"),
-    [(("list",), 1, 1), (("list",), 2, 1), (("list",), 1, 99), (("list", "head"), 1, 99)],
-    ids=["first", "second", "listings", "listings and HEADs"],
-)
+@pytest.mark.parametrize(("nth", "times"), [(1, 1), (2, 1), (1, 99)], ids=["first", "second", "all"])
 @pytest.mark.parametrize("format_", [*_TARGETS])
-def test_an_export_leaves_alone_what_a_listing_lacks(
-    root_of: Root, format_: Any, operations: tuple[str, ...], nth: int, times: int
-) -> None:
+def test_an_export_leaves_alone_what_a_listing_lacks(root_of: Root, format_: Any, nth: int, times: int) -> None:
     """If this fails, an export without overwrite has replaced somebody's file."""
     root, name = root_of("memory"), _TARGETS[format_]
     save({"w": torch.ones(100)}, f"{root}/step-1")
     damage.overwrite(store_at(f"{root}/out"), name, b"precious")
-    lies = Lies(name, *operations, nth=nth, times=times)
+    lies = Lies(name, "list", nth=nth, times=times)
     where = f"{root}/out/{name}" if format_ == "torch" else f"{root}/out"
     with pytest.raises(cloudckpt.CheckpointExistsError):
         cloudckpt.export_checkpoint(f"{root}/step-1", where, format=format_, target_options=Options(wrap_store=lies))
@@ -109,52 +97,15 @@ def test_an_export_over_an_earlier_one_removes_what_one_listing_lacks(root_of: R
     assert (lies.num_told, set(contents(f"{root}/out"))) == (1, {"model.safetensors"})
 
 
-def test_a_copy_has_all_ranks_though_one_listing_lacks_one(root_of: Root) -> None:
-    """If this fails, the copy of what ranks saved on their own lacks a rank, and nobody is told."""
-    root = root_of("memory")
-    for rank in range(3):
-        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
-    for nth in (1, 2):
-        lies = Lies("rank-2", "list_directories", nth=nth)
-        report = cloudckpt.copy(f"{root}/step-1", f"{root}/copy-{nth}", options=Options(wrap_store=lies))
-        assert (lies.num_told, len(report.attempts)) == (1, 3)
-
-
-def test_a_copy_sees_a_strange_rank_though_one_listing_lacks_it(root_of: Root) -> None:
-    """If this fails, ranks of two saves lie beside each other."""
-    root = root_of("memory")
-    for rank in range(2):
-        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
-    for rank in (0, 5):
-        save({"w": torch.full((10,), 7)}, f"{root}/copy/rank-{rank}")
-    cloudckpt.delete(f"{root}/copy/rank-0")
-    cloudckpt.copy(f"{root}/step-1/rank-0", f"{root}/copy/rank-0")
-    lies = Lies("rank-5", "list_directories")
-    with pytest.raises(cloudckpt.CheckpointExistsError):
-        cloudckpt.copy(f"{root}/step-1", f"{root}/copy", target_options=Options(wrap_store=lies, resume=True))
-    assert lies.num_told == 1
-
-
-def test_a_copy_of_ranks_with_a_gap_is_refused(root_of: Root) -> None:
-    """If this fails, a rank that is gone is missing in the copy, too, without a word."""
-    root = root_of("memory")
-    for rank in (0, 2):
-        save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"up to rank-2.*rank-1 is not there"):
-        cloudckpt.copy(f"{root}/step-1", f"{root}/copy")
-    assert contents(f"{root}/copy") == {}
-
-
 @pytest.mark.parametrize("nth", [1, 2])
-@pytest.mark.parametrize("format_", ["torch", "dcp"])
-def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root, format_: Any, nth: int) -> None:
+def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root, nth: int) -> None:
     """If this fails, the export has what rank 0 saved, and all else is lost without a word."""
     root = root_of("memory")
     for rank in range(2):
         save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
     lies = Lies("rank-0", "list", nth=nth)
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x", format=format_, options=Options(wrap_store=lies))
+        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x", format="torch", options=Options(wrap_store=lies))
     assert contents(f"{root}/out") == {}
 
 
@@ -183,7 +134,7 @@ def test_an_import_of_safetensors_goes_on_though_a_head_says_another_size(root_o
 
 
 @pytest.mark.parametrize("more_bytes", [-1000, 1000])
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("nth", [1, 2])
 def test_an_import_of_a_file_goes_on_though_a_head_says_another_size(root_of: Root, more_bytes: int, nth: int) -> None:
     """If this fails, a file that is whole is called short, or replaced."""
     root, state = root_of("memory"), {"w": torch.arange(5000.0)}
@@ -192,48 +143,3 @@ def test_an_import_of_a_file_goes_on_though_a_head_says_another_size(root_of: Ro
     cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
     assert lies.num_told == 1
     assert bits(loaded(state, f"{root}/step-1")) == bits(state)
-
-
-def test_an_import_of_a_file_reads_again_what_became_shorter(root_of: Root) -> None:
-    """If this fails, all that is said is that a range lies outside of an object."""
-    root, state = root_of("memory"), {"w": torch.arange(5000.0)}
-    damage.overwrite(store_at(f"{root}/old"), "m.pt", torch_saved(state))
-    lies = Lies("m.pt", "head", times=2, more_bytes=1000)
-    cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
-    assert bits(loaded(state, f"{root}/step-1")) == bits(state)
-
-
-_EMPTY = [
-    ({"w": torch.ones(2), "x": [{}, 1]}, "x.0"),
-    ({"w": torch.ones(2), "x": [torch.ones(1), {}]}, "x.1"),
-]
-
-
-@pytest.mark.parametrize(("state", "path"), _EMPTY, ids=[path for _, path in _EMPTY])
-def test_what_torchs_own_format_would_lose_is_refused_and_named(
-    root_of: Root, state: dict[str, Any], path: str
-) -> None:
-    """If this fails, a structure comes back as another one: None in place of what is empty."""
-    root = root_of("memory")
-    save(state, f"{root}/step-1")
-    with pytest.raises(cloudckpt.errors.UnsupportedValueError, match=rf"at '{path}': .*format 'torch'"):
-        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
-    assert contents(f"{root}/out") == {}
-    cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x.pt", format="torch")
-    found = torch.load(io.BytesIO(contents(f"{root}/out")["x.pt"]), weights_only=True)
-    assert bits(found) == bits(state)
-
-
-def test_a_key_that_torchs_own_format_leaves_out_is_told(root_of: Root) -> None:
-    """If this fails, SGD's state cannot be exported; or its empty part is missing, and nobody was told."""
-    root, optimizer = root_of("memory"), {"state": {}, "param_groups": [{"lr": 0.1}]}
-    save({"w": torch.ones(2), "optimizer": optimizer}, f"{root}/step-1")
-    with pytest.warns(UserWarning, match=r"at 'optimizer\.state': .*format 'torch' keeps"):
-        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", format="dcp")
-
-
-def test_what_torchs_own_format_keeps_is_exported(root_of: Root) -> None:
-    """If this fails, empty lists and tuples, which torch keeps, are refused with the others."""
-    root = root_of("memory")
-    save({"w": torch.ones(2), "x": [], "y": [torch.ones(1), []], "z": (), "u": ({}, 1), "v": [[], [[]]]}, f"{root}/a")
-    cloudckpt.export_checkpoint(f"{root}/a", f"{root}/out", format="dcp")

@@ -914,7 +914,7 @@ _MANAGER = (
     Mutant(
         name="believe-the-services-copy",
         breaks="G4: a copy that the service made is committed although its checksum differs.",
-        file="convert/copy_job.py",
+        file="convert/copying.py",
         old="if said == combine_tile_crc32cs(",
         new="if said is not None and combine_tile_crc32cs(",
         tests=("tests/convert/test_copy.py::test_what_the_service_copies_is_not_believed",),

@@ -57,7 +57,10 @@ Include = Annotated[
         show_default=False,
     ),
 ]
-Format = Annotated[
+ExportFormat = Annotated[
+    str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, or torch (one file).")
+]
+ImportFormat = Annotated[
     str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, torch (one file), or dcp (torch's own).")
 ]
 
@@ -182,7 +185,7 @@ def export(
     source: Source,
     target: Target,
     *,
-    format_: Format = "safetensors",
+    format_: ExportFormat = "safetensors",
     include: Include = None,
     strip_prefix: Annotated[
         str, typer.Option("--strip-prefix", metavar="PREFIX", help="Leave this out of the names.", show_default=False)
@@ -203,7 +206,7 @@ def export(
     as_json: AsJSON = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a checkpoint as files that other programs read: Hugging Face's safetensors, or torch's own formats.
+    """Write a checkpoint as files that other programs read: Hugging Face's safetensors, or a file of torch.save.
 
     Example: cloudckpt export s3://bucket/run/step-100 ./model --include 'model.*' --strip-prefix model.
     """
@@ -246,7 +249,7 @@ def import_(
     source: Source,
     target: Target,
     *,
-    format_: Format = "safetensors",
+    format_: ImportFormat = "safetensors",
     include: Include = None,
     add_prefix: Annotated[
         str, typer.Option("--add-prefix", metavar="PREFIX", help="Put this before the names.", show_default=False)

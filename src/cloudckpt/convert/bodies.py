@@ -8,26 +8,23 @@ import dataclasses
 import math
 import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
 from cloudckpt.errors import CorruptCheckpointError, ObjectNotFoundError
 from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredObject
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest, StoredObject
 from cloudckpt.format.safetensors import ObjectContents
-from cloudckpt.format.torch_metadata import ItemLocations, dtype_of
-from cloudckpt.inspect.blocks import BlockPlanner, ChunkPart, chunk_parts
+from cloudckpt.format.torch_metadata import dtype_of
+from cloudckpt.inspect.blocks import BlockReader, ChunkPart, chunk_parts
 from cloudckpt.io.boxes import Box, split_into_boxes
 from cloudckpt.io.download import fetch_and_verify
 from cloudckpt.pipeline.context import Context
-from cloudckpt.pipeline.load import LoadJob
-from cloudckpt.tensors.extensions import ReadTransforms
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
 
@@ -167,16 +164,18 @@ class FileBody:
 
 
 _CONNECTIONS_OF_EACH = 2
+ChunkName: TypeAlias = tuple[str, tuple[int, ...]]
+"""The name of a tensor, and the offsets of one of its chunks."""
 
 
 class CheckpointReader:
     """Reads tensors of one manifest, and checks each byte. Each call holds at most `budget_bytes` beside the buffers.
 
     A chunk that was saved through an extension can only be unpacked whole. If parts of it are wanted, one chunk is
-    unpacked at a time. The last one, and others up to `kept_bytes`, are kept for the reads of the next parts.
+    unpacked at a time, and kept for the reads of the next parts.
     """
 
-    def __init__(self, context: Context, manifest: Manifest, *, budget_bytes: int, kept_bytes: int = 0) -> None:
+    def __init__(self, context: Context, manifest: Manifest, *, budget_bytes: int) -> None:
         options = dataclasses.replace(
             context.options,
             connections=_CONNECTIONS_OF_EACH,
@@ -185,8 +184,9 @@ class CheckpointReader:
         )
         self._context = Context(context.location, options, rank=context.rank, recorder=context.recorder)
         self._manifest = manifest
-        self._locations = ItemLocations(manifest)
-        self._unpacked = UnpackedChunks(kept_bytes)
+        self._reader = BlockReader(self._context, manifest)
+        self._unpacking = threading.Lock()
+        self._unpacked: tuple[ChunkName, torch.Tensor] | None = None
 
     def stop(self) -> None:
         """Stop retries."""
@@ -195,21 +195,8 @@ class CheckpointReader:
     def read(self, wanted: Sequence[TensorBytes]) -> None:
         """Fill all buffers. Raises what a load raises."""
         blocks: list[torch.Tensor] = []
-        self._run([item for want in wanted for item in self._items_of(want, blocks)], blocks)
-
-    def _run(self, items: list[ReadItem], blocks: Sequence[torch.Tensor]) -> None:
-        if not items:
-            return
-        transforms = ReadTransforms(None, self._context.options.extensions)
-        job = LoadJob(
-            self._context,
-            self._manifest,
-            self._locations,
-            transforms=transforms,
-            allow_pickle=False,
-            exchange=None,
-        )
-        job.run(LoadPlan(items), BlockPlanner(blocks))
+        items = [item for want in wanted for item in self._items_of(want, blocks)]
+        self._reader.read(items, blocks)
 
     def _items_of(self, want: TensorBytes, blocks: list[torch.Tensor]) -> Iterator[ReadItem]:
         """Yield the reads that fill one buffer, and add the memory of each to `blocks`."""
@@ -230,41 +217,20 @@ class CheckpointReader:
 
     def _read_part(self, name: str, part: ChunkPart) -> torch.Tensor:
         """Return a part of a chunk that can only be unpacked whole."""
-        tensor, chunk = self._manifest.tensors[name], part.chunk
-        num_bytes = math.prod(chunk.lengths) * ITEMSIZE_BYTES[tensor.dtype]
-
-        def unpack() -> torch.Tensor:
-            raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            whole = raw.view(dtype_of(tensor.dtype)).view(chunk.lengths)
-            items = [
-                each.read_item(name, number=0)
-                for each in chunk_parts([chunk], Box(chunk.offsets, chunk.lengths), whole)
-            ]
-            self._run(items, [whole])
-            return whole
-
-        found = self._unpacked.get((name, chunk.offsets), unpack, num_bytes=num_bytes)
+        key = (name, part.chunk.offsets)
+        with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
+            if self._unpacked is None or self._unpacked[0] != key:
+                self._unpacked = None  # frees the last one first
+                self._unpacked = key, self._unpack(name, part.chunk)
+            found = self._unpacked[1]
         for dim, (offset, length) in enumerate(zip(part.within_chunk.offsets, part.within_chunk.lengths, strict=True)):
             found = found.narrow(dim, offset, length)
         return found
 
-
-class UnpackedChunks:
-    """Cache of the chunks that were unpacked last: up to `kept_bytes`, and always the last one."""
-
-    def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes = kept_bytes
-        self._chunks: OrderedDict[tuple[str, tuple[int, ...]], torch.Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(
-        self, key: tuple[str, tuple[int, ...]], unpack: Callable[[], torch.Tensor], *, num_bytes: int
-    ) -> torch.Tensor:
-        """Return the chunk. A second thread that wants it waits instead of unpacking it again."""
-        with self._lock:
-            if key not in self._chunks:
-                while self._chunks and num_bytes + sum(one.nbytes for one in self._chunks.values()) > self._kept_bytes:
-                    self._chunks.popitem(last=False)
-                self._chunks[key] = unpack()
-            self._chunks.move_to_end(key)
-            return self._chunks[key]
+    def _unpack(self, name: str, chunk: Chunk) -> torch.Tensor:
+        dtype = self._manifest.tensors[name].dtype
+        raw = torch.empty(math.prod(chunk.lengths) * ITEMSIZE_BYTES[dtype], dtype=torch.uint8, device="cpu")
+        whole = raw.view(dtype_of(dtype)).view(chunk.lengths)
+        parts = chunk_parts([chunk], Box(chunk.offsets, chunk.lengths), whole)
+        self._reader.read([part.read_item(name, number=0) for part in parts], [whole])
+        return whole

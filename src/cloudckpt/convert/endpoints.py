@@ -7,11 +7,8 @@ import os
 from collections.abc import Iterable
 
 from cloudckpt.commit.attempts import data_key, data_prefix
-from cloudckpt.commit.log import manifest_key
-from cloudckpt.commit.publish import check_objects_present, check_still_next
 from cloudckpt.convert.reports import Progress
 from cloudckpt.errors import InvalidURIError
-from cloudckpt.format.model import Manifest
 from cloudckpt.io.resume import Leftover, find_leftovers
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
@@ -120,19 +117,6 @@ class TargetJob(SaveJob):
         earlier = [data_prefix(name, _RANK) for name in self._resumed]
         found = find_leftovers(context.store, context.retrier, earlier)
         return {data_prefix(self._attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
-
-    def commit_manifest(self, manifest: Manifest, keys: Iterable[str]) -> None:
-        """Commit `manifest`. A failure removes the objects at `keys`, unless the outcome of the commit is unknown."""
-        context = self._context
-        try:
-            check_objects_present(context.store, manifest, context.retrier)
-            context.emit("save.committing", key=manifest_key(self._number))
-            check_still_next(context.store, self._number, context.retrier)
-        except Exception:
-            self._remove(keys)
-            raise
-        self._publish(manifest, keys)
-        self._tidy_up(manifest)
 
     def remove(self, keys: Iterable[str]) -> None:
         """Remove objects that no manifest names."""

@@ -2,53 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import functools
+import glob
 import json
 import logging
 import os
+import re
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from cloudckpt.commit.log import holds_torch_checkpoint, resolve
+from cloudckpt.commit.log import resolve, settle
 from cloudckpt.convert.bodies import CheckpointReader, FileBody, TensorsBody
-from cloudckpt.convert.endpoints import check_apart, folder_and_name
-from cloudckpt.convert.files import Files
+from cloudckpt.convert.endpoints import check_apart, folder_and_name, part_bytes_for, upload_session
 from cloudckpt.convert.reports import (
     Conversion,
     ConversionReport,
-    Format,
     OnProgress,
     Progress,
     build_report,
 )
 from cloudckpt.convert.safetensors_source import INDEX_NAME
 from cloudckpt.convert.state_dicts import choose_names, flatten_entries, load_whole, parse_patterns, quote_names
-from cloudckpt.errors import CheckpointNotFoundError, Hint, InvalidOptionError, UnsupportedValueError
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointExistsError,
+    Hint,
+    InvalidOptionError,
+    ObjectNotFoundError,
+    StoreError,
+    UnsupportedValueError,
+)
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 from cloudckpt.format.safetensors import Entry, Layout, lay_out, pack, sort_for_storage
+from cloudckpt.io.resume import Body
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
+from cloudckpt.stores._body import crc32c_of
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import Location, parse_location
 
 _log = logging.getLogger("cloudckpt")
 
+ExportFormat: TypeAlias = Literal["safetensors", "torch"]
+
 _SINGLE_NAME = "model.safetensors"
 _SAFETENSORS_PATTERNS = (_SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _RESERVED_NAME = "__metadata__"
-_TORCH_METADATA = ".metadata"
+_MAX_SHOWN = 3
 _TILE_BYTES = MIB
+_WILDCARD = re.compile(r"[*?[]")
 _MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
 
 
@@ -72,7 +82,7 @@ def export_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    format: Format = "safetensors",  # noqa: A002  # the common word for it
+    format: ExportFormat = "safetensors",  # noqa: A002  # the common word for it
     include: str | Sequence[str] = (),
     strip_prefix: str = "",
     max_shard_bytes: int = _MAX_SHARD_BYTES,
@@ -89,7 +99,7 @@ def export_checkpoint(
       of any size are streamed in at most ``options.read_bytes`` of memory. Tied tensors are written once for each name.
     - ``"torch"``: one file of ``torch.save`` with the nested state dict. Takes memory for the state dict, and as much
       room in the folder for temporary files.
-    - ``"dcp"``: a folder in torch's own format, for ``dcp.load`` with a ``FileSystemReader``. Takes as much.
+      ``torch.distributed.checkpoint.format_utils.torch_save_to_dcp`` makes a checkpoint in torch's DCP format of it.
 
     Every byte that is read is checked, sharded tensors are put together, and all bits are those of the save. After an
     error, no index and no single file exists. `target` may hold other files.
@@ -97,9 +107,9 @@ def export_checkpoint(
     Args:
         source: URI of the checkpoint.
         target: URI of the folder, or of the file for ``"torch"``.
-        format: One of the three formats.
+        format: One of the two formats.
         include: Patterns of names, as of files (``"model.*"``). Empty for all entries.
-        strip_prefix: Prefix to remove from names. Makes the state dict of ``"torch"`` and ``"dcp"`` flat.
+        strip_prefix: Prefix to remove from names. Makes the state dict of ``"torch"`` flat.
         max_shard_bytes: Largest size of a safetensors file, unless one tensor is larger.
         skip_non_tensors: Leave Python objects out of safetensors files, which cannot hold them.
         overwrite: Remove the files of an earlier export before the first new one is written.
@@ -117,7 +127,10 @@ def export_checkpoint(
     """
     begun_s = time.monotonic()
     if format not in _EXPORTERS:
-        raise InvalidOptionError(f"format must be one of {', '.join(map(repr, _EXPORTERS))}, not {format!r}")
+        raise InvalidOptionError(
+            f"format must be one of {', '.join(map(repr, _EXPORTERS))}, not {format!r}. For torch's DCP format, export "
+            "as 'torch' and convert the file with torch.distributed.checkpoint.format_utils.torch_save_to_dcp"
+        )
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise InvalidOptionError(f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}")
     options, target_options = options or Options(), target_options or Options()
@@ -145,7 +158,7 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Conversion:
     """Export as safetensors files, streamed."""
     source = Context(plan.source, plan.options, rank=0)
     target = Context(plan.target, plan.target_options, rank=0)
-    manifest = _read_manifest(source)
+    manifest = resolve(source.store, source.retrier).manifest
     names = choose_names(
         [*manifest.tensors, *manifest.values],
         include=plan.include,
@@ -163,47 +176,24 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Conversion:
         patterns=_SAFETENSORS_PATTERNS,
         entries=(INDEX_NAME, _SINGLE_NAME),  # an earlier export had one of these
         overwrite=plan.overwrite,
-        tile_bytes=_TILE_BYTES,
     )
     files.check()
     index = build_index(shards)
     progress.expect(sum(shard.layout.size_bytes for shard in shards) + (len(index) if len(shards) > 1 else 0))
     files.clear([*(shard.name for shard in shards), *([INDEX_NAME] if len(shards) > 1 else [])])
-    # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, gaps, and
-    # chunks that can only be unpacked whole.
+    # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = plan.options.read_bytes // 2
-    reader = CheckpointReader(
-        source, manifest, budget_bytes=budget_bytes // target.connections, kept_bytes=budget_bytes
-    )
+    reader = CheckpointReader(source, manifest, budget_bytes=budget_bytes // target.connections)
     try:
-        if len(shards) == 1:
-            (shard,) = shards
-            size_bytes = shard.layout.size_bytes
-            body_in = functools.partial(_body_of, shard, fqns, reader)
-            files.upload_only(shard.name, body_in, size_bytes=size_bytes, budget_bytes=budget_bytes)
-        else:
-            with files.upload(budget_bytes=budget_bytes) as submit:
-                for shard in shards:
-                    submit(shard.name, functools.partial(_body_of, shard, fqns, reader))
+        with files.upload(budget_bytes=budget_bytes) as submit:
+            for shard in shards:
+                submit(shard.name, functools.partial(_body_of, shard, fqns, reader))
     except BaseException:
         reader.stop()
         raise
     if len(shards) > 1:
         files.put_last(INDEX_NAME, index)
     return Conversion(num_tensors=len(fqns), num_values=0, files=files.written, left_out=left_out)
-
-
-def _read_manifest(source: Context) -> Manifest:
-    try:
-        return resolve(source.store, source.retrier).manifest
-    except CheckpointNotFoundError as error:
-        if holds_torch_checkpoint(source.store, source.retrier):
-            raise CheckpointNotFoundError(
-                f"{source.uri} holds a checkpoint of torch's own writer, which cannot be read in pieces. Import it "
-                "first: cloudckpt import --format dcp",
-                uri=source.uri,
-            ) from error
-        raise
 
 
 def _check_values(fqns: tuple[str, ...], plan: ExportPlan) -> None:
@@ -262,9 +252,7 @@ def export_torch(plan: ExportPlan, progress: Progress) -> Conversion:
     """Export as one file of ``torch.save``."""
     folder, name = folder_and_name(plan.target)
     target = Context(folder, plan.target_options, rank=0)
-    files = Files(
-        target, progress, patterns=(_escape(name),), entries=(name,), overwrite=plan.overwrite, tile_bytes=_TILE_BYTES
-    )
+    files = Files(target, progress, patterns=(glob.escape(name),), entries=(name,), overwrite=plan.overwrite)
     files.check()
     state_dict, done = _load(plan)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
@@ -273,94 +261,9 @@ def export_torch(plan: ExportPlan, progress: Progress) -> Conversion:
         size_bytes = path.stat().st_size
         progress.expect(size_bytes)
         files.clear([name])
-        files.upload_only(
-            name,
-            lambda arena: FileBody(path, arena, size_bytes=size_bytes),
-            size_bytes=size_bytes,
-            budget_bytes=plan.options.read_bytes,
-        )
-    return Conversion(num_tensors=done[0], num_values=done[1], files=files.written)
-
-
-def export_dcp(plan: ExportPlan, progress: Progress) -> Conversion:
-    """Export in torch's own DCP format."""
-    target = Context(plan.target, plan.target_options, rank=0)
-    files = Files(
-        target,
-        progress,
-        patterns=(_TORCH_METADATA, "__*_*.distcp"),
-        entries=(_TORCH_METADATA,),
-        overwrite=plan.overwrite,
-        tile_bytes=_TILE_BYTES,
-    )
-    files.check()
-    state_dict, done = _load(plan)
-    with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
-        _check_nesting(state_dict, plan)
-        dcp_save(state_dict, storage_writer=_Writer(scratch, sync_files=False), no_dist=True)
-        sizes = {path.name: path.stat().st_size for path in sorted(Path(scratch).iterdir())}
-        progress.expect(sum(sizes.values()))
-        files.clear(sizes)
         with files.upload(budget_bytes=plan.options.read_bytes) as submit:
-            for name, size_bytes in sizes.items():
-                if name != _TORCH_METADATA:
-                    path = Path(scratch, name)
-                    submit(name, functools.partial(FileBody, path, size_bytes=size_bytes))
-        files.put_last(_TORCH_METADATA, Path(scratch, _TORCH_METADATA).read_bytes())
+            submit(name, functools.partial(FileBody, path, size_bytes=size_bytes))
     return Conversion(num_tensors=done[0], num_values=done[1], files=files.written)
-
-
-class _Writer(FileSystemWriter):
-    """A writer that pickles no `Path`: an older Python cannot read one of Python 3.13."""
-
-    def storage_meta(self) -> StorageMeta:
-        """Return torch's value with a string for the path."""
-        return StorageMeta(checkpoint_id=str(self.checkpoint_id), save_id=self.save_id)
-
-
-def _check_nesting(state_dict: dict[str, Any], plan: ExportPlan) -> None:
-    """Warn of empty containers that torch's planners drop, such as the ``state`` of SGD.
-
-    Raises `UnsupportedValueError` for those in a list or tuple, where a load would have None in their place.
-    """
-    lost = [*_find_dropped(state_dict, unflatten_state_dict(*flatten_state_dict(state_dict)), ())]
-    what = f"torch's own format has no place for the empty containers of {plan.source.uri} at"
-    misplaced = [_dotted(path) for path, is_in_sequence in lost if is_in_sequence]
-    if misplaced:
-        raise UnsupportedValueError(
-            f"{what} {quote_names(misplaced)}: a load would have None there. Nothing was written. Export in the format "
-            "'torch', which keeps them, or leave them out with include",
-            uri=plan.source.uri,
-        )
-    if lost:
-        warnings.warn(
-            f"{what} {quote_names([_dotted(path) for path, _ in lost])}: a load gives these keys back only to a "
-            "state dict that has them. The format 'torch' keeps them",
-            stacklevel=2,
-        )
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
-
-
-def _find_dropped(
-    value: object, back: object, path: tuple[Any, ...], *, is_in_sequence: bool = False
-) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    """Yield the path of each empty container that torch dropped from `value` when it made `back`.
-
-    The second element is True for an element of a list or tuple.
-    """
-    if value is back or not isinstance(value, (Mapping, list, tuple)):
-        return
-    if not value and type(value) is not type(back):
-        yield path, is_in_sequence
-    for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if isinstance(back, Mapping):
-            other = back.get(str(key))
-        else:
-            other = back[key] if isinstance(back, list) and key < len(back) else None
-        yield from _find_dropped(each, other, (*path, key), is_in_sequence=not isinstance(value, Mapping))
 
 
 def _load(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -377,11 +280,6 @@ def _load(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:
     flat = flatten_entries(state_dict, uri=plan.source.uri)
     num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
     return state_dict, (num_tensors, len(flat) - num_tensors)
-
-
-def _escape(name: str) -> str:
-    """Return a pattern that fits only `name`."""
-    return "".join(f"[{each}]" if each in "*?[" else each for each in name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,4 +316,116 @@ def build_index(shards: Sequence[Shard]) -> bytes:
     return json.dumps(document, indent=2).encode() + b"\n"
 
 
-_EXPORTERS = {"safetensors": export_safetensors, "torch": export_torch, "dcp": export_dcp}
+class Files:
+    """Files of one export in one folder of a store.
+
+    `patterns` match the names that an export of this format writes. If such a file exists, `check` fails, unless
+    `overwrite`. `clear` then removes the old export before any file is written, beginning with `entries`, the files by
+    which readers find the others.
+    """
+
+    def __init__(
+        self, target: Context, progress: Progress, *, patterns: Sequence[str], entries: Sequence[str], overwrite: bool
+    ) -> None:
+        self._target = target
+        self._progress = progress
+        self._patterns = patterns
+        self._entries = entries
+        self._overwrite = overwrite
+        self.written: dict[str, int] = {}
+        """The sizes, by their names."""
+
+    def check(self) -> None:
+        """Raise `CheckpointExistsError` if a file exists that may not be replaced."""
+        if not self._overwrite:
+            self._refuse(self._find_names())
+
+    def _refuse(self, found: Sequence[str]) -> None:
+        if found:
+            more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+            raise CheckpointExistsError(
+                f"{', '.join(self._target.store.url(name) for name in found[:_MAX_SHOWN])}{more} is there already: "
+                "nothing was written",
+                uri=self._target.uri,
+                hint=Hint(
+                    advice="Choose another place, or pass {option} to replace it.", option="overwrite", value="True"
+                ),
+            )
+
+    def clear(self, names: Iterable[str]) -> None:
+        """Remove the export that is to be replaced. Without `overwrite`, make sure that no file has one of `names`.
+
+        Raises what `check` raises. A HEAD finds what a listing may have left out.
+        """
+        target = self._target
+        if not self._overwrite:
+            self._refuse([name for name in names if self._is_there(name)])
+            return
+        doomed = sorted(self._find_names(), key=lambda name: name not in self._entries)
+        if doomed:
+            target.retrier.call(target.store.delete, doomed)
+
+    @contextlib.contextmanager
+    def upload(self, *, budget_bytes: int) -> Iterator[Callable[[str, Callable[[Arena], Body]], None]]:
+        """Yield a function that uploads a file of a given name and body. All files exist when the context ends."""
+        part_bytes = part_bytes_for(self._target, budget_bytes=budget_bytes, tile_bytes=_TILE_BYTES)
+        with (
+            contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
+            upload_session(
+                self._target, self._progress, part_bytes=part_bytes, tile_bytes=_TILE_BYTES, resumable=False
+            ) as session,
+        ):
+
+            def submit(name: str, body_in: Callable[[Arena], Body]) -> None:
+                session.submit(name, body_in(arena))
+
+            yield submit
+            session.tasks.join()
+            self.written |= {receipt.key: receipt.size_bytes for receipt in session.receipts()}
+
+    def put_last(self, name: str, content: bytes) -> None:
+        """Put the file by which readers find the others. A failure removes all files."""
+        target, views = self._target, [memoryview(content)]
+        try:
+            target.retrier.call(target.store.put, name, views, crc32c=crc32c_of(views))
+        except StoreError:
+            try:
+                target.new_retrier().call(target.store.delete, [name, *self.written])  # the put may have succeeded
+            except StoreError as error:
+                _log.warning("could not remove what a failed export left: %s", error)
+            raise
+        self.written[name] = len(content)
+        self._progress.add(len(content))
+
+    def _find_names(self) -> list[str]:
+        """Find the files of an earlier export. Two listings must agree, because one may lack a file."""
+
+        def look() -> tuple[list[str], Hashable]:
+            names = self._list_names()
+            return names, ("found", *names)
+
+        def changing() -> CheckpointChangedError:
+            return CheckpointChangedError(
+                f"{self._target.uri} lists other files each time: nothing was written. Export to a place of its own",
+                uri=self._target.uri,
+            )
+
+        return settle(look, changing=changing)
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            self._target.retrier.call(self._target.store.head, name)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def _list_names(self) -> list[str]:
+        target = self._target
+        # A folder can hold very many other files, so only these prefixes are listed.
+        prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
+        infos = target.retrier.call(lambda: [info for prefix in prefixes for info in target.store.list(prefix)])
+        names = {info.key for info in infos if "/" not in info.key}
+        return sorted(name for name in names if any(fnmatch.fnmatchcase(name, each) for each in self._patterns))
+
+
+_EXPORTERS = {"safetensors": export_safetensors, "torch": export_torch}

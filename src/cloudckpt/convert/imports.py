@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,7 +23,6 @@ import torch
 from cloudckpt._version import __version__
 from cloudckpt.api import save
 from cloudckpt.commit.commit_time import draw_commit_time_ns
-from cloudckpt.commit.log import settle
 from cloudckpt.convert.bodies import TensorsBody
 from cloudckpt.convert.endpoints import TargetJob, check_apart, folder_and_name, part_bytes_for, upload_session
 from cloudckpt.convert.reports import (
@@ -372,36 +371,28 @@ def _read(plan: ImportPlan) -> Iterator[tuple[dict[str, Any], Callable[[], None]
     folder, name = folder_and_name(plan.source)
     context = Context(folder, plan.options, rank=0)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
-        path = plan.source.path if plan.source.scheme == "file" else str(Path(scratch, "state.pt"))
+        is_local = plan.source.scheme == "file"
+        path = plan.source.path if is_local else str(Path(scratch, "state.pt"))
 
         def look() -> tuple[dict[str, Any], ObjectInfo]:
             try:
-                info = _head(context, name)
+                info = context.retrier.call(context.store.head, name)
             except ObjectNotFoundError as error:
                 raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
-            if plan.source.scheme != "file":
+            if not is_local:
                 _download(context, name, info, path)
+            check_unchanged(info)
             return _unpickle(path, plan), info
 
-        # No checksum covers the file, so an answer that is wrong once must not count.
-        doubted = (CheckpointNotFoundError, CorruptCheckpointError, ShortObjectError)
-        state_dict, info = context.retrier.confirm(look, doubted)
-
-        def check_unchanged() -> None:
-            if plan.source.scheme == "file" and not _head(context, name).is_same_write(info):
+        def check_unchanged(info: ObjectInfo) -> None:
+            # One HEAD may be wrong, so two have to agree.
+            if not any(context.retrier.call(context.store.head, name).is_same_write(info) for _ in range(2)):
                 raise _replaced_error(plan.source.uri)
 
-        yield state_dict, check_unchanged
-
-
-def _head(context: Context, name: str) -> ObjectInfo:
-    """Return what two HEADs in a row agree on: one wrong size would cut the file."""
-
-    def look() -> tuple[ObjectInfo, Hashable]:
-        info = context.retrier.call(context.store.head, name)
-        return info, (info.size_bytes, info.version or info.modified_at)
-
-    return settle(look, changing=lambda: _replaced_error(context.store.url(name)))
+        # No checksum covers the file, so an answer that is wrong once must not count.
+        doubted = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)
+        state_dict, info = context.retrier.confirm(look, doubted)
+        yield state_dict, lambda: check_unchanged(info) if is_local else None
 
 
 def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
@@ -410,8 +401,6 @@ def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
             piece = bytearray(min(_PIECE_BYTES, info.size_bytes - begin))
             fetch(context.store, context.retrier, key=name, begin=begin, views=[memoryview(piece)])
             file.write(piece)
-    if not _head(context, name).is_same_write(info):
-        raise _replaced_error(context.store.url(name))
 
 
 def _replaced_error(uri: str) -> CheckpointChangedError:

@@ -1,127 +1,37 @@
-"""Cut tensors into blocks, and read the same block of two checkpoints."""
+"""Read boxes of stored tensors, and stored values, into memory that the caller gives."""
 
 from __future__ import annotations
 
 import io
-import itertools
-import math
-import os
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from cloudckpt.commit.log import resolve
-from cloudckpt.format.model import Chunk, Manifest, StoredTensor
-from cloudckpt.format.torch_metadata import ItemLocations, dtype_of, find_overlapping_chunks
+from cloudckpt.format.model import Chunk, Manifest
+from cloudckpt.format.torch_metadata import ItemLocations, find_overlapping_chunks
 from cloudckpt.io.boxes import Box, intersect
-from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.tensors.extensions import ReadTransforms
-from cloudckpt.uri import parse_location
-
-BATCH_BYTES = 64 * MIB
 
 
-class Sized(Protocol):
-    """Something that takes memory."""
+class BlockReader:
+    """Reads from one manifest, and checks each byte."""
 
-    @property
-    def num_bytes(self) -> int: ...
+    def __init__(self, context: Context, manifest: Manifest) -> None:
+        self.context = context
+        self.manifest = manifest
+        self._locations = ItemLocations(manifest)
 
-
-_S = TypeVar("_S", bound=Sized)
-
-
-def boxes_for(first: StoredTensor, second: StoredTensor, itemsize_bytes: int) -> Iterable[Box]:
-    """Cut a tensor as the checkpoint with more chunks does, and cut large blocks further."""
-    if 0 in first.shape:
-        return
-    chunks = max(first.chunks, second.chunks, key=len)
-    is_whole = bool(first.transforms or second.transforms)  # these chunks can only be read whole
-    for chunk in chunks:
-        if 0 in chunk.lengths:
-            continue
-        box = Box(chunk.offsets, chunk.lengths)
-        yield from [box] if is_whole else _cut(box, max(BATCH_BYTES // itemsize_bytes, 1))
-
-
-def _cut(box: Box, most_elements: int) -> Iterator[Box]:
-    """Cut `box` along its leading dimensions into boxes of at most `most_elements`."""
-    if math.prod(box.lengths) <= most_elements:
-        yield box
-        return
-    dim = next(dim for dim in range(len(box.lengths)) if math.prod(box.lengths[dim + 1 :]) <= most_elements)
-    step = max(most_elements // math.prod(box.lengths[dim + 1 :]), 1)
-    leading = [range(offset, offset + length) for offset, length in zip(box.offsets[:dim], box.lengths, strict=False)]
-    for before in itertools.product(*leading):
-        for begin in range(0, box.lengths[dim], step):
-            length = min(step, box.lengths[dim] - begin)
-            yield Box(
-                (*before, box.offsets[dim] + begin, *box.offsets[dim + 1 :]),
-                (*(1 for _ in before), length, *box.lengths[dim + 1 :]),
-            )
-
-
-def batches(wanted: Iterable[_S]) -> Iterator[list[_S]]:
-    """Group blocks into batches of at most `BATCH_BYTES`, or of one block."""
-    batch: list[_S] = []
-    num_bytes = 0
-    for one in wanted:
-        if batch and num_bytes + one.num_bytes > BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(one)
-        num_bytes += one.num_bytes
-    if batch:
-        yield batch
-
-
-class ComparedBlock:
-    """A block of a tensor, or a value, of both checkpoints."""
-
-    def __init__(self, name: str, box: Box | None, dtype: str, num_bytes: int) -> None:
-        self.name, self.box, self.num_bytes = name, box, num_bytes
-        self._dtype = dtype
-        self._held: list[Any] = []
-
-    def make(self) -> None:
-        """Allocate memory for both checkpoints."""
-        if self.box is not None:
-            for _ in range(2):
-                # torch warns when it makes tensors of some dtypes.
-                raw = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
-                self._held.append(raw.view(dtype_of(self._dtype)).view(self.box.lengths))
-        else:
-            self._held = [io.BytesIO(), io.BytesIO()]
-
-    def of(self, side: int) -> Any:
-        """Return the memory for checkpoint 0 or 1."""
-        return self._held[side]
-
-    def release(self) -> None:
-        """Free the memory."""
-        self._held = []
-
-
-class Side:
-    """One of the two checkpoints."""
-
-    def __init__(self, uri: str | os.PathLike[str], options: Options) -> None:
-        self.context = Context(parse_location(uri), options, rank=0)
-        self.manifest: Manifest = resolve(self.context.store, self.context.retrier).manifest
-        self._locations = ItemLocations(self.manifest)
-
-    def read(self, wanted: Sequence[tuple[ComparedBlock, Any]]) -> None:
-        """Fill the blocks from this checkpoint."""
-        targets: list[Any] = []
-        items = [item for one, into in wanted for item in self._items_of(one, into, targets)]
+    def read(self, items: Sequence[ReadItem], targets: Sequence[Any]) -> None:
+        """Carry out `items`, each into the target whose number it has. Raises what a load raises."""
+        if not items:
+            return
         job = LoadJob(
             self.context,
             self.manifest,
@@ -130,25 +40,20 @@ class Side:
             allow_pickle=True,  # bytes are handed out as they are: nothing is unpickled
             exchange=None,
         )
-        job.run(LoadPlan(items), BlockPlanner(targets))
+        job.run(LoadPlan(list(items)), _BlockPlanner(targets))
 
-    def _items_of(self, wanted: ComparedBlock, into: Any, targets: list[Any]) -> Iterator[ReadItem]:
-        name, box = wanted.name, wanted.box
-        if box is None:
-            targets.append(into)
-            nowhere = torch.Size((0,))
-            yield ReadItem(
-                type=LoadItemType.BYTE_IO,
-                dest_index=MetadataIndex(name, index=len(targets) - 1),
-                dest_offsets=nowhere,
-                storage_index=MetadataIndex(name),
-                storage_offsets=nowhere,
-                lengths=nowhere,
-            )
-            return
-        for part in chunk_parts(self.manifest.tensors[name].chunks, box, into):
-            targets.append(part.target)
-            yield part.read_item(name, number=len(targets) - 1)
+
+def read_value_item(name: str, *, number: int) -> ReadItem:
+    """Return the read of the value `name` into the target with that number, a binary file."""
+    nowhere = torch.Size((0,))
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(name, index=number),
+        dest_offsets=nowhere,
+        storage_index=MetadataIndex(name),
+        storage_offsets=nowhere,
+        lengths=nowhere,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +95,7 @@ def chunk_parts(chunks: Sequence[Chunk], box: Box, block: torch.Tensor) -> Itera
         yield ChunkPart(chunk=chunk, within_chunk=within, block_offsets=offsets, target=target)
 
 
-class BlockPlanner(DefaultLoadPlanner):
+class _BlockPlanner(DefaultLoadPlanner):
     """Gives each read item the target with its number."""
 
     def __init__(self, targets: Sequence[Any]) -> None:
@@ -210,25 +115,3 @@ class BlockPlanner(DefaultLoadPlanner):
     def _target_of(self, read_item: ReadItem) -> Any:
         assert read_item.dest_index.index is not None  # noqa: S101  # every item has one here
         return self._targets[read_item.dest_index.index]
-
-
-def read_both(sides: Sequence[tuple[Side, Sequence[tuple[ComparedBlock, Any]]]]) -> None:
-    """Read both checkpoints at once. Returns when neither reads any more; raises the first failure."""
-    failures: list[BaseException] = []
-
-    def read(side: Side, wanted: Sequence[tuple[ComparedBlock, Any]]) -> None:
-        try:
-            side.read(wanted)
-        except BaseException as error:  # noqa: BLE001  # it is raised again below
-            failures.append(error)
-            for other, _ in sides:
-                other.context.retrier.stop()
-
-    thread = threading.Thread(target=read, args=sides[1], name="cloudckpt-compare", daemon=False)
-    thread.start()
-    try:
-        read(*sides[0])
-    finally:
-        thread.join()
-    if failures:
-        raise failures[0]

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
 import os
 import reprlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import ReadItem
 
-from cloudckpt._collecting import rare_collections
+from cloudckpt.commit.log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor
-from cloudckpt.inspect.blocks import ComparedBlock, Side, batches, boxes_for, read_both
-from cloudckpt.options import Options
+from cloudckpt.format.torch_metadata import dtype_of
+from cloudckpt.inspect.blocks import BlockReader, chunk_parts, read_value_item
+from cloudckpt.io.boxes import Box
+from cloudckpt.options import MIB, Options
+from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.unpickling import load_safely
+from cloudckpt.uri import parse_location
+
+_BATCH_BYTES = 64 * MIB
 
 Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
 
@@ -99,64 +108,135 @@ def compare(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not 0 <= value < math.inf:
             raise InvalidOptionError(f"{name} must be a number from 0 on, not {value!r}")
-    with rare_collections():
-        sides = [Side(before, options or Options()), Side(after, options_after or options or Options())]
-        found = _Comparer(sides, only or (lambda _: True))
-        done = 0
-        for batch in batches(found.blocks()):
-            for wanted in batch:
-                wanted.make()
-            read_both([(side, [(wanted, wanted.of(at)) for wanted in batch]) for at, side in enumerate(sides)])
-            for wanted in batch:
-                found.judge(wanted, rtol=rtol, atol=atol)
-                done += wanted.num_bytes
-            if on_progress is not None:
-                on_progress(done, found.num_bytes)
-        return found.result()
+    readers = [_open(before, options or Options()), _open(after, options_after or options or Options())]
+    comparer = _Comparer(readers, only or (lambda _: True))
+    for batch in _batches(comparer.blocks()):
+        memory = [_read_blocks(reader, batch) for reader in readers]
+        for block, first, second in zip(batch, *memory, strict=True):
+            comparer.judge(block, first, second, rtol=rtol, atol=atol)
+        del memory, first, second  # before the next batch takes as much
+        if on_progress is not None:
+            on_progress(comparer.num_compared, comparer.num_bytes)
+    return comparer.result()
+
+
+def _open(uri: str | os.PathLike[str], options: Options) -> BlockReader:
+    context = Context(parse_location(uri), options, rank=0)
+    return BlockReader(context, resolve(context.store, context.retrier).manifest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """A block of a tensor, or a value, that both checkpoints have."""
+
+    name: str
+    num_bytes: int
+    dtype: str = ""
+    box: Box | None = None
+    """None for a value."""
+
+
+def _read_blocks(reader: BlockReader, blocks: Sequence[_Block]) -> list[Any]:
+    """Read the blocks of one checkpoint into new memory: tensors, and binary files for values."""
+    memory: list[Any] = []
+    targets: list[Any] = []
+    items: list[ReadItem] = []
+    for block in blocks:
+        if block.box is None:
+            memory.append(io.BytesIO())
+            items.append(read_value_item(block.name, number=len(targets)))
+            targets.append(memory[-1])
+            continue
+        # torch warns when it makes tensors of some dtypes.
+        raw = torch.empty(block.num_bytes, dtype=torch.uint8, device="cpu")
+        memory.append(raw.view(dtype_of(block.dtype)).view(block.box.lengths))
+        for part in chunk_parts(reader.manifest.tensors[block.name].chunks, block.box, memory[-1]):
+            items.append(part.read_item(block.name, number=len(targets)))
+            targets.append(part.target)
+    reader.read(items, targets)
+    return memory
+
+
+def _boxes_for(first: StoredTensor, second: StoredTensor, itemsize_bytes: int) -> Iterable[Box]:
+    """Cut a tensor as the checkpoint with more chunks does, and cut large blocks further."""
+    if 0 in first.shape:
+        return
+    chunks = max(first.chunks, second.chunks, key=len)
+    is_whole = bool(first.transforms or second.transforms)  # these chunks can only be read whole
+    for chunk in chunks:
+        if 0 in chunk.lengths:
+            continue
+        box = Box(chunk.offsets, chunk.lengths)
+        yield from [box] if is_whole else _cut(box, max(_BATCH_BYTES // itemsize_bytes, 1))
+
+
+def _cut(box: Box, most_elements: int) -> Iterator[Box]:
+    """Cut `box` along its leading dimensions into boxes of at most `most_elements`."""
+    if math.prod(box.lengths) <= most_elements:
+        yield box
+        return
+    dim = next(dim for dim in range(len(box.lengths)) if math.prod(box.lengths[dim + 1 :]) <= most_elements)
+    step = max(most_elements // math.prod(box.lengths[dim + 1 :]), 1)
+    leading = [range(offset, offset + length) for offset, length in zip(box.offsets[:dim], box.lengths, strict=False)]
+    for before in itertools.product(*leading):
+        for begin in range(0, box.lengths[dim], step):
+            length = min(step, box.lengths[dim] - begin)
+            yield Box(
+                (*before, box.offsets[dim] + begin, *box.offsets[dim + 1 :]),
+                (*(1 for _ in before), length, *box.lengths[dim + 1 :]),
+            )
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Group blocks into batches of at most `_BATCH_BYTES`, or of one block."""
+    batch: list[_Block] = []
+    num_bytes = 0
+    for block in blocks:
+        if batch and num_bytes + block.num_bytes > _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(block)
+        num_bytes += block.num_bytes
+    if batch:
+        yield batch
 
 
 class _Comparer:
     """Compares the entries of two manifests, and collects the differences."""
 
-    def __init__(self, sides: Sequence[Side], only: Callable[[str], bool]) -> None:
-        first, second = (side.manifest for side in sides)
-        self._uris = [side.context.uri for side in sides]
-        self._first, self._second = first, second
+    def __init__(self, readers: Sequence[BlockReader], only: Callable[[str], bool]) -> None:
+        self._first, self._second = (reader.manifest for reader in readers)
+        self._uris = [reader.context.uri for reader in readers]
         self._differences: dict[str, Difference] = {}
         self._tallies: dict[str, Tally] = {}
-        names = [
-            name
-            for name in dict.fromkeys((*first.tensors, *first.values, *second.tensors, *second.values))
-            if only(name)
-        ]
-        self._names = len(names)
-        self._common = [name for name in names if self._is_comparable(name)]
-        self._num_compared = 0
+        names = dict.fromkeys((*self._first.tensors, *self._first.values, *self._second.tensors, *self._second.values))
+        self._names = [name for name in names if only(name)]
+        self._common = [name for name in self._names if self._is_comparable(name)]
         self.num_bytes = sum(self._bytes_of(name) for name in self._common)
+        self.num_compared = 0
 
-    def blocks(self) -> Iterator[ComparedBlock]:
+    def blocks(self) -> Iterator[_Block]:
         """Yield every block that has to be read."""
         for name in self._common:
             first, second = self._first.tensors.get(name), self._second.tensors.get(name)
             if first is None or second is None:
-                yield ComparedBlock(name, None, "", self._bytes_of(name))
+                yield _Block(name=name, num_bytes=self._bytes_of(name))
                 continue
             self._tallies[name] = Tally()
             itemsize_bytes = ITEMSIZE_BYTES[first.dtype]
-            for box in boxes_for(first, second, itemsize_bytes):
-                yield ComparedBlock(name, box, first.dtype, math.prod(box.lengths) * itemsize_bytes)
+            for box in _boxes_for(first, second, itemsize_bytes):
+                num_bytes = math.prod(box.lengths) * itemsize_bytes
+                yield _Block(name=name, num_bytes=num_bytes, dtype=first.dtype, box=box)
 
-    def judge(self, wanted: ComparedBlock, *, rtol: float, atol: float) -> None:
-        """Compare a block that was read, and free it."""
-        before, after = wanted.of(0), wanted.of(1)
-        if wanted.box is not None:
-            self._tallies[wanted.name].add(before, after, rtol=rtol, atol=atol)
+    def judge(self, block: _Block, before: Any, after: Any, *, rtol: float, atol: float) -> None:
+        """Compare a block that was read from both."""
+        if block.box is not None:
+            self._tallies[block.name].add(before, after, rtol=rtol, atol=atol)
         else:
-            same, told = is_same_value(before.getvalue(), after.getvalue())
-            if not same:
-                self._differ(wanted.name, "values", *told)
-        self._num_compared += wanted.num_bytes
-        wanted.release()
+            is_same, texts = is_same_value(before.getvalue(), after.getvalue())
+            if not is_same:
+                self._differ(block.name, "values", *texts)
+        self.num_compared += block.num_bytes
 
     def result(self) -> Comparison:
         """Return the comparison after the last block."""
@@ -177,8 +257,8 @@ class _Comparer:
             before=self._uris[0],
             after=self._uris[1],
             differences=tuple(self._differences[name] for name in sorted(self._differences)),
-            num_same=self._names - len(self._differences),
-            num_bytes_compared=self._num_compared,
+            num_same=len(self._names) - len(self._differences),
+            num_bytes_compared=self.num_compared,
         )
 
     def _is_comparable(self, name: str) -> bool:
@@ -273,18 +353,11 @@ def _widened(block: torch.Tensor) -> Any:
             return block.to(torch.complex128)
         if dtype.is_floating_point:
             return block.to(torch.float64)
-        if dtype in (torch.uint64, torch.uint32, torch.uint16):
-            # As many bits keep equal values equal. Distances are computed as floats.
-            return _unsigned(block)
+        if dtype is torch.uint64:
+            return block.view(torch.int64)  # equal values stay equal; distances are wrong for numbers above 2 ** 63
         return block.to(torch.int64)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-
-
-def _unsigned(block: torch.Tensor) -> torch.Tensor:
-    if block.dtype is torch.uint64:
-        return block.view(torch.int64)  # distances are wrong for numbers above 2 ** 63
-    return block.to(torch.int64)
 
 
 def _largest(numbers: torch.Tensor, *, otherwise: float = math.inf) -> float:

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from cloudckpt.commit.log import holds_torch_checkpoint, list_folders, parse_ranks, resolve
+from cloudckpt.commit.log import list_folders, parse_ranks, resolve
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.format.model import Manifest
 from cloudckpt.options import Options
@@ -81,13 +81,7 @@ def _read_manifests(location: Location, options: Options) -> tuple[list[tuple[Co
     context = Context(location, options, rank=0)
     try:
         return [(context, resolve(context.store, context.retrier).manifest)], []
-    except CheckpointNotFoundError as error:
-        if holds_torch_checkpoint(context.store, context.retrier):
-            raise CheckpointNotFoundError(
-                f"{location.uri} holds a checkpoint of torch's own writer, which recorded no checksums: there is "
-                "nothing to verify it against. Import it: cloudckpt import --format dcp",
-                uri=location.uri,
-            ) from error
+    except CheckpointNotFoundError:
         found, problems = _read_rank_manifests(location, options, context)
         if not found and not problems:
             raise

@@ -60,9 +60,6 @@ class Limits:
     max_parts: int
     max_put_bytes: int
     """The largest object of a single put."""
-    max_single_copy_bytes: int = 1 << 62
-    """The largest object that `Store.copy_from` copies by one request. A service that accepts this request may refuse
-    those for larger objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,6 @@ class S3Store(HTTPStore):
         max_part_bytes=5 * GIB,
         max_parts=10_000,
         max_put_bytes=5 * GIB,
-        max_single_copy_bytes=CHECKED_PART_BYTES,
     )
     condition = "If-None-Match: *"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.cli.conftest import Run, save, state_of
 from tests.cli.test_documented import members_of

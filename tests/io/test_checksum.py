@@ -41,17 +41,3 @@ def test_tiles_are_cut_across_views(views: list[memoryview], tile_bytes: int) ->
     assert combine_tile_crc32cs(expected, tile_bytes=tile_bytes, size_bytes=len(data)) == slow_crc32c(data)
     assert crc32c_of(views) == slow_crc32c(data)
     assert num_bytes(views) == len(data)
-
-
-def test_nothing_has_the_checksum_zero() -> None:
-    """If this fails, empty objects cannot be stored."""
-    assert compute_tile_crc32cs([], 64) == []
-    assert combine_tile_crc32cs([], tile_bytes=64, size_bytes=0) == 0 == slow_crc32c(b"")
-
-
-@pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 4097, 3 * 4096])
-def test_combination_at_the_edges_of_tiles(size_bytes: int) -> None:
-    """If this fails, parts whose size is no whole number of tiles are refused by the store."""
-    data = bytes(index * 7 % 256 for index in range(size_bytes))
-    values = compute_tile_crc32cs([memoryview(data)], 4096)
-    assert combine_tile_crc32cs(values, tile_bytes=4096, size_bytes=size_bytes) == slow_crc32c(data)

@@ -64,15 +64,6 @@ def test_it_falls_under_throttling_and_comes_back(most: int, takes_at_once: list
     assert max(calm.limits) == calm.limits[-1] == most
 
 
-def test_a_store_that_throttles_is_asked_little_more_than_it_takes() -> None:
-    """If this fails, a store that asks to slow down is asked as much as before, or hardly anything."""
-    outcome = transfer(ConcurrencyLimit(16), num_requests=3000, takes_at_once=[6], seconds=[7, 10, 9, 8])
-    settled = outcome.limits[100:]
-    assert max(settled) <= 7
-    assert sum(settled) / len(settled) > 4
-    assert outcome.num_refused < 300
-
-
 def test_requests_that_were_under_way_together_count_once() -> None:
     """If this fails, sixteen refusals of one moment leave one connection, or their successes raise the limit."""
     limit = ConcurrencyLimit(16)
@@ -109,11 +100,6 @@ def test_a_context_has_the_connections_of_its_rank(
     context = context_at("s3://bucket/run")
     assert context.connections == context.hedger.connections() == expected
     assert context_at("s3://bucket/run", connections=12).hedger.connections() == 12
-
-
-def test_a_disk_gets_no_more_threads_than_cores(tmp_path: object) -> None:
-    """If this fails, threads that bring nothing crowd a local disk."""
-    assert 2 <= context_at(str(tmp_path)).connections <= 8
 
 
 def test_second_requests_come_out_of_what_a_load_may_hold() -> None:

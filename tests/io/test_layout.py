@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
@@ -79,29 +78,6 @@ def in_stored_order(header: bytes, loaded: dict[str, torch.Tensor]) -> list[torc
     return [loaded[name] for name in names]
 
 
-@given(entries())
-def test_entries_follow_each_other_without_holes(unordered: list[Entry]) -> None:
-    """If this fails, safetensors refuses the object, or two tensors share bytes."""
-    ordered = [unordered[index] for index in sort_for_storage(unordered)]
-    layout = lay_out(ordered)
-    position = len(layout.header)
-    assert position % 64 == 0
-    assert int.from_bytes(layout.header[:8], "little") == position - 8
-    for entry, begin in zip(ordered, layout.begins, strict=True):
-        assert begin == position
-        position += entry.num_bytes
-    assert position == layout.size_bytes
-
-
-@given(entries())
-def test_storage_order_is_by_falling_element_size_and_stable(unordered: list[Entry]) -> None:
-    """If this fails, elements lie across their alignment and cannot be read in place."""
-    order = sort_for_storage(unordered)
-    assert sorted(order) == list(range(len(unordered)))
-    keys = [(-unordered[index].itemsize_bytes, index) for index in order]
-    assert keys == sorted(keys)
-
-
 def names_of(*given_entries: Entry) -> list[str]:
     names: dict[str, Any] = json.loads(lay_out(given_entries).header[8:])
     return [name for name in names if name != "__metadata__"]
@@ -115,13 +91,3 @@ def test_names_say_what_is_stored_and_are_unique() -> None:
     reserved = Entry(fqn="__metadata__", dtype=None, shape=(), offsets=None, num_bytes=3)
     assert names_of(whole, chunk, scalar, reserved) == ["w", "w[4:6,0:2]", "s[]", "__metadata__#2"]
     assert names_of(whole, whole, whole) == ["w", "w#2", "w#3"]
-
-
-@pytest.mark.parametrize("dtype", [name for name in ITEMSIZE_BYTES if name not in SAFETENSORS_TAG])
-def test_dtypes_that_safetensors_lacks_are_stored_as_bytes(dtype: str) -> None:
-    """If this fails, older safetensors libraries cannot open an object because of one tensor in it."""
-    num_bytes = 6 * ITEMSIZE_BYTES[dtype]
-    entry = Entry(fqn="t", dtype=dtype, shape=(2, 3), offsets=None, num_bytes=num_bytes)
-    layout = lay_out([entry])
-    loaded = safetensors.torch.load(layout.header + bytes(range(num_bytes)))
-    assert loaded["t"].tolist() == list(range(num_bytes))

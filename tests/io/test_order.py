@@ -32,12 +32,6 @@ def test_objects_take_turns() -> None:
         assert [read.place for read in ordered if read.object_index == index] == [0, 1, 2, 3]
 
 
-def test_large_ones_go_first() -> None:
-    """If this fails, the last read to begin is a long one, and one connection works while the others wait."""
-    ordered = spread(reads_of([5, 100, 7], [3, 90, 1]))
-    assert [read.num_bytes for read in ordered] == [100, 90, 5, 7, 3, 1]
-
-
 def test_a_chain_stays_together_and_counts_as_one() -> None:
     """If this fails, memory that is held for a large value waits for reads that are about something else."""
     chain = [Read(1, 20), Read(1, 20, continues=True), Read(1, 5, continues=True)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cloudckpt.format.safetensors import MAX_TENSORS_PER_OBJECT, pack
 from cloudckpt.io.upload import plan_parts
-from cloudckpt.options import GIB, KIB, MIB
+from cloudckpt.options import GIB, MIB
 from cloudckpt.stores.base import Limits, Part
 
 TIB = 1024 * GIB
@@ -35,11 +35,6 @@ def test_no_object_gets_more_tensors_than_a_header_can_name() -> None:
     assert [len(group) for group in groups] == [MAX_TENSORS_PER_OBJECT, MAX_TENSORS_PER_OBJECT, 1]
 
 
-def test_fewer_tensors_can_be_asked_for() -> None:
-    """If this fails, a save of many small tensors sends nothing until all of them have been laid out."""
-    assert pack([1] * 10, object_bytes=GIB, max_tensors=4) == [range(4), range(4, 8), range(8, 10)]
-
-
 def assert_accepted(parts: list[Part], size_bytes: int, tile_bytes: int, limits: Limits) -> None:
     assert [part.number for part in parts] == list(range(1, len(parts) + 1))
     position = 0
@@ -52,30 +47,6 @@ def assert_accepted(parts: list[Part], size_bytes: int, tile_bytes: int, limits:
     for part in parts[:-1]:
         assert part.size_bytes % tile_bytes == 0
         assert part.size_bytes >= limits.min_part_bytes
-
-
-@given(
-    size_bytes=st.one_of(st.integers(0, 5 * TIB), st.integers(0, 100 * MIB)),
-    part_bytes=st.integers(4 * KIB, 6 * GIB),
-    tile_bytes=st.sampled_from([4 * KIB, 64 * KIB, MIB, 3 * MIB, 4 * KIB + 64]),
-)
-def test_parts_are_what_s3_accepts_up_to_5_tib(size_bytes: int, part_bytes: int, tile_bytes: int) -> None:
-    """If this fails, S3 refuses the upload of some size, at its completion, after all bytes were sent."""
-    parts = plan_parts(size_bytes, part_bytes=part_bytes, tile_bytes=tile_bytes, limits=S3_LIMITS)
-    assert_accepted(parts, size_bytes, tile_bytes, S3_LIMITS)
-    if size_bytes > part_bytes >= S3_LIMITS.min_part_bytes:
-        assert len(parts) > 1 or part_bytes + tile_bytes > size_bytes
-
-
-@pytest.mark.parametrize(
-    "size_bytes", [0, 1, MIB - 1, 32 * MIB, 32 * MIB + 1, 312_500 * MIB, 312_500 * MIB + 1, 5 * TIB]
-)
-def test_edges_of_sizes(size_bytes: int) -> None:
-    """If this fails, objects whose size is a round number are cut wrongly."""
-    parts = plan_parts(size_bytes, part_bytes=32 * MIB, tile_bytes=MIB, limits=S3_LIMITS)
-    assert_accepted(parts, size_bytes, MIB, S3_LIMITS)
-    if size_bytes <= 10_000 * 32 * MIB:
-        assert {part.size_bytes for part in parts[:-1]} <= {32 * MIB}
 
 
 @settings(max_examples=1000)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from cloudckpt.io.hedging import LEAST_S, PeerTimes, max_hedges
+from cloudckpt.io.hedging import LEAST_S, PeerTimes
 
 
 def peers_of(*took: tuple[int, float]) -> PeerTimes:
@@ -39,9 +37,3 @@ def test_one_slow_peer_changes_nothing_and_a_slow_line_does() -> None:
 def test_where_peers_take_no_time_there_is_still_some_patience() -> None:
     """If this fails, a thread that got no core for a moment has its request made twice."""
     assert peers_of(*[(100, 0.001)] * 10).patience_s(100) == LEAST_S
-
-
-@pytest.mark.parametrize(("num_requests", "expected"), [(0, 2), (40, 2), (60, 3), (10_000, 500)])
-def test_few_are_made_twice(num_requests: int, expected: int) -> None:
-    """If this fails, a store in trouble gets twice the load."""
-    assert max_hedges(num_requests) == expected

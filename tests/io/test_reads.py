@@ -119,25 +119,6 @@ def test_what_is_held_is_read_without_a_break(wanted: list[WantedRange], tile_by
             assert [request.begin for request in between] == sorted(request.begin for request in between)
 
 
-@given(wanted=wants(), tile_bytes=st.integers(1, 20), request_bytes=st.integers(20, 100))
-def test_more_over_read_means_no_more_requests(wanted: list[WantedRange], tile_bytes: int, request_bytes: int) -> None:
-    """If this fails, bytes are read for nothing: they save no request."""
-
-    def num_requests(max_over_read: float) -> int:
-        requests = plan_reads(
-            wanted,
-            object_sizes_bytes=SIZES_BYTES,
-            tile_bytes=tile_bytes,
-            request_bytes=request_bytes,
-            max_gap_bytes=0,
-            max_over_read=max_over_read,
-        )
-        return len(requests)
-
-    assert num_requests(0.0) >= num_requests(0.2) >= 0
-    assert num_requests(0.0) >= num_requests(10.0)
-
-
 def ranges(
     wanted: list[WantedRange], *, request_bytes: int = 1000, max_gap_bytes: int = 0, max_over_read: float = 0.0
 ) -> object:
@@ -174,12 +155,6 @@ def test_the_smallest_gaps_are_read_first_and_as_many_as_the_share_allows() -> N
     assert ranges(wanted, max_over_read=100 / 300) == [(0, 400)]
 
 
-def test_a_gap_that_saves_no_request_is_not_read() -> None:
-    """If this fails, two long ranges that need two reads anyhow are read with what lies between them, in three."""
-    wanted = [WantedRange(0, 0, 0, 1000), WantedRange(1, 0, 1010, 2010)]
-    assert ranges(wanted, max_over_read=1.0) == [(0, 1000), (1010, 2010)]
-
-
 def test_a_long_range_is_split_and_its_wants_are_named_in_each_piece() -> None:
     """If this fails, a large tensor is read by one connection, or its pieces do not know where they go."""
     want = WantedRange(7, 0, 5, 95)
@@ -188,19 +163,6 @@ def test_a_long_range_is_split_and_its_wants_are_named_in_each_piece() -> None:
     )
     assert sorted((request.begin, request.end) for request in requests) == [(0, 30), (30, 60), (60, 90), (90, 97)]
     assert all(request.wants == (want,) for request in requests)
-
-
-def test_the_pieces_of_a_range_are_about_as_large_as_each_other() -> None:
-    """If this fails, a range a little longer than a request costs a whole one and a tiny one more."""
-    assert ranges([WantedRange(0, 0, 0, 1010)]) == [(0, 510), (510, 1010)]
-
-
-def test_nothing_is_read_for_nothing() -> None:
-    """If this fails, empty shards cost requests, or fail on objects that have no bytes."""
-    settings = {"tile_bytes": 10, "request_bytes": 10, "max_gap_bytes": 0, "max_over_read": 0.1}
-    empty = [WantedRange(0, 3, 0, 0), WantedRange(1, 0, 5, 5)]
-    assert plan_reads(empty, object_sizes_bytes=SIZES_BYTES, **settings) == []
-    assert plan_reads([], object_sizes_bytes={}, **settings) == []
 
 
 def test_many_wants_are_planned_in_time_that_grows_with_them() -> None:

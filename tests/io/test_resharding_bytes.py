@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,27 +95,3 @@ def _most_bytes(wanted: np.ndarray, tile_bytes: int, max_gap_bytes: int) -> floa
     small = gaps <= max_gap_bytes + 2 * (tile_bytes - 1)  # which whole tiles make smaller at both ends
     num_wanted = int(wanted.sum()) + int(gaps[small].sum())
     return (1 + MAX_OVER_READ) * num_wanted + 2 * (tile_bytes - 1) * len(begins)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "num_runs"),
-    [
-        pytest.param([(slice(100, 228), slice(0, 8192))], 1, id="rows"),
-        pytest.param([(slice(0, 128), slice(0, 8192))], 1, id="first-rows"),
-        pytest.param([(slice(n, n + 16), slice(0, 8192)) for n in range(0, 1024, 128)], 8, id="striped-rows"),
-    ],
-)
-def test_four_of_32_mib_cost_four_and_the_tiles_at_the_ends(blocks: list[Slices], num_runs: int) -> None:
-    """If this fails, resharding reads whole shards, as torch's own readers do (the bar: 1.1 times what is wanted)."""
-    shape = (1024, 8192)
-    assert bytes_wanted(shape, blocks).sum() == 4 * MIB
-    requests = plan_reads(
-        wants_of(shape, blocks, max_gap_bytes=MIB // 2),
-        object_sizes_bytes={0: 32 * MIB},
-        tile_bytes=MIB,
-        request_bytes=32 * MIB,
-        max_gap_bytes=MIB // 2,
-        max_over_read=MAX_OVER_READ,
-    )
-    assert sum(request.num_bytes for request in requests) <= 1.1 * 4 * MIB + 2 * MIB * num_runs
-    assert len(requests) == num_runs

@@ -117,14 +117,6 @@ def test_an_object_that_differs_in_one_bit_is_not_taken(store: FaultyStore, posi
     assert store.inner.read(OLD + "0", max_bytes=1000) == changed(position)
 
 
-@pytest.mark.parametrize("size_bytes", [len(DATA) - 1, len(DATA) + 1, 0])
-def test_an_object_of_another_size_is_not_even_read(store: FaultyStore, size_bytes: int) -> None:
-    """If this fails, another world size makes each rank read what it cannot use."""
-    put(store, OLD + "0", data_of(size_bytes))
-    assert resumed(store)[0].key == NEW + "0"
-    assert store.count("read_into") == 0
-
-
 @pytest.mark.parametrize("numbers", [[1], [3], [1, 2, 3, 4], [5, 2], [1, 2, 3, 4, 5]], ids=str)
 def test_of_an_upload_only_the_missing_parts_are_sent(store: FaultyStore, numbers: list[int]) -> None:
     """If this fails, what was sent of a large object before the kill is sent again."""
@@ -147,27 +139,11 @@ def test_parts_that_have_changed_are_sent_again(store: FaultyStore) -> None:
     assert store.count("upload_part") == 3  # numbers 2, 4 and 5
 
 
-def test_an_upload_cut_into_other_parts_is_of_no_use(store: FaultyStore) -> None:
-    """If this fails, another part_bytes makes an object of parts that overlap."""
-    upload_id = store.inner.create_multipart(OLD + "0")
-    for number, size_bytes in ((1, PART_BYTES - 8), (2, PART_BYTES + 8)):
-        view = memoryview(DATA)[:size_bytes]
-        part = Part(number=number, offset_bytes=0, size_bytes=size_bytes)
-        store.inner.upload_part(OLD + "0", upload_id, part, [view], crc32c=crc32c_of([view]))
-    assert resumed(store)[0].key == NEW + "0"
-
-
 def test_an_upload_without_parts_is_left_alone(store: FaultyStore) -> None:
     """If this fails, a process that never heard of the upload, and is alive, makes another one to the same key and
     with it replaces an object that is committed.
     """
     store.inner.create_multipart(OLD + "0")
-    assert resumed(store)[0].key == NEW + "0"
-
-
-def test_an_upload_with_nothing_but_other_bytes_is_left_alone(store: FaultyStore) -> None:
-    """If this fails, a process that is alive gets parts of a later state into its object."""
-    begun(store, [1, 2], changed(0, PART_BYTES))
     assert resumed(store)[0].key == NEW + "0"
 
 
@@ -251,18 +227,6 @@ def test_whoever_is_taken_over_hears_of_it(store: FaultyStore, theirs: bytes) ->
 
 
 # Faults
-
-
-@pytest.mark.parametrize(
-    "operation", ["list", "list_uploads", "list_parts", "upload_part", "complete_multipart", "head"]
-)
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_what_passes_is_tried_again(store: FaultyStore, operation: str, *, after: bool) -> None:
-    """If this fails, one lost answer makes a resumed save send everything."""
-    begun(store, [1, 2])
-    store.fail(operation, error=lambda: transient(operation), after=after)
-    receipt, num_reused_bytes = resumed(store)
-    assert (receipt.key, num_reused_bytes) == (OLD + "0", 2 * PART_BYTES)
 
 
 @pytest.mark.parametrize("error", [permanent, transient], ids=["for good", "for long"])

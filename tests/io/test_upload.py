@@ -21,14 +21,13 @@ from cloudckpt.errors import (
     StoreError,
     ThrottledError,
     TransientStoreError,
-    UnsupportedOperationError,
 )
 from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.retry import Retrier
 from cloudckpt.io.upload import UploadSession
 from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Capabilities, Limits, Store, Views
+from cloudckpt.stores.base import Limits, Store, Views
 from cloudckpt.stores.memory import MemoryStore
 
 TILE_BYTES = 8
@@ -151,13 +150,6 @@ def test_small_objects_need_one_request_and_large_ones_parts(store: FaultyStore)
     assert (store.count("complete_multipart"), store.count("head")) == (1, 1)
 
 
-def test_a_store_without_multipart_gets_whole_objects(store: FaultyStore) -> None:
-    """If this fails, stores that only know put cannot be saved to."""
-    store.capabilities = Capabilities(conditional_create=True, multipart=False, verifies_crc32c=True)
-    upload(store, {"data/x": Bytes(data_of(5 * PART_BYTES))})
-    assert [call.operation for call in store.calls] == ["put"]
-
-
 @pytest.mark.parametrize("kind", [TransientStoreError, ThrottledError, ChecksumRefusedError])
 @pytest.mark.parametrize("operation", ["put", "create_multipart", "upload_part", "complete_multipart", "head"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -183,15 +175,6 @@ def test_what_fails_for_good_leaves_nothing(store: FaultyStore, operation: str, 
     assert caught.value is denied
     assert_nothing_left(store)
     assert all(sorted(body.opened) == sorted(body.closed) for body in bodies.values())
-
-
-def test_a_store_that_stays_down_ends_the_upload(store: FaultyStore, clock: FakeClock) -> None:
-    """If this fails, a save hangs while the store is away."""
-    store.fail("upload_part", times=10_000)
-    with pytest.raises(TransientStoreError):
-        upload(store, {"data/a": Bytes(data_of(50 * PART_BYTES))})
-    assert store.count("upload_part") <= 4 * 3 + 3  # each connection's part with its repetitions, not all fifty parts
-    assert_nothing_left(store)
 
 
 def test_a_completion_that_shows_another_size_is_no_success(
@@ -220,17 +203,6 @@ def test_an_upload_that_vanished_is_not_taken_for_a_completed_one(store: FaultyS
     assert_nothing_left(store)
 
 
-class Broken(Bytes):
-    """A body that cannot be read to its end."""
-
-    @contextlib.contextmanager
-    def open(self, begin: int, end: int) -> Iterator[Views]:
-        if begin >= 3 * PART_BYTES:
-            raise RuntimeError("CUDA error")
-        with super().open(begin, end) as views:
-            yield views
-
-
 def test_an_upload_that_is_aborted_by_others_says_what_may_have_done_it(store: FaultyStore) -> None:
     """If this fails, whoever runs gc with too short an age is told that something is missing, and not why."""
 
@@ -241,13 +213,6 @@ def test_an_upload_that_is_aborted_by_others_says_what_may_have_done_it(store: F
     store.once_before("upload_part", "", abort)
     with pytest.raises(ObjectNotFoundError, match="gc that spares too little"):
         upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
-    assert_nothing_left(store)
-
-
-def test_a_body_that_fails_fails_the_session(store: FaultyStore) -> None:
-    """If this fails, an error in a worker thread is lost, and a save succeeds without its data (G3)."""
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        upload(store, {"data/a": Bytes(data_of(40)), "data/b": Broken(data_of(9 * PART_BYTES))})
     assert_nothing_left(store)
 
 
@@ -290,13 +255,6 @@ def test_an_error_between_two_objects_removes_the_first(store: FaultyStore, erro
     assert_nothing_left(store)
 
 
-def test_leaving_without_an_error_waits_and_keeps(store: FaultyStore) -> None:
-    """If this fails, a session that was not asked to finish throws away what it did."""
-    with session_of(store) as session:
-        session.submit("data/a", Bytes(data_of(5 * PART_BYTES)))
-    assert [info.key for info in store.inner.list()] == ["data/a"]
-
-
 def test_what_cannot_be_removed_is_said_and_does_not_hide_the_cause(
     store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -308,88 +266,3 @@ def test_what_cannot_be_removed_is_said_and_does_not_hide_the_cause(
         upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
     assert caught.value.operation == "upload_part"
     assert [record.message.split(" memory")[0] for record in caplog.records] == ["could not abort", "could not remove"]
-
-
-def test_after_a_failure_nothing_more_is_taken(store: FaultyStore) -> None:
-    """If this fails, a save that has failed goes on to stage and send the rest of a large model."""
-    store.fail("put", error=lambda: permanent("put"))
-
-    def save() -> int:
-        with session_of(store, connections=1) as session:
-            for number in range(1000):
-                session.submit(f"data/{number}", Bytes(data_of(7)))
-        return 1000
-
-    with pytest.raises(StoreError):
-        save()
-    assert store.count("put") < 10
-    assert_nothing_left(store)
-
-
-@pytest.mark.timeout(60)
-def test_no_more_is_prepared_than_the_queue_holds(store: FaultyStore) -> None:
-    """If this fails, a fast producer resolves a whole model into memory while the network is slow."""
-    gate = threading.Event()
-    blocked = threading.Event()
-    submitted: list[int] = []
-    connections = 2
-
-    class Waiting(Bytes):
-        @contextlib.contextmanager
-        def open(self, begin: int, end: int) -> Iterator[Views]:
-            assert gate.wait(30)
-            with super().open(begin, end) as views:
-                yield views
-
-    def save() -> None:
-        with session_of(store, connections=connections) as session:
-            for number in range(20):
-                if number == 2 * connections:
-                    blocked.set()  # all slots are taken; the next submission has to wait
-                session.submit(f"data/{number}", Waiting(data_of(7)))
-                submitted.append(number)
-            session.tasks.join()
-            session.receipts()
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    assert blocked.wait(30)
-    assert len(submitted) == 2 * connections
-    gate.set()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert len(submitted) == 20
-    assert len(list(store.inner.list())) == 20
-
-
-def test_an_object_that_is_too_large_is_refused_before_a_byte_moves(store: FaultyStore) -> None:
-    """If this fails, the store refuses it only after everything was sent."""
-    with pytest.raises(UnsupportedOperationError, match="does not fit into 100 parts"):
-        upload(store, {"data/a": Bytes(bytes(100 * 1000 + 1))})
-    assert store.calls == []
-
-
-def test_events_count_every_part_and_object_once(store: FaultyStore) -> None:
-    """If this fails, progress bars run past their end, or never reach it."""
-    parts: list[tuple[str, int]] = []
-    objects: list[tuple[str, int]] = []
-    session = UploadSession(
-        store,
-        Retrier(retries=3, timeout_s=100),
-        cleaner=Retrier(retries=3, timeout_s=100),
-        hedger=hedger_of(1),
-        part_bytes=PART_BYTES,
-        tile_bytes=TILE_BYTES,
-        resumable=False,
-        on_part=lambda key, num_bytes: parts.append((key, num_bytes)),
-        on_completing=lambda key: None,
-        on_object=lambda key, num_bytes: objects.append((key, num_bytes)),
-    )
-    store.fail("upload_part")
-    with session:
-        session.submit("data/a", Bytes(data_of(2 * PART_BYTES + 3)))
-        session.submit("data/b", Bytes(data_of(5)))
-        session.tasks.join()
-        session.receipts()
-    assert parts == [("data/a", PART_BYTES), ("data/a", PART_BYTES), ("data/a", 3), ("data/b", 5)]
-    assert objects == [("data/a", 2 * PART_BYTES + 3), ("data/b", 5)]

@@ -6,16 +6,13 @@ See ``docs/design/014-concurrency-and-tails.md``.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from types import TracebackType
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
-
-from typing_extensions import Self
 
 from cloudckpt._forks import is_forked
 from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
@@ -108,58 +105,21 @@ class PeerTimes:
         return max(_TIMES_SLOWER * statistics.median(took), LEAST_S)
 
 
-class _Hedge(Generic[_T]):
-    """The second request for the same."""
-
-    def __init__(self) -> None:
-        self.scope = CallScope()
-        self.has_ended = threading.Event()
-        self.result: _T | None = None
-
-
+@dataclass(slots=True, kw_only=True, eq=False)
 class HedgedRequest(Generic[_T]):
-    """The context of one request. It suppresses the request's error if the second request has succeeded.
+    """One request that is under way, and its repetition."""
 
-    `second_result` then has the second request's result.
-    """
-
-    def __init__(
-        self,
-        hedger: Hedger,
-        kind: Kind,
-        name: Hashable,
-        *,
-        num_bytes: int,
-        held_bytes: int,
-        second: Callable[[], _T],
-    ) -> None:
-        self.kind: Kind = kind
-        self.name = name
-        self.num_bytes = num_bytes
-        self.held_bytes = held_bytes
-        self.second = second
-        self.begun_s = 0.0
-        self.scope = CallScope()
-        self.hedge: _Hedge[_T] | None = None
-        self._hedger = hedger
-
-    def __enter__(self) -> Self:
-        self._hedger.begin(self)
-        self.scope.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self.scope.__exit__(kind, error, trace)
-        return self._hedger.settle(self, error)
-
-    @property
-    def second_result(self) -> _T:
-        """The second request's result, after the first has failed."""
-        if self.hedge is None or self.hedge.result is None:
-            raise RuntimeError("only a request that has failed, and whose second request has succeeded, has one")
-        return self.hedge.result
+    kind: Kind
+    name: Hashable
+    num_bytes: int
+    held_bytes: int
+    second: Callable[[], _T]
+    begun_s: float
+    scope: CallScope = field(default_factory=CallScope)
+    second_scope: CallScope = field(default_factory=CallScope)
+    second_has_ended: threading.Event | None = None
+    """None if there is no second request."""
+    second_result: _T | None = None
 
 
 class Hedger:
@@ -202,49 +162,58 @@ class Hedger:
         """Return how many requests may be in flight now."""
         return self._limit.current
 
+    @contextlib.contextmanager
     def request(
         self, kind: Kind, name: Hashable, *, num_bytes: int, held_bytes: int, second: Callable[[], _T]
-    ) -> HedgedRequest[_T]:
-        """Return the context in which to make a request that raises `StoreError`.
+    ) -> Iterator[HedgedRequest[_T]]:
+        """Make a request that raises `StoreError` in this context.
 
-        `second` makes it once more, in another thread, and holds `held_bytes`; it must not return None. `name` is the
-        same however often the retrier tries the request.
+        `second` makes it once more, in another thread, and holds `held_bytes`; it must not return None. If it succeeds
+        and the first request does not, the context suppresses the error, and `HedgedRequest.second_result` is set.
+        `name` is the same however often the retrier tries the request.
         """
-        return HedgedRequest(self, kind, name, num_bytes=num_bytes, held_bytes=held_bytes, second=second)
-
-    def begin(self, request: HedgedRequest[Any]) -> None:
-        """Count the request among those that are under way."""
         with self._lock:
-            request.begun_s = self._clock()
+            request = HedgedRequest(
+                kind=kind,
+                name=name,
+                num_bytes=num_bytes,
+                held_bytes=held_bytes,
+                second=second,
+                begun_s=self._clock(),
+            )
             self._num_requests += 1
             self._running.add(request)
+        try:
+            with request.scope:
+                yield request
+        except BaseException as error:
+            if not self._settle(request, error):
+                raise
+        else:
+            self._settle(request, None)
 
-    def settle(self, request: HedgedRequest[Any], failure: BaseException | None) -> bool:
+    def _settle(self, request: HedgedRequest[Any], failure: BaseException | None) -> bool:
         """End the loser, and record the outcome. True if the first request failed and the second has succeeded."""
         with self._lock:
             self._running.remove(request)
-        hedge = request.hedge
+        has_ended = request.second_has_ended
         try:
-            if hedge is not None:
+            if has_ended is not None:
                 try:
                     if not isinstance(failure, TransientStoreError):
-                        hedge.scope.cancel()
+                        request.second_scope.cancel()
                 finally:
-                    hedge.has_ended.wait()
-            if failure is None:
+                    has_ended.wait()
+            if failure is None or request.second_result is not None:
                 self._record_success(request)
-                return False
-            if hedge is not None and hedge.result is not None:
-                self._record_success(request)
-                return True
-            if isinstance(failure, ThrottledError):
+            elif isinstance(failure, ThrottledError):
                 self._slow_down(request.begun_s)
             elif isinstance(failure, StoreTimeoutError):
                 with self._lock:
                     self._limit.decrease(begun_s=request.begun_s, now_s=self._clock())
-            return False
+            return failure is not None and request.second_result is not None
         finally:
-            if hedge is not None:
+            if has_ended is not None:
                 with self._lock:
                     self._num_at_once -= 1
                     self._held_bytes -= request.held_bytes
@@ -264,6 +233,7 @@ class Hedger:
         name = _name_part(key, upload_id, part)
         with self.request("upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again) as request:
             return store.upload_part(key, upload_id, part, views, crc32c=crc32c)
+        assert request.second_result is not None  # noqa: S101  # or the context has raised
         return request.second_result
 
     def read_into(self, store: Store, key: str, offset_bytes: int, views: Views) -> None:
@@ -280,6 +250,7 @@ class Hedger:
             store.read_into(key, offset_bytes, views)
             return
         content, position = request.second_result, 0
+        assert content is not None  # noqa: S101  # likewise
         for view in views:
             view[:] = content[position : position + view.nbytes]
             position += view.nbytes
@@ -343,7 +314,7 @@ class Hedger:
 
     def _is_affordable(self, request: HedgedRequest[Any]) -> bool:
         return (
-            request.hedge is None
+            request.second_has_ended is None
             and request.name not in self._hedged
             and len(self._hedged) < max_hedges(self._num_requests)
             and self._num_at_once < _MOST_AT_ONCE
@@ -351,22 +322,23 @@ class Hedger:
         )
 
     def _start_hedge(self, request: HedgedRequest[Any]) -> None:
-        hedge: _Hedge[Any] = _Hedge()
-        thread = threading.Thread(target=self._run_hedge, args=(request, hedge), name="cloudckpt-hedge", daemon=False)
+        has_ended = threading.Event()
+        arguments = (request, has_ended)
+        thread = threading.Thread(target=self._run_hedge, args=arguments, name="cloudckpt-hedge", daemon=False)
         try:
             thread.start()
         except RuntimeError:  # the system's limit, or the interpreter ends
             return
-        request.hedge = hedge
+        request.second_has_ended = has_ended
         self._hedged.add(request.name)
         self._num_at_once += 1
         self._held_bytes += request.held_bytes
 
-    def _run_hedge(self, request: HedgedRequest[Any], hedge: _Hedge[Any]) -> None:
+    def _run_hedge(self, request: HedgedRequest[Any], has_ended: threading.Event) -> None:
         begun_s = self._clock()
         try:
-            with hedge.scope:
-                hedge.result = request.second()
+            with request.second_scope:
+                request.second_result = request.second()
         except ThrottledError:
             self._slow_down(begun_s)
         except Exception:  # noqa: BLE001, S110  # the first request goes on as if there were no second one
@@ -374,7 +346,7 @@ class Hedger:
         else:
             request.scope.cancel()
         finally:
-            hedge.has_ended.set()
+            has_ended.set()
 
     def _record_success(self, request: HedgedRequest[Any]) -> None:
         with self._lock:
@@ -397,5 +369,5 @@ def _with_held_token(done: UploadedPart, held: Sequence[FoundPart]) -> UploadedP
     """Return the part with the token that the store has for it now, if the store's part certainly has its bytes."""
     for found in held:
         if (found.number, found.size_bytes, found.crc32c) == (done.part.number, done.part.size_bytes, done.crc32c):
-            return dataclasses.replace(done, token=found.token)
+            return replace(done, token=found.token)
     return done

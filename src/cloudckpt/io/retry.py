@@ -58,8 +58,8 @@ class Retrier:
         """Repetitions so far, over all calls."""
         self.num_requests = 0
         """Attempts so far, over all calls, the first of each included."""
-        self._retries = retries
-        self._timeout_s = timeout_s
+        self.retries = retries
+        self.timeout_s = timeout_s
         self._on_retry = on_retry
         self._stopped = threading.Event()
         self._refusal: BaseException | None = None
@@ -138,11 +138,6 @@ class Retrier:
                 f"another call failed first, so this was not looked at again: {error}"
             ) from error
 
-    @property
-    def limits(self) -> tuple[int, float]:
-        """The number of repetitions, and the seconds without progress, after which a call is given up."""
-        return self._retries, self._timeout_s
-
 
 class Attempts:
     """The attempts at one call, as a context, for callers that have to act between two of them."""
@@ -150,7 +145,6 @@ class Attempts:
     def __init__(self, retrier: Retrier) -> None:
         _forks.refuse_in_fork()
         self._retrier = retrier
-        self._retries, self._timeout_s = retrier.limits
         self._begun_ns = now_ns()
         self.renew()
 
@@ -165,7 +159,7 @@ class Attempts:
     def renew(self) -> None:
         """Forget the failures so far, after progress."""
         self._num_failures = 0
-        self._deadline_s = time.monotonic() + self._timeout_s
+        self._deadline_s = time.monotonic() + self._retrier.timeout_s
 
     def begin(self) -> None:
         """Count an attempt. Raises the refusal that the retrier was stopped with."""
@@ -186,7 +180,7 @@ class Attempts:
             self.renew()
         self._num_failures += 1
         delay_s = _delay_s(error, self._num_failures)
-        if self._num_failures > self._retries or time.monotonic() + delay_s >= self._deadline_s:
+        if self._num_failures > self._retrier.retries or time.monotonic() + delay_s >= self._deadline_s:
             return False
         return self._retrier.wait(error, delay_s)
 

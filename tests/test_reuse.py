@@ -89,14 +89,6 @@ def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -
     assert _loaded(path) == 2
 
 
-def test_tied_targets_load(memory: Memory) -> None:
-    """Two reads into one memory would each find the other's bytes, and call the checkpoint damaged."""
-    cloudckpt.save({"emb": torch.ones(5000), "head": torch.ones(5000)}, memory.uri())
-    tied = torch.zeros(5000)
-    cloudckpt.load({"emb": tied, "head": tied}, memory.uri())
-    assert torch.equal(tied, torch.ones(5000))
-
-
 def test_a_converting_load_works_in_inference_mode(memory: Memory) -> None:
     """Inference mode belongs to a thread, and reads run in others."""
     cloudckpt.save(_state(3), memory.uri())

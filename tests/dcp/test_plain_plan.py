@@ -167,12 +167,3 @@ def test_the_verdict_of_every_torch_is_understood(
     with pytest.raises(ValueError) as raised:
         merge_plans([SavePlan([])])
     assert str(raised.value) == message
-
-
-def test_what_is_planned_twice_is_refused() -> None:
-    """If this fails, of two plain tensors with one name on one rank, one is lost without a word."""
-    planner = BalancedSavePlanner()
-    planner.set_up_planner({"w": torch.zeros(3)}, is_coordinator=True)
-    (item,) = planner.create_local_plan().items
-    with pytest.raises(AssertionError, match="'w' is planned twice"):
-        merge_plans([SavePlan([item, item])])

@@ -87,16 +87,6 @@ def test_ranks_may_hold_entries_and_values_of_their_own() -> None:
     assert [[item.index.fqn for item in plan.items] for plan in plans] == [["a"], ["b"], ["n"]]
 
 
-def test_many_ranks_are_told_in_a_few_words() -> None:
-    """If this fails, the message of a large job has a line for each rank and each name."""
-    names = [f"x{number}" for number in range(50)]
-    with pytest.raises(StateDictMismatchError) as caught:
-        planned([dict.fromkeys(names, torch.ones(1 + rank % 2)) for rank in range(40)])
-    assert "on ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more" in str(caught.value)
-    assert "and so for 45 more" in str(caught.value)
-    assert len(str(caught.value)) < 2000
-
-
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[list[ReplicatedItem], list[int]]:
     """Items of any sizes, each on some of the ranks, and what each rank has beside them."""
@@ -131,16 +121,6 @@ def test_no_rank_has_much_more_than_in_the_best_assignment(sizes: list[int], num
     every = itertools.product(range(num_ranks), repeat=len(items))
     best = min(max(loads_of(items, ranks, nothing)) for ranks in every)
     assert max(loads_of(items, assign_ranks(items, own_bytes=nothing), nothing)) <= best * 4 / 3
-
-
-@given(st.lists(st.integers(1, 500), max_size=30), st.lists(st.integers(0, 5000), min_size=2, max_size=8))
-@settings(deadline=None)
-def test_what_only_one_rank_has_counts(sizes: list[int], own_bytes: list[int]) -> None:
-    """If this fails, the rank with the largest shards saves the replicated tensors, too."""
-    items = [ReplicatedItem(ranks=tuple(range(len(own_bytes))), num_bytes=size) for size in sizes]
-    loads = loads_of(items, assign_ranks(items, own_bytes=own_bytes), own_bytes)
-    mean_bytes = sum(loads) / len(loads)
-    assert max(loads) <= max(*own_bytes, mean_bytes + max(sizes, default=0))
 
 
 def test_tied_tensors_go_where_the_first_of_them_goes() -> None:

@@ -95,9 +95,9 @@ def make(hedger: Hedger, name: object, first: Callable[[], str], second: Callabl
         return second()
 
     with hedger.request("download", name, num_bytes=SIZE_BYTES, held_bytes=SIZE_BYTES, second=repeat) as request:
-        return first()
-    assert request.second_result is not None
-    return request.second_result
+        request.result = first()
+    assert request.result is not None
+    return request.result
 
 
 class InThread:

@@ -120,6 +120,8 @@ class HedgedRequest(Generic[_T]):
     second_has_ended: threading.Event | None = None
     """None if there is no second request."""
     second_result: _T | None = None
+    result: _T | None = None
+    """The result that the context's body has set, or that of the second request if the first has failed."""
 
 
 class Hedger:
@@ -169,7 +171,7 @@ class Hedger:
         """Make a request that raises `StoreError` in this context.
 
         `second` makes it once more, in another thread, and holds `held_bytes`; it must not return None. If it succeeds
-        and the first request does not, the context suppresses the error, and `HedgedRequest.second_result` is set.
+        and the first request does not, the context suppresses the error, and `HedgedRequest.result` is its result.
         `name` is the same however often the retrier tries the request.
         """
         with self._lock:
@@ -211,7 +213,10 @@ class Hedger:
             elif isinstance(failure, StoreTimeoutError):
                 with self._lock:
                     self._limit.decrease(begun_s=request.begun_s, now_s=self._clock())
-            return failure is not None and request.second_result is not None
+            if failure is None or request.second_result is None:
+                return False
+            request.result = request.second_result
+            return True
         finally:
             if has_ended is not None:
                 with self._lock:
@@ -232,9 +237,9 @@ class Hedger:
 
         name = _name_part(key, upload_id, part)
         with self.request("upload", name, num_bytes=part.size_bytes, held_bytes=0, second=upload_again) as request:
-            return store.upload_part(key, upload_id, part, views, crc32c=crc32c)
-        assert request.second_result is not None  # noqa: S101  # or the context has raised
-        return request.second_result
+            request.result = store.upload_part(key, upload_id, part, views, crc32c=crc32c)
+        assert request.result is not None  # noqa: S101  # or the context has raised
+        return request.result
 
     def read_into(self, store: Store, key: str, offset_bytes: int, views: Views) -> None:
         """Read a range, hedged: the second request reads into memory of its own, which is copied at the end."""
@@ -248,11 +253,11 @@ class Hedger:
         name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
         with self.request("download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again) as request:
             store.read_into(key, offset_bytes, views)
+        if request.result is None:
             return
-        content, position = request.second_result, 0
-        assert content is not None  # noqa: S101  # likewise
+        position = 0
         for view in views:
-            view[:] = content[position : position + view.nbytes]
+            view[:] = request.result[position : position + view.nbytes]
             position += view.nbytes
 
     def complete_multipart(self, store: Store, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:

@@ -24,7 +24,7 @@ from cloudckpt import Options
 from cloudckpt.background import in_flight, runner
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.options import KIB, MIB
-from cloudckpt.tensors import copying, snapshot_plan, stager
+from cloudckpt.tensors import copying, snapshot_plan
 
 WAIT_S = 60.0
 SIZE_BYTES = 4 * MIB
@@ -353,7 +353,7 @@ def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Me
 
 def test_closing_while_another_thread_copies_waits_for_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a save that is begun beside `close` is never copied: its thread, and the next save, hang."""
-    begun, closed, run = threading.Event(), threading.Event(), copying.CopyThreadPool.start
+    begun, closed, run = threading.Event(), threading.Event(), copying.Staging.start
 
     def closed_meanwhile(self: Any) -> None:
         begun.set()
@@ -367,7 +367,7 @@ def test_closing_while_another_thread_copies_waits_for_it(memory: Memory, monkey
         cloudckpt.close(WAIT_S)
         closed.set()
 
-    monkeypatch.setattr(copying.CopyThreadPool, "start", closed_meanwhile)
+    monkeypatch.setattr(copying.Staging, "start", closed_meanwhile)
     closer = threading.Thread(target=close)
     closer.start()
     handles: list[cloudckpt.AsyncSave] = []
@@ -530,7 +530,7 @@ def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
 ) -> None:
     """If this fails, training is blocked several times as long as the copy takes, for uploads in its cores."""
     waits: list[bool] = []
-    original = stager.WholeStaging.wait
+    original = copying.Staging.wait
 
     def wait(self: Any, address: int, num_bytes: int) -> None:
         original(self, address, num_bytes)
@@ -538,14 +538,14 @@ def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
 
     copies = GatedCopies(monkeypatch)
     set_up = threading.Event()
-    monkeypatch.setattr(stager.WholeStaging, "wait", wait)
-    monkeypatch.setattr(stager.Staging, "wait", None)  # whatever asks for a part alone fails
-    monkeypatch.setattr("cloudckpt.tensors.stager.num_cores_of_rank", copying.num_copy_threads)
+    monkeypatch.setattr(copying.Staging, "wait", wait)
+    monkeypatch.setattr(copying, "num_cores_of_rank", lambda: 1)  # all of which copy
     options = options_of(on_event=lambda event: set_up.set() if event.name == "save.set_up" else None)
     opener = threading.Thread(target=lambda: (set_up.wait(WAIT_S), copies.gate.opened.set()))
     opener.start()
     cloudckpt.async_save(state_of(2), memory.uri(), options=options).result(WAIT_S)
     opener.join(WAIT_S)
+    assert waits
     assert all(waits)
     assert fill_at(memory.uri()) == 2
 

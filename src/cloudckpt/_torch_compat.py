@@ -48,11 +48,15 @@ __all__ = [
     "forget_checkpoint_process",
     "get_checkpoint_process",
     "has_cpu_backend",
+    "has_other_users",
     "is_archive",
     "is_wrapper_subclass",
     "load_archive",
     "local_tensor_of",
     "materialize_meta_tensors",
+    "negated_view",
+    "new_shared_storage",
+    "open_archive",
     "pickle_globals",
     "unflatten_state_dict",
     "validate_global_plan",
@@ -95,6 +99,26 @@ PRIVATE_NAMES = (
         use="read the bytes of torch.save without torch.jit",
         without="cloudckpt cannot be imported",
         is_required=True,
+    ),
+    PrivateName(
+        module="torch",
+        name="_neg_view",
+        use="keep negated tensors negated in a snapshot",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    PrivateName(
+        module="torch",
+        name="_C._storage_Use_Count",
+        use="see that a snapshot for another process is still in use",
+        without="cloudckpt cannot be imported",
+        is_required=True,
+    ),
+    PrivateName(
+        module="torch",
+        name="UntypedStorage._new_shared_fd_cpu",
+        use="share snapshots with another process",
+        without="saves by process fail",
     ),
     PrivateName(
         module="torch.serialization",
@@ -278,7 +302,12 @@ pickle_globals: Callable[[], dict[str, Any]] = _require("torch._weights_only_unp
 """Returns the functions and classes that a pickle of tensors may name."""
 flatten_state_dict: Any = find(f"{_CHECKPOINT}._nested_dict", "flatten_state_dict")
 unflatten_state_dict: Any = find(f"{_CHECKPOINT}._nested_dict", "unflatten_state_dict")
-_open_archive: Any = _require("torch", "_C.PyTorchFileReader")
+open_archive: Any = _require("torch", "_C.PyTorchFileReader")
+"""Opens a file of ``torch.save``. The public ``torch.load`` hands an archive of TorchScript to ``torch.jit.load``."""
+negated_view: Callable[[torch.Tensor], torch.Tensor] = _require("torch", "_neg_view")
+"""Returns a tensor of the same memory whose values are the negatives."""
+_count_storage_users: Any = _require("torch", "_C._storage_Use_Count")
+_new_shared_storage: Any = find("torch", "UntypedStorage._new_shared_fd_cpu")
 _load_archive: Any = _require("torch.serialization", "_load")
 _create_chunk_list: Any = find(f"{_CHECKPOINT}.planner_helpers", "_create_chunk_list")
 _init_state_dict: Any = find(f"{_CHECKPOINT}.planner_helpers", "_init_state_dict")
@@ -288,12 +317,20 @@ _foreach_copy: Any = find("torch", "_foreach_copy_")
 _is_traceable_wrapper: Any = find("torch.utils._python_dispatch", "is_traceable_wrapper_subclass")
 
 
-def load_archive(content: Any, map_location: str | None, pickle_module: Any) -> Any:
-    """Return the object in a file of ``torch.save``, read by the unpickler of `pickle_module`.
+def has_other_users(storage: torch.UntypedStorage) -> bool:
+    """True if another tensor or storage uses the memory of `storage`."""
+    return int(_count_storage_users(storage._cdata)) > 1  # noqa: SLF001
 
-    The public ``torch.load`` would hand an archive of TorchScript to ``torch.jit.load``.
-    """
-    return _load_archive(_open_archive(content), map_location, pickle_module, encoding="utf-8")
+
+def new_shared_storage(descriptor: int, num_bytes: int) -> torch.UntypedStorage:
+    """Return a storage of the memory of a file, which torch shares with other processes. It copies the descriptor."""
+    made: torch.UntypedStorage = _new_shared_storage(descriptor, num_bytes)
+    return made
+
+
+def load_archive(archive: Any, map_location: str | None, pickle_module: Any) -> Any:
+    """Return the object in what `open_archive` returned, read by the unpickler of `pickle_module`."""
+    return _load_archive(archive, map_location, pickle_module, encoding="utf-8")
 
 
 def is_archive(file: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher, LoadItems, whole_item
 from cloudckpt.pipeline.load import wanted_by
-from cloudckpt.tensors.targets import BytesTarget, TensorTarget, WholeTensors
+from cloudckpt.tensors.targets import BytesTarget, find_whole_target, new_block_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -214,12 +214,19 @@ def test_a_reader_of_the_users_gets_what_torch_would_give_it(tmp_path: Path) -> 
     assert reader.metadata.planner_data["more.deep"] == ("more", "deep")
 
 
+def consumers_of_wholes(*tensors: torch.Tensor, others: Sequence[Consumer] = ()) -> Consumers:
+    """Whole tensors, each stored as one chunk at byte 0, and `others`."""
+    wholes = []
+    for tensor in tensors:
+        shape = tuple(tensor.shape)
+        chunk = Chunk((0,) * len(shape), shape, 0, 0, tensor.nbytes)
+        wholes.append(find_whole_target(tensor, StoredTensor(dtype="float32", shape=shape, chunks=[chunk])))
+    return Consumers("abc"[: len(wholes)], [target for target in wholes if target is not None], others)
+
+
 def test_a_load_that_ends_early_is_no_success() -> None:
     """If this fails, tensors keep some of their old values, and nobody is told (G3, G4)."""
-    wholes = WholeTensors()
-    chunk = Chunk((0,), (4,), 0, 0, 16)
-    wholes.add(["t"], [torch.zeros(4)], {"t": StoredTensor(dtype="float32", shape=(4,), chunks=[chunk])})
-    consumers = Consumers(wholes, [])
+    consumers = consumers_of_wholes(torch.zeros(4))
     context: Any = SimpleNamespace(uri="memory://here")
     finisher = Finisher(context, transforms=None, allow_pickle=False)  # type: ignore[arg-type]  # there are none
     requests = [
@@ -227,7 +234,7 @@ def test_a_load_that_ends_early_is_no_success() -> None:
             object_index=0,
             begin=begin,
             end=begin + 8,
-            wants=tuple(wholes.wants()),
+            wants=tuple(consumers.wants(max_gap_bytes=0)),
             overlapping=False,
             continues=False,
         )
@@ -253,16 +260,12 @@ def test_freed_memory_is_not_filled(tmp_path: Path, planner: LoadPlanner | None,
 def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
     """If this fails, the reads of tied weights find each other's bytes when they check their own, now and then."""
     memory = torch.zeros(12)
-    wholes = WholeTensors()
-    chunk = Chunk((0,), (4,), 0, 0, 16)
-    stored = StoredTensor(dtype="float32", shape=(4,), chunks=[chunk])
-    wholes.add(["a", "b", "c"], [memory[:4], memory[:4], memory[8:]], dict.fromkeys("abc", stored))
     location = ItemLocation(object_index=0, begin=16, end=48, dtype="float32", lengths=(8,), transforms=())
     others = []
     for begin, length in ((6, 2), (10, 2)):
-        target = TensorTarget(location, Box((0,), (length,)), memory[begin : begin + length])
+        target = new_block_target(location, Box((0,), (length,)), memory[begin : begin + length])
         others.append(Consumer(whole_item("part", [length]), location, target, memory))
-    consumers = Consumers(wholes, others)
+    consumers = consumers_of_wholes(memory[:4], memory[:4], memory[8:], others=others)
     consumers.wants(max_gap_bytes=0)
     consumers.keep_apart()
     assert consumers.are_copied() == [True, True, True, False, True]
@@ -272,12 +275,10 @@ def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
 def test_what_is_copied_to_counts_as_shared_too(*, is_packed: bool) -> None:
     """If this fails, a tensor that is loaded beside its transpose is said to be damaged, now and then."""
     memory, elsewhere = torch.zeros(2, 2), torch.zeros(2, 2)
-    wholes = WholeTensors()
-    stored = StoredTensor(dtype="float32", shape=(2, 2), chunks=[Chunk((0, 0), (2, 2), 0, 0, 16)])
-    wholes.add(["a", "b"], [memory, elsewhere], dict.fromkeys("ab", stored))
     location = ItemLocation(object_index=0, begin=16, end=32, dtype="float32", lengths=(2, 2), transforms=())
-    target = BytesTarget(location) if is_packed else TensorTarget(location, Box((0, 0), (2, 2)), memory.t())
-    consumers = Consumers(wholes, [Consumer(whole_item("c", [2, 2]), location, target, memory.t())])
+    target = BytesTarget(location) if is_packed else new_block_target(location, Box((0, 0), (2, 2)), memory.t())
+    others = [Consumer(whole_item("c", [2, 2]), location, target, memory.t())]
+    consumers = consumers_of_wholes(memory, elsewhere, others=others)
     consumers.wants(max_gap_bytes=0)
     consumers.keep_apart()
     assert consumers.are_copied()[:2] == [True, False]
@@ -287,27 +288,24 @@ def test_what_is_copied_to_counts_as_shared_too(*, is_packed: bool) -> None:
 def test_of_two_that_fill_one_memory_the_last_is_there(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """If this fails, tied weights that were not tied when they were saved are loaded as a mixture of both."""
     memory = torch.zeros(2, 2)
-    wholes = WholeTensors()
-    stored = StoredTensor(dtype="float32", shape=(2, 2), chunks=[Chunk((0, 0), (2, 2), 0, 0, 16)])
-    wholes.add(["a", "b"], [memory, memory], dict.fromkeys("ab", stored))
     location = ItemLocation(object_index=0, begin=16, end=32, dtype="float32", lengths=(2, 2), transforms=())
     others = [
-        Consumer(whole_item(name, [2, 2]), location, TensorTarget(location, Box((0, 0), (2, 2)), view(memory)), memory)
+        Consumer(
+            whole_item(name, [2, 2]), location, new_block_target(location, Box((0, 0), (2, 2)), view(memory)), memory
+        )
         for name in "cd"
     ]
-    consumers = Consumers(wholes, others)
+    consumers = consumers_of_wholes(memory, memory, others=others)
     consumers.wants(max_gap_bytes=0)
     consumers.keep_apart()
     for number in (3, 0, 2, 1):
         source = torch.full((4,), float(number + 1)).view(torch.uint8)
-        consumers.targets.copy_from(number, source, 0 if number < 2 else 16)
+        consumers.targets[number].copy_from(source, 0 if number < 2 else 16)
     assert memory.tolist() == [[4.0, 4.0], [4.0, 4.0]]
-    wholes = WholeTensors()
-    wholes.add(["a", "b"], [memory, memory], dict.fromkeys("ab", stored))
-    consumers = Consumers(wholes, [])
+    consumers = consumers_of_wholes(memory, memory)
     consumers.keep_apart()
     for number in (1, 0):
-        consumers.targets.copy_from(number, torch.full((4,), float(number)).view(torch.uint8), 0)
+        consumers.targets[number].copy_from(torch.full((4,), float(number)).view(torch.uint8), 0)
     assert memory.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tensors.samples import DTYPES, bytes_for, tensor_of, views
+from tests.tensors.samples import views
 
 from cloudckpt.tensors.body import PieceBody, new_piece
 from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.tensors.tensor_bytes import bytes_view, is_viewable
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 
@@ -73,16 +72,6 @@ def test_any_tensors_any_part(data: st.DataObject, tensors: list[tuple[torch.Ten
         assert opened(body, low, high) == expected[low:high]
 
 
-@given(st.sampled_from(DTYPES), st.integers(0, 20))
-def test_the_bytes_of_every_type(dtype: torch.dtype, numel: int) -> None:
-    """If this fails, some type cannot be saved, or is saved as other bits."""
-    content = bytes_for(numel * dtype.itemsize, dtype)
-    tensor = tensor_of(content, dtype, (numel,))
-    view = bytes_view(tensor)
-    assert bytes(view) == content
-    assert not view.readonly
-
-
 def test_contiguous_memory_is_not_copied() -> None:
     """If this fails, a save of CPU tensors needs their memory twice (G7)."""
     tensor = torch.arange(1000, dtype=torch.float32)
@@ -101,40 +90,6 @@ def test_only_the_open_part_of_a_strided_tensor_is_copied() -> None:
     joined = b"".join(opened(body, begin, begin + 4096) for begin in range(0, 798_720, 4096))
     assert joined == tensor.contiguous().numpy().tobytes()[:798_720]
     assert arena._held_bytes <= 4096
-
-
-def test_pieces_without_bytes_are_passed_over() -> None:
-    """If this fails, empty shards break the object they share with others."""
-    empty = torch.empty(0, 5)
-    body = PieceBody(
-        [
-            new_piece(memoryview(b"head"), begin=0),
-            new_piece(empty, begin=4),
-            new_piece(empty.t(), begin=4),
-            new_piece(memoryview(b"tail"), begin=4),
-            new_piece(empty, begin=8),
-        ],
-        NoArena(),
-    )
-    assert opened(body, 0, 8) == b"headtail"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_single_elements_may_have_any_stride(dtype: torch.dtype) -> None:
-    """If this fails, a slice that happens to hold one element cannot be saved."""
-    content = bytes_for(6 * dtype.itemsize, dtype)
-    tensor = tensor_of(content, dtype, (6,))[3::4]
-    assert tensor.shape == (1,)
-    assert tensor.stride() == (4,)
-    assert bytes(bytes_view(tensor)) == content[3 * dtype.itemsize : 4 * dtype.itemsize]
-
-
-def test_lazy_views_are_not_taken_for_their_memory() -> None:
-    """If this fails, conjugated or negated tensors are read or written with the wrong sign."""
-    values = torch.complex(torch.ones(3), torch.ones(3))
-    assert not is_viewable(values.conj())
-    assert not is_viewable(torch._neg_view(torch.ones(3)))
-    assert is_viewable(values)
 
 
 def test_a_part_is_opened_once_its_memory_is_there() -> None:

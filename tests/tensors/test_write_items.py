@@ -20,7 +20,7 @@ from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.tensors.body import PieceBody, new_piece
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.tensors.tensor_bytes import bytes_view, quick_view
+from cloudckpt.tensors.tensor_bytes import bytes_view
 from cloudckpt.tensors.write_items import StagedItem, stage_items
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
@@ -121,35 +121,6 @@ def test_items_for_another_place_go_through_the_planner() -> None:
     astray = dataclasses.replace(item, index=MetadataIndex("w", torch.Size((2, 0))))
     with pytest.raises(ValueError, match="can't find by offset"):
         all_staged(planner, [astray])
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(2, device="meta"),
-        torch.zeros(2).to_sparse(),
-        torch.complex(torch.zeros(2), torch.ones(2)).conj().imag,
-        torch.arange(6.0).reshape(2, 3).t(),
-        torch.zeros(3).expand(2, 3),
-        torch.zeros(2, dtype=torch.complex64).conj(),
-    ],
-    ids=["meta", "sparse", "negative bit", "transposed", "expanded", "conjugate bit"],
-)
-def test_memory_that_is_not_the_values_is_not_shown(tensor: torch.Tensor) -> None:
-    """If this fails, such a tensor is saved as the bytes that happen to lie there."""
-    assert quick_view(tensor) is None
-
-
-def test_what_is_shown_is_the_memory_itself() -> None:
-    """If this fails, a save of CPU tensors needs their memory twice (G7)."""
-    for dtype in (torch.float32, torch.bfloat16, torch.bool):
-        tensor = torch.nn.Parameter(torch.zeros(3, 2, dtype=dtype), requires_grad=dtype.is_floating_point)
-        view = quick_view(tensor)
-        assert view is not None
-        with torch.no_grad():
-            tensor[2, 1] = 1
-        assert view.nbytes == tensor.nbytes
-        assert any(view[-dtype.itemsize :])
 
 
 class _Waits:

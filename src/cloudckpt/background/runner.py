@@ -34,7 +34,7 @@ from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.guarded_group import CollectiveCall, exists
 from cloudckpt.errors import RankLostError, portable
 from cloudckpt.pipeline.context import Lifecycle
-from cloudckpt.tensors.stager import Staging, WholeStaging
+from cloudckpt.tensors.copying import Staging
 
 
 class GlooGroupCache:
@@ -259,13 +259,14 @@ class BackgroundSave:
         self, staging: Staging | ExternalStaging, cancellation: Cancellation, *, is_overlapped: bool
     ) -> SavedMetadata:
         writer, planner = self.writer, self.planner
-        snapshot: Staging | WholeStaging | None = None
+        snapshot: Staging | None = None
         refusal: BaseException | None = None
         try:
             if isinstance(staging, Staging) and planner is None and not writer.has_transforms:
                 # The save reads nothing but bytes, each once it is copied. If the caller waits for a copy that keeps
                 # every core busy, an upload beside it would make that wait longer than it would shorten the save.
-                snapshot = staging if is_overlapped or staging.leaves_cores else WholeStaging(staging)
+                snapshot = staging
+                snapshot.is_awaited_whole = not (is_overlapped or staging.leaves_cores)
             else:
                 cancellation.wait_for(staging.completed)
             cancellation.check()

@@ -19,7 +19,7 @@ from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
-from cloudckpt.tensors.targets import BytesTarget, Target, Targets, TensorTarget, WholeTensors
+from cloudckpt.tensors.targets import BytesTarget, Target, TensorTarget, find_whole_target, new_block_target
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
 from cloudckpt.tensors.values import copy_safely
 
@@ -94,27 +94,28 @@ class Consumer(NamedTuple):
 class Consumers:
     """All that a load fills, numbered: whole tensors first, and then the `others`, each with an item of its own."""
 
-    __slots__ = ("others", "targets", "wholes")
+    __slots__ = ("_fqns", "_wholes", "num_whole", "others", "targets")
 
-    def __init__(self, wholes: WholeTensors, others: Sequence[Consumer]) -> None:
-        self.wholes = wholes
+    def __init__(self, fqns: Sequence[str], wholes: Sequence[TensorTarget], others: Sequence[Consumer]) -> None:
+        self._fqns = fqns
+        self._wholes = wholes
+        self.num_whole = len(wholes)
         self.others = others
-        self.targets = Targets(wholes, [consumer.target for consumer in others])
+        self.targets: list[Target] = [*wholes, *(consumer.target for consumer in others)]
 
     def __len__(self) -> int:
-        return len(self.wholes) + len(self.others)
+        return len(self.targets)
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes that are wanted."""
-        return self.wholes.num_bytes + sum(consumer.target.num_bytes for consumer in self.others)
+        return sum(target.num_bytes for target in self.targets)
 
     def fqn_of(self, number: int) -> str:
         """Return the entry of the state dict that this one fills, or fills a part of."""
-        num_whole = len(self.wholes)
-        if number < num_whole:
-            return self.wholes.fqns[number]
-        return self.others[number - num_whole].item.storage_index.fqn
+        if number < self.num_whole:
+            return self._fqns[number]
+        return self.others[number - self.num_whole].item.storage_index.fqn
 
     def names_in(self, request: RangeRead, begin: int, end: int) -> str:
         """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
@@ -124,8 +125,9 @@ class Consumers:
 
     def wants(self, *, max_gap_bytes: int) -> list[WantedRange]:
         """Return the ranges to fetch."""
-        wants = list(self.wholes.wants())
-        for number, consumer in enumerate(self.others, len(self.wholes)):
+        chunks = enumerate(target.chunk for target in self._wholes)
+        wants = [WantedRange(number, chunk.object_index, chunk.begin, chunk.end) for number, chunk in chunks]
+        for number, consumer in enumerate(self.others, self.num_whole):
             wants += consumer.target.wants(number, max_gap_bytes=max_gap_bytes)
         return wants
 
@@ -135,42 +137,32 @@ class Consumers:
         A read checks its bytes in place, and would find those of another read there. Of tensors that fill the same
         memory, the last one is copied there, and the others are only checked.
         """
-        begins, ends = self.wholes.address_ranges()
-        filled: list[Target] = []
+        begins = [target.address for target in self._wholes]
+        ends = [target.address + target.num_bytes for target in self._wholes]
+        filled: list[Target] = list(self._wholes)
         for consumer in self.others:
-            addresses = _addresses_of(consumer)
+            if isinstance(consumer.target, TensorTarget):
+                addresses = consumer.target.address_range
+            else:  # transformed bytes are copied to the tensor
+                addresses = None if consumer.tensor is None else address_range(consumer.tensor)
             if addresses is not None:
-                filled.append(consumer.target)
                 begins.append(addresses[0])
                 ends.append(addresses[1])
-        num_whole = len(self.wholes)
-        found = find_overlapping(begins, ends)
-        self.wholes.copy_instead(position for position in found if position < num_whole)
-        for position in found:
-            target = filled[position - num_whole] if position >= num_whole else None
+                filled.append(consumer.target)
+        last: dict[tuple[int, int], TensorTarget] = {}
+        for position in sorted(find_overlapping(begins, ends)):
+            target = filled[position]
             if isinstance(target, TensorTarget):
-                target.copy_instead()
-        last: dict[tuple[int, int], int] = {}
-        for position in sorted(found):
-            target = filled[position - num_whole] if position >= num_whole else None
-            if target is None or (isinstance(target, TensorTarget) and target.is_dense):
-                earlier = last.get((begins[position], ends[position]))
-                if earlier is not None:
-                    self._drop(earlier, filled)
-                last[begins[position], ends[position]] = position
-
-    def _drop(self, position: int, filled: Sequence[Target]) -> None:
-        num_whole = len(self.wholes)
-        if position < num_whole:
-            self.wholes.drop(position)
-            return
-        target = filled[position - num_whole]
-        if isinstance(target, TensorTarget):  # no other is dense
-            target.drop()
+                target.is_copied = True
+                if target.is_dense:
+                    memory = begins[position], ends[position]
+                    if memory in last:
+                        last[memory].is_dropped = True
+                    last[memory] = target
 
     def are_copied(self) -> list[bool]:
         """Return for each whether its bytes pass through a buffer. To be called after `keep_apart`."""
-        return [*self.wholes.are_copied(), *(consumer.target.is_copied for consumer in self.others)]
+        return [target.is_copied for target in self.targets]
 
 
 def consumers_of(
@@ -183,18 +175,19 @@ def consumers_of(
     uri: str,
 ) -> Consumers:
     """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors."""
-    wholes = WholeTensors()
+    fqns: list[str] = []
+    wholes: list[TensorTarget] = []
     if isinstance(items, LoadItems) and tensors_of is not None:
-        left = wholes.add(items.fqns, tensors_of(items.fqns), manifest.tensors)
-        items = [*(items[position] for position in left), *items.others]
-    return Consumers(wholes, [_consumer_of(item, planner, storage_data, uri=uri) for item in items])
-
-
-def _addresses_of(consumer: Consumer) -> tuple[int, int] | None:
-    """Return the addresses of the memory that is written to, directly or by a copy."""
-    if isinstance(consumer.target, TensorTarget):
-        return consumer.target.address_range
-    return None if consumer.tensor is None else address_range(consumer.tensor)
+        left: list[ReadItem] = []
+        for position, (fqn, tensor) in enumerate(zip(items.fqns, tensors_of(items.fqns), strict=True)):
+            target = find_whole_target(tensor, manifest.tensors.get(fqn))
+            if target is None:
+                left.append(items[position])
+            else:
+                fqns.append(fqn)
+                wholes.append(target)
+        items = [*left, *items.others]
+    return Consumers(fqns, wholes, [_consumer_of(item, planner, storage_data, uri=uri) for item in items])
 
 
 def _consumer_of(
@@ -222,7 +215,7 @@ def _consumer_of(
             f"{index.fqn!r}: the planner asks for {lengths} at {offsets} of a chunk of {tuple(location.lengths)}"
         )
     target: Target = (
-        BytesTarget(location) if location.transforms else TensorTarget(location, Box(offsets, lengths), tensor)
+        BytesTarget(location) if location.transforms else new_block_target(location, Box(offsets, lengths), tensor)
     )
     return Consumer(item, location, target, tensor)
 
@@ -255,7 +248,7 @@ class Finisher:
 
         Whole tensors need no end: they are filled, and the planner is not told.
         """
-        num_whole, num_left = len(consumers.wholes), len(requests)
+        num_whole, num_left = consumers.num_whole, len(requests)
         outstanding = [0] * len(consumers.others)
         for number in _other_numbers(requests, num_whole):
             outstanding[number] += 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import torch
 
@@ -83,35 +85,39 @@ def copies_queued_on(stream: Stream) -> Iterator[None]:
         raise
 
 
-class CopyProgress(Protocol):
-    """Receives the progress of a snapshot."""
+class Staging:
+    """A copy of a state dict in host memory, which threads fill: some for CPU memory, and one for each GPU.
 
-    def finish_task(self, task: int, num_bytes: int) -> None:
-        """Note that a task is done."""
-
-    def finish(self, error: BaseException | None) -> None:
-        """Note that no memory is read or written any more, and the error that ended the copying."""
-
-
-class CopyThreadPool:
-    """Makes the copies of one snapshot: some threads for CPU memory, and one for each GPU.
-
-    `progress` learns of each task, and of the end when the last thread is done. If one thread fails, the others stop.
-    What the caller's current streams have to do on the GPUs comes before the copies.
+    If one thread fails, the others stop. The work that the caller's current streams have on the GPUs comes before the
+    copies. The copy is valid until the stager begins the next one, or is closed.
     """
 
     def __init__(
         self,
         plan: SnapshotPlan,
         tensors: Sequence[torch.Tensor],
-        progress: CopyProgress,
+        state_dict: dict[str, Any],
         *,
         num_threads: int,
         new_stream: Callable[[torch.device], Stream] = CudaStream,
     ) -> None:
+        self.state_dict = state_dict
+        """The copy, with the structure of the original. It has its values when `completed` is done."""
+        self.num_bytes = plan.num_bytes
+        self.leaves_cores = num_threads < num_cores_of_rank() or CPU not in plan.tasks_of_device
+        """True if this rank has cores that do not copy."""
+        self.completed: Future[None] = Future()
+        """Done when the last byte is copied; holds the error that ended the copying, if one did."""
+        self.completed.set_running_or_notify_cancel()  # it cannot be cancelled
+        self.copied_bytes = 0
+        self.is_awaited_whole = False
+        """True if `wait` waits for all bytes."""
+        self._begins, self._ends = plan.begins, plan.ends
+        self._tasks_of_segment = plan.tasks_of_segment
+        self._changed = threading.Condition()
+        self._is_done = bytearray(len(plan.tasks))
         self._plan: SnapshotPlan | None = plan
         self._tensors = tensors
-        self._progress = progress
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._cpu_tasks = deque(plan.tasks_of_device.get(CPU, ()))
@@ -123,31 +129,44 @@ class CopyThreadPool:
         self._in_threads = bool(gpus) or len(plan.tasks) > 1  # a single task ends before a thread would begin
         self._num_left = len(self._jobs)
 
-    def start(self) -> None:
-        """Start the threads. If there can be none, or there is little to copy, copy here before the return.
+    def wait(self, address: int, num_bytes: int) -> None:
+        """Wait until the bytes at these addresses are there. Returns at once for memory of others.
 
-        Raises what interrupts this thread, once nothing is left to be begun.
+        Raises the error that ended the copying.
         """
-        num_jobs, num_started = len(self._jobs), 0
-        if not num_jobs:
+        if self.is_awaited_whole:
+            self.completed.result()
+        first = bisect.bisect_right(self._ends, address)
+        last = bisect.bisect_left(self._begins, address + num_bytes)
+        if first < last and not self.completed.done():
+            low = min(tasks.start for tasks in self._tasks_of_segment[first:last])
+            high = max(tasks.stop for tasks in self._tasks_of_segment[first:last])
+            with self._changed:
+                self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[low:high]))
+        if self.completed.done():
+            self.completed.result()
+
+    def start(self) -> None:
+        """Start the threads. If there can be none, or there is little to copy, copy here before the return."""
+        if not self._jobs:
             self._finish()
             return
+        num_started = 0
         try:
-            if self._in_threads:
-                for number in range(num_jobs):
-                    # Not a daemon: the interpreter waits for it.
-                    threading.Thread(target=self._run_jobs, name=f"cloudckpt-stage-{number}", daemon=False).start()
-                    num_started += 1
+            for number in range(len(self._jobs) if self._in_threads else 0):
+                # Not a daemon: the interpreter waits for it.
+                threading.Thread(target=self._run_jobs, name=f"cloudckpt-stage-{number}", daemon=False).start()
+                num_started += 1
         except RuntimeError:  # the system's limit is reached, or the interpreter ends
             pass
         except BaseException as error:
-            self._error = error
-            self._run_jobs()
+            self._error = error  # nothing more is copied
             raise
-        if not num_started:
-            self._run_jobs()
-            if self._error is not None and not isinstance(self._error, Exception):
-                raise self._error
+        finally:
+            if not num_started:
+                self._run_jobs()
+        if not num_started and self._error is not None and not isinstance(self._error, Exception):
+            raise self._error  # an interrupt of this thread
 
     def _run_jobs(self) -> None:
         while True:
@@ -176,7 +195,7 @@ class CopyThreadPool:
                 return
             task = plan.tasks[number]
             task.run(self._tensors)
-            self._progress.finish_task(number, task.num_bytes)
+            self._finish_task(number, task.num_bytes)
 
     def _copy_from_device(self, numbers: range, stream: Stream, plan: SnapshotPlan) -> None:
         """Queue copies, and report a task when the event behind its copies has come, not when they are queued."""
@@ -194,11 +213,23 @@ class CopyThreadPool:
 
     def _await_event(self, plan: SnapshotPlan, number: int, event: Event) -> None:
         event.synchronize()
-        self._progress.finish_task(number, plan.tasks[number].num_bytes)
+        self._finish_task(number, plan.tasks[number].num_bytes)
+
+    def _finish_task(self, task: int, num_bytes: int) -> None:
+        with self._changed:
+            self._is_done[task] = 1
+            self.copied_bytes += num_bytes
+            self._changed.notify_all()
 
     def _finish(self) -> None:
+        """Wake everybody: no memory is read or written any more."""
         self._plan, self._tensors = None, ()  # or the state dict would stay in memory as long as this object
-        self._progress.finish(self._error)
+        if self._error is None:
+            self.completed.set_result(None)
+        else:
+            self.completed.set_exception(self._error)
+        with self._changed:
+            self._changed.notify_all()
 
 
 def num_copy_threads() -> int:

@@ -1,4 +1,4 @@
-"""torch's stream extensions (`torch.distributed.checkpoint._extension`), such as compression.
+"""torch's stream extensions (``torch.distributed.checkpoint._extension``), such as compression.
 
 Transformed bytes are stored with the descriptors that undo the transformation, and can only be read whole. See
 ``docs/design/024-stream-extensions.md``.
@@ -13,14 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint._extension import (
-    Extension,
-    ExtensionRegistry,
-    StreamTransformExtension,
-    ZStandard,
-)
 from torch.distributed.checkpoint.planner import WriteItem
 
+from cloudckpt._torch_compat import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
 from cloudckpt.errors import (
     CheckpointError,
     CloudckptError,
@@ -67,7 +62,7 @@ class WriteTransforms:
             for extension in self._extensions:
                 stream = extension.transform_to(stream)
                 if isinstance(stream, io.RawIOBase):
-                    stream = _WholeWriter(stream)
+                    stream = io.BufferedWriter(stream)  # a raw stream may take less than it is given
             stream.write(content)
             stream.close()
         except CloudckptError:
@@ -176,34 +171,6 @@ class _OpenBytesIO(io.BytesIO):
 
     def close(self) -> None:
         pass
-
-
-class _WholeWriter(io.BufferedIOBase):
-    """Makes a raw stream take all that it is given. It may take less, and the next extension may not check that."""
-
-    def __init__(self, raw: io.RawIOBase) -> None:
-        self._raw = raw
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        num_bytes = len(rest)
-        while len(rest):
-            num_taken = self._raw.write(rest)
-            if not num_taken:
-                raise BlockingIOError(f"{type(self._raw).__name__} takes no more")
-            rest = rest[num_taken:]
-        return num_bytes
-
-    def flush(self) -> None:
-        if not self._raw.closed:
-            self._raw.flush()
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 class Zstandard(StreamTransformExtension):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from cloudckpt._torch_compat import has_other_users, new_shared_storage
 from cloudckpt.errors import UnsupportedOperationError
 from cloudckpt.io.addresses import LINE_BYTES, Placement, place_segments
 from cloudckpt.options import MIB
@@ -45,7 +46,7 @@ class Block:
     def __init__(self, num_bytes: int, *, shared: bool = False) -> None:
         self.num_bytes = num_bytes
         self._unpin: weakref.finalize[..., Any] | None = None
-        self._shared = _new_shared_storage(num_bytes) if shared else None
+        self._shared = _map_shared_memory(num_bytes) if shared else None
         self._memory = None if shared else mmap.mmap(-1, num_bytes)
         self._view: memoryview | None = None
         self._last_view: weakref.ref[memoryview] | None = None
@@ -66,8 +67,7 @@ class Block:
         """True while there is a tensor in the memory that was lent since `begin_lending`."""
         self._view = None
         if self._shared is not None:
-            num_users = torch._C._storage_Use_Count(self._shared._cdata)  # noqa: SLF001  # torch has no public way to ask
-            return int(num_users) > 1
+            return has_other_users(self._shared)
         return self._last_view is not None and self._last_view() is not None
 
     def tensor(self, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -114,16 +114,14 @@ class Block:
         self._view = self._shared = self._memory = None
 
 
-def _new_shared_storage(num_bytes: int) -> torch.UntypedStorage:
+def _map_shared_memory(num_bytes: int) -> torch.UntypedStorage:
     """Map a memfd as a storage that torch shares with other processes. It takes no room of /dev/shm."""
     descriptor = os.memfd_create("cloudckpt-snapshot", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)
-        # The storage keeps a descriptor of its own.
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)  # type: ignore[attr-defined]  # noqa: SLF001  # torch has no public way to open one
+        return new_shared_storage(descriptor, num_bytes)
     finally:
         os.close(descriptor)
-    return storage
 
 
 def _request_huge_pages(address: int, num_bytes: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from cloudckpt._torch_compat import copy_each, negated_view
 from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
 from cloudckpt.io.boxes import compute_strides
 from cloudckpt.options import MIB
@@ -56,7 +57,7 @@ class BatchCopy(msgspec.Struct, frozen=True):
     tensors: list[int]
 
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        torch._foreach_copy_(self.targets, [tensors[number] for number in self.tensors])
+        copy_each(self.targets, [tensors[number] for number in self.tensors])
 
 
 class DeviceCopy(msgspec.Struct, frozen=True):
@@ -351,4 +352,4 @@ def _with_lazy_bits(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Mark a copy of the memory of `tensor` as conjugated or negated, if `tensor` is."""
     if tensor.is_conj():
         copied = copied.conj()
-    return torch._neg_view(copied) if tensor.is_neg() else copied  # noqa: SLF001  # torch has no public way to set the bit
+    return negated_view(copied) if tensor.is_neg() else copied

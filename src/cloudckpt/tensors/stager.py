@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import operator
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,77 +12,12 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._collecting import rare_collections
-from cloudckpt._workers import num_cores_of_rank
-from cloudckpt.tensors.copying import CopyThreadPool, num_copy_threads
+from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool
 from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
 from cloudckpt.tensors.state_dict_tree import StateDictTree
 
 _get_dtype = operator.attrgetter("dtype")
-
-
-class Staging:
-    """A copy of a state dict in host memory, which may still be filled.
-
-    It is valid until the stager begins the next one, or is closed.
-    """
-
-    def __init__(self, plan: SnapshotPlan, state_dict: dict[str, Any], *, leaves_cores: bool) -> None:
-        self.state_dict = state_dict
-        """The copy, with the structure of the original. It has its values when `completed` is done."""
-        self.num_bytes = plan.num_bytes
-        self.leaves_cores = leaves_cores
-        """True if this rank has cores that do not copy."""
-        self.completed: Future[None] = Future()
-        """Done when the last byte is copied; holds the error that ended the copying, if one did."""
-        self.completed.set_running_or_notify_cancel()  # it cannot be cancelled
-        self.copied_bytes = 0
-        self._begins, self._ends = plan.begins, plan.ends
-        self._tasks_of_segment = plan.tasks_of_segment
-        self._changed = threading.Condition()
-        self._is_done = bytearray(len(plan.tasks))
-
-    def wait(self, address: int, num_bytes: int) -> None:
-        """Wait until the bytes at these addresses are there. Returns at once for memory of others.
-
-        Raises the error that ended the copying.
-        """
-        first = bisect.bisect_right(self._ends, address)
-        last = bisect.bisect_left(self._begins, address + num_bytes)
-        if first < last and not self.completed.done():
-            low = min(tasks.start for tasks in self._tasks_of_segment[first:last])
-            high = max(tasks.stop for tasks in self._tasks_of_segment[first:last])
-            with self._changed:
-                self._changed.wait_for(lambda: self.completed.done() or all(self._is_done[low:high]))
-        if self.completed.done():
-            self.completed.result()
-
-    def finish_task(self, task: int, num_bytes: int) -> None:
-        """Wake those that wait for the bytes of `task`."""
-        with self._changed:
-            self._is_done[task] = 1
-            self.copied_bytes += num_bytes
-            self._changed.notify_all()
-
-    def finish(self, error: BaseException | None) -> None:
-        """Wake everybody: no memory is read or written any more."""
-        if error is None:
-            self.completed.set_result(None)
-        else:
-            self.completed.set_exception(error)
-        with self._changed:
-            self._changed.notify_all()
-
-
-class WholeStaging:
-    """Shows a staging as one that is there as a whole, or not at all."""
-
-    def __init__(self, staging: Staging) -> None:
-        self.completed = staging.completed
-
-    def wait(self, address: int, num_bytes: int) -> None:  # noqa: ARG002  # the arguments of `Staging.wait`
-        """Wait until everything is there. Raises the error that ended the copying."""
-        self.completed.result()
 
 
 class CopyPlanCache:
@@ -224,10 +157,9 @@ class PinnedStager(AsyncStager):
         return staging
 
     def _start(self, plan: SnapshotPlan, tree: StateDictTree) -> Staging:
-        num_threads = self._get_num_threads()
-        leaves_cores = num_threads < num_cores_of_rank() or not any(tensor.is_cpu for tensor in tree.tensors)
-        self._last = staging = Staging(plan, tree.rebuild(plan.copies), leaves_cores=leaves_cores)
-        CopyThreadPool(plan, tree.tensors, staging, num_threads=num_threads).start()
+        state_dict = tree.rebuild(plan.copies)
+        self._last = staging = Staging(plan, tree.tensors, state_dict, num_threads=self._get_num_threads())
+        staging.start()
         return staging
 
     def _get_num_threads(self) -> int:

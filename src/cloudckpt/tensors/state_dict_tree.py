@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
 from cloudckpt.tensors.host_memory import empty_tensor
-from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, local_shard, memory_address
+from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, memory_address
 from cloudckpt.tensors.values import describe_unsaved_part
 
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range})
@@ -112,7 +109,7 @@ class StateDictTree:
             self._add_sharded(value, container, key)
         elif isinstance(value, DTensor):
             local: list[Any] = [None]
-            self._add(local_shard(value), local, 0)
+            self._add(local_tensor_of(value), local, 0)
             self._finish_later(container, key, lambda: _rebuild_dtensor(local[0], value._spec))  # noqa: SLF001  # as torch does
         elif isinstance(value, AsyncCollectiveTensor):
             self._add(value.wait(), container, key)

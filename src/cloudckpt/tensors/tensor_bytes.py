@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS
@@ -44,7 +42,6 @@ def plain_tensor(tensor: torch.Tensor, fqn: str, *, uri: str) -> torch.Tensor:
 
 def _find_obstacle(tensor: torch.Tensor) -> str | None:
     """Return the kind of `tensor` and what to do, if it stands for no strided tensor of real memory."""
-    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
     obstacle = None
     if is_lazy(tensor):
         obstacle = "a parameter of a lazy module, which has no shape yet. Run the module once before the save"
@@ -59,18 +56,13 @@ def _find_obstacle(tensor: torch.Tensor) -> str | None:
         obstacle = f"of layout {tensor.layout}. Convert it to a dense tensor (to_dense())"
     elif tensor.is_quantized:
         obstacle = f"quantized ({tensor.dtype}). Save its int_repr(), scale and zero point instead"
-    elif is_wrapper:
+    elif is_wrapper_subclass(tensor):
         obstacle = f"a {type(tensor).__name__}, which wraps other tensors. Save those, or convert it to a plain tensor"
     elif dtype_name(tensor.dtype) not in ITEMSIZE_BYTES:
         obstacle = f"of dtype {tensor.dtype}, which the format does not have"
     elif is_short(tensor):
         obstacle = describe_shortage(tensor)
     return obstacle
-
-
-def local_shard(tensor: DTensor) -> torch.Tensor:
-    """Return the local tensor of `tensor` itself."""
-    return tensor._local_tensor  # noqa: SLF001  # to_local() makes a new tensor, and records a gradient
 
 
 def as_carrier(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,8 +147,7 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the addresses ``[begin, end)`` of `tensor`; None if they are not memory of this process."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.numel():
         return None
-    is_wrapper: bool = type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
-    if is_wrapper:
+    if type(tensor) not in PLAIN_TENSORS and is_wrapper_subclass(tensor):
         return None
     begin = tensor.data_ptr()
     return begin, begin + extent_bytes(tensor)

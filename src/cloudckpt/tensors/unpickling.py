@@ -30,14 +30,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._weights_only_unpickler import _get_allowed_globals
+
+from cloudckpt._torch_compat import load_archive, open_archive, pickle_globals
 
 _RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # each major version of numpy has another name for it
 _SCALAR: Any = np.float64().__reduce__()[0]
 _MAX_PARTS = 1000
 _NESTED = frozenset({tuple, frozenset})
 _MAX_GROWTH = 16  # the memory that calls may take for each byte of the pickle
-_ALIGNED = 0x80  # numpy's flag of a structured dtype
 _STATE_WITH_SLOTS = 2  # the length of the tuple of attributes and slots
 _SIMPLE_DTYPE = re.compile(r"[biufcmMSUV][0-9]{1,9}", re.ASCII)
 
@@ -51,13 +51,11 @@ def load_safely(stored: bytes | bytearray, *, map_location: str | None = None) -
         with zipfile.ZipFile(io.BytesIO(stored)) as records:
             if any(record.compress_type != zipfile.ZIP_STORED for record in records.infolist()):
                 raise pickle.UnpicklingError("it is compressed, which torch.save never does")
-        # The public torch.load would hand an archive of TorchScript to torch.jit.load.
-        archive = torch._C.PyTorchFileReader(io.BytesIO(stored))  # noqa: SLF001  # torch.load gives no choice
+        archive = open_archive(io.BytesIO(stored))
     except (RuntimeError, ValueError, OSError, NotImplementedError, EOFError, zipfile.BadZipFile) as error:
         raise pickle.UnpicklingError("it is not what torch.save writes") from error
-    load: Any = torch.serialization._load  # noqa: SLF001  # likewise
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
-        return load(archive, map_location, SimpleNamespace(Unpickler=Unpickler), encoding="utf-8")
+        return load_archive(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
 
 
 def allowed_by_user() -> dict[str, Any]:
@@ -219,24 +217,15 @@ def _rebuild_dtype(dtype: np.dtype[Any], state: Any) -> np.dtype[Any]:
 
     An array of Python objects would take its bytes for their addresses, wherever in the dtype they are.
     """
-    _, order, subarray, names, fields, _, _, flags, *extra = state
-    _check_num_parts([(subarray or ())[:1], *(fields[name][:1] for name in names or ())], "a dtype", _parts_of_dtype)
-    if subarray is not None:
-        made: np.dtype[Any] = np.dtype(tuple(subarray))
-    elif names is not None:
-        formats, offsets, *titles = (
-            zip(*((*fields[name], None)[:3] for name in names), strict=True) if names else ([], [])
-        )
-        parts = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize}
-        described: Any = {**parts, "titles": titles[0]} if titles else parts
-        made = np.dtype(described, align=bool(flags & _ALIGNED))
-    elif dtype.kind in "mM":
+    _, order, subarray, names, _, _, _, _, *extra = state
+    if subarray is not None or names is not None:
+        raise pickle.UnpicklingError("it has a dtype of fields or of arrays")
+    made = dtype
+    if dtype.kind in "mM":
         unit, count, *_ = extra[0][-1]
         made = np.dtype(f"{dtype.kind}8" if unit == b"generic" else f"{dtype.kind}8[{count}{unit.decode('ascii')}]")
     elif extra:
         raise pickle.UnpicklingError("it has a dtype with metadata")
-    else:
-        made = dtype
     if made.hasobject or (made.kind, made.itemsize) != (dtype.kind, dtype.itemsize):
         raise pickle.UnpicklingError("it has an array of Python objects, or a dtype that is none of numpy's own")
     ordered: np.dtype[Any] = made.newbyteorder(order)
@@ -264,27 +253,14 @@ def _check_elements(reader: Unpickler, dtype: Any, content: Any, shape: tuple[in
 def _check_hashable(items: Iterable[Any]) -> None:
     """Refuse keys and elements whose hash would recurse too deep, or visit shared parts again and again."""
     for item in items:
-        if type(item) in _NESTED:
-            _check_num_parts(item, "a key", lambda part: part if type(part) in _NESTED else ())
-
-
-def _check_num_parts(whole: Iterable[Any], name: str, parts_of: Callable[[Any], Iterable[Any]]) -> None:
-    """Refuse an object with too many parts. A part that is shared counts each time."""
-    waiting = list(whole)
-    for _ in range(_MAX_PARTS):
-        if not waiting:
-            return
-        waiting.extend(parts_of(waiting.pop()))
-    raise pickle.UnpicklingError(f"it has {name} of more than {_MAX_PARTS} parts")
-
-
-def _parts_of_dtype(part: Any) -> Iterable[Any]:
-    """Return the dtypes of the fields or elements of a dtype, each in a tuple or as it is."""
-    if isinstance(part, tuple):
-        return part
-    if not isinstance(part, np.dtype):
-        return ()
-    return [part.base] if part.subdtype else [field[0] for field in (part.fields or {}).values()]
+        waiting = [item] if type(item) in _NESTED else []
+        num_parts = 0
+        while waiting:
+            parts = waiting.pop()
+            num_parts += len(parts)
+            if num_parts > _MAX_PARTS:
+                raise pickle.UnpicklingError(f"it has a key of more than {_MAX_PARTS} parts")
+            waiting += [part for part in parts if type(part) in _NESTED]
 
 
 # The calls. Each takes the reader and the arguments of the pickle.
@@ -399,7 +375,7 @@ _GLOBALS: dict[str, Any] = {
     **{f"numpy.{core}.multiarray.scalar": _SCALAR for core in ("core", "_core")},
 }
 """The objects that a pickle may name, by their full names."""
-_TORCH: dict[str, Any] = _get_allowed_globals()
+_TORCH: dict[str, Any] = pickle_globals()
 """The objects of torch's own list."""
 _KNOWN = frozenset(map(id, (*_GLOBALS.values(), *_TORCH.values())))
 _LAYOUT = _TORCH["torch.serialization._get_layout"]

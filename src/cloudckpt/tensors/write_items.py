@@ -9,11 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.format.safetensors import Entry
@@ -24,7 +24,6 @@ from cloudckpt.tensors.tensor_bytes import (
     bytes_view,
     holds_its_values,
     is_viewable,
-    local_shard,
     plain_tensor,
     quick_view,
 )
@@ -109,7 +108,7 @@ def is_same_content(item: StagedItem, first: StagedItem) -> bool:
 
 def _local_tensor(value: object) -> torch.Tensor | None:
     """Return the plain tensor that a state dict's value is, or has as its local shard."""
-    tensor = local_shard(value) if type(value) is DTensor else value
+    tensor = local_tensor_of(value) if type(value) is DTensor else value
     return tensor if isinstance(tensor, torch.Tensor) and type(tensor) in PLAIN_TENSORS else None
 
 
@@ -181,7 +180,7 @@ def _wait_for_tensors_in(value: object, pending: PendingMemory) -> None:
         for shard in value.local_shards():
             wait_for_content(pending, shard.tensor)
     elif isinstance(value, DTensor):
-        wait_for_content(pending, local_shard(value))
+        wait_for_content(pending, local_tensor_of(value))
     elif isinstance(value, torch.Tensor):
         wait_for_content(pending, value)
     elif isinstance(value, (tuple, list, Mapping)):

@@ -93,10 +93,3 @@ def test_three_bad_reads_are_damage(uri: str, call: Callable[[str, Options], Non
     for number in range(len(reads_of(call, uri, ()))):
         with pytest.raises(CorruptCheckpointError, match="safetensors"):
             reads_of(call, uri, {number, number + 1, number + 2})
-
-
-@pytest.mark.parametrize("call", [loaded, verified])
-def test_every_read_may_be_bad_once(uri: str, call: Callable[[str, Options], None]) -> None:
-    """If this fails, one second chance is all that a whole checkpoint gets."""
-    num_reads = len(reads_of(call, uri, ()))
-    assert len(reads_of(call, uri, range(0, 2 * num_reads, 2))) == 2 * num_reads

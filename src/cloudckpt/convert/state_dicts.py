@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,18 +58,6 @@ def choose_names(
         taken[name] = fqn
         names[fqn] = name
     return names
-
-
-def check_ties(ties: Mapping[str, str], fqns: Collection[str], *, uri: str) -> Mapping[str, str]:
-    """Return `ties`. Raises `InvalidOptionError` if one names a missing tensor, or gives a name that is taken."""
-    for name, kept in ties.items():
-        if kept not in fqns:
-            raise InvalidOptionError(
-                f"no tensor of {uri} is called {kept!r}, as tie says. It has {quote_names(sorted(fqns))}"
-            )
-        if name in fqns:
-            raise InvalidOptionError(f"{name!r} is in {uri} already, and needs no tie")
-    return ties
 
 
 def matches(fqn: str, pattern: str) -> bool:

@@ -60,7 +60,7 @@ class CheckpointInfo:
     - ``"denied"``: this user may not look at the location.
     - ``"in progress"``: data of a save that may still be committed.
     - ``"garbage"``: data that no save will commit, or that shows no sign of life. `gc` removes it.
-    - ``"torch"``: a checkpoint of torch's own writer.
+    - ``"torch"``: a checkpoint of torch's own writer, whose size is unknown.
 
     All states but the first, and all fields from `num_bytes` on, come from ``list_checkpoints(root, all=True)``.
     """
@@ -341,7 +341,6 @@ class _StateReader:
     def _read_other_formats(self, location: Location, store: Store) -> list[CheckpointInfo]:
         """Describe what ranks saved separately at `location`, or else what torch's own writer saved there."""
         infos = self._retrier.call(lambda: [*store.list("rank-"), *store.list(TORCH_METADATA_KEY)])
-        torch_metadata = [info for info in infos if info.key == TORCH_METADATA_KEY]
         inventory = Inventory(has_hidden_uploads=False)
         for info in infos:
             inventory.add_object(info)
@@ -358,19 +357,11 @@ class _StateReader:
                     world_size=len(ranks),
                 )
             ]
-        if torch_metadata:
-            files = self._retrier.call(_list_torch_files, store)
-            return [
-                CheckpointInfo(
-                    uri=location.uri,
-                    name=location.name,
-                    committed_at=torch_metadata[0].modified_at,
-                    state="torch",
-                    num_bytes=sum(info.size_bytes for info in files),
-                    num_objects=len(files),
-                )
-            ]
-        return []
+        return [
+            CheckpointInfo(uri=location.uri, name=location.name, committed_at=info.modified_at, state="torch")
+            for info in infos
+            if info.key == TORCH_METADATA_KEY
+        ]
 
     def _read_rank_commit_time(self, store: Store, infos: Sequence[ObjectInfo]) -> datetime:
         """Read the commit time of rank 0, by which a `CheckpointManager` orders such checkpoints, too."""
@@ -379,16 +370,6 @@ class _StateReader:
             return max(info.modified_at for info in infos)
         key = f"rank-0/{manifest_key(entry.number)}"
         return self._times.read(store, key, entry, self._retrier) or entry.modified_at
-
-
-def _list_torch_files(store: Store) -> list[ObjectInfo]:
-    """List the files of the checkpoint at the store's root. s3torchconnector's prefix strategies use folders."""
-    infos = list(store.list())
-    others = tuple(
-        info.key.removesuffix(TORCH_METADATA_KEY) for info in infos if info.key.endswith(f"/{TORCH_METADATA_KEY}")
-    )
-    own = (info for info in infos if not info.key.startswith(others))
-    return [info for info in own if "/" not in info.key or info.key.endswith(".distcp")]
 
 
 def _list_data(store: Store, *, is_local: bool) -> Inventory:

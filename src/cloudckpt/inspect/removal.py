@@ -65,7 +65,8 @@ def gc(
     """
     options = options or Options()
     before = _parse_older_than(older_than)
-    _check_dry_run(dry_run)
+    if not isinstance(dry_run, bool):
+        raise InvalidOptionError(f"dry_run must be True or False, not {dry_run!r}")
     location = parse_location(root)
     report = _Collection(location, options, before=before, dry_run=dry_run).report()
     if dry_run and not quiet:
@@ -204,11 +205,6 @@ class _Collection:
     def _fail(self, uri: str, error: Exception, what: str = "") -> None:
         self._failed.append(KeptObject(uri=uri, reason=f"{what}{error}"))
         _emit("gc.failed", uri, self._options, error=error)
-
-
-def _check_dry_run(dry_run: object) -> None:
-    if not isinstance(dry_run, bool):
-        raise InvalidOptionError(f"dry_run must be True or False, not {dry_run!r}")
 
 
 def _parse_older_than(older_than: timedelta | float) -> datetime:

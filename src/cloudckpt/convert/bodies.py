@@ -68,15 +68,12 @@ class CopiedBody:
                     holding=self._contents.names,
                 )
             except ObjectNotFoundError as error:
-                raise _missing(self._source, self._stored, self._contents) from error
+                raise CorruptCheckpointError(
+                    f"{self._source.store.url(self._stored.key)} is missing, and with it "
+                    f"{self._contents.names(0, self.size_bytes)}",
+                    uri=self._source.uri,
+                ) from error
             yield [view]
-
-
-def _missing(context: Context, stored: StoredObject, contents: ObjectContents) -> CorruptCheckpointError:
-    """Build the error for a missing data object."""
-    return CorruptCheckpointError(
-        f"{context.store.url(stored.key)} is missing, and with it {contents.names(0, stored.size)}", uri=context.uri
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

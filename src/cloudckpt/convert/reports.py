@@ -73,16 +73,11 @@ OnProgress: TypeAlias = Callable[[int, int], None]
 class Progress:
     """Counts bytes for several threads."""
 
-    def __init__(self, on_progress: OnProgress | None, *, total_bytes: int = 0) -> None:
+    def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
         self._lock = threading.Lock()
         self._done_bytes = 0
-        self._total_bytes = total_bytes
-
-    @property
-    def done_bytes(self) -> int:
-        """Bytes done so far."""
-        return self._done_bytes
+        self._total_bytes = 0
 
     def expect(self, num_bytes: int) -> None:
         """Add `num_bytes` to the total."""

@@ -64,16 +64,11 @@ class FileTensor:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileHeader:
-    """A file's tensors, in the order of their bytes, and its own metadata."""
+def _parse_header(header: bytes, *, size_bytes: int) -> tuple[list[FileTensor], dict[str, str]]:
+    """Return a file's tensors, in the order of their bytes, and its metadata, from the bytes up to the header's end.
 
-    tensors: tuple[FileTensor, ...]
-    metadata: dict[str, str]
-
-
-def parse_header(header: bytes, *, size_bytes: int) -> FileHeader:
-    """Parse the file's first bytes up to the header's end. Raises `ValueError` if the file is cut or no safetensors."""
+    Raises `ValueError` if the file is cut or no safetensors file.
+    """
     try:
         members = msgspec.json.decode(header[LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(members.pop(_METADATA_KEY, msgspec.Raw(b"{}")), type=dict[str, str])
@@ -88,7 +83,7 @@ def parse_header(header: bytes, *, size_bytes: int) -> FileHeader:
         if ends[-1] > size_bytes:
             raise ValueError(f"it has {size_bytes} bytes, but its header speaks of {ends[-1]}: it was cut")
         raise ValueError("its tensors do not lie back to back, from the header's end to the file's")
-    return FileHeader(tensors=tuple(tensors), metadata=metadata)
+    return tensors, metadata
 
 
 def _tensor(name: str, entry: _Entry, base: int) -> FileTensor:
@@ -204,7 +199,11 @@ class SafetensorsSource:
             return [self._head(name)], None
         index_name = name
         if index_name is None:
-            keys, here = settle(self._listed, changing=self._changing)
+            changing = CheckpointChangedError(
+                f"{self._location.uri} lists other files each time, and no index says which there are. Import again",
+                uri=self._location.uri,
+            )
+            keys, here = settle(self._listed, changing=lambda: changing)
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
             if not indices:
                 names = [key for key in here if key.endswith(_SUFFIX)]
@@ -228,12 +227,6 @@ class SafetensorsSource:
         keys = sorted(info.key for info in context.retrier.collect(context.store.list))
         here = sorted({key for key in keys if "/" not in key} | _list_links(context.location))
         return (keys, here), None if INDEX_NAME in here else ("no index", *here)
-
-    def _changing(self) -> CheckpointChangedError:
-        return CheckpointChangedError(
-            f"{self._location.uri} lists other files each time, and no index says which there are. Import again",
-            uri=self._location.uri,
-        )
 
     def _index(self, name: str) -> dict[str, str]:
         context, url = self._context, self._context.store.url(name)
@@ -265,17 +258,17 @@ class SafetensorsSource:
         url = self._context.store.url(file.key)
         try:
             end = find_header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
-            header = parse_header(self._beginning(file, end), size_bytes=file.size_bytes)
+            tensors, metadata = _parse_header(self._beginning(file, end), size_bytes=file.size_bytes)
         except ValueError as error:
             raise CorruptCheckpointError(f"{url} cannot be read: {error}", uri=self._location.uri) from error
-        if _SHARDS_KEY in header.metadata:
+        if _SHARDS_KEY in metadata:
             raise UnsupportedValueError(
                 f"{url} holds shards of tensors, as torch's HuggingFaceStorageWriter writes them. Put them together "
                 "first: torch.distributed.checkpoint.HuggingFaceStorageWriter(…, enable_consolidation=True)",
                 uri=self._location.uri,
             )
-        self._metadata |= header.metadata
-        for tensor in header.tensors:
+        self._metadata |= metadata
+        for tensor in tensors:
             if weight_map is not None and weight_map.get(tensor.name) != file.key:
                 continue
             if tensor.name in self._found:

@@ -116,8 +116,9 @@ def document_of(one: CheckpointInfo) -> dict[str, Any]:
 
 def _row(one: CheckpointInfo, *, long: bool) -> list[str]:
     state = one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else "")
-    seen = ["", ""] if one.num_bytes is None else [age(one.committed_at), size(one.num_bytes)]
-    row = [one.name, *seen, _number(one.world_size), state]
+    age_text = "" if one.state == "denied" else age(one.committed_at)
+    size_text = "" if one.num_bytes is None else size(one.num_bytes)
+    row = [one.name, age_text, size_text, _number(one.world_size), state]
     if long:
         row += [_number(one.num_objects), _number(one.num_tensors), f"{one.num_overwrites:,}", one.attempt]
     return row

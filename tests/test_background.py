@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import signal
 import subprocess
 import sys
@@ -21,8 +20,6 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import cloudckpt
 from cloudckpt import Options
-from cloudckpt.background import in_flight, runner
-from cloudckpt.cancellation import Cancellation
 from cloudckpt.options import KIB, MIB
 from cloudckpt.tensors import copying, snapshot_plan
 
@@ -179,24 +176,6 @@ def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
     assert end.uploaded_bytes == end.total_bytes == report.num_bytes
 
 
-def told(handle: cloudckpt.AsyncSave, ask: str) -> str:
-    """What the handle says."""
-    try:
-        return str(getattr(handle, ask)())
-    except cloudckpt.errors.CheckpointError as error:
-        return str(error)
-
-
-class Ended:
-    """A copy that is complete."""
-
-    copied_bytes = 0
-
-    def __init__(self) -> None:
-        self.completed: Future[None] = Future()
-        self.completed.set_result(None)
-
-
 def fails(memory: Memory) -> cloudckpt.AsyncSave:
     """A background save that failed, without anybody knowing."""
     cloudckpt.save(state_of(1), memory.uri("taken"))
@@ -230,26 +209,6 @@ def test_a_failure_that_was_asked_for_is_not_raised_again(memory: Memory, ask: s
         handle.committed.result() if ask == "committed" else getattr(handle, ask)()
     cloudckpt.save(state_of(3), memory.uri("next"))
     cloudckpt.close()
-
-
-@pytest.mark.parametrize("ask", ["result", "exception"])
-def test_a_failure_that_a_thread_waits_for_is_no_other_threads(monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
-    """If this fails, a save by one thread now and then fails for what another thread is just being told."""
-    handle = cloudckpt.AsyncSave("memory://x", cancellation=Cancellation(), can_be_cancelled=False, staging=Ended())
-    getting = Future.exception
-
-    def ended_meanwhile(future: Any, timeout: float | None = None) -> Any:
-        monkeypatch.undo()
-        handle.end(cloudckpt.errors.CheckpointError("the other's", uri=handle.uri))
-        in_flight.keep(handle)
-        with in_flight.earlier_failure() as error:
-            assert error is None
-        return getting(future, timeout)
-
-    monkeypatch.setattr(Future, "exception", ended_meanwhile)  # by which both wait
-    assert "the other's" in told(handle, ask)
-    with in_flight.earlier_failure() as error:
-        assert error is None
 
 
 def test_close_raises_what_nobody_has_seen_once(memory: Memory) -> None:
@@ -351,87 +310,6 @@ def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Me
     assert memory.all_keys("inner") == []
 
 
-def test_closing_while_another_thread_copies_waits_for_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a save that is begun beside `close` is never copied: its thread, and the next save, hang."""
-    begun, closed, run = threading.Event(), threading.Event(), copying.Staging.start
-
-    def closed_meanwhile(self: Any) -> None:
-        begun.set()
-        closed.wait(0.2)  # it does not come, unless it may close now
-        run(self)
-
-    def close() -> None:
-        assert begun.wait(WAIT_S)
-        with contextlib.suppress(TimeoutError):
-            cloudckpt.close(0)
-        cloudckpt.close(WAIT_S)
-        closed.set()
-
-    monkeypatch.setattr(copying.Staging, "start", closed_meanwhile)
-    closer = threading.Thread(target=close)
-    closer.start()
-    handles: list[cloudckpt.AsyncSave] = []
-    saver = threading.Thread(
-        target=lambda: handles.append(cloudckpt.async_save(state_of(1), memory.uri())), daemon=True
-    )
-    saver.start()
-    saver.join(WAIT_S)
-    assert handles, "it hangs"
-    handles[0].result(WAIT_S)
-    closer.join(WAIT_S)
-    assert not closer.is_alive()
-    assert fill_at(memory.uri()) == 1
-
-
-def test_who_closes_while_this_thread_begins_a_save_is_refused(memory: Memory) -> None:
-    """If this fails, a signal's handler that closes makes the save hang that it has interrupted."""
-
-    class Closing:
-        def state_dict(self) -> dict[str, Any]:
-            cloudckpt.close()
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise NotImplementedError
-
-    with pytest.raises(cloudckpt.errors.SaveInFlightError, match="this thread is still beginning"):
-        cloudckpt.async_save({"m": Closing()}, memory.uri())
-    cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
-
-
-def test_a_callback_of_a_save_that_closes_while_the_next_one_is_begun_is_refused(memory: Memory) -> None:
-    """If this fails, it waits for the thread that begins the next save, and that one for it, for ever."""
-    gate, refused = Gate(), list[str]()
-    first = cloudckpt.async_save(
-        state_of(1), memory.uri("first"), options=options_of(on_event=gate.at_event("save.committing"))
-    )
-    is_held = threading.Event()
-
-    def close(_: object) -> None:
-        assert is_held.wait(WAIT_S)
-        try:
-            cloudckpt.close()
-        except cloudckpt.errors.SaveInFlightError as error:
-            refused.append(str(error))
-
-    class Gated(threading.Thread):
-        """Begins the next save, and says when it holds the turn."""
-
-        def run(self) -> None:
-            with in_flight.turn("wait", first_with=lambda _: None):
-                is_held.set()
-                in_flight.await_turn()
-
-    assert gate.reached.wait(WAIT_S)
-    first.committed.add_done_callback(close)
-    next_one = Gated(daemon=True)
-    next_one.start()
-    gate.opened.set()
-    next_one.join(WAIT_S)
-    assert not next_one.is_alive(), "it hangs"
-    assert "waits for this one" in refused[0]
-
-
 def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None:
     """If this fails, a save waits for its own end, and the interpreter for the save, for ever."""
     refused: list[str] = []
@@ -445,32 +323,6 @@ def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None
 
     cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of(on_event=close)).result(WAIT_S)
     assert refused == [memory.uri("first")] * 2
-
-
-def test_a_thread_that_would_wait_for_anothers_beginning_is_refused_where_the_option_says_so(memory: Memory) -> None:
-    """If this fails, a loop that would rather skip a checkpoint than wait waits for another thread's copy."""
-    stager, refused = ByHand(), list[BaseException]()
-
-    class Asked:
-        def state_dict(self) -> dict[str, Any]:
-            thread = threading.Thread(target=begin_other)
-            thread.start()
-            thread.join(WAIT_S)
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise NotImplementedError
-
-    def begin_other() -> None:
-        try:
-            cloudckpt.async_save(state_of(1), memory.uri("other"), options=options_of(async_in_flight="raise"))
-        except cloudckpt.errors.SaveInFlightError as error:
-            refused.append(error)
-
-    stager.future.set_result(state_of(2))
-    cloudckpt.async_save({"m": Asked()}, memory.uri("first"), async_stager=stager).result(WAIT_S)
-    assert len(refused) == 1
-    assert fill_at(memory.uri("first")) == 2
 
 
 def test_the_futures_of_a_save_cannot_be_cancelled_apart_from_it(memory: Memory) -> None:
@@ -572,24 +424,6 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
     assert fill_at(memory.uri()) == 2
 
 
-def test_an_interrupt_before_the_thread_has_begun_leaves_no_save_behind(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, Ctrl-C at that moment makes the next save, and the interpreter's exit, wait for ever."""
-    keep = runner.keep
-
-    def interrupted(*args: Any) -> None:
-        keep(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runner, "keep", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
-    cloudckpt.async_save(state_of(2), memory.uri(), options=options_of(async_in_flight="raise")).result(WAIT_S)
-    assert fill_at(memory.uri()) == 2
-
-
 def test_an_interrupt_while_it_is_staged_leaves_no_save_behind(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, Ctrl-C leaves a save that nobody has a handle of, or the next one hangs."""
     copies = GatedCopies(monkeypatch)
@@ -620,23 +454,6 @@ cloudckpt.async_save(state, uri)
 if how == "raises":
     raise ValueError("of the script's own")
 """
-
-
-def fail_in_vain(uri: str) -> None:
-    """In a process of its own."""
-    state = {"w": torch.zeros(3)}
-    cloudckpt.save(state, uri)
-    cloudckpt.async_save(state, uri)
-
-
-@pytest.mark.slow
-def test_a_process_of_multiprocessing_tells_of_a_failure_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """If this fails, ranks that were spawned end without a word of the checkpoint that is missing."""
-    process = multiprocessing.get_context("spawn").Process(target=fail_in_vain, args=(str(tmp_path / "c"),))
-    process.start()
-    process.join(4 * WAIT_S)  # it imports torch first
-    assert process.exitcode == 0
-    assert "whose handle nobody had asked" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["ends", "raises", "fails"])

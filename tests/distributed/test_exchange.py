@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -147,35 +146,6 @@ def test_a_rank_that_hangs_is_given_up_and_gets_no_wrong_bytes_when_it_goes_on(r
     assert not thread.is_alive()
     assert fill is not None
     assert not fill([memoryview(bytearray(SEGMENT_BYTES))])
-
-
-def test_a_file_that_has_the_number_of_a_closed_ring_is_left_alone(
-    rings: list[SharedMemoryRing], tmp_path: Path
-) -> None:
-    """If this fails, a rank that has gone on has a file of its own cut, which it opened where its memory was."""
-    address = rings[0].address
-    rings[0].close()
-    path = tmp_path / "dataset"
-    path.write_bytes(b"precious")
-    opened = os.open(path, os.O_RDONLY)
-    if opened != address.file_number:
-        os.dup2(opened, address.file_number)
-        os.close(opened)
-    try:
-        other = Exchange(
-            rings[1],
-            rank=1,
-            addresses={0: address, 1: rings[1].address},
-            segments=segments(20),
-            segment_bytes=SEGMENT_BYTES,
-            ring_bytes=2 * SEGMENT_BYTES,
-            timeout_s=WAIT_S,
-        )
-        assert path.read_bytes() == b"precious"
-        publish_all(other)
-        assert set(received_by(other).values()) == {None}
-    finally:
-        os.close(address.file_number)
 
 
 def test_memory_that_cannot_be_mapped_is_done_without(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -209,41 +208,3 @@ def test_an_interrupt_while_a_rank_copies_keeps_nobody_waiting(local: Place) -> 
     """If this fails, Ctrl-C on one rank leaves the others in a save that ends only with that rank's process."""
     run_ranks(interrupt_while_copying, local.root, world_size=2)
     assert local.manifest_keys() == ["next/manifest.json"]
-
-
-def refuse_on_all(root: str, slow: int) -> None:
-    """On each rank: `slow` is still at the end of a save when the other has ended it; both ask for another one."""
-    reached, opened, end = threading.Event(), threading.Event(), cloudckpt.AsyncSave.end
-
-    def ends_late(handle: cloudckpt.AsyncSave, outcome: Any) -> None:
-        reached.set()
-        assert opened.wait(WAIT_S)
-        end(handle, outcome)
-
-    save, raising = functools.partial(cloudckpt.async_save, values(1.0)), options_of(async_in_flight="raise")
-    spelled = "before/" if dist.get_rank() == slow else "before"  # one place
-    save(f"{root}/{spelled}", options=raising).result(WAIT_S)
-    if dist.get_rank() == slow:
-        cloudckpt.AsyncSave.end = ends_late  # type: ignore[method-assign]
-    first = save(f"{root}/first", options=options_of())
-    if dist.get_rank() == slow:
-        assert reached.wait(WAIT_S)
-    else:
-        first.result(WAIT_S)
-    begun_s = time.monotonic()
-    with pytest.raises(cloudckpt.errors.SaveInFlightError, match="is still running") as caught:
-        save(f"{root}/refused", options=raising)
-    assert caught.value.uri == f"{root}/first"
-    assert time.monotonic() - begun_s < TIMEOUT_S  # it is told, and not found out by waiting
-    opened.set()
-    first.result(WAIT_S)
-    await_turn()
-    dist.barrier()
-    save(f"{root}/second", options=raising).result(WAIT_S)
-    save_again(root)
-
-
-def test_a_save_is_refused_by_all_ranks_or_by_none(place: Place) -> None:
-    """If this fails, one rank skips a checkpoint for which the others wait until they take it for lost."""
-    run_ranks(refuse_on_all, place.root, 1, world_size=2)
-    assert names_at(place) == {"before", "first", "second", "next"}

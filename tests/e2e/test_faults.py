@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.futures import Future
 
 import cloudckpt
@@ -180,21 +179,6 @@ def test_a_failed_save_removes_what_it_wrote(place: Place) -> None:
     run_ranks(save_and_fail_through_our_call, place.root, world_size=2)
     assert place.keys() == []
     assert place.num_unfinished_uploads() == 0
-
-
-def save_with_deprecated_calls(uri: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        save_state_dict(values(), cloudckpt.ObjectStoreWriter(uri), coordinator_rank=1)
-        state = zeros()
-        load_state_dict(state, cloudckpt.ObjectStoreReader(uri), coordinator_rank=1)
-    assert_same(state, values())
-
-
-@pytest.mark.multirank
-def test_torchs_older_calls_work(place: Place) -> None:
-    """If this fails, programs that still use save_state_dict and load_state_dict, or another coordinator, break."""
-    run_ranks(save_with_deprecated_calls, place.uri(), world_size=2)
 
 
 class Unpicklable(Exception):  # noqa: N818

@@ -198,40 +198,12 @@ def test_the_last_step_before_the_end(place: Place) -> None:
 # --- several jobs
 
 
-def _one_of_two_jobs(root: str, scratch: Path) -> int:
-    """Each process is a job of its own."""
-    number = int(os.environ["RANK"])
-    meet(scratch, number, "begin")
-    with CheckpointManager(root, keep_last=2 + number) as manager:
-        for step in range(number, 20, 2):
-            manager.save(step, state_of(float(step)))
-        manager.wait(WAIT_S)
-    assert manager.retention is not None
-    assert manager.retention.failed == ()
-    return number
-
-
 def meet(scratch: Path, number: int, name: str) -> None:
     """Wait for the other process, with a bound."""
     (scratch / f"{name}-{number}").touch()
     store = dist.FileStore(str(scratch / f"{name}-store"), 2)
     store.set(str(number), "here")
     store.wait([str(1 - number)])
-
-
-@pytest.mark.faults
-@pytest.mark.multirank
-def test_two_jobs_with_different_policies_on_one_root(place: Place, tmp_path: Path) -> None:
-    """If this fails, two jobs remove each other's newest checkpoint, or fail over what the other has removed."""
-    run_ranks(_one_of_two_jobs, place.root, tmp_path, world_size=2, process_group=False)
-    newest = cloudckpt.latest(place.root)
-    assert newest is not None
-    assert newest.name in ("step-18", "step-19")
-    left = cloudckpt.list_checkpoints(place.root)
-    assert 2 <= len(left) <= 5
-    for info in left:
-        cloudckpt.verify(info.uri)
-    assert restored(CheckpointManager(place.root)) == int(newest.name.removeprefix("step-"))
 
 
 def _writes_or_reads(root: str, scratch: Path) -> int:

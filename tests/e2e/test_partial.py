@@ -86,24 +86,6 @@ def test_ranks_may_order_their_keys_differently(place: Place) -> None:
     run_ranks(save_and_load_in_orders_of_their_own, place.uri(), world_size=2)
 
 
-def save_one_checkpoint_each(root: str) -> None:
-    """With `no_dist`, each rank is on its own although a group exists."""
-    rank = dist.get_rank()
-    state = {"x": torch.full((4,), float(rank)), "rank": rank}
-    cloudckpt.save(state, f"{root}/{rank}", no_dist=True)
-    dist.barrier()
-    other = (rank + 1) % dist.get_world_size()
-    loaded: dict[str, Any] = {"x": torch.zeros(4), "rank": None}
-    cloudckpt.load(loaded, f"{root}/{other}", no_dist=True)
-    assert_same(loaded, {"x": torch.full((4,), float(other)), "rank": other})
-
-
-@pytest.mark.multirank
-def test_ranks_can_save_each_for_itself(place: Place) -> None:
-    """If this fails, no_dist waits for other ranks, or mixes their checkpoints."""
-    run_ranks(save_one_checkpoint_each, place.root, world_size=2)
-
-
 def save_nothing_on_some_ranks(root: str) -> None:
     rank = dist.get_rank()
     for name, holders in {"nobody": [], "first": [0], "last": [dist.get_world_size() - 1]}.items():
@@ -163,3 +145,21 @@ def test_missing_keys_are_an_error_unless_allowed(place: Place) -> None:
         cloudckpt.load(state, place.uri())
     cloudckpt.load(state, place.uri(), planner=DefaultLoadPlanner(allow_partial_load=True))
     assert_same(state, {"a": torch.ones(2), "b": torch.full((2,), 5.0)})
+
+
+def save_in_a_subgroup(uri: str) -> None:
+    """Ranks 2 and 3 save on a group of their own, in which rank 2 of the job is rank 0; the others stand by."""
+    group = dist.new_group([2, 3])
+    if dist.get_rank() in {2, 3}:
+        state = {"x": torch.arange(5), f"own-{dist.get_rank()}": torch.ones(2)}
+        cloudckpt.save(state, uri, process_group=group)
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        cloudckpt.load(loaded, uri, process_group=group)
+        assert_same(loaded, state)
+    dist.barrier()
+
+
+@pytest.mark.multirank
+def test_a_subgroup_of_ranks_saves_alone(place: Place) -> None:
+    """If this fails, HSDP users who save on one replica alone hang, or lose what other group ranks hold."""
+    run_ranks(save_in_a_subgroup, place.uri(), world_size=4)

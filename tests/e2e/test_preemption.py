@@ -225,15 +225,6 @@ def test_failures_are_told(memory: Memory) -> None:
     assert value_at(memory.uri("b")) == 3.0
 
 
-def test_a_save_that_would_come_too_late_is_not_begun(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job would be killed in the middle of it, and the time be lost for what else is to be done."""
-    cloudckpt.save(state(1.0), memory.uri("a"), no_dist=True)
-    assert 0 < module.last_save_seconds() < WAIT_S
-    monkeypatch.setattr(module, "last_save_seconds", lambda: WAIT_S)
-    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
-        assert preemption.finish(lambda: pytest.fail("it was begun")).last == "no time"
-
-
 # --- several ranks
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import cloudckpt
 from cloudckpt.tensors.stager import PinnedStager
@@ -44,13 +42,13 @@ def end_of(response: Future[Any] | AsyncSaveResponse) -> None:
     response.result(WAIT_S)
 
 
-def save_some_times(root: str, kind: AsyncCheckpointerType, options: dict[str, bool], *, is_ours: bool) -> None:
+def save_some_times(root: str, kind: AsyncCheckpointerType, options: dict[str, bool]) -> None:
     """On each rank: save, change what was saved, save again with the same stager."""
     group = dist.new_group(backend="gloo")  # torch shares the default group with training otherwise
     stager = PinnedStager(**options)
     for number in range(NUM_SAVES):
         uri = f"{root}/{number}"
-        writer: StorageWriter = cloudckpt.ObjectStoreWriter(uri) if is_ours else dcp.FileSystemWriter(uri)
+        writer = cloudckpt.ObjectStoreWriter(uri)
         state = state_of(float(number))
         response = dcp.async_save(
             state, storage_writer=writer, process_group=group, async_checkpointer_type=kind, async_stager=stager
@@ -64,7 +62,7 @@ def save_some_times(root: str, kind: AsyncCheckpointerType, options: dict[str, b
     stager.close()
     for number in range(NUM_SAVES):
         uri = f"{root}/{number}"
-        reader: StorageReader = cloudckpt.ObjectStoreReader(uri) if is_ours else dcp.FileSystemReader(uri)
+        reader = cloudckpt.ObjectStoreReader(uri)
         loaded = state_of(-2.0)
         del loaded["tied"], loaded["part"]  # they would be loaded into the same memory
         loaded |= {"tied": torch.zeros(700, 90), "part": torch.zeros(50, 700)}
@@ -75,33 +73,13 @@ def save_some_times(root: str, kind: AsyncCheckpointerType, options: dict[str, b
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("overlapped", [False, True], ids=["blocking", "overlapped"])
-def test_torchs_threads_save_what_was_staged(place: Place, *, overlapped: bool) -> None:
+def test_torchs_threads_save_what_was_staged(place: Place) -> None:
     """If this fails, torch's async_save with our stager and writer saves later values, or another structure."""
-    options = {"overlapped": overlapped}
-    run_ranks(_ours, place.root, AsyncCheckpointerType.THREAD, options, world_size=2)
+    run_ranks(save_some_times, place.root, AsyncCheckpointerType.THREAD, {"overlapped": True}, world_size=2)
 
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
-def test_torchs_processes_save_what_was_staged(place: Place, *, shared: bool) -> None:
+def test_torchs_processes_save_what_was_staged(place: Place) -> None:
     """If this fails, a snapshot reaches torch's background process damaged, late or not at all."""
-    run_ranks(_ours, place.root, AsyncCheckpointerType.PROCESS, {"shared": shared}, world_size=1)
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: kind.name)
-@pytest.mark.slow
-def test_torchs_own_writer_saves_what_was_staged(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
-    """If this fails, the stager is of use with our writer alone."""
-    options = {"shared": kind is AsyncCheckpointerType.PROCESS}
-    run_ranks(_torchs, str(tmp_path), kind, options, world_size=1)
-
-
-def _ours(root: str, kind: AsyncCheckpointerType, options: dict[str, bool]) -> None:
-    save_some_times(root, kind, options, is_ours=True)
-
-
-def _torchs(root: str, kind: AsyncCheckpointerType, options: dict[str, bool]) -> None:
-    save_some_times(root, kind, options, is_ours=False)
+    run_ranks(save_some_times, place.root, AsyncCheckpointerType.PROCESS, {"shared": True}, world_size=1)

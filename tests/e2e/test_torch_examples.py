@@ -1,10 +1,7 @@
 """What PyTorch's own end-to-end tests of checkpoints do to a folder, done to a URI.
 
-Those of them that are here: fine-tuning, pipeline stages that FSDP loads, FSDP around experts, and objects that speak
-with other ranks while they load. The others have their like elsewhere: training on under each kind of parallelism and
-``torch.compile`` in ``test_training``, the ways to save in the background in ``test_async`` and ``test_stager``, parts
-and orders of keys in ``test_partial``, FSDP1 with its optimizer apart in ``test_stateful``, overwriting in
-``test_overwrite``.
+Pipeline stages that FSDP loads, and objects that speak with other ranks while they load. The others have their like in
+the other modules here, and in ``tests/examples``.
 """
 
 from __future__ import annotations

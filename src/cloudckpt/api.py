@@ -43,7 +43,6 @@ from cloudckpt.distributed.guarded_group import (
     as_checkpoint_exception,
     begin_call,
     guarded_collectives,
-    leave_call,
 )
 from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError, RankLostError
 from cloudckpt.options import Options
@@ -84,14 +83,9 @@ def save(
     alive is waited for.
     """
     require_state_dict(state_dict, doing="saving")
-    try:
-        if storage_writer is not None:
-            await_turn()  # the save in flight may use the same writer
-        writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
-    except BaseException as error:
-        if _is_interrupt(error) and not no_dist and use_collectives:
-            leave_call(process_group, "foreground", error)
-        raise
+    if storage_writer is not None:
+        await_turn()  # the save in flight may use the same writer
+    writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
     try:
         with earlier_failure() as earlier:
             return run_save(
@@ -203,7 +197,6 @@ def async_save(
     with turn(chosen.async_in_flight, first_with=first_with):
         call: CollectiveCall | None = None
         save: BackgroundSave | None = None
-        is_counted = is_alone
         try:
             await_turn()
             writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
@@ -215,7 +208,6 @@ def async_save(
             if not no_dist:
                 require_cpu_backend(process_group)
                 if use_collectives:
-                    is_counted = True
                     call = _begun_in_background(writer, process_group)
                 process_group = call.group if call is not None else background_group(process_group)
             with earlier_failure() as earlier:
@@ -238,22 +230,11 @@ def async_save(
             save = save_of(staging=staging, planner=planner)
             return save.begin(is_overlapped=is_overlapped)
         except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
-            if _is_interrupt(error) and not is_counted:
-                leave_call(process_group, "background", error)
-            _leave(save, call, error)
+            if save is not None:
+                save.abandon(error)
+            elif call is not None:
+                call.end(error)
             raise
-
-
-def _leave(save: BackgroundSave | None, call: CollectiveCall | None, error: BaseException) -> None:
-    if save is not None:
-        save.abandon(error)
-    elif call is not None:
-        call.end(error)
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    """Whether this rank was kept from a save that the others make. Wrong arguments are the program's."""
-    return not isinstance(error, Exception)
 
 
 def _shown_location(

@@ -311,41 +311,6 @@ def test_ranks_that_come_for_different_things_are_told_so_and_nothing_is_mixed(
     assert {path.name for path in local.directory.iterdir()} == {"checkpoint-4"}
 
 
-class FailsOnRank1:
-    """A `Stateful` whose state cannot be had on one rank; there torch fails outside of its collectives."""
-
-    def state_dict(self) -> dict[str, Any]:
-        if dist.get_rank() == 1:
-            raise LookupError("no state here")
-        return {"x": torch.ones(3)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-
-def fail_on_one_rank_and_save_again(uri: str) -> list[tuple[float, BaseException | None]]:
-    options = options_with(None, timeout_s=WAIT_S)
-    told = []
-    for state in ({"app": FailsOnRank1()}, {"app": FailsOnRank1()}, values()):
-        told.append(outcome_of(lambda state=state: cloudckpt.save(state, uri, options=options)))
-        dist.barrier()  # as jobs do that go on after an error: a rank alone must not be a call ahead
-    return told
-
-
-def test_a_rank_that_fails_by_itself_is_not_waited_for(local: LocalPlace, tmp_path: Path) -> None:
-    """If this fails, ranks wait all of their patience for one that has already said goodbye, or never recover."""
-    with ranks(fail_on_one_rank_and_save_again, local.uri(), size=3, scratch=tmp_path) as running:
-        for rank in range(3):
-            *failures, after = running.told_by(rank)
-            for elapsed_s, error in failures:
-                assert elapsed_s < WAIT_S / 3
-                assert isinstance(error, LookupError if rank == 1 else cloudckpt.RankLostError), error
-                assert rank == 1 or (error.ranks == (1,) and "LookupError: no state here" in str(error))
-            assert after[1] is None
-        for rank in range(3):
-            running.assert_ends(rank)
-
-
 # --- A rank that is slow
 
 

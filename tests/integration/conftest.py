@@ -61,36 +61,12 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], str]:
 
 
 @pytest.fixture
-def moto(servers: Servers) -> Server:
-    """moto's S3: no judge of races or checksums, and it forgets all when it is killed."""
-    return servers.up("moto")
-
-
-@pytest.fixture
 def rgw(servers: Servers) -> Server:
     """Ceph's RADOS Gateway; what is killed is the gateway, and the data stay."""
     return servers.up("rgw")
 
 
 @pytest.fixture
-def ministack(servers: Servers) -> Server:
-    """MiniStack's S3; its data stay when it is killed, but for unfinished uploads."""
-    return servers.up("ministack")
-
-
-@pytest.fixture
 def rclone(servers: Servers) -> Server:
     """rclone's S3, which ignores ``If-None-Match``."""
     return servers.up("rclone")
-
-
-@pytest.fixture
-def fake_gcs(servers: Servers) -> Server:
-    """fake-gcs-server; its data stay when it is killed."""
-    return servers.up("fake-gcs")
-
-
-@pytest.fixture
-def gcp_emulator(servers: Servers) -> Server:
-    """gcp-storage-emulator, which refuses wrong checksums, ignores preconditions, and forgets all when killed."""
-    return servers.up("gcp-emulator")

@@ -55,13 +55,15 @@ class _Slot:
                 "Begin one when async_save has returned",
                 uri="",
             )
-        if self._is_waited_for_here():
-            timeout = 0
-            error = SaveInFlightError(
-                "another thread begins a background save, and waits for this one, which has made the save before, to "
-                "end: nothing was begun or freed here",
-                uri="",
-            )
+        if self.thread is threading.current_thread():
+            if self.handle is not None and not self.handle.done():
+                raise SaveInFlightError(
+                    f"this is the thread that saves to {self.handle.uri}, which cannot wait for its own end: nothing "
+                    "was begun or freed",
+                    uri=self.handle.uri,
+                )
+            timeout = 0  # whoever begins the next save waits for the end of this thread
+            error = SaveInFlightError("another thread begins a background save: nothing was begun or freed", uri="")
         if not self.beginning.acquire(timeout=-1 if timeout is None else timeout):
             raise error
         self.beginner = threading.get_ident()
@@ -70,21 +72,6 @@ class _Slot:
         finally:
             self.beginner = None
             self.beginning.release()
-
-    def _is_waited_for_here(self) -> bool:
-        """Return True in the thread of the last save, for whose end the thread that begins the next one waits.
-
-        Raises `SaveInFlightError` if that save still runs.
-        """
-        if self.thread is not threading.current_thread():
-            return False
-        if self.handle is not None and not self.handle.done():
-            raise SaveInFlightError(
-                f"this is the thread that saves to {self.handle.uri}, which cannot wait for its own end: nothing was "
-                "begun or freed",
-                uri=self.handle.uri,
-            )
-        return True
 
     def join(self) -> None:
         """Wait for the thread of a save that has ended."""

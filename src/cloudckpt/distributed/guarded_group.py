@@ -32,7 +32,6 @@ BACKEND = "cloudckpt"
 # Of other backends it is not known that each rank is a process, and that all ranks have a store in common.
 _GUARDED_BACKENDS = {"gloo", "nccl", "nccl2", "nccl-lazy", "nccl-legacy", "xccl", "hccl", "ucc"}
 _MAX_COLLECTIVE_S = 1800.0
-_LEAVE_S = 30.0
 _SIGNAL_CHECK_S = 0.5
 _GROUP_DESTROYED = (
     "the process group was destroyed meanwhile. Nothing was removed, and rank 0 may have committed: see "
@@ -310,16 +309,6 @@ def begin_call(
     """
     source = _guardable(process_group)
     return None if source is None else CollectiveCall(source, purpose, doing=doing, uri=uri, timeout_s=timeout_s)
-
-
-def leave_call(process_group: dist.ProcessGroup | None, purpose: Purpose, error: BaseException) -> None:
-    """Fail the call that the other ranks begin, and that this one leaves before it begins."""
-    source = _guardable(process_group)
-    if source is not None:
-        guard, number = _guards.next_call(source, purpose)
-        with contextlib.suppress(RankLostError):  # `error` is what the caller raises
-            guard.rendezvous.start(number, doing="", uri="", timeout_s=_LEAVE_S)
-            guard.rendezvous.end(number, error)
 
 
 @contextlib.contextmanager

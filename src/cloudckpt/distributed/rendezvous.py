@@ -74,15 +74,6 @@ class Rendezvous:
 
         Raises `RankLostError` if the call has failed on another rank, or if the group has lost a rank.
         """
-        self.start(call, doing=doing, uri=uri, timeout_s=timeout_s)
-        with self._changed:
-            while not self._has_answered:
-                self._raise_without_store()
-                self._changed.wait(timeout_s)
-            self._raise_if_failed()
-
-    def start(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
-        """Begin to post heartbeats for this call, and wait for nothing. Raises as `begin` does if a rank was lost."""
         if not self._is_ending:
             self.end(self.call, InterruptedError("the call was interrupted"))
         with self._changed:
@@ -103,6 +94,10 @@ class Rendezvous:
             self._wake()
             self._thread = threading.Thread(target=self._run, name="cloudckpt-ranks", daemon=True)
             self._thread.start()
+            while not self._has_answered:
+                self._raise_without_store()
+                self._changed.wait(timeout_s)
+            self._raise_if_failed()
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this barrier of the call.

@@ -65,10 +65,7 @@ def main(arguments: list[str]) -> int:
     print(f"checkov {summary['checkov_version']}: {summary['passed']} checks of {summary['resource_count']} resources")
     terraform = shutil.which("terraform") or shutil.which("tofu")
     if terraform is None:
-        print(
-            "NOT RUN: `terraform fmt -check`, for there is no terraform or tofu here. `make test` looks at the layout "
-            "by itself (tests/terraform/test_form.py), and skips what only Terraform can evaluate."
-        )
+        print("NOT RUN: `terraform fmt -check`, for there is no terraform or tofu here.")
     elif is_formatted(directory, terraform):
         print("terraform fmt: in order")
     else:

@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import Any, overload
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -52,7 +51,7 @@ def find_chunk(chunks: Sequence[Chunk], offsets: tuple[int, ...]) -> int | None:
 
     None does not mean that there is none: the chunks may stand in any order.
     """
-    position = bisect_left(chunks, offsets, key=_offsets)
+    position = bisect_left(chunks, offsets, key=lambda chunk: chunk.offsets)
     while position < len(chunks) and chunks[position].offsets == offsets:
         if 0 not in chunks[position].lengths:
             return position
@@ -98,15 +97,6 @@ def _num_shared(chunk: Chunk, offsets: Sequence[int], lengths: Sequence[int]) ->
     )
 
 
-def _offsets(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.offsets
-
-
-# Made on import, by one thread: see `codec`.
-_CHUNKS_DECODER = msgspec.json.Decoder(list[Chunk])
-_MANIFEST_DECODER = msgspec.json.Decoder(Manifest)
-
-
 class StoredChunks(Sequence[ChunkStorageMetadata]):
     """The chunks of one tensor, in place of torch's list of them. Equal to a list of the same; can be pickled."""
 
@@ -144,9 +134,6 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
     def __repr__(self) -> str:
         return repr(list(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _chunks_from, (msgspec.json.encode(self._chunks),)
 
 
 class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
@@ -215,9 +202,6 @@ class ItemLocations(Mapping[MetadataIndex, ItemLocation]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _locations_from, (msgspec.json.encode(self._manifest),)
-
     def _position(self, tensor: StoredTensor, index: MetadataIndex) -> int:
         offsets = tuple(index.offset or ())
         hint = index.index
@@ -263,14 +247,6 @@ def locate_chunk(tensor: StoredTensor, chunk: Chunk) -> ItemLocation:
         lengths=chunk.lengths,
         transforms=tuple(tensor.transforms),
     )
-
-
-def _chunks_from(document: bytes) -> StoredChunks:
-    return StoredChunks(_CHUNKS_DECODER.decode(document))
-
-
-def _locations_from(document: bytes) -> ItemLocations:
-    return ItemLocations(_MANIFEST_DECODER.decode(document))
 
 
 DCP_VERSION = "1.0.0"

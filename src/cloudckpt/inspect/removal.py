@@ -109,15 +109,23 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
     _emit("delete.done", location.uri, options)
 
 
-def _delete(location: Location, options: Options) -> None:
+def find_places(location: Location, options: Options) -> tuple[list[Place], Retrier]:
+    """Return the places of the checkpoint, which are several if ranks saved on their own.
+
+    Raises `NoConditionalCommitError` if the store cannot keep saves away from what is deleted.
+    """
     store, retrier = open_store(location, options), _retrier(location.uri, options)
-    conditional = options.commit == "conditional"
-    if conditional:
+    if options.commit == "conditional":
         check_conditional_create(store, retrier)
     inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
+    return [_place(location, store, inventory, prefix, options) for prefix in prefixes], retrier
+
+
+def _delete(location: Location, options: Options) -> None:
+    places, retrier = find_places(location, options)
+    conditional = options.commit == "conditional"
     was_there = False
-    for prefix in prefixes:
-        place = _place(location, store, inventory, prefix, options)
+    for place in places:
         was_there |= delete_checkpoint(place, retrier, conditional=conditional)
     if not was_there:
         raise CheckpointNotFoundError(

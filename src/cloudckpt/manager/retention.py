@@ -8,20 +8,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt.commit.collect import Place, delete_checkpoint, walk_checkpoint
+from cloudckpt.commit.collect import Place, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.log import resolve
-from cloudckpt.commit.publish import check_conditional_create
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
-from cloudckpt.inspect.removal import KeptObject, gc
+from cloudckpt.inspect.removal import KeptObject, find_places, gc
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
 from cloudckpt.report import Event
-from cloudckpt.stores.base import Store
-from cloudckpt.stores.open import open_store
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")
@@ -229,21 +226,11 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
     Returns the reason, and removes nothing, if another save has written there since `alive_since`: it overwrites the
     step. A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
     """
-    location = parse_location(uri)
-    store = open_store(location, options)
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    conditional = options.commit == "conditional"
-    if conditional:
-        check_conditional_create(store, retrier)
-    inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
-    places: list[Place] = []
-    for prefix in prefixes:
-        own: Store = open_store(location.child(prefix.rstrip("/")), options) if prefix else store
-        places.append(Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix)))
+    places, retrier = find_places(parse_location(uri), options)
     if any(_has_other_writer(place, retrier, alive_since=alive_since) for place in places):
         return "another save is writing there"
     for place in places:
-        delete_checkpoint(place, retrier, conditional=conditional)
+        delete_checkpoint(place, retrier, conditional=options.commit == "conditional")
     return None
 
 

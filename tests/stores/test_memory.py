@@ -23,14 +23,6 @@ class TestContract(StoreContract):
         return MemoryStore(uuid.uuid4().hex, "run/step-1")
 
 
-class TestContractAtTheRoot(StoreContract):
-    """Every clause again, without a prefix in front of the keys."""
-
-    @pytest.fixture
-    def store(self):
-        return MemoryStore(uuid.uuid4().hex)
-
-
 @pytest.fixture
 def name():
     return uuid.uuid4().hex
@@ -61,25 +53,6 @@ def test_limits_are_kept(name):
         upload_part(store, "b", upload_id, third, b"1234")
     with pytest.raises(StoreError, match="9 bytes are more than the 8"):
         upload_part(store, "b", upload_id, make_parts([b"x" * 9])[0], b"x" * 9)
-
-
-def test_a_part_of_another_size_than_announced_is_refused(name):
-    """The object would be shifted behind it."""
-    store = MemoryStore(name)
-    upload_id = store.create_multipart("a")
-    with pytest.raises(StoreError, match="announced"):
-        upload_part(store, "a", upload_id, make_parts([b"four"])[0], b"three")
-
-
-def test_a_part_that_was_replaced_since_is_not_completed(name):
-    """The token of an older upload of the part must not stand for other bytes."""
-    store = MemoryStore(name)
-    upload_id = store.create_multipart("a")
-    part = make_parts([b"four"])[0]
-    old = upload_part(store, "a", upload_id, part, b"old!")
-    upload_part(store, "a", upload_id, part, b"new!")
-    with pytest.raises(StoreError, match="not the one that was uploaded"):
-        store.complete_multipart("a", upload_id, [old])
 
 
 def test_another_process_is_refused(name, monkeypatch):

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from cloudckpt import Options
-from cloudckpt.errors import InvalidOptionError, InvalidURIError, MissingDependencyError
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores import open_store
 from cloudckpt.stores.fsspec_store import FsspecStore
 from cloudckpt.stores.gcs import GCSStore
@@ -63,12 +63,6 @@ def test_storage_options_reach_the_file_system():
     options = store._options
     assert (options["host"], options["port"], options["username"]) == ("host", 2121, "me")
     assert "hunter2" not in repr(store)
-
-
-def test_a_bad_location_is_refused_before_anything_else():
-    """The first thing wrong is the location."""
-    with pytest.raises(InvalidURIError):
-        open_store("s3:/bucket/run", Options(storage_options={"region": "x"}))
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,13 @@ if TYPE_CHECKING:
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
     errno.EEXIST: (ObjectExistsError, "An object exists there already."),
-    errno.ENOTDIR: (
-        StoreError,
-        "A file is where a directory is needed: choose another path.",
-    ),
+    errno.ENOTDIR: (StoreError, "A file is where a directory is needed: choose another path."),
     # A refusal: nothing was written, and a commit that meets it is known not to have happened.
     errno.EISDIR: (
         UnsupportedOperationError,
         "A directory is where a file is needed: remove it, or choose another path.",
     ),
-    errno.ELOOP: (StoreError, "Symbolic links form a loop, or one is where none may be followed."),
     errno.ENAMETOOLONG: (StoreError, "The path is longer than the file system allows: choose a shorter one."),
-    errno.EINVAL: (StoreError, "The file system refuses the name or the operation."),
-    errno.EILSEQ: (StoreError, "The file system refuses the name: choose one in plain characters."),
     errno.EACCES: (AccessDeniedError, "Grant this user access to the directory, or choose another path."),
     errno.EPERM: (AccessDeniedError, "Grant this user access to the directory, or choose another path."),
     errno.EROFS: (AccessDeniedError, "The file system is mounted read-only: choose another path."),
@@ -44,32 +38,23 @@ ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.EDQUOT: (StoreError, "This user's quota is used up: free some space, then save again."),
     errno.EFBIG: (StoreError, "The file is larger than the file system or a limit (ulimit -f) allows."),
     errno.EIO: (StoreError, "The device failed: look at the kernel's log, and save elsewhere."),
-    errno.ENXIO: (StoreError, "It is no regular file, or its device is gone."),
-    errno.ENODEV: (StoreError, "The device is gone: mount it again."),
-    errno.ENOTCONN: (StoreError, "The file system's server is gone: mount it again."),
-    errno.EMLINK: (StoreError, "The file system allows no further link."),
-    errno.EXDEV: (StoreError, "The path crosses from one file system into another."),
     errno.EOPNOTSUPP: (UnsupportedOperationError, "The file system has no such operation."),
     errno.ENOSYS: (UnsupportedOperationError, "The file system has no such operation."),
-    errno.ENOMEM: (TransientStoreError, "The kernel has no memory left for it."),
     errno.EMFILE: (TransientStoreError, "This process has too many open files (see ulimit -n)."),
-    errno.ENFILE: (TransientStoreError, "The system has too many open files."),
-    errno.EAGAIN: (TransientStoreError, "The file system is busy."),
-    errno.EBUSY: (TransientStoreError, "The file system is busy."),
-    errno.EINTR: (TransientStoreError, "A signal interrupted it."),
-    errno.ENOLCK: (TransientStoreError, "The file system has no locks left."),
-    errno.ESTALE: (TransientStoreError, "The file was replaced on the server meanwhile."),
-    errno.EREMOTEIO: (TransientStoreError, "The file system's server failed."),
-    errno.ENETDOWN: (TransientStoreError, "The network to the file system's server is down."),
-    errno.ENETUNREACH: (TransientStoreError, "The file system's server cannot be reached."),
-    errno.EHOSTDOWN: (TransientStoreError, "The file system's server is down."),
-    errno.EHOSTUNREACH: (TransientStoreError, "The file system's server cannot be reached."),
-    errno.ECONNREFUSED: (TransientStoreError, "The file system's server does not answer."),
-    errno.ECONNRESET: (TransientStoreError, "The connection to the file system's server broke off."),
-    errno.ECONNABORTED: (TransientStoreError, "The connection to the file system's server broke off."),
-    errno.EPIPE: (TransientStoreError, "The connection to the file system's server broke off."),
     errno.ETIMEDOUT: (StoreTimeoutError, "The file system's server did not answer in time."),
+    **dict.fromkeys(
+        (errno.ENOMEM, errno.ENFILE, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOLCK),
+        (TransientStoreError, "The system is busy."),
+    ),
+    **dict.fromkeys(
+        (
+            *(errno.ESTALE, errno.EREMOTEIO, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+            *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE),
+        ),
+        (TransientStoreError, "The file system's server failed or cannot be reached."),
+    ),
 }
+"""Any other number is a plain `StoreError`: another try does not help."""
 
 
 def translate(error: OSError, *, key: str, operation: str) -> StoreError:

@@ -19,10 +19,10 @@ import uuid
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import UnsupportedOperationError
-from cloudckpt.stores._body import batches, without_first
+from cloudckpt.stores._body import batches, crc32c_of, without_first
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from cloudckpt.stores.base import Views
 
@@ -76,15 +76,17 @@ def create_temp(path: str, *, root: str) -> str:
     return upload_id
 
 
-def write_at(file: int, offset_bytes: int, views: Views, *, seen: Callable[[list[memoryview]], None]) -> None:
-    """Write `views` at `offset_bytes`, calling `seen` with each batch of them just before it is written."""
+def write_at(file: int, offset_bytes: int, views: Views) -> int:
+    """Write `views` at `offset_bytes`. Returns the CRC32C of the bytes on their way into the kernel."""
+    crc32c = 0
     for batch in batches(views, max_bytes=_BATCH_BYTES, max_views=_IOV_MAX):
-        seen(batch)
+        crc32c = crc32c_of(batch, crc32c)
         left = batch
         while left:
             num_written = os.pwritev(file, left, offset_bytes)
             offset_bytes += num_written
             left = without_first(left, num_written)
+    return crc32c
 
 
 def read_at(file: int, offset_bytes: int, views: Views) -> int:
@@ -233,9 +235,12 @@ def _make_directories(directory: str, *, root: str) -> None:
     """Make directories like ``os.makedirs``. Those outside `root` are durable; `publish` does it for those within."""
     missing: list[str] = []
     above = directory
-    while not _is_directory(above):
+    while not os.path.lexists(above):
         missing.append(above)
         above = os.path.dirname(above)
+    if not os.path.isdir(above) and os.path.lexists(above):  # else another process has just removed it
+        reason = "This is a dangling symbolic link" if os.path.islink(above) else os.strerror(errno.ENOTDIR)
+        raise NotADirectoryError(errno.ENOTDIR, reason, above)
     for path in reversed(missing):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
@@ -243,27 +248,12 @@ def _make_directories(directory: str, *, root: str) -> None:
             fsync_directory(os.path.dirname(path))
 
 
-def _is_directory(path: str) -> bool:
-    """Return False if nothing exists; raise if something else does. One look: others create directories meanwhile."""
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        if os.path.islink(path):
-            raise NotADirectoryError(errno.ENOTDIR, "This is a dangling symbolic link", path) from None
-        return False
-    except NotADirectoryError:  # because of a parent, which the next look names
-        return False
-    if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    return True
-
-
 def list_files(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, os.stat_result]]:
     """Yield key and status of every file whose key starts with `prefix`, without those that vanish meanwhile.
 
     Adds the directories that could not be listed to `denied`, and yields everything else.
     """
-    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix, denied=denied):
+    for directory, entries in _directories(root, prefix, denied):
         yield from _files_in(root, directory, entries, prefix, denied)
 
 
@@ -301,21 +291,20 @@ def _files_in(
 
 def list_directories(root: str) -> Iterator[str]:
     """Yield the names of the directories directly under `root` that hold at least one file at any depth, or may do."""
-    for _, entries in _directories(root, start="", prefix="", denied={}, depth=1):
-        for entry in entries:
-            if _is_object_directory(entry) and _holds_files(root, entry.name):
+    try:
+        entries = _entries(root)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if _is_object_directory(entry):
+            denied: Denied = {}  # a listing of the directory raises the reason
+            if next(list_files(root, f"{entry.name}/", denied), None) is not None or denied:
                 yield entry.name
-
-
-def _holds_files(root: str, name: str) -> bool:
-    """Return True if it cannot be known too: a listing of the directory then raises the reason."""
-    denied: Denied = {}
-    return next(list_files(root, f"{name}/", denied), None) is not None or bool(denied)
 
 
 def list_uploads(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield key, upload id and status (of its begin) of every unfinished upload. `denied` is as for `list_files`."""
-    for directory, entries in _directories(root, start=prefix.rpartition("/")[0], prefix=prefix, denied=denied):
+    for directory, entries in _directories(root, prefix, denied):
         for hidden in entries:
             if not hidden.name.startswith(TEMP_PREFIX) or not hidden.is_dir(follow_symlinks=False):
                 continue
@@ -332,13 +321,11 @@ def list_uploads(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, 
                 yield key, hidden.name[len(TEMP_PREFIX) :], status
 
 
-def _directories(
-    root: str, *, start: str, prefix: str, denied: Denied, depth: int | None = None
-) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+def _directories(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """Yield the key prefix (with its slash) and the entries of each directory that can hold keys with `prefix`."""
-    pending = [(f"{start}/" if start else "", 1)]
+    pending = [prefix[: prefix.rfind("/") + 1]]
     while pending:
-        directory, level = pending.pop()
+        directory = pending.pop()
         try:
             entries = _entries(f"{root}/{directory}")
         except FileNotFoundError:
@@ -355,13 +342,10 @@ def _directories(
                 continue
             raise
         yield directory, entries
-        if depth is None or level < depth:
-            pending += [
-                (key, level + 1)
-                for entry in entries
-                if _is_object_directory(entry)
-                and ((key := f"{directory}{entry.name}/").startswith(prefix) or prefix.startswith(key))
-            ]
+        for entry in entries:
+            key = f"{directory}{entry.name}/"
+            if _is_object_directory(entry) and (key.startswith(prefix) or prefix.startswith(key)):
+                pending.append(key)
 
 
 def _entries(path: str) -> list[os.DirEntry[str]]:
@@ -400,9 +384,5 @@ def may_be_followed(path: str, root: str) -> bool:
     of the same model: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
     snapshot = _HUB_SNAPSHOT.match(f"{root}/")
-    return is_within(path, root) or (snapshot is not None and path.rpartition("/")[0] == f"{snapshot[1]}/blobs")
-
-
-def is_within(path: str, root: str) -> bool:
-    """Return True if `path` is `root` or below it; both absolute and free of links."""
-    return path == root or path.startswith(root.rstrip("/") + "/")
+    is_within = path == root or path.startswith(root.rstrip("/") + "/")
+    return is_within or (snapshot is not None and path.rpartition("/")[0] == f"{snapshot[1]}/blobs")

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
-from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, in_order, num_bytes
+from cloudckpt.stores._body import check_crc32c, check_key, in_order, num_bytes
 from cloudckpt.stores.base import (
     Capabilities,
     Limits,
@@ -186,14 +186,8 @@ class LocalStore(Store):
             raise_denied(denied, key=self.url(prefix), operation="list_uploads")
 
     def _write(self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int) -> None:
-        actual = 0
-
-        def add(batch: list[memoryview]) -> None:
-            nonlocal actual
-            actual = crc32c_of(batch, actual)
-
         with files.opened(temp, os.O_WRONLY) as file:
-            files.write_at(file, offset_bytes, views, seen=add)
+            actual = files.write_at(file, offset_bytes, views)
         check_crc32c(self, key, operation, expected=crc32c, actual=actual)
 
     def _discard(self, temp: str, path: str) -> None:

@@ -24,13 +24,10 @@ import cloudckpt
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
-from cloudckpt.format.codec import decode
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
-from cloudckpt.format.torch_metadata import ItemLocations
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher, LoadItems, whole_item
-from cloudckpt.pipeline.load import wanted_by
 from cloudckpt.tensors.targets import BytesTarget, find_whole_target, new_block_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -307,19 +304,6 @@ def test_of_two_that_fill_one_memory_the_last_is_there(view: Callable[[torch.Ten
     for number in (1, 0):
         consumers.targets[number].copy_from(torch.full((4,), float(number)).view(torch.uint8), 0)
     assert memory.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def test_other_ranks_hear_of_the_same_bytes(tmp_path: Path) -> None:
-    """If this fails, bytes that several ranks want are read by each of them, or waited for by some (G8)."""
-    cloudckpt.save(filled(torch.rand), tmp_path / "c", options=OPTIONS)
-    document = (tmp_path / "c" / "manifest.json").read_bytes()
-    manifest = decode(document, uri="here")
-    plan, _ = both_plans(tmp_path, filled(torch.zeros) | {"plain": torch.zeros(700).double()})
-    storage_data = ItemLocations(manifest)
-    one_by_one: Any = list(plan.items)
-    assert wanted_by(plan, manifest, storage_data, OPTIONS) == wanted_by(
-        LoadPlan(one_by_one), manifest, storage_data, OPTIONS
-    )
 
 
 class Kept:

@@ -24,14 +24,6 @@ def reads_of(*sizes_bytes: list[int]) -> list[Read]:
     return [Read(index, size, place=place) for index, of in enumerate(sizes_bytes) for place, size in enumerate(of)]
 
 
-def test_objects_take_turns() -> None:
-    """If this fails, all connections sit on one object, and its rate bounds the load."""
-    ordered = spread(reads_of([30] * 4, [31] * 4, [32] * 4))
-    assert [read.object_index for read in ordered] == [0, 1, 2] * 4
-    for index in range(3):
-        assert [read.place for read in ordered if read.object_index == index] == [0, 1, 2, 3]
-
-
 def test_a_chain_stays_together_and_counts_as_one() -> None:
     """If this fails, memory that is held for a large value waits for reads that are about something else."""
     chain = [Read(1, 20), Read(1, 20, continues=True), Read(1, 5, continues=True)]

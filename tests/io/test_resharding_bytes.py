@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from cloudckpt.io.boxes import Box, find_runs
 from cloudckpt.io.reads import WantedRange, plan_reads
 
-MIB = 1 << 20
 ELEMENT_BYTES = 4
 MAX_OVER_READ = 0.1
 Slices = tuple[slice, ...]

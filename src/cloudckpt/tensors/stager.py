@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
 
 from cloudckpt._collecting import rare_collections
+from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
+from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
 from cloudckpt.tensors.copying import Staging, num_copy_threads
-from cloudckpt.tensors.host_memory import SnapshotPool
+from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
-from cloudckpt.tensors.state_dict_tree import StateDictTree
+from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, memory_address
+from cloudckpt.tensors.values import describe_unsaved_part
 
 _get_dtype = operator.attrgetter("dtype")
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range})
+_DICTS = frozenset({dict, OrderedDict})
 
 
 class CopyPlanCache:
@@ -179,3 +188,219 @@ def _future_state_dict(staging: Staging) -> Future[dict[str, Any]]:
 
     staging.completed.add_done_callback(pass_on)
     return result
+
+
+class StateDictTree:
+    """The tensors of a state dict that have memory addresses, in its order, and a copy of everything else."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.addresses: list[int] = []
+        self.is_in_tuple: list[bool] = []
+        """For each tensor, True if it is in a tuple, which DCP serialises as a whole."""
+        self._num_tuples = 0
+        self._places: list[tuple[Any, Sequence[Any]]] = []
+        """Containers, and for each the keys that the next copies get."""
+        self._finishers: list[Callable[[], None]] = []
+        self._value_stager = _ValueStager()
+        self._path: list[str] = []
+        """The path of what cannot be copied, from the inside."""
+        self._failed: Any = None
+        self._root: list[Any] = [None]
+        try:
+            with torch.no_grad():
+                self._add(state_dict, self._root, 0)
+        except (UnsupportedValueError, MemoryError):
+            raise
+        except Exception as error:
+            name = ".".join(reversed(self._path[:-1]))
+            raise UnsupportedValueError(
+                f"cannot copy {describe_unsaved_part(self._failed, name)} for a save in the background: "
+                f"{type(error).__name__}: {error}. Leave it out of the state dict, or convert it to something that can "
+                "be copied",
+                uri="",
+            ) from error
+        finally:
+            self._value_stager.close()  # type: ignore[no-untyped-call]  # torch's method has no types
+
+    def rebuild(self, copies: list[torch.Tensor]) -> dict[str, Any]:
+        """Return the state dict with `copies` in place of `tensors`. A second call replaces the copies of the first."""
+        ordered = iter(copies)
+        for container, keys in self._places:
+            for key, tensor in zip(keys, ordered, strict=False):
+                container[key] = tensor
+        for finish in self._finishers:
+            finish()
+        result: dict[str, Any] = self._root[0]
+        return result
+
+    def _add(self, value: Any, container: Any, key: Any) -> None:
+        """Put a copy of `value` at `key` of `container`, now or in `rebuild`."""
+        kind = type(value)
+        if kind in PLAIN_TENSORS and not holds_parts(value) and (address := _find_address(value)):
+            container[key] = None
+            self._add_tensors([value], [address], container, [key])
+        elif kind in _ATOMS:
+            container[key] = value
+        else:
+            try:
+                self._add_other(value, kind, container, key)
+            except BaseException:
+                if not self._path:
+                    self._failed = value
+                self._path.append(str(key))
+                raise
+
+    def _add_other(self, value: Any, kind: type[Any], container: Any, key: Any) -> None:
+        if kind in PLAIN_TENSORS and holds_parts(value):
+            held: list[Any] = [None]
+            self._add(value.detach(), held, 0)
+            self._finish_later(container, key, lambda: _with_part_attributes(held[0], value))
+        elif kind in PLAIN_TENSORS:
+            container[key] = _copy_without_memory(value)
+        elif self._num_tuples and isinstance(value, dict) and kind not in _DICTS:
+            container[key] = self._copy_value(value)  # a Counter, say: a tuple is serialised with the types in it
+        elif isinstance(value, Mapping):
+            items: dict[Any, Any] = OrderedDict() if kind is OrderedDict else {}
+            container[key] = items
+            self._add_mapping(value, items)
+        elif kind is list:
+            container[key] = entries = [None] * len(value)
+            self._add_all(value, entries)
+        elif kind is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+            entries = [None] * len(value)
+            self._num_tuples += 1
+            self._add_all(value, entries)
+            self._num_tuples -= 1
+            make = tuple if kind is tuple else kind._make  # namedtuples need their own
+            self._finish_later(container, key, lambda: make(entries))
+        elif isinstance(value, ShardedTensor):
+            self._add_sharded(value, container, key)
+        elif isinstance(value, DTensor):
+            local: list[Any] = [None]
+            self._add(local_tensor_of(value), local, 0)
+            self._finish_later(container, key, lambda: _rebuild_dtensor(local[0], value._spec))  # noqa: SLF001  # as torch does
+        elif isinstance(value, AsyncCollectiveTensor):
+            self._add(value.wait(), container, key)
+        else:
+            container[key] = self._copy_value(value)
+
+    def _add_mapping(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> None:
+        if type(value) in _DICTS and self._add_tensor_dict(value, items):
+            return
+        for name, item in value.items():
+            items[name] = None  # keeps its place, also if its copy comes later
+            self._add(item, items, name)
+
+    def _add_tensor_dict(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> bool:
+        """Add all items at once if all are tensors with addresses. Otherwise do nothing, and return False."""
+        tensors = list(value.values())
+        if not PLAIN_TENSORS.issuperset(map(type, tensors)) or any(map(holds_parts, tensors)):
+            return False
+        addresses = list(map(_find_address, tensors))
+        if not all(addresses):
+            return False
+        items.update(dict.fromkeys(value))
+        self._add_tensors(tensors, addresses, items, list(items))
+        return True
+
+    def _add_tensors(
+        self, tensors: list[torch.Tensor], addresses: list[int], container: Any, keys: Sequence[Any]
+    ) -> None:
+        self.tensors += tensors
+        self.addresses += addresses
+        self.is_in_tuple += [self._num_tuples > 0] * len(tensors)
+        self._places.append((container, keys))
+
+    def _add_all(self, values: Any, entries: list[Any]) -> None:
+        for number, item in enumerate(values):
+            self._add(item, entries, number)
+
+    def _finish_later(self, container: Any, key: Any, make: Callable[[], Any]) -> None:
+        def finish() -> None:
+            container[key] = make()
+
+        self._finishers.append(finish)
+
+    def _add_sharded(self, tensor: ShardedTensor, container: Any, key: Any) -> None:
+        """Add a `ShardedTensor` that lies on the CPU and shares nothing."""
+        metadata = copy.deepcopy(tensor.metadata())
+        shards = tensor.local_shards()
+        placed = [copy.deepcopy(shard.metadata) for shard in shards]
+        for shard_metadata in [*metadata.shards_metadata, *placed]:
+            if shard_metadata.placement is not None:
+                shard_metadata.placement._device = torch.device("cpu")  # noqa: SLF001  # ShardedTensor.cpu() does it
+        entries: list[Any] = [None] * len(shards)
+        self._add_all([shard.tensor.detach() for shard in shards], entries)
+
+        def make() -> ShardedTensor:
+            return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001  # ShardedTensor.cpu() does it
+                [Shard(entry, shard_metadata) for entry, shard_metadata in zip(entries, placed, strict=True)],
+                sharded_tensor_metadata=metadata,
+                process_group=tensor._process_group,  # noqa: SLF001  # likewise
+                init_rrefs=tensor._init_rrefs,  # noqa: SLF001  # likewise
+            )
+
+        self._finish_later(container, key, make)
+
+    def _copy_value(self, value: Any) -> Any:
+        """Copy an object by torch's stager, which also brings the tensors in it to the CPU."""
+        return self._value_stager.stage(value)
+
+
+class _ValueStager(StateDictStager):
+    """torch's stager copies a tensor's memory, and forgets that it holds the values' conjugates or negatives."""
+
+    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+        if x.is_conj() or x.is_neg():
+            x = x.resolve_conj().resolve_neg()
+            self._keep_alive(x, memo)  # type: ignore[no-untyped-call]  # torch remembers storages by identity
+        return super()._offload_tensor(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]  # torch's method has no types
+
+
+def _find_address(tensor: torch.Tensor) -> int:
+    try:
+        return memory_address(tensor) if tensor.numel() else 0
+    except RuntimeError:  # some layouts have no address
+        return 0
+
+
+def _rebuild_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
+    """Make the DTensor with this local tensor, so that torch can send it to another process.
+
+    A DTensor takes over the storage offset of the tensor that it is made of. torch 2.13 pickles a DTensor with an
+    offset like a tensor with memory of its own, and crashes.
+    """
+    make: Any = DTensor
+    if not local.storage_offset():
+        made: DTensor = make(local, spec, requires_grad=False)
+        return made
+    at_begin = local.as_strided(local.size(), local.stride(), 0)
+    made = make(at_begin, spec, requires_grad=False)
+    made._local_tensor = local  # noqa: SLF001  # torch's own unpickling does it
+    return made
+
+
+def _with_part_attributes(copied: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    copied = copied.detach()  # the next snapshot may use the same copy
+    for name in PART_ATTRIBUTES:
+        if hasattr(tensor, name):
+            setattr(copied, name, getattr(tensor, name))
+    return copied
+
+
+def _copy_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor that has no address to the CPU, as what it is: a save says what is wrong with it."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        return tensor  # it has nothing that could change
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    if not (is_dense and (tensor.is_cpu or tensor.is_cuda)):
+        return tensor.to("cpu", copy=True)
+    if is_short(tensor) and tensor.untyped_storage().nbytes():
+        raise ValueError(f"it is {describe_shortage(tensor)}")
+    empty = torch.UntypedStorage(0, device="cpu")
+    copied = empty_tensor(tensor.dtype).set_(empty, 0, tensor.size(), tensor.stride())
+    if tensor.numel():  # its memory was freed, and so is that of the copy
+        copied.untyped_storage().resize_(0)
+    return copied

@@ -6,7 +6,6 @@ Events come from the pipeline, the manager and garbage collection. A subscriber 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["instrument", "subscribe", "uninstrument"]
 
-_lock = threading.Lock()
-_end: Callable[[], None] | None = None
+_ends: list[Callable[[], None]] = []
+"""The function that ends the instrumentation, if there is one."""
 
 
 def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
@@ -46,17 +45,11 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
             "cloudckpt.telemetry.instrument needs opentelemetry-api: pip install 'cloudckpt[otel]'"
         ) from error
     made = Instrumentation(tracer_provider, meter_provider)
-    global _end  # noqa: PLW0603  # one instrumentation for each process
-    with _lock:
-        if _end is not None:
-            _end()
-        _end = watchers.watch(made.on_event, made.step)
+    uninstrument()
+    _ends.append(watchers.watch(made.on_event, made.step))
 
 
 def uninstrument() -> None:
     """Undo `instrument`."""
-    global _end  # noqa: PLW0603  # one instrumentation for each process
-    with _lock:
-        if _end is not None:
-            _end()
-        _end = None
+    while _ends:
+        _ends.pop()()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ class _Subscriber(NamedTuple):
     step: Callable[[str, str], AbstractContextManager[None]] | None
 
 
-_lock = threading.Lock()
-_subscribers: tuple[_Subscriber, ...] = ()
+_subscribers: dict[object, _Subscriber] = {}
 
 
 def watch(
@@ -36,15 +34,11 @@ def watch(
     `step(operation, name)`, if given, returns a context that is entered and left with a step of an operation, in the
     thread that makes the step.
     """
-    global _subscribers  # noqa: PLW0603  # the subscribers of the process
-    subscriber = _Subscriber(on_event, step)
-    with _lock:
-        _subscribers = (*_subscribers, subscriber)
+    key = object()
+    _subscribers[key] = _Subscriber(on_event, step)
 
     def end() -> None:
-        global _subscribers  # noqa: PLW0603  # the subscribers of the process
-        with _lock:
-            _subscribers = tuple(one for one in _subscribers if one is not subscriber)
+        _subscribers.pop(key, None)
 
     return end
 
@@ -56,7 +50,7 @@ def is_watched() -> bool:
 
 def tell(event: Any) -> None:
     """Deliver `event` to all subscribers. Their exceptions are logged."""
-    for subscriber in _subscribers:
+    for subscriber in list(_subscribers.values()):
         with _logging_failures(event.name):
             subscriber.on_event(event)
 
@@ -65,7 +59,7 @@ def tell(event: Any) -> None:
 def step(operation: str, name: str) -> Iterator[None]:
     """Keep all subscribers in the step while the context lasts. Their exceptions are logged."""
     with contextlib.ExitStack() as stack:
-        for subscriber in _subscribers:
+        for subscriber in list(_subscribers.values()):
             if subscriber.step is not None:
                 with _logging_failures(name):
                     context = subscriber.step(operation, name)

@@ -89,13 +89,11 @@ def is_known(name: str) -> bool:
     return name in _GLOBALS or name in _TORCH
 
 
-class Unpickler(pickle._Unpickler):  # noqa: SLF001  # the only one whose opcodes can be replaced
-    """Reads pickles by the rules of this module. Memory stays in proportion to the pickle."""
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # the only one whose opcodes can be replaced
 
-    # typeshed lacks these.
-    append: Callable[[Any], None]
-    stack: list[Any]
-    metastack: list[list[Any]]
+
+class Unpickler(_PythonUnpickler):  # type: ignore[misc]  # typeshed lacks most of it
+    """Reads pickles by the rules of this module. Memory stays in proportion to the pickle."""
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
@@ -158,21 +156,21 @@ class Unpickler(pickle._Unpickler):  # noqa: SLF001  # the only one whose opcode
 
     def load_append(self) -> None:
         _expect_type(self.stack[-2], list, collections.deque)
-        super().load_append()  # type: ignore[misc]  # typeshed lacks it
+        super().load_append()
 
     def load_appends(self) -> None:
         _expect_type(self.metastack[-1][-1], list, collections.deque)
-        super().load_appends()  # type: ignore[misc]  # typeshed lacks it
+        super().load_appends()
 
     def load_setitem(self) -> None:
         _check_hashable(self.stack[-2:-1])
         _expect_type(self.stack[-3], dict, collections.OrderedDict, collections.defaultdict)
-        super().load_setitem()  # type: ignore[misc]  # typeshed lacks it
+        super().load_setitem()
 
     def load_setitems(self) -> None:
         _check_hashable(self.stack[::2])
         _expect_type(self.metastack[-1][-1], dict, collections.OrderedDict, collections.defaultdict)
-        super().load_setitems()  # type: ignore[misc]  # typeshed lacks it
+        super().load_setitems()
 
     def refuse_opcode(self) -> None:
         raise pickle.UnpicklingError("it is damaged, or no pickle of protocol 2")
@@ -184,7 +182,7 @@ _OPCODES = (
     "BINPUT LONG_BINPUT BINGET LONG_BINGET BINPERSID GLOBAL REDUCE NEWOBJ BUILD"
 )
 Unpickler.dispatch = dict.fromkeys(range(256), Unpickler.refuse_opcode) | {
-    code: getattr(Unpickler, pickle._Unpickler.dispatch[code].__name__)  # noqa: SLF001  # see the class
+    code: getattr(Unpickler, _PythonUnpickler.dispatch[code].__name__)
     for (code,) in (getattr(pickle, name) for name in _OPCODES.split())
 }
 

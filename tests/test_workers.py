@@ -155,3 +155,25 @@ def test_an_interrupt_leaves_no_running_task_behind(monkeypatch, at):
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("interrupted-")]:
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def test_an_interrupt_while_it_ends_leaves_no_thread(monkeypatch):
+    """If this fails, a program that was interrupted twice never ends."""
+    released = threading.Event()
+    tasks = WorkQueue(lambda: 2, name="twice")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        with tasks:
+            for _ in range(3):
+                tasks.submit(lambda: released.wait(WAIT_S))
+
+    monkeypatch.setattr(tasks, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    released.set()
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("twice-")]:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()

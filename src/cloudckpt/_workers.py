@@ -32,7 +32,7 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
 
     def __init__(self, width: Callable[[], int], *, name: str, max_waiting: int = 0) -> None:
         super().__init__(max_waiting)
-        self._width = width
+        self._width = lambda: max(width(), 1)
         self._name = name
         self._threads: list[threading.Thread] = []
         self._num_taking = 0
@@ -46,8 +46,10 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
     ) -> None:
         if is_forked():  # a child has none of the threads
             return
-        self.join()
-        super().put(None)
+        try:
+            self.join()
+        finally:  # if that is interrupted, the threads still leave after the last task
+            self.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -69,7 +71,7 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
     def _run(self) -> None:
         while True:
             with self._has_room:
-                self._has_room.wait_for(lambda: self._num_taking < max(self._width(), 1))
+                self._has_room.wait_for(lambda: self._num_taking < self._width())
                 self._num_taking += 1
             task = self.get()
             try:

@@ -32,7 +32,7 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
 
     def __init__(self, width: Callable[[], int], *, name: str, max_waiting: int = 0) -> None:
         super().__init__(max_waiting)
-        self._width = lambda: max(width(), 1)
+        self._width = width
         self._name = name
         self._threads: list[threading.Thread] = []
         self._num_taking = 0
@@ -56,7 +56,7 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
     def submit(self, task: Callable[[], None]) -> None:
         """Run `task` as soon as a thread is free."""
         # First, so that no task is left without a thread if this is interrupted.
-        if len(self._threads) < self._width():
+        if len(self._threads) < max(self._width(), 1):
             # Not a daemon: the interpreter waits for it.
             name, run = f"{self._name}-{len(self._threads)}", contextvars.copy_context().run
             thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=False)
@@ -71,7 +71,7 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
     def _run(self) -> None:
         while True:
             with self._has_room:
-                self._has_room.wait_for(lambda: self._num_taking < self._width())
+                self._has_room.wait_for(lambda: self._num_taking < max(self._width(), 1))
                 self._num_taking += 1
             task = self.get()
             try:

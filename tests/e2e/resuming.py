@@ -163,14 +163,3 @@ def check_kills(place: Place, scratch: Path) -> None:
         die(job)
     num_reused = succeed(tried(place, scratch / "last"))
     assert is_between(num_reused, dead, place), num_reused
-
-
-def check_changed(place: Place, scratch: Path) -> None:
-    """A rank killed in its third object; then its second is no longer what it was."""
-    first = tried(place, scratch / "1", victims=(0, 1), after_num_parts=2 * PARTS_OF_AN_OBJECT + 1)
-    die(first)
-    again = tried(place, scratch / "2", changed=("b",))
-    num_reused = succeed(again)
-    object_bytes = first.noted(0, "save.object_uploaded")[0]
-    parts_bytes = 0 if isinstance(place, LocalPlace) else first.part_bytes
-    assert num_reused == 2 * (object_bytes + parts_bytes)

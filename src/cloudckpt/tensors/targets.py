@@ -117,7 +117,7 @@ class TensorTarget(msgspec.Struct, gc=False):
             for begin, end in find_runs(at.lengths, self.box, max_gap=max_gap_bytes // size)
         ]
         self.is_copied = True
-        holds_only_wanted = sum(end - begin for begin, end in runs) == self.num_bytes
+        holds_only_wanted = sum(end - begin for begin, end in runs) == self.num_bytes == self.tensor.nbytes
         addresses = self.address_range
         if holds_only_wanted and addresses and self.tensor.dtype == self.dtype and is_viewable(self.tensor):
             self.address, self.run_begins, self.is_copied = addresses[0], [begin for begin, _ in runs], False

@@ -20,7 +20,6 @@ from datetime import datetime, timedelta, timezone
 import fsspec
 import pytest
 import urllib3.exceptions
-from botocore.exceptions import ClientError
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
@@ -351,8 +350,6 @@ class TestErrors:
             (StopIteration(), ObjectNotFoundError),
             (FileNotFoundError(2, "x"), ObjectNotFoundError),
             (ftplib.error_perm("550 no such file"), ObjectNotFoundError),  # noqa: S321  # an error alone
-            (ClientError({"ResponseMetadata": {"HTTPStatusCode": 404}}, "HeadObject"), ObjectNotFoundError),
-            (ClientError({"ResponseMetadata": {"HTTPStatusCode": 500}}, "HeadObject"), TransientStoreError),
             (ftplib.error_temp("421 closing"), TransientStoreError),  # noqa: S321
             (ConnectionResetError("x"), TransientStoreError),
             (asyncio.TimeoutError(), StoreTimeoutError),

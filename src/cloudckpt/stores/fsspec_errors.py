@@ -57,9 +57,6 @@ CLASS_TABLE: dict[str, type[StoreError]] = {
     "azure.core.exceptions.ClientAuthenticationError": CredentialsError,
     "azure.core.exceptions.ServiceRequestError": TransientStoreError,
     "azure.core.exceptions.ServiceResponseError": TransientStoreError,
-    "botocore.exceptions.ConnectionError": TransientStoreError,
-    "botocore.exceptions.HTTPClientError": TransientStoreError,
-    "botocore.parsers.ResponseParserError": TransientStoreError,
     "builtins.ConnectionError": TransientStoreError,
     "builtins.EOFError": TransientStoreError,
     "builtins.FileExistsError": ObjectExistsError,
@@ -144,8 +141,6 @@ def _statuses(error: BaseException) -> Iterator[object]:
     response = getattr(error, "response", None)
     for bearer in (error, response):
         yield from (getattr(bearer, attribute, None) for attribute in ("status", "status_code", "code"))
-    if isinstance(response, Mapping):  # botocore's
-        yield response.get("ResponseMetadata", {}).get("HTTPStatusCode")
 
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[str]:

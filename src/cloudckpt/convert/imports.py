@@ -12,6 +12,7 @@ import platform
 import tempfile
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -445,9 +446,7 @@ def _unpickle(path: str, plan: ImportPlan) -> dict[str, Any]:
 
 
 def _load(path: str, *, weights_only: bool) -> Any:
-    is_archive = torch.serialization._is_zipfile  # noqa: SLF001  # only archives can be mapped into memory
-    with Path(path).open("rb") as file:
-        mmap = bool(is_archive(file))
+    mmap = zipfile.is_zipfile(path)  # files of older versions of torch cannot be mapped into memory
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
 
 

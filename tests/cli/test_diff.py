@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import cloudckpt
-from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.inspect import comparison
 from cloudckpt.io.boxes import Box
 
@@ -129,27 +128,18 @@ def test_sharding_makes_no_difference(tmp_path: Path, run: Run, monkeypatch: pyt
     }
 
 
-@pytest.mark.parametrize(
-    "name", sorted(name for name in ITEMSIZE_BYTES if isinstance(getattr(torch, name, None), torch.dtype))
-)
-def test_every_dtype_can_be_compared(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["bool", "uint8", "int64", "bfloat16", "float8_e4m3fn", "complex64"])
+def test_dtypes_of_each_kind_can_be_compared(tmp_path: Path, name: str) -> None:
     """If this fails, one tensor of a rare dtype ends the comparison, or its changes go unseen."""
     dtype = getattr(torch, name)
-    raw = torch.arange(64, dtype=torch.uint8)
+    raw = torch.arange(64, dtype=torch.uint8) % (2 if dtype is torch.bool else 64)
     other = raw.clone()
-    other[ITEMSIZE_BYTES[name]] ^= 0x02  # in the second element
-    if dtype is torch.bool:
-        raw, other = raw % 2, other % 2 ^ torch.tensor([0, 1] + [0] * 62, dtype=torch.uint8)
-    try:
-        save(str(tmp_path / "a"), {"w": raw.view(dtype)})
-        save(str(tmp_path / "b"), {"w": other.view(dtype)})
-    except cloudckpt.CloudckptError:
-        pytest.skip("torch cannot save it")
-    except Exception as error:  # noqa: BLE001  # torch's own planner fails on some, each in its way
-        pytest.skip(f"torch cannot save it: {type(error).__name__}")
+    other[dtype.itemsize] ^= 1  # in the second element
+    save(str(tmp_path / "a"), {"w": raw.view(dtype)})
+    save(str(tmp_path / "b"), {"w": other.view(dtype)})
     assert cloudckpt.compare(tmp_path / "a", tmp_path / "a").is_same
     (difference,) = cloudckpt.compare(tmp_path / "a", tmp_path / "b").differences
-    assert (difference.num_different, difference.num_elements) == (1, 64 // ITEMSIZE_BYTES[name])
+    assert (difference.num_different, difference.num_elements) == (1, 64 // dtype.itemsize)
 
 
 class RowsPlanner(DefaultSavePlanner):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
@@ -14,8 +12,6 @@ from tests.wrapped import permanent
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
 from cloudckpt.commit.fences import encode_fence, new_fence
-from cloudckpt.stores.base import Store
-from cloudckpt.testing.faults import WrappedStore
 
 
 def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
@@ -97,54 +93,6 @@ def test_uploads_that_may_not_be_listed_hide_nothing_else(memory: Memory) -> Non
     root = memory.open(memory.root.removeprefix("memory://"), "")
     root.fail("list_uploads", error=lambda: permanent("list_uploads"), times=100)
     assert [one.state for one in cloudckpt.list_checkpoints(memory.root, all=True)] == ["committed"]
-
-
-class _Overtaken(WrappedStore):
-    """Where something happens once, before the first call of a kind is answered, or after."""
-
-    def __init__(self, inner: Store, calls: list[str], happens: Callable[[], None]) -> None:
-        super().__init__(inner)
-        self._calls, self._happens = calls, happens
-
-    def list_directories(self) -> Iterator[str]:
-        found = [*super().list_directories()]
-        self._come_to("list")
-        yield from found
-
-    def read(self, key: str, *, max_bytes: int) -> bytes:
-        self._come_to("read")
-        return super().read(key, max_bytes=max_bytes)
-
-    def _come_to(self, call: str) -> None:
-        if call in self._calls:
-            self._calls.remove(call)
-            self._happens()
-
-
-def _states_after(root: str, call: str, happens: Callable[[], None]) -> list[tuple[str, str]]:
-    calls = [call]
-    options = cloudckpt.Options(wrap_store=lambda inner: _Overtaken(inner, calls, happens))
-    found = cloudckpt.list_checkpoints(root, options=options, all=True)
-    assert not calls
-    return [(one.name, one.state) for one in found]
-
-
-def test_a_checkpoint_that_is_superseded_meanwhile_does_not_leave_an_empty_list(tmp_path: Path) -> None:
-    """If this fails, a run of which there always was a checkpoint has none for whoever looks at the wrong moment."""
-    save(f"{tmp_path}/step-1")
-
-    def go_on() -> None:
-        save(f"{tmp_path}/step-2")
-        cloudckpt.delete(tmp_path / "step-1")
-
-    assert _states_after(str(tmp_path), "list", go_on) == [("step-2", "committed")]
-
-
-def test_a_checkpoint_that_is_overwritten_meanwhile_is_committed(tmp_path: Path) -> None:
-    """If this fails, a checkpoint that could be loaded all the time is shown as unfinished, and ``rm`` finds none."""
-    save(f"{tmp_path}/step-1")
-    overwrite = functools.partial(save, f"{tmp_path}/step-1", overwrite=True)
-    assert _states_after(str(tmp_path), "read", overwrite) == [("step-1", "committed")]
 
 
 def test_a_manifest_that_somebody_removed_by_hand_is_damage(tmp_path: Path) -> None:

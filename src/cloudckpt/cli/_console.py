@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
@@ -14,8 +13,6 @@ import typer
 
 from cloudckpt.errors import printable
 
-_MAX_RICH_ROWS = 500
-"""Rich takes milliseconds for each row."""
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
 _MB, _GB = 10**6, 10**9
@@ -36,12 +33,17 @@ class Console:
         typer.echo(plain_line(text))
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-        """Print a table of the result; the columns in `right` are numbers. In a pipe, each row is one whole line."""
-        plain_rows = [[plain_line(cell) for cell in row] for row in rows]
-        if sys.stdout.isatty() and len(rows) <= _MAX_RICH_ROWS:
-            _print_rich_table(titles, plain_rows, right=right)
-        else:
-            typer.echo("\n".join(_aligned_lines([list(titles), *plain_rows], [title in right for title in titles])))
+        """Print a table of the result, each row as one line; the columns in `right` are numbers."""
+        from rich.cells import cell_len  # some characters take two columns, some none
+
+        lines = [list(titles), *([plain_line(cell) for cell in row] for row in rows)]
+        widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = []
+            for title, cell, width in zip(titles, line, widths, strict=True):
+                space = " " * (width - cell_len(cell))
+                cells.append(space + cell if title in right else cell + space)
+            typer.echo("  ".join(cells).rstrip())
 
     def say(self, text: str) -> None:
         """Print a remark, unless the command is to be quiet."""
@@ -79,32 +81,6 @@ class Console:
         with progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
             task = bar.add_task(plain_line(what), total=None)
             yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
-
-
-def _print_rich_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str]) -> None:
-    from rich.console import Console as RichConsole
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in titles:
-        table.add_column(title, justify="right" if title in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    color_system = None if "NO_COLOR" in os.environ else "auto"
-    RichConsole(file=sys.stdout, highlight=False, color_system=color_system).print(table)  # type: ignore[arg-type]  # a literal
-
-
-def _aligned_lines(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> Iterator[str]:
-    from rich.cells import cell_len  # some characters take two columns, some none
-
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = []
-        for cell, width, right in zip(row, widths, is_right, strict=True):
-            space = " " * (width - cell_len(cell))
-            cells.append(space + cell if right else cell + space)
-        yield "  ".join(cells).rstrip()
 
 
 def plain_line(text: str) -> str:

@@ -105,7 +105,6 @@ def examine(
     read_only: bool = False,
     deadline_s: float = 60.0,
     options: Options | None = None,
-    on_check: Callable[[Check], None] | None = None,
 ) -> DoctorReport:
     """Find out if saves to `uri` and loads from it will work: credentials, permissions, promises of the store.
 
@@ -118,7 +117,6 @@ def examine(
         deadline_s: Skip the checks that would begin later. A single wait is at most 10 seconds, or
             ``options.timeout_s`` if that is less.
         options: The options of the saves and loads.
-        on_check: Called with each check as soon as it is done.
 
     Raises:
         InvalidURIError: `uri` names no place.
@@ -134,7 +132,7 @@ def examine(
     store = open_store(location, bounded)
     # Sessions and settings are asked of the store itself, not of a user's wrapper.
     plain = store if options.wrap_store is None else open_store(location, dataclasses.replace(bounded, wrap_store=None))
-    checklist = _Checklist(deadline_s=deadline_s, on_check=on_check)
+    checklist = _Checklist(deadline_s)
     _check_contact(checklist, location, store, plain, timeout_s=bounded.timeout_s)
     if read_only:
         checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])
@@ -159,25 +157,24 @@ def examine(
 class _Checklist:
     """Runs checks and keeps the results. Skips the rest when contact is lost or time is up."""
 
-    def __init__(self, *, deadline_s: float, on_check: Callable[[Check], None] | None) -> None:
+    def __init__(self, deadline_s: float) -> None:
         self.checks: list[Check] = []
         self.skip_reason = ""
         """The reason why all further checks are skipped, if they are."""
         self._until = time.monotonic() + deadline_s
         self._deadline_s = deadline_s
-        self._on_check = on_check
 
     def has(self, name: str, outcome: Outcome) -> bool:
         return any(check.name == name and check.outcome == outcome for check in self.checks)
 
     def succeed(self, name: str, found: str, *, matters: bool = True) -> None:
-        self._add(Check(name=name, outcome="passed", found=found, matters=matters))
+        self.checks.append(Check(name=name, outcome="passed", found=found, matters=matters))
 
     def fail(self, name: str, found: str, advice: str, *, matters: bool = True) -> None:
-        self._add(Check(name=name, outcome="failed", found=found, advice=advice, matters=matters))
+        self.checks.append(Check(name=name, outcome="failed", found=found, advice=advice, matters=matters))
 
     def skip(self, name: str, reason: str, *, matters: bool = True) -> None:
-        self._add(Check(name=name, outcome="skipped", found=reason, matters=matters))
+        self.checks.append(Check(name=name, outcome="skipped", found=reason, matters=matters))
 
     def run(
         self, name: str, check: Callable[[], str | None], *, subject: str = "", advice: str = "", matters: bool = True
@@ -203,11 +200,6 @@ class _Checklist:
                 self.skip(name, "could not be told", matters=matters)
             else:
                 self.succeed(name, found, matters=matters)
-
-    def _add(self, check: Check) -> None:
-        self.checks.append(check)
-        if self._on_check is not None:
-            self._on_check(check)
 
 
 def _check_contact(checklist: _Checklist, location: Location, store: Store, plain: Any, *, timeout_s: float) -> None:

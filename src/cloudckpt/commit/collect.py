@@ -68,14 +68,6 @@ class KeptKey:
     error: Exception
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A location's log, and the plan of what may be removed."""
-
-    log: Log
-    plan: RemovalPlan
-
-
 def walk(
     store: Store,
     retrier: Retrier,
@@ -145,7 +137,7 @@ def _uploads(store: Store, prefixes: Sequence[str]) -> tuple[list[UploadInfo], d
     return found, unlisted
 
 
-def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool = False) -> Verdict:
+def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool = False) -> tuple[Log, RemovalPlan]:
     """Read a location's log, and plan what may be removed.
 
     Raises `CheckpointError` where it cannot be told what counts there.
@@ -160,7 +152,7 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
         # Manifests can be large: none is read where nothing would go even if they named nothing.
         sketch = plan_with(log.entries, counting=counting, references={})
         if sketch.is_empty:
-            return Verdict(log=log, plan=sketch)
+            return log, sketch
         references: dict[int, frozenset[str]] = {}
         if counting is not None:
             manifest = read_manifest(place.store, counting, retrier)
@@ -172,7 +164,7 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
             if entry.number != counting and not entry.is_fence:
                 references[entry.number] = _references(place.store, entry, retrier)
         plan = plan_with(log.entries, counting=counting, references=references)
-        return Verdict(log=Log(entries=log.entries, counting=counting), plan=plan)
+        return Log(entries=log.entries, counting=counting), plan
     why = "is being overwritten again and again, or its store lists a manifest that it does not find when it is read"
     raise CheckpointChangedError(f"{place.store.uri} {why}", uri=place.store.uri)
 
@@ -185,23 +177,23 @@ def collect(
     May be interrupted at any moment, run again, and run twice at once. Raises what `judge` raises, `StoreError`, and
     `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
     """
-    judged = judge(place, retrier, before=before)
-    plan, left = judged.plan, list[KeptKey]()
+    log, plan = judge(place, retrier, before=before)
+    left = list[KeptKey]()
     if any(item.kind == "data" for item in plan.objects):
         is_fenced = plan.needs_fence and conditional
-        top = judged.log.top
+        top = log.top
         if is_fenced:
             # Whether the number was free does not matter: from here on it is taken.
-            put_fence(place.store, top + 1, keeps=judged.log.counting, retrier=retrier)
-        judged = judge(place, retrier, before=before, is_fenced=is_fenced)
-        if is_fenced and judged.log.top <= top:
+            put_fence(place.store, top + 1, keeps=log.counting, retrier=retrier)
+        log, second = judge(place, retrier, before=before, is_fenced=is_fenced)
+        if is_fenced and log.top <= top:
             raise CheckpointChangedError(
                 f"{place.store.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was removed",
                 uri=place.store.uri,
             )
         # A proxy can answer one of the two reads with another checkpoint's manifest, which names none of the data here.
         agreed = set(plan.objects)
-        plan = replace(judged.plan, objects=tuple(item for item in judged.plan.objects if item in agreed))
+        plan = replace(second, objects=tuple(item for item in second.objects if item in agreed))
     for upload in plan.uploads:
         left += _abort(place.root, upload, retrier)
     left_of_log = _remove(place.root, [place.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)

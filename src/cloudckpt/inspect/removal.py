@@ -190,7 +190,7 @@ class _Collection:
         try:
             place = _place(self._location, self._store, inventory, prefix, self._options)
             if self._dry_run:
-                plan = judge(place, self._retrier, before=self._before).plan
+                _, plan = judge(place, self._retrier, before=self._before)
             else:
                 plan, left = collect(place, self._retrier, before=self._before, conditional=self._is_conditional)
         except (StoreError, CommitUnknownError) as error:

@@ -219,8 +219,8 @@ _HOUSEKEEPING = (
         name="gc-writes-in-a-dry-run",
         breaks="G5: a dry run of gc removes objects.",
         file="inspect/removal.py",
-        old="            if self._dry_run:\n                plan",
-        new="            if False:\n                plan",
+        old="            if self._dry_run:\n                _, plan",
+        new="            if False:\n                _, plan",
         tests=("tests/commit/gc/test_gc_on_stores.py::test_a_dry_run_says_what_would_go_and_touches_nothing",),
     ),
 )

@@ -10,7 +10,7 @@ import traceback
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -156,7 +156,6 @@ def test_ranks_that_failed_alike_fail_as_what_they_have_in_common(
         max_size=3,
     )
 )
-@settings(max_examples=60, deadline=None)
 def test_messages_are_bounded_and_move_no_cursor(foreign: list[str]) -> None:
     """If this fails, a name in a manifest floods a log, or writes to the terminal of who reads the error."""
     error = CheckpointError(f"Loading {' '.join(foreign)} failed: do that", uri="s3://bucket/run")

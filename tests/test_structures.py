@@ -123,7 +123,7 @@ def checked_round_trip(form: Any, mesh: DeviceMesh | None, save: Callable[[Any, 
     assert shown(target) == shown(saved)
 
 
-_of_one_mesh = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_of_one_mesh = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(form=_states)
@@ -139,7 +139,7 @@ def test_a_structure_that_was_saved_loads_into_itself(mesh: DeviceMesh, form: An
 
 @given(form=_states)
 @example(form={"optimizer": {"state": {}, "groups": [{}, {"lr": 1}, [{}]]}})
-@settings(_of_one_mesh, max_examples=20)
+@_of_one_mesh
 def test_an_export_has_the_keys_that_were_saved(form: Any) -> None:
     """If this fails, ``Optimizer.load_state_dict`` takes an exported state dict and restores nothing of it."""
     names = names_of(form)

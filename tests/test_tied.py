@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.docs.independent_reader import Checkpoint, entries_of
 from tests.in_memory import Memory
@@ -55,7 +55,6 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.data_ptr(), offsets, tuple(tensor.shape), tensor.dtype, id(tensor) if is_bare else None)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     samples=st.lists(st.tuples(bases, st.lists(st.sampled_from(list(RELATIONS)), max_size=4)), min_size=1, max_size=4),
     object_bytes=st.sampled_from([4096, 1 << 20]),

@@ -66,16 +66,10 @@ def manifest_of(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["save", "thread"])
-@pytest.mark.slow
-def test_compressed_checkpoints_load_without_a_word(tmp_path: Path, mode: str) -> None:
-    """If this fails, a compressed checkpoint loses values in one of the ways to save it, or needs options."""
+def test_compressed_checkpoints_load_without_a_word(tmp_path: Path) -> None:
+    """If this fails, a compressed checkpoint loses values, or needs options to be loaded."""
     uri = tmp_path / "c"
-    if mode == "save":
-        cloudckpt.save(state_of(3.0), uri, no_dist=True, options=Options(extensions=[Zstandard()], **SMALL))
-    else:
-        options = Options(extensions=[Zstandard(level=1, threads=2)], **SMALL)
-        cloudckpt.async_save(state_of(3.0), uri, no_dist=True, options=options).result(120)
+    cloudckpt.save(state_of(3.0), uri, no_dist=True, options=Options(extensions=[Zstandard()], **SMALL))
     assert_equal(loaded_from(uri), state_of(3.0))
     manifest = manifest_of(uri)
     assert {tuple(entry["transforms"]) for entry in manifest["tensors"].values()} == {("stream.zstd/1",)}

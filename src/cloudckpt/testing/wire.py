@@ -150,10 +150,9 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delay:
-    """Delays the exchange by `delay_s`."""
+    """Delays the request by `delay_s`."""
 
     delay_s: float
-    moment: Moment = "request"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -482,7 +481,9 @@ class _Connection:
         body = self._client.request_body(head)
         if isinstance(action, Reply):
             return self._reply(action, head, body)
-        self._act("request", seen)
+        self._tell("request", seen)
+        if isinstance(action, Delay):
+            self._wire.wait(action.delay_s)
         if isinstance(action, Throttle):
             body = self._slow_down(body, action.request_bytes_per_s)
         if isinstance(action, CutRequest | StallRequest):
@@ -491,9 +492,9 @@ class _Connection:
         pieces = self._reach_store().answer_body(answer, method=head.method)
         if isinstance(action, LoseAnswer | CutAnswer | StallAnswer):
             return self._break_answer(action, answer, pieces)
-        if isinstance(action, Tell | Delay) and action.moment == "answer":
+        if isinstance(action, Tell) and action.moment == "answer":
             pieces = iter(list(pieces))  # S3 has carried a completion out when its answer ends, not when it begins
-        self._act("answer", seen)
+        self._tell("answer", seen)
         if isinstance(action, Throttle):
             pieces = self._slow_down(pieces, action.answer_bytes_per_s)
         self._client.socket.sendall(answer.raw)
@@ -501,12 +502,9 @@ class _Connection:
             self._client.socket.sendall(piece)
         return answer.leaves_open(head)
 
-    def _act(self, moment: Moment, seen: Seen) -> None:
-        action = seen.action
-        if isinstance(action, Tell) and action.moment == moment:
-            action.function(seen)
-        if isinstance(action, Delay) and action.moment == moment:
-            self._wire.wait(action.delay_s)
+    def _tell(self, moment: Moment, seen: Seen) -> None:
+        if isinstance(seen.action, Tell) and seen.action.moment == moment:
+            seen.action.function(seen)
 
     def _slow_down(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:
         if bytes_per_s is None:

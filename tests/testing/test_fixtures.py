@@ -71,33 +71,14 @@ def test_data_of_gcs_outlive_a_kill(cloudckpt_gcs_uri, cloudckpt_gcs_server):
 """
 
 
-@pytest.fixture(autouse=True)
-def _users_own(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> None:
-    """An environment that would lead elsewhere, and fail there."""
+def test_a_user_saves_and_loads_offline(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, a user's test needs a bucket that is paid for, uses credentials of theirs, or spoils the next."""
     monkeypatch.setenv("AWS_PROFILE", "prod")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     pytester.makeconftest(CONFTEST)
-
-
-def run(pytester: pytest.Pytester, source: str, *, passed: int) -> None:
-    pytester.makepyfile(source)
+    pytester.makepyfile(test_environment=ENVIRONMENT, test_killing=KILLING, test_saving=SAVING)
     # A process of its own, as a user's is: with these settings, and nothing that this one has imported.
     result = pytester.runpytest_subprocess(*OPTIONS, timeout=WAIT_S)
-    result.assert_outcomes(passed=passed)
-
-
-def test_a_user_saves_and_loads_offline(pytester: pytest.Pytester) -> None:
-    """A user's test would need a bucket that is paid for, or see what another test has saved."""
-    run(pytester, SAVING, passed=5)
-
-
-def test_the_users_environment_is_hidden_and_comes_back(pytester: pytest.Pytester) -> None:
-    """A user's credentials or proxy would send a test's checkpoints to a real store."""
-    run(pytester, ENVIRONMENT, passed=2)
-
-
-def test_a_killed_server_is_up_for_the_next_test(pytester: pytest.Pytester) -> None:
-    """One test that kills the server would fail all that come after it."""
-    run(pytester, KILLING, passed=3)
+    result.assert_outcomes(passed=10)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.convert.states import contents
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -193,7 +194,7 @@ def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
     torch.save(state, tmp_path / "in.pt")
     cloudckpt.import_checkpoint(tmp_path / "in.pt", tmp_path / "step-1", format="torch")
     cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "out.pt", format="torch")
-    cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "dcp", format="dcp")
+    torch_save_to_dcp(tmp_path / "out.pt", tmp_path / "dcp")
     cloudckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "step-2", format="dcp", allow_pickle=True)
     exported = torch.load(tmp_path / "out.pt", weights_only=True)
     assert shown(exported) == shown(as_dicts(state))

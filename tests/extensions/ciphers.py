@@ -90,5 +90,3 @@ class Failing(Xor):
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002  # torch's name
         raise RuntimeError("no key server")
-
-

@@ -791,10 +791,10 @@ _STORES = (
     Mutant(
         name="s3-denial-is-absence",
         breaks="G3: a 403 without a body reads as if there were no object.",
-        file="stores/s3/errors.py",
+        file="stores/http_errors.py",
         old="403: DENIED,",
         new="403: NOTHING,",
-        tests=("tests/stores/s3/test_errors.py::test_answers_follow_what_a_handler_would_do",),
+        tests=("tests/stores/test_http_errors.py::test_answers_of_s3_follow_what_a_handler_would_do",),
     ),
     Mutant(
         name="local-denial-is-absence",

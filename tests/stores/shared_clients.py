@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from cloudckpt.stores import http_clients
+from cloudckpt.errors import MissingDependencyError
 
 
 class ClientTests:
     """A subclass says which store's; each directory's `scripted` serves it."""
 
-    clients: ModuleType
     store_type: type[Any]
+    extra: str
+    cache: Any
     credentials: dict[str, Any]
     """In its `storage_options`."""
     endpoint_variable: str
@@ -30,7 +31,7 @@ class ClientTests:
         return self.store_type("bucket", "", storage_options=options, timeout_s=timeout_s, connections=2)
 
     def client_of(self, store: Any) -> Any:
-        return self.clients.client_cache.client_for(store._session.client_key, store._session._environment)
+        return store._session.client()
 
     def test_stores_of_one_configuration_share_a_client(self, scripted: Any) -> None:
         """Each save would open its connections anew."""
@@ -38,11 +39,11 @@ class ClientTests:
         for _ in range(3):
             server.store().head("k")
         server.store(prefix="other").head("k")
-        assert len(self.clients.client_cache) == 1
+        assert len(self.cache) == 1
         assert server.num_connections == 1
         server.store(storage_class=self.another_class).head("k")
         server.store(timeout_s=7).head("k")
-        assert len(self.clients.client_cache) == 3
+        assert len(self.cache) == 3
 
     def test_threads_that_start_together_make_one_client(self, scripted: Any) -> None:
         """Each would look for credentials, and open connections of its own; boto3 cannot even make two at once."""
@@ -56,29 +57,7 @@ class ClientTests:
         with ThreadPoolExecutor(8) as pool:
             sizes = [future.result(30) for future in [pool.submit(ask) for _ in range(8)]]
         assert sizes == [10] * 8
-        assert len(self.clients.client_cache) == 1
-
-    def test_only_so_many_clients_are_kept(self, scripted: Any) -> None:
-        """A process that opens stores of ever new configurations would collect sockets without end."""
-        server = scripted.serve(scripted.any_store())
-        first = server.store()
-        kept = self.client_of(first)
-        for number in range(http_clients._MOST_CLIENTS):
-            self.client_of(server.store(timeout_s=100 + number))
-        assert len(self.clients.client_cache) == http_clients._MOST_CLIENTS
-        assert self.client_of(first) is not kept
-
-    def test_plain_http_to_another_machine_is_warned_about_once(self) -> None:
-        """Weights would cross the network in the clear without anyone having decided so."""
-        http_clients._warned_endpoints.clear()
-        with pytest.warns(UserWarning, match=r"http://store\.example is plain HTTP"):
-            self.client_of(self.opened(endpoint_url="http://store.example"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            self.client_of(self.opened(endpoint_url="http://store.example", timeout_s=3))
-            self.client_of(self.opened(endpoint_url="https://store.example"))
-            for loopback in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1", "http://s3.localhost:1"):
-                self.client_of(self.opened(endpoint_url=loopback))
+        assert len(self.cache) == 1
 
     def test_a_client_is_made_of_the_environment_that_it_is_filed_under(
         self, scripted: Any, monkeypatch: pytest.MonkeyPatch
@@ -92,3 +71,15 @@ class ClientTests:
         monkeypatch.setenv(self.endpoint_variable, here.endpoint_url)
         self.opened().head("k")
         assert (len(here.requests), len(there.requests)) == (1, 1)
+
+    def test_without_its_sdk_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A ModuleNotFoundError would not say which of cloudckpt's extras to install."""
+        monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+        with pytest.raises(MissingDependencyError, match=rf"pip install 'cloudckpt\[{self.extra}\]'"):
+            self.opened()
+
+    def test_importing_the_store_does_not_import_the_sdk(self) -> None:
+        """Users of local paths would need it, or wait a second for it."""
+        sdks = "{'boto3', 'botocore', 'google.cloud.storage', 'requests'}"
+        source = f"import sys, cloudckpt.stores.{self.extra}; assert not {sdks} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", source], check=True, timeout=120)

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import io
-import os
 import re
-import socket
-import struct
-import sys
-import time
-from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores._body import batches, num_bytes, without_first
+from cloudckpt.stores._body import num_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from cloudckpt.stores.base import Views
 
-_FIRST_SEND_BYTES = 256 * 1024
-_LEAST_SEND_BYTES = 64 * 1024
-_MOST_SEND_BYTES = 4 * 1024 * 1024
+# The HTTP library gives each piece one timeout to leave: a larger one would time out on a slow line.
+_PIECE_BYTES = 1024 * 1024
 _JOIN_BELOW_BYTES = 256 * 1024
-_JOIN_TO_BYTES = 1024 * 1024
-_QUICK_S = 0.25
-_SLOW_S = 1.0
-
 _MOST_READ_BYTES = 1024 * 1024
-_MOST_RECEIVED_BYTES = 8 * 1024 * 1024
-_MOST_RECEIVED_VIEWS = 1024  # IOV_MAX
-_FEWEST_RECEIVED_BYTES = 256 * 1024
-_SHARE_OF_TIMEOUT = 0.25
 
 # The lines that the standard library's parser takes for a header or for the rest of one.
 _HEADER = re.compile(rb"(?:From |[\041-\071\073-\176]*:|[\t ])[^\r\n]*\r?\n")
@@ -45,37 +27,30 @@ class ViewsBody:
     ``read(n)`` takes `n` for a hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of calls for a part.
     It returns slices of the views instead, and joins small neighbours, because many small tensors would otherwise leave
     in as many small packets.
-
-    The HTTP library gives each piece a fixed time to leave. Pieces shrink if they leave slowly, so that this time
-    bounds a stall and not a slow line.
     """
 
-    def __init__(self, views: Views, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, views: Views) -> None:
         self._views = [view for view in views if view.nbytes]
         self._size_bytes = num_bytes(self._views)
-        self._clock = clock
-        self._send_bytes = _FIRST_SEND_BYTES
         self._index = self._begin = self._position_bytes = 0
-        self._handed_out_at: float | None = None
 
     def __len__(self) -> int:
         return self._size_bytes
 
     def read(self, _size_hint: int | None = -1, /) -> memoryview | bytes:
         """Return the next piece, of any size; an empty one at the end."""
-        self._adapt_to_pace()
         if self._index == len(self._views):
             return b""
-        if self._views[self._index].nbytes - self._begin >= _JOIN_BELOW_BYTES:
-            return self._take(self._send_bytes)
-        pieces = [self._take(_JOIN_BELOW_BYTES)]
-        room_bytes = min(_JOIN_TO_BYTES, self._send_bytes) - pieces[0].nbytes
+        pieces, size_bytes = [self._take()], 0
         while self._index < len(self._views):
-            next_bytes = self._views[self._index].nbytes
-            if next_bytes >= _JOIN_BELOW_BYTES or next_bytes > room_bytes:
+            size_bytes += pieces[-1].nbytes
+            following = self._views[self._index]
+            if (
+                max(pieces[-1].nbytes, following.nbytes) >= _JOIN_BELOW_BYTES
+                or size_bytes + following.nbytes > _PIECE_BYTES
+            ):
                 break
-            pieces.append(self._take(next_bytes))
-            room_bytes -= next_bytes
+            pieces.append(self._take())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def tell(self) -> int:
@@ -93,7 +68,6 @@ class ViewsBody:
         while self._index < len(self._views) and self._begin >= self._views[self._index].nbytes:
             self._begin -= self._views[self._index].nbytes
             self._index += 1
-        self._handed_out_at = None
         return self._position_bytes
 
     def readable(self) -> bool:
@@ -104,23 +78,13 @@ class ViewsBody:
         """Return True."""
         return True
 
-    def _take(self, most_bytes: int) -> memoryview:
-        piece = self._views[self._index][self._begin : self._begin + most_bytes]
+    def _take(self) -> memoryview:
+        piece = self._views[self._index][self._begin : self._begin + _PIECE_BYTES]
         self._position_bytes += piece.nbytes
         self._begin += piece.nbytes
         if self._begin == self._views[self._index].nbytes:
             self._index, self._begin = self._index + 1, 0
         return piece
-
-    def _adapt_to_pace(self) -> None:
-        now = self._clock()
-        if self._handed_out_at is not None:
-            elapsed_s = now - self._handed_out_at
-            if elapsed_s < _QUICK_S:
-                self._send_bytes = min(self._send_bytes * 2, _MOST_SEND_BYTES)
-            elif elapsed_s > _SLOW_S:
-                self._send_bytes = max(self._send_bytes // 2, _LEAST_SEND_BYTES)
-        self._handed_out_at = now
 
 
 class WholeHeadResponse(http.client.HTTPResponse):
@@ -189,34 +153,14 @@ class ResponseBody:
 
     def fill(self, views: Views) -> None:
         """Fill `views` one after the other. Raises `BodyEndedError` if the body ends before they are full."""
-        response, connection = self._source, _find_socket(self._source, num_bytes(views))
-        if connection is None:
-            for view in views:
-                begin = 0
-                while begin < view.nbytes:
-                    count = response.readinto(view[begin : begin + _MOST_READ_BYTES])
-                    if not count:
-                        raise BodyEndedError
-                    begin += count
-                    self.received_bytes += count
-            return
-        awaited_bytes = response.length
-        try:
-            held_bytes = len(response.fp.peek())
-            for piece in next(batches(views, max_bytes=held_bytes, max_views=len(views)), []) if held_bytes else []:
-                response.readinto(piece)
-            with _waiting_in_the_kernel(connection):
-                rest = without_first(views, held_bytes)
-                for batch in batches(rest, max_bytes=_MOST_RECEIVED_BYTES, max_views=_MOST_RECEIVED_VIEWS):
-                    left = batch
-                    while left:
-                        count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
-                        if not count:
-                            raise BodyEndedError
-                        response.length -= count  # http.client goes on from here
-                        left = without_first(left, count)
-        finally:
-            self.received_bytes += awaited_bytes - response.length
+        for view in views:
+            begin = 0
+            while begin < view.nbytes:
+                count = self._source.readinto(view[begin : begin + _MOST_READ_BYTES])
+                if not count:
+                    raise BodyEndedError
+                begin += count
+                self.received_bytes += count
 
     def close(self, *, reuse: bool) -> None:
         """Give the connection back. It is used again only if `reuse` and if the body was read to its end."""
@@ -235,45 +179,3 @@ class ResponseBody:
             return not self._source.readinto(memoryview(bytearray(1)))
         except Exception:  # noqa: BLE001  # the views are full; only the connection is lost
             return False
-
-
-def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
-    """Return the socket that the body can be received from past `http.client`; None if it has to be read through it.
-
-    It has to be for chunked, short and encrypted bodies, and if anything but the standard library lies between.
-    """
-    if sys.platform != "linux" or not isinstance(response, http.client.HTTPResponse) or response.chunked:
-        return None
-    if response.length is None or response.length < max(wanted_bytes, _FEWEST_RECEIVED_BYTES):
-        return None
-    buffer: Any = response.fp
-    raw = getattr(buffer, "raw", None)
-    connection = getattr(raw, "_sock", None)
-    if type(buffer) is not io.BufferedReader or type(raw) is not socket.SocketIO:
-        return None
-    # gevent and its like replace socket.socket; a thread of theirs must not block.
-    if type(socket.socket.recvmsg_into) is not MethodDescriptorType:
-        return None
-    return connection if type(connection) is socket.socket and connection.gettimeout() else None
-
-
-@contextlib.contextmanager
-def _waiting_in_the_kernel(connection: socket.socket) -> Iterator[None]:
-    """Let each receive wait in the kernel for all that it was asked for: fewer calls, and fewer waits for the GIL.
-
-    Python knows nothing of it: since the socket has a timeout, it waits for the first byte of each piece itself. So one
-    byte has arrived when the kernel begins to gather; a signal or a slow line then ends the call with the bytes so far.
-    """
-    timeout_s = connection.gettimeout() or 0.0
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(timeout_s * _SHARE_OF_TIMEOUT))
-    os.set_blocking(connection.fileno(), True)
-    try:
-        yield
-    finally:
-        os.set_blocking(connection.fileno(), False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(0.0))
-
-
-def _pack_timeval(seconds: float) -> bytes:
-    least_us = 1 if seconds > 0 else 0  # zero means no timeout
-    return struct.pack("@ll", int(seconds), max(int(seconds % 1 * 1e6), least_us))

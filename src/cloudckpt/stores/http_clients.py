@@ -3,66 +3,98 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
 import socket
 import threading
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.stores.http_body import WholeHeadResponse
 from cloudckpt.stores.storage_options import is_loopback
 
 _log = logging.getLogger("cloudckpt")
 
 _MOST_CLIENTS = 16
+_LONGEST_CONNECT_S = 20.0
+_TRIES_WITHIN_TIMEOUT = 3
+_CONFIGURING = (
+    "ALL_PROXY",
+    "API_ENDPOINT_OVERRIDE",
+    "APPDATA",
+    "AWS_",
+    "BOTO_",
+    "CLOUDSDK_",
+    "CURL_CA_BUNDLE",
+    "GCE_METADATA",
+    "GOOGLE_",
+    "HOME",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "NO_GCE_CHECK",
+    "NO_PROXY",
+    "REQUESTS_CA_BUNDLE",
+    "STORAGE_EMULATOR_HOST",
+)
+"""The beginnings of the names of the variables from which the SDKs take their configuration."""
 
-Key = TypeVar("Key", bound=Hashable)
+Config = TypeVar("Config")
 Client = TypeVar("Client")
-Environment: TypeAlias = tuple[tuple[str, str], ...]
-"""The variables from which an SDK takes its configuration, sorted."""
 
 
-class ClientCache(Generic[Key, Client]):
-    """The clients of one SDK in this process: one for each configuration and environment, the latest used of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientKey(Generic[Config]):
+    """The configuration of a client. May hold credentials, so it is never shown."""
 
-    def __init__(self, make: Callable[[Key], Client], *, read_environment: Callable[[], Environment]) -> None:
-        self._make = make
-        self._read_environment = read_environment
+    config: Config
+    timeout_s: float
+    connections: int
+
+    def __repr__(self) -> str:
+        return "ClientKey(…)"
+
+    def timeouts_s(self, connect_s: float | None, read_s: float | None) -> tuple[float, float]:
+        """Return the timeouts for connecting and for reading; the arguments are those that the user gave."""
+        return (
+            # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
+            connect_s or min(self.timeout_s, _LONGEST_CONNECT_S),
+            # A fraction of the timeout, so that one dead connection leaves time for another try.
+            read_s or self.timeout_s / _TRIES_WITHIN_TIMEOUT,
+        )
+
+
+class ClientCache(Generic[Config, Client]):
+    """The latest used clients of one SDK in this process: one for each configuration and environment."""
+
+    def __init__(self, make: Callable[[ClientKey[Config]], Client]) -> None:
         self._lock = threading.Lock()
-        self._clients: OrderedDict[tuple[Key, Environment], Client] = OrderedDict()
 
-    def client_for(self, key: Key, environment: Environment) -> Client:
-        """Return the client for `key`, made if there is none yet."""
-        with self._lock:
-            if (key, environment) not in self._clients:
-                environment = self._read_environment()  # the client is made from the environment as it is now
-            client = self._clients.get((key, environment))
-            if client is None:
-                client = self._clients[key, environment] = self._make(key)
-                if len(self._clients) > _MOST_CLIENTS:
-                    self._clients.popitem(last=False)
-            else:
-                self._clients.move_to_end((key, environment))
-            return client
+        @functools.lru_cache(maxsize=_MOST_CLIENTS)
+        def make_for(key: ClientKey[Config], _environment: tuple[tuple[str, str], ...]) -> Client:
+            return make(key)
 
-    def forget(self, client: Client) -> None:
-        """Make a new client next time: the credentials of this one are of no use any more."""
+        self._make_for = make_for
+
+    def client_for(self, key: ClientKey[Config]) -> Client:
+        """Return the client for `key` and the environment as it is now, made if there is none yet."""
+        environment = sorted(item for item in os.environ.items() if item[0].upper().startswith(_CONFIGURING))
         with self._lock:
-            for key in [key for key, known in self._clients.items() if known is client]:
-                del self._clients[key]
+            return self._make_for(key, tuple(environment))
 
     def clear(self) -> None:
         """Forget all clients."""
-        self._clients.clear()
+        self._make_for.cache_clear()
 
     def __len__(self) -> int:
-        return len(self._clients)
+        return self._make_for.cache_info().currsize
 
 
 _warned_endpoints: set[str] = set()
@@ -74,8 +106,19 @@ def is_clear_text(endpoint_url: str) -> bool:
     return parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
-def warn_of_clear_text(endpoint_url: str, *, store: str) -> None:
-    """Warn and log, once per process, if `endpoint_url` is plain HTTP to another machine."""
+def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
+    """Refuse an endpoint with credentials in it; warn and log, once per process, if it is plain HTTP elsewhere.
+
+    `variables` says where an endpoint comes from that is not in the storage options.
+    """
+    parts = urlsplit(endpoint_url)
+    if parts.username is not None or parts.password is not None:
+        raise InvalidOptionError(
+            f"The {store} endpoint's URL holds credentials, which would appear in messages. Remove them from "
+            f"{variables}."
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidOptionError(f"{endpoint_url!r} is no endpoint: {variables} must look like http://host:port.")
     if not is_clear_text(endpoint_url) or endpoint_url in _warned_endpoints:
         return
     _warned_endpoints.add(endpoint_url)

@@ -1,6 +1,6 @@
 """Translate failures over HTTP into cloudckpt's errors.
 
-S3 and GCS share the rules, the words and the errors of the network below their SDKs. Each adds a table of its own.
+S3 and GCS share the translator, most rules, and the errors of the network below their SDKs. Each adds an `ErrorTable`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import os
 import re
 import socket
 import ssl
+import traceback
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -25,6 +26,7 @@ from cloudckpt.errors import (
     ShortObjectError,
     StoreError,
     StoreTimeoutError,
+    ThrottledError,
     TransientStoreError,
     UnsupportedOperationError,
 )
@@ -42,6 +44,7 @@ class Rule(NamedTuple):
     advice: str
 
 
+ACCOUNT = Rule(AccessDeniedError, "The account or project may not use the store at present. Ask its owner.")
 BUCKET = Rule(BucketNotFoundError, "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name.")
 CANNOT = Rule(UnsupportedOperationError, "This store does not offer the operation, or not with these options.")
 CLOSED = Rule(TransientStoreError, "{endpoint} closed the connection. Try again.")
@@ -56,23 +59,43 @@ FOREIGN = Rule(
     "Is a proxy or a load balancer between? Try again; if it goes on, check endpoint_url, and what answers at "
     "{endpoint}.",
 )
+FULL = Rule(StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
+LARGE = Rule(StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes.")
 LATER = Rule(TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
 NOTHING = Rule(ObjectNotFoundError, "No object exists at this key.")
 PROXY = Rule(TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
 READ_LATE = Rule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")
 REQUEST = Rule(StoreError, "The store refuses the request as it stands. Check the storage options and the key.")
 SHORT = Rule(ShortObjectError, "The object ends before the range that was asked for.")
+SLOWER = Rule(ThrottledError, "Send fewer requests: fewer connections, or other key prefixes.")
 TLS = Rule(TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
 UNREACHED = Rule(
     TransientStoreError,
     "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
 )
 
-NETWORK_RULES = (CLOSED, CONNECT_LATE, PROXY, READ_LATE, TLS, UNREACHED)
+_NETWORK_RULES = (CLOSED, CONNECT_LATE, PROXY, READ_LATE, TLS, UNREACHED)
 _BROKEN_CONNECTIONS = (http.client.HTTPException, ConnectionResetError, ConnectionAbortedError, BrokenPipeError)
 
 SAID_BY_ANYONE = frozenset({407, 408, 413, 429})
 """Statuses below 500 that mean the same from a proxy. None of them says anything about an object."""
+
+CLIENT_ERROR, SERVER_ERROR = 400, 500
+
+STATUSES: Mapping[int, Rule] = {
+    403: DENIED,
+    404: NOTHING,
+    405: CANNOT,
+    408: LATER,
+    409: LATER,
+    412: EXISTS,
+    413: LARGE,
+    416: SHORT,
+    429: SLOWER,
+    501: CANNOT,
+    507: FULL,
+}
+"""For codes that a table lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
 
 
 def by_name(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:
@@ -96,6 +119,41 @@ class FailedRequest:
     secrets: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorTable:
+    """The errors of one service and of its SDK.
+
+    Classes are named, not imported, so that an SDK that lacks or adds one still works.
+    """
+
+    codes: Mapping[str, Rule]
+    """By the service's own name of an error."""
+    statuses: Mapping[int, Rule]
+    exceptions: Mapping[str, Rule]
+    """By the name of a class of the SDK. A class that is not here is taken for its nearest base that is."""
+    packages: frozenset[str]
+    """The packages of the SDK."""
+    parsers: tuple[str, ...]
+    """The beginnings of the names of the modules in which the SDK parses answers."""
+    quoted: str
+    """The package whose exceptions have texts without headers of requests, and so without tokens."""
+    certificate: Rule
+    """For a certificate that is not accepted."""
+    configuration: Rule
+    """For all other exceptions of the SDK."""
+
+    def rule_for_answer(self, code: str, status: int) -> Rule:
+        """Return the rule for an answer of the service."""
+        fallback = LATER if status >= SERVER_ERROR else REQUEST
+        return self.codes.get(code) or self.statuses.get(status, fallback)
+
+    def rule_for_exception(self, error: Exception) -> Rule | None:
+        """Return the rule for an exception of the SDK; None if it is not of the SDK."""
+        names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__.partition(".")[0] in self.packages]
+        rules = (self.exceptions[name] for name in names if name in self.exceptions)
+        return next(rules, self.configuration) if names else None
+
+
 class ForeignAnswerError(Exception):
     """An answer that the store itself never gives, but a proxy, a load balancer or another server does."""
 
@@ -112,35 +170,35 @@ def build_error(rule: Rule, request: FailedRequest, *, reason: str) -> StoreErro
 
 
 def translate_exception(
-    error: Exception,
-    request: FailedRequest,
-    *,
-    library_rule: Rule | None,
-    certificate: Rule,
-    describe: Callable[[Exception, Rule], str],
-    is_of_parsing: Callable[[Exception], bool],
+    error: Exception, request: FailedRequest, table: ErrorTable, *, library_rule: Rule | None
 ) -> StoreError | None:
-    """Translate an exception that carries no answer of the store; None if neither network nor configuration raised it.
+    """Translate an exception without an answer of the store; None if neither network nor configuration raised it.
 
-    Args:
-        error: The exception.
-        request: The request that raised it.
-        library_rule: The rule of the SDK's own table, if the exception is of the SDK.
-        certificate: The rule for a certificate that is not accepted.
-        describe: Returns the reason, in words that hold no header and no token.
-        is_of_parsing: Returns True if the SDK failed to parse an answer.
-
+    `library_rule` is the rule for an exception of the SDK.
     """
     if isinstance(error, ForeignAnswerError):
         return build_error(FOREIGN, request, reason=str(error))
     rule = library_rule or _network_rule(error)
-    if rule in NETWORK_RULES:
-        rule = _refine_network_rule(rule, error, certificate=certificate)
-    if rule is None and is_of_parsing(error):
+    if rule in _NETWORK_RULES:
+        rule = _refine_network_rule(rule, error, certificate=table.certificate)
+    if rule is None and _is_of_parsing(error, table):
         rule = FOREIGN
     if rule is None:
         return None
-    return build_error(rule, request, reason=describe(error, rule))
+    name = type(error).__name__
+    is_quoted = type(error).__module__.startswith(table.quoted) and not issubclass(rule.error, TransientStoreError)
+    # The texts of HTTP errors can hold headers, and with them tokens. The arguments after the first can hold a body.
+    if is_quoted and error.args and isinstance(error.args[0], str):
+        return build_error(rule, request, reason=f"{name}: {error.args[0]}")
+    return build_error(rule, request, reason=_network_reason(error) or name)
+
+
+def _is_of_parsing(error: Exception, table: ErrorTable) -> bool:
+    """Return True if the SDK failed to parse an answer: it takes any XML or JSON for the service's."""
+    if not isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError | ValueError):
+        return False
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module.startswith(table.parsers) for module in modules)
 
 
 def _network_rule(error: Exception) -> Rule | None:
@@ -184,7 +242,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         pending += [cause.__context__, cause.__cause__, getattr(cause, "reason", None), inner, *cause.args]
 
 
-def network_reason(error: Exception) -> str | None:
+def _network_reason(error: Exception) -> str | None:
     """Return why the network failed, without any header or token; None if it was something else."""
     name = type(error).__name__
     for cause in _causes(error):

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import Self
+
 from cloudckpt.errors import (
     CredentialsError,
     InterruptedReadError,
@@ -21,7 +23,8 @@ from cloudckpt.stores import probe
 from cloudckpt.stores._body import check_key, num_bytes
 from cloudckpt.stores.base import Capabilities, Store
 from cloudckpt.stores.http_body import BodyEndedError, ResponseBody
-from cloudckpt.stores.http_errors import mask
+from cloudckpt.stores.http_clients import ClientCache, ClientKey
+from cloudckpt.stores.http_errors import FailedRequest, mask
 
 if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
@@ -37,32 +40,62 @@ class HTTPSession(abc.ABC):
     """Requests about one bucket. Safe to share between threads; can be pickled."""
 
     scheme: ClassVar[str]
+    service: ClassVar[str]
     get_api: ClassVar[str]
     """The service's name for the request that reads an object."""
+    cache: ClassVar[ClientCache[Any, Any]]
 
-    def __init__(self, bucket: str) -> None:
+    def __init__(self, bucket: str, client_key: ClientKey[Any]) -> None:
         self.bucket = bucket
+        self.client_key = client_key
+        self._client: Any = None
+        self._is_refused = False
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, ClientKey[Any]]]:
+        return type(self), (self.bucket, self.client_key)
+
+    def client(self) -> Any:
+        """Return the client. Raises the SDK's errors if its configuration cannot be used."""
+        if self._client is None or self._is_refused:
+            self._client = self.cache.client_for(self.client_key)
+            self._is_refused = False
+        return self._client
+
+    def endpoint_url(self, operation: str) -> str:
+        """Return the address of the service. Raises `StoreError` if the SDK's configuration cannot be used."""
+        with self.translation(operation, self.get_api, ""):
+            return str(self.client().endpoint_url)
 
     def url(self, key: str) -> str:
         """Return the full address of `key`, a key of the bucket."""
         return f"{self.scheme}://{self.bucket}/{key}"
 
     @property
-    @abc.abstractmethod
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed."""
+        known = self.client_key.config if self._client is None else self._client
+        return tuple(known.secrets)
+
+    def failed_request(self, operation: str, api: str, key: str, *, secrets: tuple[str, ...] = ()) -> FailedRequest:
+        """Describe the request `api` about `key`, for an error. `secrets` are those that the session does not know."""
+        endpoint = self.client_key.config.endpoint_url or self.service
+        return FailedRequest(
+            operation=operation,
+            api=api,
+            url=self.url(key).rstrip("/"),
+            bucket=self.bucket,
+            endpoint=endpoint if self._client is None else self._client.endpoint_url,
+            permission=self.permission(api),
+            secrets=(*self.secrets, *secrets),
+        )
 
     @abc.abstractmethod
-    def endpoint_url(self, operation: str) -> str:
-        """Return the address of the service. Raises `StoreError` if the SDK's configuration cannot be used."""
+    def permission(self, api: str) -> str:
+        """Return the rights that `api` needs with these options."""
 
     @abc.abstractmethod
     def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
         """Return the error to raise for `error`; None if it is not the store's."""
-
-    @abc.abstractmethod
-    def forget_client(self) -> None:
-        """Have the next request made by a new client, which looks for credentials again."""
 
     @abc.abstractmethod
     def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:
@@ -85,7 +118,8 @@ class HTTPSession(abc.ABC):
             if translated is None:
                 raise
             if isinstance(translated, CredentialsError):
-                self.forget_client()
+                self.cache.clear()
+                self._is_refused = True  # the next client looks for credentials again
             # Not chained: the texts and attributes of HTTP errors can hold headers, and with them tokens.
             raise translated from None
 

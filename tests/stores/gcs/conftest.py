@@ -18,7 +18,7 @@ from tests.stores.scripted import Answer, Recorded, ScriptedServer, hang_up, rep
 
 from cloudckpt.stores import probe
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.gcs import client as clients
+from cloudckpt.stores.gcs.client import GCSSession
 from cloudckpt.testing.servers import GCSServer, clean_environment, fake_gcs_server
 
 
@@ -40,9 +40,7 @@ def _no_ambient_google(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_clients() -> None:
-    for client in clients.client_cache._clients.values():
-        client.close()
-    clients.client_cache.clear()
+    GCSSession.cache.clear()
     probe._found.clear()  # the next test's server may get this one's port
 
 

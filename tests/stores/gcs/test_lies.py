@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +12,6 @@ from cloudckpt.stores.base import Part
 
 if TYPE_CHECKING:
     from cloudckpt.stores.gcs import GCSStore
-    from cloudckpt.testing.servers import GCSServer
 
 BODY = b"0123456789"
 LISTINGS = {
@@ -105,71 +100,3 @@ def test_no_request_follows_a_redirection(scripted: Any, status: int, call: Any)
     with pytest.raises(errors.StoreError, match="sends requests elsewhere"):
         call(server.store())
     assert other.requests == []
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Content-Length": "9" * 5000},
-        {"Content-Length": "\xb2"},
-        {"Content-Range": f"bytes 0-{'9' * 5000}/10"},
-    ],
-    ids=["long", "odd", "range"],
-)
-def test_a_length_that_is_none_is_an_error_of_the_store(scripted: Any, headers: dict[str, str]) -> None:
-    """A raw ValueError would name neither object nor remedy."""
-
-    def answer(connection: Any, _: Any) -> None:
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        connection.sendall(f"HTTP/1.1 206 OK\r\n{lines}\r\n".encode("latin-1") + BODY)
-
-    with pytest.raises(errors.TransientStoreError, match="proxy"):
-        scripted.serve(answer).store().read_into("k", 0, [memoryview(bytearray(10))])
-
-
-def test_an_endpoint_may_end_in_a_slash(gcs_server: GCSServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slashes in a row: the server would say that the bucket does not exist."""
-    from cloudckpt.stores.gcs import GCSStore  # noqa: PLC0415
-
-    url = gcs_server.endpoint_url + "/"
-    store = GCSStore(bucket, "a", storage_options={"endpoint_url": url, "anonymous": True}, timeout_s=30, connections=2)
-    assert list(store.list()) == []
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
-    assert list(GCSStore(bucket, "a", storage_options={}, timeout_s=30, connections=2).list()) == []
-
-
-_LATE = """
-import sys, threading
-begun = threading.Event()
-threading._register_atexit(begun.set)  # the first to be registered is called last, once no pool takes work any more
-from awscrt.checksums import crc32c
-from cloudckpt.stores.base import Part
-from cloudckpt.stores.gcs import GCSStore
-
-def save():
-    assert begun.wait(60)
-    store = GCSStore(sys.argv[1], "late", storage_options={}, timeout_s=30, connections=2)
-    upload_id = store.create_multipart("k")
-    part = Part(number=1, offset_bytes=0, size_bytes=10)
-    done = store.upload_part("k", upload_id, part, [memoryview(bytes(10))], crc32c=crc32c(bytes(10)))
-    store.complete_multipart("k", upload_id, [done])
-    root = GCSStore(sys.argv[1], "", storage_options={}, timeout_s=30, connections=2)
-    assert list(root.list_directories()) == ["late"]
-    print("saved")
-
-threading.Thread(target=save).start()
-"""
-
-
-def test_uploads_are_completed_while_the_interpreter_exits(gcs_server: GCSServer, bucket: str) -> None:
-    """A pool of the standard library refuses work then, so the last background save of a script would be lost."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_LATE), bucket],
-        env={**os.environ, **gcs_server.environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout == "saved\n", done.stderr
-    assert done.stderr == ""

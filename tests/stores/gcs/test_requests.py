@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -93,18 +92,6 @@ def test_the_storage_class_is_the_objects_and_never_a_parts(scripted: Any) -> No
     assert json.loads(copy.body)["storageClass"] == "NEARLINE"
 
 
-def test_without_options_the_bucket_decides(scripted: Any) -> None:
-    """A class or key of our own choice would override the bucket's defaults."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store()
-    CALLS["put"][0](store)
-    one_part(store)
-    put, _, compose, *_ = server.requests
-    assert "storageClass" not in scripted.inserted(put)[0]
-    assert set(put.query) == {"uploadType", "fields"}
-    assert set(json.loads(compose.body)["destination"]) == {"contentType"}
-
-
 def test_bodies_go_out_whole_and_with_their_checksum(scripted: Any) -> None:
     """Without the CRC32C among the metadata GCS checks nothing; a chunked body would need its own framing."""
     server = scripted.serve(scripted.any_gcs())
@@ -122,23 +109,6 @@ def test_bodies_go_out_whole_and_with_their_checksum(scripted: Any) -> None:
     assert request.headers["content-length"] == str(len(request.body))
     assert "transfer-encoding" not in request.headers
     assert request.headers["user-agent"].startswith("cloudckpt/")
-
-
-def test_the_checksum_is_that_of_the_specification(scripted: Any) -> None:
-    """Byte order or encoding gone wrong: GCS would refuse every part. Check value: RFC 3720, B.4 (32 zeros)."""
-    server = scripted.serve(scripted.any_gcs())
-    server.store().put("k", [memoryview(bytes(32))], crc32c=0x8A9136AA)
-    assert scripted.inserted(server.requests[0])[0]["crc32c"] == "ipE2qg=="
-
-
-def test_an_empty_object_can_be_put(scripted: Any) -> None:
-    """An empty state dict's object would hang or be refused for want of a length."""
-    server = scripted.serve(scripted.any_gcs())
-    server.store().put("k", [], crc32c=0)
-    assert scripted.inserted(server.requests[0]) == (
-        {"name": "k", "crc32c": "AAAAAA==", "contentType": "application/octet-stream"},
-        b"",
-    )
 
 
 def test_a_body_may_hold_anything(scripted: Any) -> None:
@@ -174,14 +144,6 @@ def test_ranges_are_asked_for_as_they_lie(scripted: Any) -> None:
     assert request.headers["accept-encoding"] == "identity"
 
 
-def test_a_read_of_nothing_makes_no_request(scripted: Any) -> None:
-    """GCS has no range of length zero: it would answer with the whole object or an error."""
-    server = scripted.serve(scripted.any_gcs())
-    server.store().read_into("k", 5, [])
-    server.store().read_into("k", 5, [memoryview(bytearray())])
-    assert server.requests == []
-
-
 @pytest.mark.parametrize(("num_parts", "num_composes"), [(1, 1), (32, 1), (33, 3), (1024, 33), (1025, 36)])
 def test_parts_are_composed_in_a_tree(scripted: Any, num_parts: int, num_composes: int) -> None:
     """GCS takes 32 sources a call: the 33rd part would be refused, or lost. And exactly the generations that were
@@ -207,36 +169,6 @@ def test_parts_are_composed_in_a_tree(scripted: Any, num_parts: int, num_compose
     }
     assert all("generation" in source for source in sources)
     assert composes[-1].path == "/storage/v1/b/bucket/o/k/compose"
-
-
-def test_what_is_composed_on_the_way_is_a_temporary_object_too(scripted: Any) -> None:
-    """It would be listed, or be left behind, or be charged for a month."""
-    server = scripted.serve(gcs := scripted.any_gcs())
-    store = server.store(storage_class="COLDLINE")
-    upload_id = store.create_multipart("k")
-    places = [Part(number=number, offset_bytes=number - 1, size_bytes=1) for number in range(1, 34)]
-    view = memoryview(b"x")
-    parts = [store.upload_part("k", upload_id, place, [view], crc32c=crc32c(b"x")) for place in places]
-    store.complete_multipart("k", upload_id, parts)
-    first, second, last = (request for request in server.requests if request.path.endswith("/compose"))
-    for number, request in enumerate((first, second), start=1):
-        assert re.fullmatch(
-            rf"/storage/v1/b/bucket/o/k\.~{upload_id}-1-0000{number}-[0-9a-f]{{8}}\.~part/compose", request.path
-        )
-    classes = [json.loads(request.body)["destination"]["storageClass"] for request in (first, second, last)]
-    assert classes == ["STANDARD", "STANDARD", "COLDLINE"]
-    assert set(gcs.objects) == {"k"}
-
-
-def test_deletes_keep_their_order_but_for_long_rows_of_siblings(scripted: Any) -> None:
-    """Data could be gone while its manifest still stands."""
-    server = scripted.serve(scripted.any_gcs())
-    data = [f"data/a/{n}" for n in range(40)]
-    server.store().delete(iter(["manifest.json", "manifest.1.json", *data, "last"]))
-    paths = [request.path.removeprefix("/storage/v1/b/bucket/o/") for request in server.requests]
-    assert paths[:2] == ["manifest.json", "manifest.1.json"]
-    assert sorted(paths[2:-1]) == sorted(data)
-    assert paths[-1] == "last"
 
 
 def test_one_object_that_could_not_be_removed_is_an_error(scripted: Any) -> None:
@@ -326,16 +258,6 @@ def test_no_object_may_be_called_like_a_part(scripted: Any) -> None:
     assert server.requests == []
 
 
-def test_a_long_copy_goes_on_until_it_is_done(scripted: Any) -> None:
-    """GCS copies large objects in several calls: the first answer is no copy yet."""
-    more = {"totalBytesRewritten": "5", "objectSize": "10", "done": False, "rewriteToken": "T=1"}
-    server = scripted.serve(scripted.json(more), scripted.json({**more, "rewriteToken": "T=2"}), scripted.any_gcs())
-    store = server.store()
-    store.copy_from(store.url("k"), "k2")
-    assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=2"]
-    assert {request.path for request in server.requests} == {"/storage/v1/b/bucket/o/k/rewriteTo/b/bucket/o/k2"}
-
-
 def test_a_long_copy_goes_on_where_one_of_its_calls_failed(scripted: Any) -> None:
     """One 503 among the many calls of a rewrite of terabytes would begin it anew."""
     more = {"totalBytesRewritten": "5", "objectSize": "10", "done": False, "rewriteToken": "T=1"}
@@ -350,17 +272,3 @@ def test_a_long_copy_goes_on_where_one_of_its_calls_failed(scripted: Any) -> Non
 
     store.copy_from(store.url("k"), "k2", tried=tried)
     assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=1"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"user_project": "payer"}, r"storage\.objects\.create.*serviceusage\.services\.use on the project payer"),
-        ({"kms_key_name": KEY}, "service agent"),
-    ],
-)
-def test_a_denial_names_what_the_options_need_besides(scripted: Any, options: dict[str, Any], words: str) -> None:
-    """A trainer that may create objects but not bill the project would be told to grant what it has."""
-    server = scripted.serve(scripted.error(403, "forbidden"))
-    with pytest.raises(errors.AccessDeniedError, match=words):
-        server.store(**options).put("k", VIEWS, crc32c=CRC)

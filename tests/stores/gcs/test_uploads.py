@@ -59,22 +59,6 @@ def test_what_was_stored_wrongly_is_removed_and_nothing_else(
     assert removal.query["ifGenerationMatch"] == "7"
 
 
-@pytest.mark.parametrize(("status", "reason"), [(404, "notFound"), (412, "conditionNotMet")])
-def test_what_was_replaced_meanwhile_is_left_to_its_owner(scripted: Any, status: int, reason: str) -> None:
-    """Two writers of one key: the second one's object stays, and the first still hears of its damage."""
-    server = scripted.serve(stored(scripted, value=1), scripted.error(status, reason))
-    refuse(lambda: server.store().put("k", X, crc32c=CRC), errors.ChecksumRefusedError)
-    assert len(server.requests) == 2
-
-
-def test_damage_that_cannot_be_removed_is_said(scripted: Any) -> None:
-    """Somebody has to remove it by hand, and has to know which generation."""
-    server = scripted.serve(stored(scripted, value=1), scripted.error(403, "forbidden"))
-    error = refuse(lambda: server.store().put("k", X, crc32c=CRC), errors.ChecksumRefusedError)
-    assert "remove generation 7 by hand" in str(error)
-    assert "storage.objects.delete" in str(error)
-
-
 def test_bytes_that_changed_while_they_were_sent_are_told(scripted: Any) -> None:
     """GCS answers 400 as to any bad request: the user would look for an option that is wrong."""
     server = scripted.serve(scripted.error(400, "invalid", "Provided CRC32C does not match"))
@@ -83,72 +67,7 @@ def test_bytes_that_changed_while_they_were_sent_are_told(scripted: Any) -> None
     refuse(lambda: server.store().put("k", X, crc32c=CRC), errors.StoreError)  # it is something else
 
 
-@pytest.mark.parametrize("final", [True, False])
-def test_an_object_composed_of_other_bytes_is_removed(scripted: Any, *, final: bool) -> None:
-    """A part that changed between upload and completion, or a fault of the service's, must not pass for the object."""
-    wrong = stored(scripted, generation=9, size=33, value=1)
-    server = scripted.serve(wrong, scripted.reply(204))
-    store = server.store()
-    parts = [
-        UploadedPart(part=Part(number=n, offset_bytes=n - 1, size_bytes=1), token=f"{TRY}-7", crc32c=CRC)
-        for n in range(1, 2 if final else 34)
-    ]
-    upload_id = store.create_multipart("k")
-    refuse(lambda: store.complete_multipart("k", upload_id, parts), errors.ChecksumRefusedError)
-    _, removal = server.requests
-    assert removal.method == "DELETE"
-    removed = removal.path.removeprefix("/storage/v1/b/bucket/o/")
-    assert removed == "k" if final else removed.startswith(f"k.~{upload_id}-1-00001-")
-    assert removal.query["ifGenerationMatch"] == "9"
-
-
 # Completions and aborts that are repeated, or come too late.
-
-
-def test_a_completion_whose_answer_was_lost_can_be_repeated(scripted: Any) -> None:
-    """The object is there, and the save would fail."""
-    gcs = scripted.any_gcs()
-
-    def lost_once(connection: Any, request: Any) -> None:
-        if request.path.endswith("/k/compose") and "k" not in gcs.objects:
-            gcs._answer(request)
-            scripted.hang_up(connection, request)
-        else:
-            gcs(connection, request)
-
-    server = scripted.serve(lost_once)
-    store = server.store()
-    upload_id = store.create_multipart("k")
-    done = store.upload_part("k", upload_id, PART, X, crc32c=CRC)
-    refuse(lambda: store.complete_multipart("k", upload_id, [done]), errors.TransientStoreError)
-    store.complete_multipart("k", upload_id, [done])
-    assert set(gcs.objects) == {"k"}
-
-
-@pytest.mark.parametrize("knows", [True, False], ids=["the same process", "another process"])
-def test_a_completion_that_could_not_remove_its_parts_says_so_and_can_be_repeated(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, *, knows: bool
-) -> None:
-    """Parts left behind are paid for every month; and half of them gone must not count as a lost upload."""
-    gcs, denied = scripted.any_gcs(), [2]
-
-    def deny_once(connection: Any, request: Any) -> None:
-        if request.method == "DELETE" and f"-0-{denied[0]:05}-" in request.path:
-            denied[0] = 0
-            scripted.error(503, "backendError")(connection, request)
-        else:
-            gcs(connection, request)
-
-    store = scripted.serve(deny_once).store()
-    upload_id = store.create_multipart("k")
-    places = [Part(number=number, offset_bytes=number - 1, size_bytes=1) for number in range(1, 5)]
-    parts = [store.upload_part("k", upload_id, place, X, crc32c=CRC) for place in places]
-    refuse(lambda: store.complete_multipart("k", upload_id, parts), errors.TransientStoreError)
-    assert any(name.startswith(f"k.~{upload_id}-0-00002-") for name in gcs.objects)
-    if not knows:
-        monkeypatch.setattr("cloudckpt.stores.gcs.store._ended", type(_ended())())
-    store.complete_multipart("k", upload_id, parts)
-    assert set(gcs.objects) == {"k"}
 
 
 def test_parts_that_may_not_be_removed_do_not_fail_a_completed_upload(
@@ -183,18 +102,6 @@ def test_an_upload_whose_parts_are_gone_is_not_completed_by_another_object(scrip
     store = scripted.serve(gcs).store()
     refuse(lambda: complete(store), errors.ObjectNotFoundError)
     assert set(gcs.objects) == {"k", "k2"}
-
-
-def test_a_part_that_was_replaced_is_not_composed(scripted: Any) -> None:
-    """A zombie's late part would get into the object: only what was acknowledged counts."""
-    gcs = scripted.any_gcs()
-    store = scripted.serve(gcs).store()
-    upload_id = store.create_multipart("k")
-    done = store.upload_part("k", upload_id, PART, X, crc32c=CRC)
-    (name,) = gcs.objects
-    gcs.put(name, 1, crc32c(b"z"))
-    gcs.objects["k"] = (1, 5, 5)
-    refuse(lambda: store.complete_multipart("k", upload_id, [done]), errors.ObjectNotFoundError)
 
 
 def test_a_try_that_was_given_up_and_arrives_late_does_no_harm(scripted: Any) -> None:
@@ -261,34 +168,6 @@ def test_an_abort_removes_what_was_composed_on_the_way(scripted: Any) -> None:
         gcs.put(name, 1, CRC)
     scripted.serve(gcs).store().abort_multipart("k", UPLOAD)
     assert set(gcs.objects) == {"k.~00000000000000ab-0-00001-0123abcd.~part", "k"}
-
-
-@pytest.mark.parametrize("upload_id", ["", "another store's id", "0123456789ABCDEF", "../../etc"])
-def test_ids_of_others_are_no_uploads_here(scripted: Any, upload_id: str) -> None:
-    """An object under such a name would be taken for a part by no listing, and stay for ever."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store()
-    store.abort_multipart("k", upload_id)
-    refuse(lambda: store.upload_part("k", upload_id, PART, X, crc32c=CRC), errors.ObjectNotFoundError)
-    refuse(lambda: store.complete_multipart("k", upload_id, [DONE]), errors.ObjectNotFoundError)
-    assert server.requests == []
-
-
-def test_tokens_of_other_stores_complete_nothing(scripted: Any) -> None:
-    """A number could not be made of it, and a ValueError would be taken for a bug."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store()
-    done = UploadedPart(part=PART, token="an ETag", crc32c=CRC)  # noqa: S106 (a dummy)
-    refuse(lambda: store.complete_multipart("k", store.create_multipart("k"), [done]), errors.ObjectNotFoundError)
-    assert server.requests == []
-
-
-def test_an_upload_of_nothing_is_not_completed(scripted: Any) -> None:
-    """GCS composes nothing of nothing, and says so in its own words."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store()
-    refuse(lambda: store.complete_multipart("k", store.create_multipart("k"), []), errors.StoreError)
-    assert server.requests == []
 
 
 def test_a_name_too_long_for_its_parts_is_told_at_once(scripted: Any) -> None:

@@ -21,7 +21,7 @@ from werkzeug.serving import make_server
 
 from cloudckpt.stores import probe
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3 import client as clients
+from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
 
 
@@ -54,9 +54,7 @@ def _no_ambient_aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_clients() -> None:
-    for client in clients.client_cache._clients.values():
-        client.boto3_client.close()
-    clients.client_cache.clear()
+    S3Session.cache.clear()
     probe._found.clear()  # the next test's server may get this one's port
 
 

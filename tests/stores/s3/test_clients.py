@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import pickle
-import subprocess
-import sys
-import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -22,7 +16,6 @@ from cloudckpt.stores.s3 import client as clients
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from cloudckpt.testing.servers import S3Server
 
 MIB = 1 << 20
 
@@ -32,57 +25,18 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 
 def client_of(store: S3Store) -> clients.S3Client:
-    return clients.client_cache.client_for(store._session.client_key, store._session._environment)
+    return store._session.client()
 
 
 class TestClients(ClientTests):
     """Of boto3."""
 
-    clients = clients
+    cache = clients.S3Session.cache
+    extra = "s3"
     store_type = S3Store
     credentials: ClassVar = {"access_key_id": "a", "secret_access_key": "b", "region": "eu-west-1"}
     endpoint_variable = "AWS_ENDPOINT_URL_S3"
     another_class = "STANDARD_IA"
-
-
-def test_no_client_is_made_before_the_first_request() -> None:
-    """Opening a store would cost a tenth of a second and fail for want of a profile, before anything is asked."""
-    open_store(profile="no-such-profile")
-    assert len(clients.client_cache) == 0
-
-
-def test_stores_at_work_at_once_keep_the_connections_that_they_opened(
-    scripted: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A save and a load at once would close each other's connections, and open and greet anew for each request."""
-    num_calls = 8  # of two connections each, by four stores
-    all_under_way = threading.Barrier(num_calls, timeout=30)
-    answer = scripted.any_s3()
-
-    def answer_together(connection: Any, request: Any) -> None:
-        all_under_way.wait()
-        answer(connection, request)
-
-    server = scripted.serve(answer_together)
-    stores = [server.store(prefix=f"p{number % 4}") for number in range(num_calls)]
-    with ThreadPoolExecutor(num_calls) as pool:
-        for _ in range(2):
-            list(pool.map(lambda store: store.read_into("k", 0, [memoryview(bytearray(10))]), stores))
-    assert len(clients.client_cache) == 1
-    assert server.num_connections == num_calls
-    assert "pool is full" not in caplog.text
-
-
-def test_another_environment_means_another_client(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store opened after the credentials in the environment changed would go on with the old ones."""
-    server = scripted.serve(scripted.any_s3())
-    for access_key in ("FIRST", "SECOND"):
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", access_key)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-        open_store(endpoint_url=server.endpoint_url, region="us-east-1").head("k")
-    first, second = (request.headers["authorization"] for request in server.requests)
-    assert "Credential=FIRST/" in first
-    assert "Credential=SECOND/" in second
 
 
 def test_refused_credentials_are_looked_up_anew(scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,29 +51,6 @@ def test_refused_credentials_are_looked_up_anew(scripted: Any, tmp_path: Path, m
     file.write_text("[default]\naws_access_key_id=NEW\naws_secret_access_key=s\n")
     store.read("k", max_bytes=10)
     assert "Credential=NEW/" in server.requests[-1].headers["authorization"]
-
-
-def test_a_pickled_store_works_elsewhere(s3_server: S3Server, store: S3Store) -> None:
-    """An async save in a process of its own pickles its writer, and the store with it."""
-    store.put("k", [memoryview(b"before")], crc32c=0)
-    copy = pickle.loads(pickle.dumps(store))
-    assert copy.uri == store.uri
-    assert copy.read("k", max_bytes=10) == b"before"
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        assert pool.apply_async(store.read, ("k",), {"max_bytes": 10}).get(60) == b"before"
-    assert s3_server.endpoint_url not in repr(copy)
-
-
-def test_the_ordinary_aws_environment_is_enough(
-    s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Users would have to repeat in options what every other tool takes from the environment."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    store = open_store(bucket)
-    store.put("k", [memoryview(b"x")], crc32c=0)
-    assert store.read("k", max_bytes=1) == b"x"
 
 
 def test_a_profile_is_enough(scripted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,40 +84,10 @@ def test_options_win_over_the_environment(scripted: Any, monkeypatch: pytest.Mon
     assert "transfer-encoding" not in request.headers
 
 
-def test_no_credentials_is_one_clear_error(scripted: Any) -> None:
-    """boto3's "Unable to locate credentials" says neither for what nor where to put them."""
-    store = open_store(endpoint_url=scripted.serve(scripted.any_s3()).endpoint_url, region="us-east-1")
-    with pytest.raises(errors.CredentialsError, match=r"s3://bucket/p/k: .*AWS_ACCESS_KEY_ID"):
-        store.read("k", max_bytes=1)
-
-
 def test_a_missing_profile_is_one_clear_error() -> None:
     """boto3 raises it where the client is made, outside of any request."""
     with pytest.raises(errors.CredentialsError, match=r"s3://bucket/p/k: .*no-such-profile"):
         open_store(profile="no-such-profile").read("k", max_bytes=1)
-
-
-def test_an_impossible_bucket_name_is_one_clear_error(scripted: Any) -> None:
-    """boto3 refuses it with a validation error of its own."""
-    server = scripted.serve(scripted.any_s3())
-    store = S3Store(
-        "Not A Bucket!",
-        "",
-        storage_options={"endpoint_url": server.endpoint_url, "access_key_id": "a", "secret_access_key": "b"},
-        timeout_s=5,
-        connections=1,
-    )
-    with pytest.raises(errors.StoreError, match="bucket"):
-        store.read("k", max_bytes=1)
-    assert server.requests == []
-
-
-def test_an_endpoint_with_credentials_in_its_url_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every message names the endpoint, and would name the password with it."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://user:hush@127.0.0.1:1")
-    with pytest.raises(errors.InvalidOptionError) as caught:
-        open_store(access_key_id="a", secret_access_key="b").read("k", max_bytes=1)  # noqa: S106 (a dummy)
-    assert "hush" not in str(caught.value)
 
 
 def test_an_endpoint_in_the_environment_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,37 +96,6 @@ def test_an_endpoint_in_the_environment_that_is_none_is_told(monkeypatch: pytest
     with pytest.raises(errors.InvalidOptionError, match="AWS_ENDPOINT_URL_S3") as caught:
         open_store(access_key_id="a", secret_access_key="b").read("k", max_bytes=1)  # noqa: S106 (a dummy)
     assert "hush" not in str(caught.value)
-
-
-def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ModuleNotFoundError would not say which of cloudckpt's extras to install."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(errors.MissingDependencyError, match=r"pip install 'cloudckpt\[s3\]'"):
-        open_store()
-
-
-def test_importing_the_store_does_not_import_boto3() -> None:
-    """Users of local paths would need boto3, or wait for it."""
-    source = "import sys, cloudckpt.stores.s3; assert 'boto3' not in sys.modules and 'botocore' not in sys.modules"
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=120)
-
-
-def test_secrets_reach_neither_messages_nor_logs(scripted: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A training log is shared with many people."""
-    echo = "you sent HUSHKEY and HUSHTOKEN"
-    server = scripted.serve(scripted.error(403, "SignatureDoesNotMatch", echo))
-    store = open_store(
-        endpoint_url=server.endpoint_url,
-        region="us-east-1",
-        access_key_id="AKID",
-        secret_access_key="HUSHKEY",  # noqa: S106 (a dummy)
-        session_token="HUSHTOKEN",  # noqa: S106 (a dummy)
-    )
-    with caplog.at_level("INFO"), pytest.raises(errors.CredentialsError) as caught:
-        store.read("k", max_bytes=1)
-    shown = f"{caught.value} {caught.value!r} {vars(caught.value)} {caplog.text}"
-    assert "HUSH" not in shown
-    assert caught.value.__suppress_context__
 
 
 def test_transfers_copy_nothing(scripted: Any) -> None:

@@ -93,13 +93,6 @@ def test_options_that_cannot_work_are_refused_in_words(options: dict[str, Any], 
     assert words in str(caught.value)
 
 
-def test_all_problems_are_told_at_once() -> None:
-    """Users would have to mend and retry once for each mistake."""
-    with pytest.raises(InvalidOptionError) as caught:
-        parse_storage_options({"regoin": "x", "sse": "none", "read_timeout_s": -1})
-    assert all(words in str(caught.value) for words in ("'region'", "sse must be", "read_timeout_s must be"))
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import io
 import re
-import uuid
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import parse_qs
 
 import pytest
-import torch
 from botocore.awsrequest import AWSResponse
 
-import cloudckpt
 from cloudckpt import errors
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3 import client as clients
-from cloudckpt.testing.contract import StoreContract
-from cloudckpt.testing.contract_base import keys, put, upload
+from cloudckpt.testing.contract_base import keys, put
 
 BUCKET = "base--use1-az4--x-s3"
 HOST = f"https://{BUCKET}.s3express-use1-az4.us-east-1.amazonaws.com"
@@ -59,7 +53,7 @@ class Wire:
         credentials = {"access_key_id": "OWN", "secret_access_key": "hush", "region": "us-east-1"}
         store = S3Store(bucket, "run/one", storage_options={**credentials, **options}, timeout_s=20, connections=2)
         session = store._session
-        client = clients.client_cache.client_for(session.client_key, session._environment)
+        client = session.client()
         client.boto3_client.meta.events.register("before-send.s3", self)
         return store
 
@@ -92,15 +86,6 @@ def test_requests_go_to_the_zone_with_one_session() -> None:
     assert any(name.lower().startswith("x-amz-checksum-") for name in deleted.headers)
     assert store.probe() == store.capabilities
     assert len(wire.requests) == 4
-
-
-def test_other_buckets_have_no_sessions() -> None:
-    """Each process would make a request more, and be denied."""
-    wire = Wire(lambda _request: "")
-    put(wire.attached("bucket"), "a", b"body")
-    (request,) = wire.requests
-    assert request.url == "https://bucket.s3.amazonaws.com/run/one/a"
-    assert signed_by(request) == "OWN us-east-1 s3"
 
 
 def test_finding_manifests_lists_no_data() -> None:
@@ -145,19 +130,6 @@ def test_listings_of_uploads_go_on_by_the_key_marker_alone() -> None:
     assert "upload-id-marker" not in second
 
 
-def test_a_denial_names_the_right_to_a_session() -> None:
-    """Whoever grants s3:PutObject on a directory bucket grants nothing."""
-    body = _Raw(b"<Error><Code>AccessDenied</Code><Message>No.</Message></Error>")
-    wire = Wire(lambda _request: "")
-    store = wire.attached()
-    session = store._session
-    events = clients.client_cache.client_for(session.client_key, session._environment).boto3_client.meta.events
-    events.unregister("before-send.s3", wire)
-    events.register("before-send.s3", lambda request, **_: AWSResponse(request.url, 403, {}, body))
-    with pytest.raises(errors.AccessDeniedError, match="s3express:CreateSession"):
-        put(store, "a", b"body")
-
-
 @pytest.mark.parametrize(
     ("option", "named"),
     [
@@ -177,101 +149,3 @@ def test_options_that_cannot_work_are_refused_at_once(bucket: str, option: dict[
     with pytest.raises(errors.InvalidOptionError, match=rf"directory bucket .*: {re.escape(named)}"):
         S3Store(bucket, "run", storage_options=option, timeout_s=20, connections=1)
     S3Store("bucket", "run", storage_options=option, timeout_s=20, connections=1)
-
-
-def test_all_problems_are_named_together() -> None:
-    """Users would mend one option per attempt."""
-    options = {"tags": {"a": "b"}, "storage_class": "STANDARD"}
-    with pytest.raises(errors.InvalidOptionError, match=r"storage_class: .*; tags: "):
-        S3Store(BUCKET, "run", storage_options=options, timeout_s=20, connections=1)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"storage_class": "EXPRESS_ONEZONE"}, {"storage_class": "ONEZONE_IA"}, {"sse": "AES256"}, {"kms_key_id": "k"}],
-)
-def test_options_that_work_are_taken(option: dict[str, Any]) -> None:
-    """A bucket with a key of its own could not be used."""
-    S3Store(BUCKET, "run", storage_options=option, timeout_s=20, connections=1)
-
-
-def _refusal(environ: dict[str, Any]) -> str | None:
-    """Which of the documented rules the request breaks."""
-    query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
-    listing = "list-type" in query or ("uploads" in query and environ["REQUEST_METHOD"] == "GET")
-    prefix = query.get("prefix", [""])[0]
-    if listing and prefix and not prefix.endswith("/"):
-        return "the prefix does not end in /"
-    if query.get("delimiter", ["/"]) != ["/"]:
-        return "the delimiter is not /"
-    if {"start-after", "upload-id-marker"} & set(query):
-        return "a parameter is not supported"
-    if "HTTP_X_AMZ_TAGGING" in environ or "HTTP_X_AMZ_REQUEST_PAYER" in environ:
-        return "a header is not supported"
-    session = "HTTP_X_AMZ_S3SESSION_TOKEN" in environ
-    if session == ("HTTP_X_AMZ_COPY_SOURCE" in environ):
-        return "wants a session, or must not have one"
-    return None
-
-
-def _directory_bucket(moto: Any, start_response: Any, environ: dict[str, Any]) -> Any:
-    """moto as a directory bucket: its rules, its sessions, and no order in its listings."""
-    creates_bucket = environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].count("/") == 1
-    if "--x-s3" not in environ["PATH_INFO"] or creates_bucket:
-        return moto(environ, start_response)
-    if environ["QUERY_STRING"] == "session":
-        start_response("200 OK", [("Content-Type", "application/xml")])
-        return [SESSION.encode()]
-    refusal = _refusal(environ)
-    if refusal is not None:
-        start_response("400 Bad Request", [("Content-Type", "application/xml")])
-        return [f"<Error><Code>InvalidRequest</Code><Message>{refusal}</Message></Error>".encode()]
-    if environ["REQUEST_METHOD"] != "GET" or not environ["QUERY_STRING"].startswith(("list-type=2", "uploads")):
-        return moto(environ, start_response)
-    # As large as before, because the headers are on their way.
-    body = b"".join(moto(environ, start_response)).decode()
-    now = f"<Initiated>{datetime.now(tz=timezone.utc):%Y-%m-%dT%H:%M:%S}.000Z<"  # moto has it that all began in 2010
-    body = re.sub(r"<Initiated>[^<]+<", now, body)
-    items = re.findall("<Contents>.*?</Contents>", body, re.DOTALL)
-    return [re.sub("<Contents>.*</Contents>", lambda _: "".join(reversed(items)), body, flags=re.DOTALL).encode()]
-
-
-def test_checkpoints_are_saved_found_and_replaced(gateway_of: Any) -> None:
-    """What lies between the calls, such as looking for manifests at the bucket's root, would break a rule."""
-    gateway = gateway_of(_directory_bucket)
-    bucket = f"c{uuid.uuid4().hex[:20]}--use1-az4--x-s3"
-    gateway.client.create_bucket(Bucket=bucket)
-    options = cloudckpt.Options(storage_options=gateway.storage_options)
-    loaded = {"weight": torch.zeros(4)}
-    for uri in (f"s3://{bucket}/run/step-1", f"s3://{bucket}"):
-        cloudckpt.save({"weight": torch.ones(4)}, uri, options=options)
-        cloudckpt.save({"weight": torch.full((4,), 2.0)}, uri, overwrite=True, options=options)
-        with pytest.raises(cloudckpt.CheckpointExistsError):
-            cloudckpt.save({"weight": torch.ones(4)}, uri, options=options)
-        cloudckpt.load(loaded, uri, options=options)
-        assert torch.equal(loaded["weight"], torch.full((4,), 2.0))
-    assert [found.name for found in cloudckpt.list_checkpoints(f"s3://{bucket}/run", options=options)] == ["step-1"]
-
-
-class TestDirectoryBucketOnMoto(StoreContract):
-    """The contract, where every request that the documentation forbids is refused."""
-
-    shared_between_processes = False  # as on moto, of which this is one
-    num_paging_keys = 40
-    num_racing_rounds = 0  # moto holds no lock between the check and the write
-
-    @pytest.fixture
-    def store(self, gateway_of: Any) -> S3Store:
-        gateway = gateway_of(_directory_bucket)
-        bucket = f"c{uuid.uuid4().hex[:20]}--use1-az4--x-s3"
-        gateway.client.create_bucket(Bucket=bucket)
-        return S3Store(bucket, "a root/x", storage_options=gateway.storage_options, timeout_s=60, connections=8)
-
-    def test_the_rules_are_enforced(self, store: S3Store, gateway_of: Any) -> None:
-        """The clauses above would hold of any store, and show nothing about this one."""
-        upload(store, "data/x", [b"body"])
-        with pytest.raises(errors.StoreError, match="does not end in /"):
-            store._session.call("list", "ListObjectsV2", None, Prefix="a root/x/dat")
-        with pytest.raises(errors.StoreError, match="not supported"):
-            store._session.call("put", "PutObject", "k", Tagging="a=b")
-        assert keys(store, "dat") == ["data/x"]

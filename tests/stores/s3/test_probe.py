@@ -16,7 +16,7 @@ from cloudckpt import errors
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.contract_base import put, run_at_once
+from cloudckpt.testing.contract_base import put
 
 if TYPE_CHECKING:
     import socket
@@ -107,24 +107,6 @@ def test_an_honest_store_is_asked_once(scripted: Any, caplog: pytest.LogCaptureF
     assert bucket.num_requests == 5
 
 
-def test_each_bucket_is_asked(scripted: Any) -> None:
-    """One bucket of a gateway may lie on another store than the next, behind the same address."""
-    bucket, server = served(scripted)
-    server.store().probe()
-    options = {"endpoint_url": server.endpoint_url, "access_key_id": "a", "secret_access_key": "b"}
-    S3Store("other", "", storage_options=options, timeout_s=20, connections=1).probe()
-    assert bucket.num_requests == 10
-
-
-def test_threads_ask_together_once(scripted: Any) -> None:
-    """Each thread of a process that saves several checkpoints at once would probe anew."""
-    bucket, server = served(scripted)
-    stores = [server.store(prefix=str(number)) for number in range(6)]
-    found = run_at_once([store.probe for store in stores])
-    assert all(one == found[0] for one in found)
-    assert bucket.num_requests == 5
-
-
 @pytest.mark.parametrize(
     ("faults", "saw"),
     [
@@ -149,20 +131,6 @@ def test_a_store_that_cannot_create_if_absent_is_found_out(scripted: Any, faults
     assert bucket.num_requests <= 6
 
 
-def test_an_object_that_is_gone_again_is_no_creation(scripted: Any) -> None:
-    """A store that loses or delays what it took cannot hold a commit."""
-    bucket = SmallS3(scripted)
-
-    def forgetful(connection: Any, request: Any) -> None:
-        if request.method == "GET":
-            bucket.objects.clear()
-        bucket(connection, request)
-
-    found = scripted.serve(forgetful).store().probe()
-    assert not found.conditional_create
-    assert "does not find it right afterwards" in found.observed
-
-
 def test_what_was_found_out_is_kept_to(scripted: Any) -> None:
     """A put that is to be conditional would overwrite, although it is known that it will."""
     bucket, server = served(scripted, conditional=False)
@@ -182,14 +150,6 @@ def test_checksums_that_nobody_compares_are_found_out(scripted: Any) -> None:
     found = server.store().probe()
     assert (found.conditional_create, found.verifies_crc32c) == (True, False)
     assert bucket.objects == {}
-
-
-def test_a_refusal_of_every_put_is_not_blamed_on_the_condition(scripted: Any) -> None:
-    """A mistaken option would come out as advice to give up protection against overwriting."""
-    server = scripted.serve(scripted.error(400, "InvalidStorageClass", "No such class."))
-    with pytest.raises(errors.StoreError, match="InvalidStorageClass"):
-        server.store().probe()
-    assert [request.method for request in server.requests] == ["PUT", "PUT"]
 
 
 def test_a_missing_permission_is_named_and_nothing_else_is_said(

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
-import pickle
-from concurrent.futures import ProcessPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import cloudckpt
-from cloudckpt.commit import log
-from cloudckpt.io.retry import Retrier
 from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.stores.s3.config import is_amazons
-from cloudckpt.testing.contract_base import keys, put
-
-if TYPE_CHECKING:
-    from cloudckpt.testing.servers import S3Server
+from cloudckpt.testing.contract_base import keys
 
 WAIT_S = 60.0
 
@@ -58,40 +50,6 @@ def test_a_save_through_a_gateway_that_drops_the_condition_is_refused(gateway_of
     loaded = {"weight": torch.zeros(8)}
     cloudckpt.load(loaded, uri, options=options)
     assert torch.equal(loaded["weight"], state["weight"])
-
-
-def test_what_a_probe_could_not_remove_is_no_checkpoint(s3_server: S3Server, bucket: str) -> None:
-    """Listings, loads and saves would trip over what lies about in a bucket that is only ever added to."""
-    root = S3Store(bucket, "run", storage_options=s3_server.storage_options, timeout_s=WAIT_S, connections=2)
-    step = S3Store(bucket, "run/step-1", storage_options=s3_server.storage_options, timeout_s=WAIT_S, connections=2)
-    options = cloudckpt.Options(storage_options=s3_server.storage_options)
-    for store in (root, step):
-        put(store, f"{probing.KEY_PREFIX}0123456789abcdef", b"left")
-    retrier = Retrier(retries=0, timeout_s=WAIT_S)
-    assert log.list_entries(step, retrier) == ()
-    assert not log.holds_torch_checkpoint(step, retrier)
-    assert not log.holds_rank_checkpoints(step, retrier)
-    assert cloudckpt.list_checkpoints(f"s3://{bucket}/run", options=options) == []
-    cloudckpt.save({"weight": torch.ones(2)}, step.uri, options=options)
-    newest = cloudckpt.latest(f"s3://{bucket}/run", options=options)
-    assert newest is not None
-    assert newest.name == "step-1"
-
-
-def _conditional(pickled_store: bytes) -> bool:
-    store: S3Store = pickle.loads(pickled_store)
-    return store.probe().conditional_create and store.probe().conditional_create
-
-
-def test_another_process_asks_for_itself(scripted: Any) -> None:
-    """The process that saves in the background would go by what is declared, and not by what is so."""
-    server = scripted.serve(scripted.any_s3())  # which ignores conditions
-    store = server.store()
-    store.probe()
-    num_requests = len(server.requests)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert not pool.submit(_conditional, pickle.dumps(store)).result(WAIT_S)
-    assert len(server.requests) == 2 * num_requests
 
 
 AMAZONS = [

@@ -114,21 +114,6 @@ def test_the_customer_key_is_on_every_request_of_a_large_copy(scripted: Any, mon
     assert complete.body.count(b"<PartNumber>") == 3
 
 
-def test_the_parts_of_a_large_copy_go_side_by_side(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of 500 GB by the service would take 2,000 times as long as one part."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 2)
-    usual, together = scripted.any_s3(size_bytes=20), threading.Barrier(2)
-
-    def answer(connection: Any, request: Any) -> None:
-        if int(request.query.get("partNumber", 3)) <= 2:
-            together.wait(timeout=30)
-        usual(connection, request)
-
-    store = scripted.serve(answer).store()
-    store.copy_from(store.url("k"), "k2")
-    assert not together.broken
-
-
 def tried_at_once(request: Callable[[], Any], /) -> Any:
     """Once more, as a retrier does it, without its waits."""
     with contextlib.suppress(errors.TransientStoreError):
@@ -192,49 +177,6 @@ def test_a_large_copy_whose_completion_lost_its_answer_is_to_be_looked_at(
     assert (len(completions), server.requests[-1].method) == ((2, "POST") if is_tried else (1, "DELETE"))
 
 
-def test_a_large_copy_that_can_not_be_aborted_says_why_it_failed(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The user would read of an abort, and not of the permission that is missing."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 10)
-    ok = scripted.any_s3(size_bytes=20)
-    server = scripted.serve(ok, ok, scripted.error(403, "AccessDenied"))
-    store = server.store()
-    with pytest.raises(errors.AccessDeniedError, match="s3:PutObject"):
-        store.copy_from(store.url("k"), "k2", tried=tried_at_once)
-    assert "gc will" in caplog.text
-
-
-@pytest.mark.parametrize("is_stopped", [False, True])
-def test_the_abort_of_a_large_copy_is_tried_again_and_is_never_left_out(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, *, is_stopped: bool
-) -> None:
-    """Where a store slows down, or another object's failure has stopped all requests, parts are left to be paid for."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 10)
-    usual, aborts = scripted.any_s3(size_bytes=20), list[bool]()
-
-    def answer(connection: Any, request: Any) -> None:
-        if request.method == "DELETE":
-            aborts.append(True)
-            is_slow = len(aborts) == 1 and not is_stopped
-            (scripted.error(503, "SlowDown") if is_slow else scripted.reply(204))(connection, request)
-        elif "partNumber" in request.query:
-            scripted.error(403, "AccessDenied")(connection, request)
-        else:
-            usual(connection, request)
-
-    def tried(request: Callable[[], Any], /) -> Any:
-        if is_stopped and any(one.method == "PUT" for one in server.requests):
-            raise errors.CloudckptError("the copy of another object failed")
-        return tried_at_once(request)
-
-    server = scripted.serve(answer)
-    store = server.store()
-    with pytest.raises((errors.AccessDeniedError, errors.CloudckptError)):
-        store.copy_from(store.url("k"), "k2", tried=tried)
-    assert len(aborts) == (1 if is_stopped else 2)
-
-
 @pytest.mark.parametrize("name", ["PutObject", "UploadPart"])
 def test_bodies_go_out_unsigned_whole_and_with_their_checksum(scripted: Any, name: str) -> None:
     """Hashing or chunking the body costs three times the CPU; without the CRC32C the store checks nothing."""
@@ -251,32 +193,6 @@ def test_bodies_go_out_unsigned_whole_and_with_their_checksum(scripted: Any, nam
     assert not any(header.startswith("x-amz-checksum-") and "crc32c" not in header for header in request.headers)
 
 
-def test_the_checksum_is_that_of_the_specification(scripted: Any) -> None:
-    """Byte order or encoding gone wrong: S3 would refuse every part. Check value: RFC 3720, B.4 (32 zeros)."""
-    server = scripted.serve(scripted.any_s3())
-    server.store().put("k", [memoryview(bytes(32))], crc32c=0x8A9136AA)
-    assert server.requests[0].headers["x-amz-checksum-crc32c"] == "ipE2qg=="
-
-
-def test_an_empty_object_can_be_put(scripted: Any) -> None:
-    """An empty state dict's object would hang or be refused for want of a length."""
-    server = scripted.serve(scripted.any_s3())
-    server.store().put("k", [], crc32c=0)
-    assert server.requests[0].headers["content-length"] == "0"
-    assert server.requests[0].headers["x-amz-checksum-crc32c"] == "AAAAAA=="
-
-
-def test_multipart_uploads_carry_their_checksums(scripted: Any) -> None:
-    """The store would assemble parts without checking that they are those which were sent."""
-    server = scripted.serve(scripted.any_s3())
-    store = server.store()
-    CALLS["CreateMultipartUpload"](store)
-    CALLS["CompleteMultipartUpload"](store)
-    create, complete = server.requests
-    assert create.headers["x-amz-checksum-algorithm"] == "CRC32C"
-    assert f"<ChecksumCRC32C>{ENCODED_CRC}</ChecksumCRC32C>".encode() in complete.body
-
-
 def test_create_if_absent_is_a_condition_of_the_store(scripted: Any) -> None:
     """Two writers could both commit; and a plain put must not carry the condition."""
     server = scripted.serve(scripted.any_s3())
@@ -285,46 +201,6 @@ def test_create_if_absent_is_a_condition_of_the_store(scripted: Any) -> None:
     store.put("k", VIEWS, crc32c=CRC)
     assert server.requests[0].headers["if-none-match"] == "*"
     assert "if-none-match" not in server.requests[1].headers
-
-
-@pytest.mark.parametrize(
-    ("options", "path", "host"),
-    [
-        ({}, "/bucket/k", "127.0.0.1"),
-        ({"path_style": True}, "/bucket/k", "127.0.0.1"),
-    ],
-)
-def test_addresses_are_path_style_where_they_must_be(
-    scripted: Any, options: dict[str, Any], path: str, host: str
-) -> None:
-    """An endpoint without wildcard DNS would never be reached."""
-    server = scripted.serve(scripted.any_s3())
-    CALLS["HeadObject"](server.store(**options))
-    assert server.requests[0].path == path
-    assert server.requests[0].headers["host"].startswith(host)
-
-
-def test_anonymous_requests_are_not_signed(scripted: Any) -> None:
-    """Public buckets would need credentials."""
-    server = scripted.serve(scripted.any_s3())
-    CALLS["HeadObject"](server.store(anonymous=True))
-    assert "authorization" not in server.requests[0].headers
-
-
-def test_the_session_token_and_region_are_signed_in(scripted: Any) -> None:
-    """Temporary credentials would be refused, or requests signed for another region."""
-    server = scripted.serve(scripted.any_s3())
-    CALLS["HeadObject"](server.store(session_token="TOKEN", region="ap-south-1"))  # noqa: S106 (a dummy)
-    assert server.requests[0].headers["x-amz-security-token"] == "TOKEN"
-    assert "/ap-south-1/s3/aws4_request" in server.requests[0].headers["authorization"]
-
-
-def test_a_read_of_nothing_makes_no_request(scripted: Any) -> None:
-    """S3 has no range of length zero: it would answer with the whole object or an error."""
-    server = scripted.serve(scripted.any_s3())
-    server.store().read_into("k", 5, [])
-    server.store().read_into("k", 5, [memoryview(bytearray())])
-    assert server.requests == []
 
 
 def test_listings_go_on_over_pages(scripted: Any) -> None:
@@ -409,13 +285,6 @@ def test_a_store_without_batches_deletes_singly(scripted: Any, refusal: tuple[in
     server = scripted.serve(scripted.error(*refusal), scripted.reply(204), scripted.error(404, "NoSuchKey"))
     server.store().delete([f"k{n}" for n in range(20)])
     assert [request.method for request in server.requests] == ["POST"] + ["DELETE"] * 20
-
-
-def test_bodies_are_asked_for_as_they_lie(scripted: Any) -> None:
-    """A proxy that compresses on the way would send other bytes, and another length, than the range has."""
-    server = scripted.serve(scripted.any_s3())
-    CALLS["GetObject"](server.store())
-    assert server.requests[0].headers["accept-encoding"] == "identity"
 
 
 @pytest.mark.parametrize(

@@ -9,27 +9,21 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from urllib.parse import quote, urlsplit
+
+from typing_extensions import Self
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, StoreError, TransientStoreError
 from cloudckpt.stores.gcs.config import find_credentials
 from cloudckpt.stores.gcs.errors import PERMISSIONS, has_gcs_headers, is_genuine_error, translate
 from cloudckpt.stores.http_body import ResponseBody
-from cloudckpt.stores.http_clients import (
-    ClientCache,
-    Environment,
-    is_clear_text,
-    make_cancellable,
-    warn_of_clear_text,
-)
+from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, is_clear_text, make_cancellable
 from cloudckpt.stores.http_errors import (
     BUCKET,
     FOREIGN,
     NOTHING,
-    FailedRequest,
     ForeignAnswerError,
     Rule,
     build_error,
@@ -47,47 +41,20 @@ MOST_HELPERS = 4
 """Threads in which one call of the store makes requests side by side."""
 _SPARE_CONNECTIONS = 4
 _STORES_AT_ONCE = 4
-_LONGEST_CONNECT_S = 20.0
-_TRIES_WITHIN_TIMEOUT = 3
 _MOST_ANSWER_BYTES = 64 * 1024
 _OK, _NO_CONTENT, _PARTIAL, _FIRST_REFUSED, _UNAUTHORIZED, _NOT_FOUND = 200, 204, 206, 300, 401, 404
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _LISTING = "storage#objects"
 _SECRET_FIELDS = ("token", "refresh_token", "client_secret")
-_DEFAULT_ENDPOINT = "https://storage.googleapis.com"
-# A 404 to these can mean the bucket; to a listing it can mean nothing else, and for a delete it does not matter.
-_ABOUT_OBJECTS = ("objects.compose", "objects.get", "objects.insert", "objects.rewrite")
-
-_AMBIENT_NAMES = ("HOME", "NO_GCE_CHECK", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "APPDATA")
-_AMBIENT_PREFIXES = (
-    "GOOGLE_",
-    "STORAGE_EMULATOR_HOST",
-    "API_ENDPOINT_OVERRIDE",
-    "CLOUDSDK_",
-    "GCE_METADATA",
-    "HTTP_PROXY",
-    "HTTPS_PROXY",
-    "NO_PROXY",
-    "ALL_PROXY",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientKey:
-    """The configuration of a client. May hold credentials, so it is never shown."""
-
-    config: GCSConfig
-    timeout_s: float
-    connections: int
-
-    def __repr__(self) -> str:
-        return "ClientKey(…)"
+_ABOUT_ONE_OBJECT = ("objects.delete", "objects.get", "objects.rewrite")
+# A 404 to these can mean the bucket; to a listing it can mean nothing else.
+_ABOUT_OBJECTS = (*_ABOUT_ONE_OBJECT, "objects.compose", "objects.insert")
 
 
 class GCSClient:
     """A client of google-cloud-storage, and the HTTP session below it, over which bodies go directly."""
 
-    def __init__(self, key: ClientKey) -> None:
+    def __init__(self, key: ClientKey[GCSConfig]) -> None:
         from google.api_core.client_info import ClientInfo
         from google.cloud import storage  # type: ignore[import-untyped]  # has no types; an extra
 
@@ -96,14 +63,9 @@ class GCSClient:
         # With a slash at its end, the library's addresses would have two in a row.
         endpoint_url = (config.endpoint_url or _with_scheme(emulator) or "").rstrip("/")
         is_emulator = config.endpoint_url is None and bool(emulator)
-        credentials = find_credentials(config, is_emulator=is_emulator, timeout_s=key.timeout_s)
+        credentials = find_credentials(config, is_emulator=is_emulator)
         self.config = config
-        self.timeout_s = (
-            # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
-            config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
-            # A fraction of the timeout, so that one dead connection leaves time for another try.
-            config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
-        )
+        self.timeout_s = key.timeouts_s(config.connect_timeout_s, config.read_timeout_s)
         self.each_call: dict[str, Any] = {"timeout": self.timeout_s, "retry": None}
         """The arguments of every call of the library; cloudckpt.io decides about retries."""
         self.credentials = credentials
@@ -122,7 +84,7 @@ class GCSClient:
         # For its traces the library asks for the bucket, in a thread of its own, and again and again if denied.
         self.storage._bucket_metadata_cache = None  # noqa: SLF001  # the library has no option for it
         self.endpoint_url: str = self.storage.api_endpoint.rstrip("/")
-        _check_endpoint(self.endpoint_url)
+        check_endpoint(self.endpoint_url, store="GCS", variables="STORAGE_EMULATOR_HOST or API_ENDPOINT_OVERRIDE")
         if config.endpoint_url is None:
             _refuse_clear_text_credentials(credentials, self.endpoint_url)
 
@@ -189,15 +151,11 @@ class GCSSession(HTTPSession):
     """Requests about one bucket of GCS."""
 
     scheme = "gs"
+    service = "GCS"
     get_api = "objects.get"
+    cache: ClassVar = ClientCache(GCSClient)
 
-    def __init__(self, bucket: str, key: ClientKey) -> None:
-        super().__init__(bucket)
-        self.client_key = key
-        self._environment = read_environment()
-        self._client: GCSClient | None = None
-
-    def __reduce__(self) -> tuple[type[GCSSession], tuple[str, ClientKey]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, ClientKey[GCSConfig]]]:
         credentials = self.client_key.config.credentials
         try:
             pickle.dumps(credentials)
@@ -207,19 +165,7 @@ class GCSSession(HTTPSession):
                 f"({type(error).__name__}), which a save in a background process needs. Pass credentials_file, or set "
                 f"GOOGLE_APPLICATION_CREDENTIALS, instead."
             ) from None
-        return GCSSession, (self.bucket, self.client_key)
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        return () if self._client is None else self._client.secrets
-
-    @property
-    def storage_class(self) -> str | None:
-        """The class of objects; ``None`` for the bucket's own."""
-        return self.client_key.config.storage_class
-
-    def endpoint_url(self, operation: str) -> str:
-        return self.call(operation, "objects.insert", "", lambda client: client.endpoint_url)
+        return super().__reduce__()
 
     def call(self, operation: str, api: str, key: str, ask: Callable[[GCSClient], T]) -> T:
         """Call `ask`, which makes the request `api` about `key`, for the store's `operation`. Raises `StoreError`.
@@ -227,7 +173,7 @@ class GCSSession(HTTPSession):
         Calls it a second time if the access token was refused and could be renewed.
         """
         with self.translation(operation, api, key):
-            client = self._client = client_cache.client_for(self.client_key, self._environment)
+            client = self.client()
             try:
                 return ask(client)
             except Exception as error:
@@ -268,24 +214,12 @@ class GCSSession(HTTPSession):
         if isinstance(error, StoreError):
             return error
         sent = _sent_token(error)  # which may have been renewed since
-        request = FailedRequest(
-            operation=operation,
-            api=api,
-            url=self.url(key).rstrip("/"),
-            bucket=self.bucket,
-            endpoint=self._endpoint_for_messages(),
-            permission=self._permission(api),
-            secrets=(*self.secrets, *((sent,) if sent else ())),
-        )
-        if self._client is not None and _status_of(error) == _NOT_FOUND:
+        request = self.failed_request(operation, api, key, secrets=(sent,) if sent else ())
+        if self._client is not None and _status_of(error) == _NOT_FOUND and api in _ABOUT_OBJECTS:
             found = self._look_into_absence(self._client, api, key, is_own=is_genuine_error(error))
             if found is not None:
-                return build_error(found[0], request, reason=found[1])
+                return build_error(found, request, reason=f"status {_NOT_FOUND}")
         return translate(error, request)
-
-    def forget_client(self) -> None:
-        if self._client is not None:
-            client_cache.forget(self._client)
 
     def foreign_answer(self, operation: str, api: str, key: str) -> StoreError:
         """Return the error for an answer to `api` that lacks what GCS's have."""
@@ -295,25 +229,14 @@ class GCSSession(HTTPSession):
         )
         return self.error(TransientStoreError, operation, key, problem)
 
-    def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> tuple[Rule, str] | None:
-        """Return the meaning of a 404 to `api`, and why; None if it means what the answer says.
+    def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> Rule | None:
+        """Return the meaning of a 404 to `api`, which a listing tells; None if it means what the answer says.
 
-        It can be the bucket that is missing. An answer that is not GCS's own is believed if a listing agrees.
+        It can be the bucket that is missing. An answer that is not GCS's own is believed if the listing agrees.
         """
-        if api not in _ABOUT_OBJECTS and (is_own or api != "objects.delete"):
-            return None
-        is_about_key = api in ("objects.get", "objects.delete", "objects.rewrite")
-        seen = self._look(client, key if is_about_key else "")
-        if seen == "no bucket":
-            return BUCKET, f"status {_NOT_FOUND}"
-        if seen == "object":
-            return FOREIGN, f"status {_NOT_FOUND}, and a listing shows the object"
-        if seen == "nothing" and is_about_key and not is_own:
-            return NOTHING, f"status {_NOT_FOUND}, and a listing does not show the object"
-        return None
-
-    def _look(self, client: GCSClient, name: str) -> Literal["no bucket", "nothing", "object", "failure"]:
-        """List the object `name`, or any of the bucket."""
+        if is_own and api == "objects.delete":
+            return None  # it does not matter
+        name = key if api in _ABOUT_ONE_OBJECT else ""
         try:
             found = client.storage.list_blobs(
                 client.bucket(self.bucket), prefix=name, max_results=1, fields="kind,items/name", **client.each_call
@@ -321,21 +244,15 @@ class GCSSession(HTTPSession):
             page = next(found.pages)
             names = [blob.name for blob in page]
         except Exception as error:  # noqa: BLE001  # the caller raises the first error
-            return "no bucket" if _status_of(error) == _NOT_FOUND and is_genuine_error(error) else "failure"
+            is_bucket = _status_of(error) == _NOT_FOUND and is_genuine_error(error)
+            return BUCKET if is_bucket else None
         if page.raw_page.get("kind") != _LISTING:
-            return "failure"
-        return "object" if name and name in names else "nothing"
+            return None
+        if name and name in names:
+            return FOREIGN
+        return NOTHING if name and not is_own else None
 
-    def _endpoint_for_messages(self) -> str:
-        environment = dict(self._environment)
-        elsewhere = _with_scheme(environment.get("STORAGE_EMULATOR_HOST"))
-        if elsewhere is None and environment.get("API_ENDPOINT_OVERRIDE"):
-            elsewhere = f"{environment['API_ENDPOINT_OVERRIDE']} (from API_ENDPOINT_OVERRIDE)"
-        elsewhere = re.sub(r"//[^/]*@", "//***@", elsewhere) if elsewhere else None
-        return self.client_key.config.endpoint_url or elsewhere or _DEFAULT_ENDPOINT
-
-    def _permission(self, api: str) -> str:
-        """Return the rights that `api` needs with these options."""
+    def permission(self, api: str) -> str:
         config = self.client_key.config
         needed = [PERMISSIONS[api]]
         if config.user_project:
@@ -367,20 +284,6 @@ def require_gcs() -> None:
         raise MissingDependencyError(
             "gs:// needs google-cloud-storage, which is not installed: pip install 'cloudckpt[gcs]'"
         )
-
-
-def read_environment() -> Environment:
-    """Return the part of the environment from which Google's libraries take their configuration."""
-    return tuple(
-        sorted(
-            (name, value)
-            for name, value in os.environ.items()
-            if name in _AMBIENT_NAMES or name.upper().startswith(_AMBIENT_PREFIXES)
-        )
-    )
-
-
-client_cache: ClientCache[ClientKey, GCSClient] = ClientCache(GCSClient, read_environment=read_environment)
 
 
 def is_googles(endpoint_url: str) -> bool:
@@ -459,17 +362,3 @@ def _refuse_clear_text_credentials(credentials: Any, endpoint_url: str) -> None:
             "plain HTTP: credentials are not sent there. Leave them out, for an emulator; or, if that is where they "
             "belong, set the storage option endpoint_url."
         )
-
-
-def _check_endpoint(endpoint_url: str) -> None:
-    parts = urlsplit(endpoint_url)
-    if parts.username is not None or parts.password is not None:
-        raise InvalidOptionError(
-            "The URL in STORAGE_EMULATOR_HOST or API_ENDPOINT_OVERRIDE holds credentials, which would appear in "
-            "messages. Remove them."
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidOptionError(
-            f"{endpoint_url!r} is no endpoint: STORAGE_EMULATOR_HOST must look like http://host:port or host:port."
-        )
-    warn_of_clear_text(endpoint_url, store="GCS")

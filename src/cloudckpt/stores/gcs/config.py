@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from cloudckpt.stores.storage_options import Parser
 
 SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
-
-_LONGEST_SEARCH_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +34,11 @@ class GCSConfig:
     storage_class: str | None = None
     connect_timeout_s: float | None = None
     read_timeout_s: float | None = None
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Texts that must never be printed: none, because no option is a text of that kind."""
+        return ()
 
 
 def parse_storage_options(storage_options: Mapping[str, Any]) -> GCSConfig:
@@ -81,11 +83,11 @@ PARSERS: Mapping[str, Parser] = {
 """Every option by its name."""
 
 
-def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:
+def find_credentials(config: GCSConfig, *, is_emulator: bool) -> Any:
     """Return the credentials of requests: of the options, or the ordinary application-default credentials.
 
     Raises google.auth's `DefaultCredentialsError` if there are none. On a machine outside Google's cloud, that is known
-    only after its metadata address has not answered, within `timeout_s`.
+    only after its metadata address has not answered.
     """
     import google.auth
     from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
@@ -97,8 +99,7 @@ def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) 
     elif config.anonymous or is_emulator:
         return AnonymousCredentials()
     else:
-        search: Any = _BoundedSearch(min(timeout_s, _LONGEST_SEARCH_S))
-        credentials, _ = google.auth.default(scopes=SCOPES, request=search)
+        credentials, _ = google.auth.default(scopes=SCOPES)
     return with_scopes_if_required(credentials, list(SCOPES))
 
 
@@ -125,26 +126,3 @@ def _from_file(path: str) -> Any:
         f"{path} holds credentials of type {kind!r}; service_account and authorized_user can be given so. Name a file "
         f"of another type in GOOGLE_APPLICATION_CREDENTIALS"
     )
-
-
-class _BoundedSearch:
-    """Makes google.auth's requests, until the time for all of them is over."""
-
-    def __init__(self, timeout_s: float) -> None:
-        from google.auth.transport.requests import Request
-
-        self._request = Request()
-        self._deadline = time.monotonic() + timeout_s
-
-    @property
-    def session(self) -> Any:
-        """Google's session, to which google.auth may add a client certificate."""
-        return self._request.session
-
-    def __call__(self, url: str, *, timeout: float | None = None, **kwargs: Any) -> Any:
-        from google.auth.exceptions import TransportError
-
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TransportError("no time left to look for credentials")
-        return self._request(url, timeout=min(left_s, timeout or left_s), **kwargs)

@@ -14,9 +14,10 @@ from cloudckpt.options import GIB
 from cloudckpt.stores._body import in_order
 from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import MOST_HELPERS, ClientKey, GCSSession, is_googles, require_gcs
+from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles, require_gcs
 from cloudckpt.stores.gcs.config import parse_storage_options
-from cloudckpt.stores.gcs.uploads import EndedUploads, Upload, parse_temporary_name
+from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
+from cloudckpt.stores.http_clients import ClientKey
 from cloudckpt.stores.http_store import HTTPStore
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ _KIND = "storage#objects"
 _PAGE_OF_NAMES = 100
 
 _log = logging.getLogger("cloudckpt")
-_ended = EndedUploads()
+_aborted: set[str] = set()
+"""The ids of the uploads that this process aborted, so that a late part is not kept."""
 
 
 class GCSStore(HTTPStore):
@@ -78,7 +80,7 @@ class GCSStore(HTTPStore):
         """Make one request, with ``ifGenerationMatch=0`` if `if_absent`."""
         if if_absent:
             self.refuse_ignored_condition(key)
-        name, storage_class = self.name_of(key, "put"), self._session.storage_class
+        name, storage_class = self.name_of(key, "put"), self._session.client_key.config.storage_class
         uploads.insert(
             self._session, "put", name, views, crc32c=crc32c, storage_class=storage_class, if_absent=if_absent
         )
@@ -93,7 +95,7 @@ class GCSStore(HTTPStore):
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         """Create a temporary object beside the key."""
-        upload = self._open_upload(key, upload_id, "upload_part", has_ended=upload_id in _ended)
+        upload = self._open_upload(key, upload_id, "upload_part")
         nonce = uploads.new_nonce()
         stored = uploads.insert(
             self._session,
@@ -103,24 +105,16 @@ class GCSStore(HTTPStore):
             crc32c=crc32c,
             storage_class=uploads.TEMPORARY_CLASS,
         )
-        if upload_id in _ended:  # meanwhile
+        if upload_id in _aborted:  # meanwhile
             uploads.remove_generation(self._session, "upload_part", stored)
-            self._open_upload(key, upload_id, "upload_part", has_ended=True)
+            self._open_upload(key, upload_id, "upload_part")
         return UploadedPart(part=part, token=uploads.make_token(nonce, stored.generation), crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Have the service compose exactly the generations in `parts`, then remove the temporary objects."""
-        found = [
-            uploads.parse_token(Upload(name=self.name_of(key, "complete_multipart"), upload_id=upload_id), done)
-            for done in in_order(self, key, list(parts))
-        ]
-        pieces = [piece for piece in found if piece is not None]
-        has_ended = len(pieces) < len(found) or _ended.is_aborted(upload_id)
-        upload = self._open_upload(key, upload_id, "complete_multipart", has_ended=has_ended)
-        # A repetition, because removing the parts failed, must not compose what is left of them.
-        if upload_id not in _ended or not uploads.is_composed(self._session, upload.name, pieces):
-            uploads.compose_parts(self._session, upload, pieces)
-            _ended.add(upload_id, aborted=False)
+        upload = self._open_upload(key, upload_id, "complete_multipart")
+        pieces = [uploads.parse_token(self._session, upload, done) for done in in_order(self, key, list(parts))]
+        uploads.compose_parts(self._session, upload, pieces)
         try:
             self._remove_temporaries("complete_multipart", upload)
         except TransientStoreError:
@@ -133,7 +127,7 @@ class GCSStore(HTTPStore):
         """Remove every temporary object of the upload."""
         name = self.name_of(key, "abort_multipart")
         if uploads.is_upload_id(upload_id):  # no other has ever begun
-            _ended.add(upload_id, aborted=True)
+            _aborted.add(upload_id)
             self._remove_temporaries("abort_multipart", Upload(name=name, upload_id=upload_id))
 
     def head(self, key: str) -> ObjectInfo:
@@ -182,7 +176,7 @@ class GCSStore(HTTPStore):
 
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
         """List the parts. A part is an object that is never replaced, so any upload can be completed with it."""
-        upload = self._open_upload(key, upload_id, "list_parts", has_ended=upload_id in _ended)
+        upload = self._open_upload(key, upload_id, "list_parts")
         for page in self._pages("list_parts", prefix=upload.prefix, fields=_PARTS):
             for blob in page.blobs:
                 found = upload.parse_part(blob.name)
@@ -224,9 +218,9 @@ class GCSStore(HTTPStore):
             raise self._session.error(StoreError, operation, name, problem)
         return name
 
-    def _open_upload(self, key: str, upload_id: str, operation: str, *, has_ended: bool) -> Upload:
+    def _open_upload(self, key: str, upload_id: str, operation: str) -> Upload:
         name = self.name_of(key, operation)
-        if has_ended or not uploads.is_upload_id(upload_id):
+        if upload_id in _aborted or not uploads.is_upload_id(upload_id):
             problem = f"the multipart upload {upload_id} was completed or aborted. Upload the object anew."
             raise self._session.error(ObjectNotFoundError, operation, name, problem)
         return Upload(name=name, upload_id=upload_id)

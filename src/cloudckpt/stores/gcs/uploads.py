@@ -10,8 +10,6 @@ import base64
 import json
 import re
 import secrets
-import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +39,6 @@ _SUFFIX = ".~part"
 _TEMPORARY = re.compile(r"(.+)\.~([0-9a-f]{16})-[0-9]-[0-9]{5}-[0-9a-f]{8}" + re.escape(_SUFFIX), re.DOTALL)
 _PART = re.compile(r"0-([0-9]{5})-([0-9a-f]{8})" + re.escape(_SUFFIX))
 _TOKEN = re.compile(r"([0-9a-f]{8})-([0-9]+)(?:@([0-9a-f]{16})@(.+))?", re.DOTALL)
-_MOST_REMEMBERED = 10_000
 _LONGEST_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#naming
 
 
@@ -110,11 +107,12 @@ def make_token(nonce: str, generation: int, upload: Upload | None = None) -> str
     return plain if upload is None else f"{plain}@{upload.upload_id}@{upload.name}"
 
 
-def parse_token(upload: Upload, done: UploadedPart) -> StoredObject | None:
-    """Return the temporary object of a part of `upload`; None if its token is not of this store."""
+def parse_token(session: GCSSession, upload: Upload, done: UploadedPart) -> StoredObject:
+    """Return the temporary object of a part. Raises `ObjectNotFoundError` if its token is not of this store."""
     match = _TOKEN.fullmatch(done.token)
     if match is None:
-        return None
+        problem = f"part {done.part.number} of the multipart upload is of another store. Upload the object anew."
+        raise session.error(ObjectNotFoundError, _COMPLETE, upload.name, problem)
     if match[4]:
         upload = Upload(upload_id=match[3], name=match[4])
     return StoredObject(
@@ -123,28 +121,6 @@ def parse_token(upload: Upload, done: UploadedPart) -> StoredObject | None:
         size_bytes=done.part.size_bytes,
         crc32c=done.crc32c,
     )
-
-
-class EndedUploads:
-    """The latest uploads that this process aborted or completed, so that a late part is not kept."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._was_aborted: OrderedDict[str, bool] = OrderedDict()
-
-    def add(self, upload_id: str, *, aborted: bool) -> None:
-        """Remember the upload."""
-        with self._lock:
-            self._was_aborted[upload_id] = aborted
-            if len(self._was_aborted) > _MOST_REMEMBERED:
-                self._was_aborted.popitem(last=False)
-
-    def __contains__(self, upload_id: str) -> bool:
-        return upload_id in self._was_aborted
-
-    def is_aborted(self, upload_id: str) -> bool:
-        """Return True if the upload was aborted, not completed."""
-        return self._was_aborted.get(upload_id, False)
 
 
 def insert(
@@ -217,11 +193,11 @@ def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[StoredObj
             ]
         _compose(session, upload.name, pieces, is_temporary=False)
     except ObjectNotFoundError:
-        if not is_composed(session, upload.name, parts):
+        if not _is_composed(session, upload.name, parts):
             raise
 
 
-def is_composed(session: GCSSession, name: str, parts: Sequence[StoredObject]) -> bool:
+def _is_composed(session: GCSSession, name: str, parts: Sequence[StoredObject]) -> bool:
     """Return True if the object that `parts` add up to exists at `name`."""
     try:
         answer = session.call(

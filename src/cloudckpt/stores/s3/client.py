@@ -7,18 +7,14 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, StoreError
 from cloudckpt.stores.http_body import ResponseBody
-from cloudckpt.stores.http_clients import ClientCache, Environment, make_cancellable, warn_of_clear_text
-from cloudckpt.stores.http_errors import FailedRequest
+from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, make_cancellable
 from cloudckpt.stores.http_store import HTTPSession
 from cloudckpt.stores.s3.config import is_directory_bucket
 from cloudckpt.stores.s3.errors import refuse_foreign, translate, translate_code
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 
 _SPARE_CONNECTIONS = 4
 _STORES_AT_ONCE = 4
-_LONGEST_CONNECT_S = 20.0
-_TRIES_WITHIN_TIMEOUT = 3
 
 # An access key's id is no secret: it names the key, as a user name does.
 _SECRET_FIELDS = ("secret_key", "token", "_secret_key", "_token")
@@ -53,22 +47,10 @@ APIS: Mapping[str, tuple[str, str]] = {
 """Every request of the store by its name in S3: its name in boto3, and the right that IAM grants for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientKey:
-    """The configuration of a client. Holds credentials, so it is never shown."""
-
-    config: S3Config
-    timeout_s: float
-    connections: int
-
-    def __repr__(self) -> str:
-        return "ClientKey(…)"
-
-
 class S3Client:
     """A boto3 client, and the members that the options add to each of its requests."""
 
-    def __init__(self, key: ClientKey) -> None:
+    def __init__(self, key: ClientKey[S3Config]) -> None:
         client = _make_boto3_client(key)
         self.endpoint_url: str = client.meta.endpoint_url
         self.boto3_client = client
@@ -104,44 +86,39 @@ def _encode_customer_key(members: dict[str, Any]) -> None:
         members["SSECustomerKeyMD5"] = base64.b64encode(hashlib.md5(key, usedforsecurity=False).digest()).decode()
 
 
+def _make_client(key: ClientKey[S3Config]) -> S3Client:
+    try:
+        return S3Client(key)
+    except InvalidOptionError:
+        raise
+    except ValueError as error:
+        # boto3's own checks of the environment and ~/.aws; they quote the value, password and all.
+        reason = re.sub(r"\S+@", "***@", str(error))
+        raise InvalidOptionError(
+            f"The AWS configuration cannot be used: {reason}. Check AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
+            "AWS_REGION and ~/.aws/config."
+        ) from None
+
+
 class S3Session(HTTPSession):
     """Requests about one bucket of S3."""
 
     scheme = "s3"
+    service = "S3"
     get_api = "GetObject"
-
-    def __init__(self, bucket: str, key: ClientKey) -> None:
-        super().__init__(bucket)
-        self.client_key = key
-        self._environment = read_environment()
-        self._client: S3Client | None = None
-
-    def __reduce__(self) -> tuple[type[S3Session], tuple[str, ClientKey]]:
-        return S3Session, (self.bucket, self.client_key)
-
-    @property
-    def secrets(self) -> tuple[str, ...]:
-        return self.client_key.config.secrets if self._client is None else self._client.secrets
-
-    def client(self) -> S3Client:
-        """Return the client. Raises boto3's errors if the AWS configuration cannot be used."""
-        self._client = client_cache.client_for(self.client_key, self._environment)
-        return self._client
+    cache: ClassVar = ClientCache(_make_client)
 
     def boto3_client(self, operation: str) -> Any:
         """Return boto3's own client, for requests that the store has no method for."""
         with self.translation(operation, "PutObject", ""):
             return self.client().boto3_client
 
-    def endpoint_url(self, operation: str) -> str:
-        with self.translation(operation, "PutObject", ""):
-            return self.client().endpoint_url
-
     def call(self, operation: str, api: str, key: str | None, **members: Any) -> dict[str, Any]:
         """Make the request `api` about `key`, or about the bucket, for the store's `operation`. Raises `StoreError`."""
         about = {"Bucket": self.bucket} if key is None else {"Bucket": self.bucket, "Key": key}
         with self.translation(operation, api, key or members.get("Prefix", "")):
-            return self.client().request_for(api)(**about, **members)
+            answer: dict[str, Any] = self.client().request_for(api)(**about, **members)
+        return answer
 
     def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:  # noqa: ARG002  # GCS's needs the operation
         about = {"Bucket": self.bucket, "Key": key}
@@ -153,15 +130,11 @@ class S3Session(HTTPSession):
         return ResponseBody(answer["Body"]), answer.get("ContentRange"), answer.get("ContentLength")
 
     def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
-        return translate(error, self._failed_request(operation, api, key))
+        return translate(error, self.failed_request(operation, api, key))
 
     def translate_code(self, code: str, detail: str, operation: str, api: str, key: str) -> StoreError:
         """Return the error to raise for one key's `code` in an answer about many keys."""
-        return translate_code(code, detail, self._failed_request(operation, api, key))
-
-    def forget_client(self) -> None:
-        if self._client is not None:
-            client_cache.forget(self._client)
+        return translate_code(code, detail, self.failed_request(operation, api, key))
 
     def require(self, answer: dict[str, Any], name: str, operation: str, api: str, key: str) -> Any:
         """Return the member `name` of an answer. An answer without it is not S3's."""
@@ -174,20 +147,7 @@ class S3Session(HTTPSession):
             )
         return answer[name]
 
-    def _failed_request(self, operation: str, api: str, key: str) -> FailedRequest:
-        endpoint = self.client_key.config.endpoint_url or "S3"
-        return FailedRequest(
-            operation=operation,
-            api=api,
-            url=self.url(key).rstrip("/"),
-            bucket=self.bucket,
-            endpoint=endpoint if self._client is None else self._client.endpoint_url,
-            permission=self._permission(api),
-            secrets=self.secrets,
-        )
-
-    def _permission(self, api: str) -> str:
-        """Return the rights that `api` needs with these options."""
+    def permission(self, api: str) -> str:
         config = self.client_key.config
         needed = ["s3express:CreateSession" if is_directory_bucket(self.bucket) else APIS[api][1]]
         if config.tagging and api in ("CopyObject", "CreateMultipartUpload", "PutObject"):
@@ -203,36 +163,13 @@ def require_boto3() -> None:
         raise MissingDependencyError("s3:// needs boto3, which is not installed: pip install 'cloudckpt[s3]'")
 
 
-def read_environment() -> Environment:
-    """Return the part of the environment from which boto3 takes its configuration."""
-    prefixes = ("AWS_", "BOTO_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
-    found = ((name, value) for name, value in os.environ.items() if name == "HOME" or name.upper().startswith(prefixes))
-    return tuple(sorted(found))
-
-
-def _make_client(key: ClientKey) -> S3Client:
-    try:
-        return S3Client(key)
-    except InvalidOptionError:
-        raise
-    except ValueError as error:
-        # boto3's own checks of the environment and ~/.aws; they quote the value, password and all.
-        reason = re.sub(r"\S+@", "***@", str(error))
-        raise InvalidOptionError(
-            f"The AWS configuration cannot be used: {reason}. Check AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, "
-            "AWS_REGION and ~/.aws/config."
-        ) from None
-
-
-client_cache: ClientCache[ClientKey, S3Client] = ClientCache(_make_client, read_environment=read_environment)
-
-
-def _make_boto3_client(key: ClientKey) -> Any:
+def _make_boto3_client(key: ClientKey[S3Config]) -> Any:
     import boto3.session
     import botocore
     from botocore.config import Config
 
     config = key.config
+    connect_timeout_s, read_timeout_s = key.timeouts_s(config.connect_timeout_s, config.read_timeout_s)
     session = boto3.session.Session(
         aws_access_key_id=config.access_key_id,
         aws_secret_access_key=config.secret_access_key,
@@ -256,10 +193,8 @@ def _make_boto3_client(key: ClientKey) -> Any:
             response_checksum_validation="when_required",
             # cloudckpt.io decides about retries.
             retries={"total_max_attempts": 1, "mode": "standard"},
-            # urllib3 sends bodies under the connect timeout. It holds for each address of a host in turn.
-            connect_timeout=config.connect_timeout_s or min(key.timeout_s, _LONGEST_CONNECT_S),
-            # A fraction of the timeout, so that one dead connection leaves time for another try.
-            read_timeout=config.read_timeout_s or key.timeout_s / _TRIES_WITHIN_TIMEOUT,
+            connect_timeout=connect_timeout_s,
+            read_timeout=read_timeout_s,
             # The number that is kept open, not a limit. Stores of one configuration share it: a save beside a load
             # would otherwise close connections that both need.
             max_pool_connections=_STORES_AT_ONCE * key.connections + _SPARE_CONNECTIONS,
@@ -274,7 +209,9 @@ def _make_boto3_client(key: ClientKey) -> Any:
     client.meta.events.register_last("before-call.s3", _drop_expect_header)
     client.meta.events.register("before-call.s3.HeadBucket", _end_redirects)
     client.meta.events.register_last("before-parse.s3", refuse_foreign)
-    _check_endpoint(client.meta.endpoint_url)
+    check_endpoint(
+        client.meta.endpoint_url, store="S3", variables="AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL or ~/.aws/config"
+    )
     return client
 
 
@@ -285,13 +222,3 @@ def _drop_expect_header(params: dict[str, Any], **_: Any) -> None:
 def _end_redirects(params: dict[str, Any], **_: Any) -> None:
     # boto3 asks HeadBucket for the region of a bucket that was redirected; redirected again, it asks for ever.
     params["context"].setdefault("s3_redirect", {})["redirected"] = True
-
-
-def _check_endpoint(endpoint_url: str) -> None:
-    parts = urlsplit(endpoint_url)
-    if parts.username is not None or parts.password is not None:
-        raise InvalidOptionError(
-            "The S3 endpoint's URL holds credentials, which would appear in messages. Move them from there "
-            "(AWS_ENDPOINT_URL_S3, ~/.aws/config) into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
-        )
-    warn_of_clear_text(endpoint_url, store="S3")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import logging
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,7 @@ from urllib.parse import unquote
 
 from awscrt.checksums import combine_crc32c
 
-from cloudckpt._workers import each_done
 from cloudckpt.errors import (
-    CloudckptError,
     ObjectNotFoundError,
     ShortObjectError,
     StoreError,
@@ -24,8 +22,9 @@ from cloudckpt.options import GIB, MIB
 from cloudckpt.stores._body import in_order
 from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
 from cloudckpt.stores.http_body import ViewsBody
+from cloudckpt.stores.http_clients import ClientKey
 from cloudckpt.stores.http_store import HTTPStore, size_of_range
-from cloudckpt.stores.s3.client import ClientKey, S3Session, require_boto3
+from cloudckpt.stores.s3.client import S3Session, require_boto3
 from cloudckpt.stores.s3.config import check_directory_options, is_amazons, is_directory_bucket, parse_storage_options
 
 if TYPE_CHECKING:
@@ -34,13 +33,10 @@ if TYPE_CHECKING:
 
     from cloudckpt.stores.base import Part, Tried, Views
 
-_log = logging.getLogger("cloudckpt")
-
 _CRC32C_BYTES = 4
 _MD5 = re.compile(r"[0-9a-f]{32}")
 CHECKED_PART_BYTES = 256 * MIB
 """The service answers a copy after it was made: one of a few GiB can take longer than any timeout."""
-_COPY_THREADS = 4
 _ENTRIES: Mapping[str, tuple[str, ...]] = {
     "CommonPrefixes": ("Prefix",),
     "Contents": ("Key", "Size", "LastModified"),
@@ -223,12 +219,46 @@ class S3Store(HTTPStore):
         size_bytes, _, _ = tried(lambda: _measure(source, "copy_from", key))
         place = {"Bucket": bucket, "Key": key}
         if size_bytes > CHECKED_PART_BYTES:
-            return _copy_in_parts(session, place, target, size_bytes=size_bytes, tried=tried)
+            return self._copy_in_parts(place, target, size_bytes=size_bytes, tried=tried)
         answer = tried(
             lambda: session.call("copy_from", "CopyObject", target, CopySource=place, ChecksumAlgorithm="CRC32C")
         )
         result = session.require(answer, "CopyObjectResult", "copy_from", "CopyObject", target)
         return _decode_crc32c(result.get("ChecksumCRC32C"))
+
+    def _copy_in_parts(self, place: dict[str, str], target: str, *, size_bytes: int, tried: Tried) -> int | None:
+        """Copy the object at `place` part by part; return the CRC32C of the copy if the service says it.
+
+        Returns None too if the upload is gone at its end, because an answer to its completion may have been lost.
+        """
+
+        def ask(api: str, **members: Any) -> dict[str, Any]:
+            return tried(lambda: self._session.call("copy_from", api, target, **members))
+
+        created = ask("CreateMultipartUpload", ChecksumAlgorithm="CRC32C")
+        upload_id = self._session.require(created, "UploadId", "copy_from", "CreateMultipartUpload", target)
+        parts: list[dict[str, Any]] = []
+        crc32c, is_known = 0, True
+        try:
+            for number, begin in enumerate(range(0, size_bytes, CHECKED_PART_BYTES), start=1):
+                end = min(begin + CHECKED_PART_BYTES, size_bytes)
+                about = {"UploadId": upload_id, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{end - 1}"}
+                answer = ask("UploadPartCopy", CopySource=place, **about)
+                result = self._session.require(answer, "CopyPartResult", "copy_from", "UploadPartCopy", target)
+                said = {name: result[name] for name in ("ETag", "ChecksumCRC32C") if result.get(name)}
+                parts.append({"PartNumber": number, **said})
+                part_crc32c = _decode_crc32c(said.get("ChecksumCRC32C"))
+                is_known = is_known and part_crc32c is not None
+                crc32c = combine_crc32c(crc32c, part_crc32c or 0, end - begin)
+            try:
+                ask("CompleteMultipartUpload", UploadId=upload_id, MultipartUpload={"Parts": parts})
+            except ObjectNotFoundError:
+                return None
+        except BaseException:
+            with contextlib.suppress(StoreError):  # the first error is raised; gc removes the upload
+                self._session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
+            raise
+        return crc32c if is_known else None
 
 
 def _measure(session: S3Session, operation: str, key: str) -> tuple[int, datetime, str]:
@@ -320,80 +350,6 @@ def _check_page(session: S3Session, operation: str, key: str, page: dict[str, An
 def _normalize(text: str) -> str:
     # Stores do not agree on what of an answer is encoded, nor how; botocore decodes what says that it is.
     return unquote(unquote(text)).replace("+", " ")
-
-
-def _copy_in_parts(
-    session: S3Session, place: dict[str, str], target: str, *, size_bytes: int, tried: Tried
-) -> int | None:
-    """Copy the object at `place`; return the CRC32C of the copy if the service says it.
-
-    Returns None too if the answer to the completion was lost, because another object may be at `target`.
-    """
-    operation = "copy_from"
-    created = tried(lambda: session.call(operation, "CreateMultipartUpload", target, ChecksumAlgorithm="CRC32C"))
-    upload_id = session.require(created, "UploadId", operation, "CreateMultipartUpload", target)
-    begins = range(0, size_bytes, CHECKED_PART_BYTES)
-    parts: dict[int, dict[str, Any]] = {}  # each written by one thread
-
-    def copy_part(begin: int) -> None:
-        last = min(begin + CHECKED_PART_BYTES, size_bytes) - 1
-        number = begin // CHECKED_PART_BYTES + 1
-        about = {"UploadId": upload_id, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{last}"}
-        answer = tried(lambda: session.call(operation, "UploadPartCopy", target, CopySource=place, **about))
-        result = session.require(answer, "CopyPartResult", operation, "UploadPartCopy", target)
-        etag = session.require(result, "ETag", operation, "UploadPartCopy", target)
-        checksum = {"ChecksumCRC32C": result["ChecksumCRC32C"]} if result.get("ChecksumCRC32C") else {}
-        parts[begin] = {"PartNumber": number, "ETag": etag, **checksum}
-
-    num_tries = 0
-
-    def complete() -> None:
-        nonlocal num_tries
-        num_tries += 1
-        upload = {"Parts": [parts[begin] for begin in begins]}
-        session.call(operation, "CompleteMultipartUpload", target, UploadId=upload_id, MultipartUpload=upload)
-
-    try:
-        for _ in each_done(begins, copy_part, num_threads=_COPY_THREADS, name="cloudckpt-s3", on_failure=_do_nothing):
-            pass
-        try:
-            tried(complete)
-        except ObjectNotFoundError:
-            # An earlier try completed the upload and only its answer was lost; or somebody aborted it.
-            if num_tries == 1:
-                raise
-            return None
-    except BaseException:
-        _abort_copy(session, target, upload_id, tried=tried)
-        raise
-    whole = 0
-    for begin in begins:
-        value = _decode_crc32c(parts[begin].get("ChecksumCRC32C"))
-        if value is None:
-            return None
-        whole = combine_crc32c(whole, value, min(CHECKED_PART_BYTES, size_bytes - begin)) if begin else value
-    return whole
-
-
-def _do_nothing() -> None:
-    """Requests that are being made end on their own."""
-
-
-def _abort_copy(session: S3Session, target: str, upload_id: str, *, tried: Tried) -> None:
-    def abort() -> None:
-        session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
-
-    try:
-        try:
-            tried(abort)
-        except StoreError:
-            raise
-        except CloudckptError:  # the retrier begins nothing any more
-            abort()
-    except ObjectNotFoundError:
-        return
-    except StoreError as error:  # the error that led here is raised
-        _log.warning("could not abort the upload to %s, gc will: %s", session.url(target), error)
 
 
 def _encode_crc32c(crc32c: int) -> str:

@@ -1,0 +1,406 @@
+"""Every error that an SDK or its network can raise becomes one of cloudckpt's, with the key and the next step."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import inspect
+import io
+import json
+import pickle
+import socket
+import ssl
+import string
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import botocore.exceptions
+import botocore.parsers
+import google.api_core.exceptions
+import google.auth.exceptions
+import pytest
+import requests
+import requests.exceptions
+import urllib3.exceptions
+
+from cloudckpt import errors
+from cloudckpt.stores.gcs import errors as gcs
+from cloudckpt.stores.gcs.client import refuse_errors
+from cloudckpt.stores.http_errors import FailedRequest
+from cloudckpt.stores.s3 import errors as s3
+from cloudckpt.stores.s3.client import APIS
+
+Translate = Callable[[Exception, FailedRequest], errors.StoreError | None]
+ErrorType = type[errors.StoreError]
+
+
+def classes_of(module: Any) -> dict[str, type[Exception]]:
+    found = inspect.getmembers(module, inspect.isclass)
+    return {name: cls for name, cls in found if cls.__module__ == module.__name__ and issubclass(cls, Exception)}
+
+
+BOTO = classes_of(botocore.exceptions)
+AUTH, REQUESTS = classes_of(google.auth.exceptions), classes_of(requests.exceptions)
+# Faults of the configuration, and of requests that the store does not make. A new name belongs here or into a table.
+DEFAULTS = """
+AliasConflictParameterError ApiVersionNotFoundError AwsChunkedWrapperError BaseEndpointResolverError BotoCoreError
+ClientError ConfigNotFound ConfigParseError DataNotFoundError EndpointProviderError EndpointResolutionError
+EndpointVariantError EventStreamError ImminentRemovalWarning InfiniteLoopConfigError InvalidChecksumConfigError
+InvalidConfigError InvalidDefaultsMode InvalidEndpointConfigurationError InvalidEndpointDiscoveryConfigurationError
+InvalidExpressionError InvalidIMDSEndpointError InvalidIMDSEndpointModeError InvalidMaxRetryAttemptsError
+InvalidProxiesConfigError InvalidRetryConfigurationError InvalidRetryModeError InvalidS3AddressingStyleError
+InvalidS3UsEast1RegionalEndpointConfigError InvalidSTSRegionalEndpointsConfigError MD5UnavailableError
+MissingDependencyException MissingParametersError MissingServiceIdError OperationNotPageableError PaginationError
+RangeError StubAssertionError StubResponseError UnStubbedResponseError UndefinedModelAttributeError
+UnknownClientMethodError UnknownCredentialError UnknownEndpointResolutionBuiltInName UnknownKeyError
+UnknownParameterError UnknownServiceError UnknownServiceStyle UnknownSignatureVersionError UnknownTokenProviderError
+UnseekableStreamError UnsupportedOutpostResourceError UnsupportedS3AccesspointConfigurationError
+UnsupportedS3ConfigurationError UnsupportedS3ControlArnError UnsupportedS3ControlConfigurationError
+UnsupportedServiceProtocolsError UnsupportedSignatureVersionError UnsupportedTLSVersionWarning ValidationError
+WaiterConfigError WaiterError ClientCertError InvalidOperation InvalidResource InvalidType InvalidValue
+MalformedError MutualTLSChannelError OAuthError OSError ReauthFailError ReauthSamlChallengeFailError RefreshError
+UserAccessTokenError FileModeWarning InvalidHeader InvalidSchema InvalidURL JSONDecodeError MissingSchema
+ReadTimeout RequestException RequestsDependencyWarning RequestsWarning StreamConsumedError URLRequired
+UnrewindableBodyError
+"""
+
+
+def s3_request(api: str = "PutObject", operation: str = "put", secrets: tuple[str, ...] = ()) -> FailedRequest:
+    return FailedRequest(
+        operation=operation,
+        api=api,
+        url="scheme://bucket/run/manifest.json",
+        bucket="bucket",
+        endpoint="http://127.0.0.1:9",
+        permission=APIS[api][1] if api in APIS else gcs.PERMISSIONS[api],
+        secrets=secrets,
+    )
+
+
+def gcs_request(api: str = "objects.insert") -> FailedRequest:
+    return s3_request(api)
+
+
+SERVICES = [pytest.param(s3.translate, s3_request(), id="s3"), pytest.param(gcs.translate, gcs_request(), id="gcs")]
+
+
+def boto_error(name: str, **fields: Any) -> Exception:
+    cls = BOTO[name]
+    if issubclass(cls, botocore.exceptions.ClientError):
+        return cls({"Error": {}}, "PutObject")
+    named = {name: "x" for _, name, _, _ in string.Formatter().parse(getattr(cls, "fmt", "")) if name}
+    return cls(**{**named, **fields})
+
+
+def google_error(cls: type[Exception]) -> Exception:
+    more: dict[type[Exception], tuple[Any, ...]] = {
+        google.api_core.exceptions.RetryError: (ValueError("x"),),
+        requests.exceptions.JSONDecodeError: ("doc", 0),
+    }
+    return cls("x", *more.get(cls, ()))
+
+
+def s3_answer(code: str, status: int, message: str = "") -> Exception:
+    response = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return botocore.exceptions.ClientError(response, "PutObject")  # type: ignore[arg-type]
+
+
+def gcs_answer(status: int, reason: str, message: str = "Because.", *, body: str | None = None) -> Exception:
+    if body is None and reason:
+        body = json.dumps({"error": {"message": message, "errors": [{"reason": reason}]}})
+    response = requests.Response()
+    response.status_code, response.raw = status, io.BytesIO((body or "").encode())
+    with pytest.raises(google.api_core.exceptions.GoogleAPICallError) as caught:
+        refuse_errors(response)
+    return caught.value
+
+
+def test_every_exception_of_the_sdks_is_known() -> None:
+    """If this fails, a newer SDK raises an error that nobody has decided about: is it worth another try?"""
+    known = {*s3.EXCEPTIONS, *gcs.EXCEPTIONS, *DEFAULTS.split()}
+    assert {*BOTO, *AUTH, *REQUESTS} - known == set()
+
+
+def test_each_exception_says_what_failed_and_travels() -> None:
+    """If this fails, an SDK's exception gets through, or one that cannot be pickled leaves other ranks hanging."""
+    google_classes = [*AUTH.values(), *REQUESTS.values(), *classes_of(google.api_core.exceptions).values()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [
+            s3.translate(boto_error(name), s3_request())
+            for name in BOTO
+            if hasattr(BOTO[name], "fmt") and name != "WaiterError"
+        ]
+        found += [
+            gcs.translate(google_error(cls), gcs_request()) for cls in google_classes if not issubclass(cls, Warning)
+        ]
+    for translated in found:
+        if translated is not None:
+            assert (translated.key, translated.operation) == ("scheme://bucket/run/manifest.json", "put")
+            assert "failed: " in str(translated)
+            copied = pickle.loads(pickle.dumps(translated))
+            assert (type(copied), str(copied)) == (type(translated), str(translated))
+    assert [cls for cls in found if cls is None] in ([], [None])  # an exception of asyncio's clients, which is no error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        ("NoCredentialsError", errors.CredentialsError, "AWS_ACCESS_KEY_ID"),
+        ("ProfileNotFound", errors.CredentialsError, "AWS_PROFILE"),
+        ("TokenRetrievalError", errors.CredentialsError, "aws sso login"),
+        ("EndpointConnectionError", errors.TransientStoreError, "http://127.0.0.1:9"),
+        ("ConnectTimeoutError", errors.StoreTimeoutError, "http://127.0.0.1:9"),
+        ("ReadTimeoutError", errors.StoreTimeoutError, "http://127.0.0.1:9"),
+        ("ConnectionClosedError", errors.TransientStoreError, "http://127.0.0.1:9"),
+        ("ProxyConnectionError", errors.TransientStoreError, "NO_PROXY"),
+        ("SSLError", errors.TransientStoreError, "TLS"),
+        ("IncompleteReadError", errors.TransientStoreError, "Try again"),
+        ("FlexibleChecksumError", errors.ChecksumRefusedError, "damaged"),
+        ("NoRegionError", errors.StoreError, "region"),
+        ("InvalidDNSNameError", errors.BucketNotFoundError, "'bucket'"),
+        ("InvalidRetryModeError", errors.StoreError, "~/.aws/config"),
+        (botocore.parsers.ResponseParserError("no XML"), errors.TransientStoreError, "load balancer"),
+        (type("NewTimeout", (BOTO["ReadTimeoutError"],), {})(endpoint_url="x"), errors.StoreTimeoutError, "progress"),
+        (AUTH["DefaultCredentialsError"]("x"), errors.CredentialsError, "gcloud auth application-default login"),
+        (AUTH["ReauthFailError"]("x"), errors.CredentialsError, "Log in again"),
+        (AUTH["TransportError"]("x"), errors.TransientStoreError, "Try again"),
+        (AUTH["RefreshError"]("internal_failure", retryable=True), errors.TransientStoreError, "Try again"),
+        (REQUESTS["ConnectionError"]("x"), errors.TransientStoreError, "http://127.0.0.1:9"),
+        (REQUESTS["ConnectTimeout"]("x"), errors.StoreTimeoutError, "http://127.0.0.1:9"),
+        (REQUESTS["ReadTimeout"]("x"), errors.StoreTimeoutError, "timeout_s"),
+        (REQUESTS["ProxyError"]("x"), errors.TransientStoreError, "NO_PROXY"),
+        (REQUESTS["SSLError"]("x"), errors.TransientStoreError, "TLS"),
+        (REQUESTS["JSONDecodeError"]("x", "doc", 0), errors.TransientStoreError, "load balancer"),
+        (REQUESTS["ChunkedEncodingError"]("x"), errors.TransientStoreError, "Try again"),
+        (REQUESTS["TooManyRedirects"]("x"), errors.StoreError, "elsewhere"),
+    ],
+    ids=str,
+)
+def test_exceptions_follow_what_a_handler_would_do(error: str | Exception, expected: ErrorType, words: str) -> None:
+    """A missing credential would be retried for minutes, or a passing failure would end a save."""
+    if isinstance(error, str):
+        error = boto_error(error)
+    is_boto = any(cls.__module__.startswith("botocore") for cls in type(error).__mro__)
+    translate, request = (s3.translate, s3_request()) if is_boto else (gcs.translate, gcs_request())
+    translated = translate(error, request)
+    assert type(translated) is expected
+    assert words in str(translated)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "expected", "words"),
+    [
+        ("NoSuchKey", 404, errors.ObjectNotFoundError, "No object exists"),
+        ("NoSuchBucket", 404, errors.BucketNotFoundError, "http://127.0.0.1:9"),
+        ("NoSuchUpload", 404, errors.ObjectNotFoundError, "was completed or aborted"),
+        ("PreconditionFailed", 412, errors.ObjectExistsError, "left as it is"),
+        ("ConditionalRequestConflict", 409, errors.TransientStoreError, "Try again"),
+        ("AccessDenied", 403, errors.AccessDeniedError, "s3:PutObject"),
+        ("SignatureDoesNotMatch", 403, errors.CredentialsError, "credentials"),
+        ("ExpiredToken", 400, errors.CredentialsError, "expired"),
+        ("RequestTimeTooSkewed", 403, errors.CredentialsError, "clock"),
+        ("SlowDown", 503, errors.ThrottledError, "fewer requests"),
+        ("TooManyRequests", 429, errors.ThrottledError, "fewer requests"),
+        ("InternalError", 500, errors.TransientStoreError, "Try again"),
+        ("RequestTimeout", 400, errors.TransientStoreError, "Try again"),
+        ("BadDigest", 400, errors.ChecksumRefusedError, "damaged"),
+        ("XAmzContentChecksumMismatch", 400, errors.ChecksumRefusedError, "damaged"),
+        ("PermanentRedirect", 301, errors.StoreError, "region"),
+        ("InvalidRange", 416, errors.ShortObjectError, "ends before"),
+        ("NotImplemented", 501, errors.UnsupportedOperationError, "does not offer"),
+        ("KMS.DisabledException", 400, errors.AccessDeniedError, "kms:GenerateDataKey"),
+        ("InvalidObjectState", 403, errors.StoreError, "archived"),
+        ("QuotaExceeded", 403, errors.StoreError, "full"),
+        # codes that no table can know, and none at all
+        ("NeverHeardOf", 503, errors.ThrottledError, "fewer requests"),
+        ("NeverHeardOf", 502, errors.TransientStoreError, "Try again"),
+        ("NeverHeardOf", 400, errors.StoreError, "refuses"),
+        ("404", 404, errors.ObjectNotFoundError, "status 404"),
+        ("403", 403, errors.AccessDeniedError, "status 403"),
+        ("", 500, errors.TransientStoreError, "status 500"),
+    ],
+)
+def test_answers_of_s3_follow_what_a_handler_would_do(code: str, status: int, expected: ErrorType, words: str) -> None:
+    """The commit hangs on telling "exists" from "denied" from "try again"."""
+    translated = s3.translate(s3_answer(code, status), s3_request())
+    assert type(translated) is expected
+    assert words in str(translated)
+    if code in s3.CODES:
+        assert type(s3.translate_code(code, "no", s3_request("DeleteObjects"))) is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "expected", "words"),
+    [
+        (404, "notFound", errors.ObjectNotFoundError, "No object exists"),
+        (412, "conditionNotMet", errors.ObjectExistsError, "left as it is"),
+        (412, "orgPolicyConstraintFailed", errors.AccessDeniedError, "policy of the organization"),
+        (401, "authError", errors.CredentialsError, "application-default login"),
+        (403, "forbidden", errors.AccessDeniedError, "storage.objects.get"),
+        (403, "retentionPolicyNotMet", errors.AccessDeniedError, "retention policy"),
+        (403, "quotaExceeded", errors.StoreError, "quota"),
+        (403, "rateLimitExceeded", errors.ThrottledError, "fewer requests"),
+        (408, "uploadBrokenConnection", errors.TransientStoreError, "Try again"),
+        (409, "conflict", errors.TransientStoreError, "Try again"),
+        (413, "uploadTooLarge", errors.StoreError, "larger"),
+        (416, "requestedRangeNotSatisfiable", errors.ShortObjectError, "ends before"),
+        (503, "backendError", errors.TransientStoreError, "Try again"),
+        (400, "userProjectMissing", errors.StoreError, "user_project"),
+        # reasons that no table can know, and none at all
+        (418, "neverHeardOf", errors.StoreError, "refuses"),
+        (403, "neverHeardOf", errors.AccessDeniedError, "storage.objects.get"),
+        (404, "", errors.TransientStoreError, "not GCS's: status 404"),
+        (412, "", errors.TransientStoreError, "not GCS's: status 412"),
+        (429, "", errors.ThrottledError, "fewer requests"),
+        (501, "", errors.UnsupportedOperationError, "does not offer"),
+        (504, "", errors.TransientStoreError, "Try again"),
+        (307, "", errors.StoreError, "elsewhere"),
+    ],
+)
+def test_answers_of_gcs_follow_what_a_handler_would_do(
+    status: int, reason: str, expected: ErrorType, words: str
+) -> None:
+    """The commit hangs on telling "exists" from "denied" from "try again"."""
+    translated = gcs.translate(gcs_answer(status, reason), gcs_request("objects.get"))
+    assert type(translated) is expected
+    assert words in str(translated)
+
+
+@pytest.mark.parametrize(
+    ("api", "status", "expected", "words"),
+    [
+        ("objects.list", 404, errors.BucketNotFoundError, "'bucket' does not exist at http://127.0.0.1:9"),
+        ("objects.compose", 404, errors.ObjectNotFoundError, "part of the upload is gone"),
+        ("objects.insert", 404, errors.StoreError, "kms_key_name"),
+        ("objects.list", 416, errors.TransientStoreError, "load balancer"),
+        ("ListObjectsV2", 404, errors.TransientStoreError, "load balancer"),
+        ("ListMultipartUploads", 404, errors.TransientStoreError, "load balancer"),
+        ("ListObjectsV2", 416, errors.TransientStoreError, "load balancer"),
+    ],
+)
+def test_what_is_not_found_depends_on_what_was_asked_for(
+    api: str, status: int, expected: ErrorType, words: str
+) -> None:
+    """ "Nothing lies at this key" in answer to a listing would read as "no checkpoints" (G10)."""
+    if api in APIS:
+        translated = s3.translate(s3_answer("", status), s3_request(api))
+    else:
+        translated = gcs.translate(gcs_answer(status, "notFound" if status == 404 else "x"), gcs_request(api))
+    assert type(translated) is expected
+    assert words in str(translated)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "operation", "is_known"),
+    [
+        ("QuotaExceeded", 403, "put", True),
+        ("AccessDenied", 403, "complete_multipart", True),
+        ("AccessDenied", 403, "delete", False),  # keys before the one that was refused may be gone
+        ("RequestTimeout", 400, "put", False),
+        ("OperationAborted", 409, "put", False),
+        ("NeverHeardOf", 400, "put", False),
+        ("404", 404, "put", False),
+        ("InternalError", 500, "put", False),
+    ],
+)
+def test_a_refusal_in_the_stores_own_words_had_no_effect(
+    code: str, status: int, operation: str, *, is_known: bool
+) -> None:
+    """A bucket whose quota is used up at the commit would leave it unknown; or an answer that says nothing of what
+    became of the request would make data be removed under a commit.
+    """
+    translated = s3.translate(s3_answer(code, status), s3_request(operation=operation))
+    assert translated is not None
+    assert translated.had_no_effect is is_known
+
+
+@pytest.mark.parametrize(
+    "body", ["", "<html>", "[]", '{"error": "invalid_grant"}', '{"error": {"errors": [7]}}', "null"]
+)
+def test_answers_that_are_not_gcss_are_errors_all_the_same(body: str) -> None:
+    """A proxy's page would break the translation, and an exception of ours would be taken for a bug."""
+    assert type(gcs.translate(gcs_answer(502, "", body=body), gcs_request())) is errors.TransientStoreError
+
+
+def test_the_words_of_an_answer_are_kept_in_bounds_and_without_secrets() -> None:
+    """A policy's explanation would be lost, a page of HTML drown the message, or an echoed secret be in the log."""
+    request = dataclasses.replace(s3_request(), secrets=("s3cr3t/key",))
+    for words in ("no policy allows it", "<html>" * 10_000, "you signed with s3cr3t/key"):
+        said = str(s3.translate(s3_answer("AccessDenied", 403, words), request))
+        assert len(said) < 1000
+        assert "s3cr3t/key" not in said
+        assert "policy allows" in said or "policy" not in words
+        assert "s3cr3t/key" not in str(gcs.translate(gcs_answer(401, "authError", words), request))
+
+
+def test_texts_of_exceptions_show_no_secret() -> None:
+    """A session token with a line break, or the body of a refused renewal, would be printed by the SDK's exception."""
+    translated = s3.translate(
+        boto_error("HTTPClientError", error=ValueError(r"Invalid header b'TOKEN\n'")), s3_request()
+    )
+    assert "TOKEN" not in str(translated)
+    assert not isinstance(translated, errors.TransientStoreError)
+    refused = AUTH["RefreshError"]("invalid_grant: Token has been revoked.", '{"secret": "HUSH"}')
+    assert "revoked" in str(gcs.translate(refused, gcs_request()))
+    assert "HUSH" not in str(gcs.translate(refused, gcs_request()))
+    assert "HUSH" not in str(gcs.translate(REQUESTS["InvalidHeader"]("Authorization: HUSH"), gcs_request()))
+
+
+def test_a_denial_names_the_permission_of_each_request() -> None:
+    """An operator would have to guess which right the policy lacks."""
+    for api, (_, permission) in APIS.items():
+        assert permission in str(s3.translate(s3_answer("AccessDenied", 403), s3_request(api)))
+    for api, permission in gcs.PERMISSIONS.items():
+        assert permission in str(gcs.translate(gcs_answer(403, "forbidden"), gcs_request(api)))
+    # Without this right S3 answers 403 for missing keys.
+    assert "s3:ListBucket" in str(s3.translate(s3_answer("AccessDenied", 403), s3_request("GetObject")))
+
+
+@pytest.mark.parametrize(("translate", "request_"), SERVICES)
+def test_errors_below_the_sdks_are_translated_too(translate: Translate, request_: FailedRequest) -> None:
+    """Bodies are read on the HTTP connection itself, so that its errors reach us as they are."""
+    timeouts: list[Exception] = [TimeoutError("timed out"), urllib3.exceptions.ReadTimeoutError(None, "/", "late")]  # type: ignore[arg-type]
+    broken: list[Exception] = [
+        ConnectionResetError(104, "reset"),
+        BrokenPipeError(32, "pipe"),
+        http.client.IncompleteRead(b"", 3),
+        http.client.RemoteDisconnected("gone"),
+        urllib3.exceptions.ProtocolError("broken"),
+        ssl.SSLError(1, "bad record mac"),
+        socket.gaierror(-2, "unknown"),
+    ]
+    assert {type(translate(error, request_)) for error in timeouts} == {errors.StoreTimeoutError}
+    assert {type(translate(error, request_)) for error in broken} == {errors.TransientStoreError}
+    for bug in (TypeError("a bug"), KeyError("a bug"), ValueError("a bug"), MemoryError()):
+        assert translate(bug, request_) is None
+
+
+@pytest.mark.parametrize(
+    ("translate", "request_", "wrap"),
+    [
+        (
+            s3.translate,
+            s3_request(),
+            lambda inner: boto_error("EndpointConnectionError", endpoint_url="x", error=inner),
+        ),
+        (gcs.translate, gcs_request(), REQUESTS["ConnectionError"]),
+    ],
+    ids=["s3", "gcs"],
+)
+def test_the_cause_of_a_failed_connection_is_named(
+    translate: Translate, request_: FailedRequest, wrap: Callable[[Exception], Exception]
+) -> None:
+    """ "Connection refused", "unknown host", a wrong certificate and a stalled upload need different remedies."""
+    stalled = urllib3.exceptions.ProtocolError("Connection aborted.", TimeoutError("timed out"))
+    cases: list[tuple[Exception, ErrorType, str]] = [
+        (ConnectionRefusedError(111, "no"), errors.TransientStoreError, "Connection refused"),
+        (socket.gaierror(-2, "no"), errors.TransientStoreError, "resolved"),
+        (ssl.SSLCertVerificationError(1, "certificate verify failed"), errors.StoreError, "certificate"),
+        (stalled, errors.StoreTimeoutError, "in time"),
+    ]
+    for inner, expected, words in cases:
+        translated = translate(wrap(inner), request_)
+        assert type(translated) is expected
+        assert words in str(translated)

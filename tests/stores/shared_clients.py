@@ -31,7 +31,7 @@ class ClientTests:
         return self.store_type("bucket", "", storage_options=options, timeout_s=timeout_s, connections=2)
 
     def client_of(self, store: Any) -> Any:
-        return store._session.client()
+        return store.session.client()
 
     def test_stores_of_one_configuration_share_a_client(self, scripted: Any) -> None:
         """Each save would open its connections anew."""

@@ -38,12 +38,12 @@ def _nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def s3_client(**options: Any) -> Any:
     keys = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
-    session = S3Store("bucket", "", storage_options={**keys, **options}, timeout_s=1, connections=1)._session
+    session = S3Store("bucket", "", storage_options={**keys, **options}, timeout_s=1, connections=1).session
     return session.client()
 
 
 def gcs_client(**options: Any) -> Any:
-    session = GCSStore("bucket", "", storage_options=options, timeout_s=1, connections=1)._session
+    session = GCSStore("bucket", "", storage_options=options, timeout_s=1, connections=1).session
     return session.client()
 
 

@@ -128,7 +128,7 @@ def test_a_client_that_waits_for_ever_fails_the_clause_about_silence(storage_opt
     monkeypatch.setattr(contract_wire, "_SLACK_S", 0.5)
 
     def patient(far: Store, direct: Store) -> Store:
-        endpoint_url = far._session.client_key.config.endpoint_url
+        endpoint_url = far.session.client_key.config.endpoint_url
         return suite.opened(urlsplit(far.uri).path, endpoint_url=endpoint_url, timeout_s=600.0)
 
     suite = _S3(storage_options, patient, refusing)

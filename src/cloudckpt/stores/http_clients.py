@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores.http_body import WholeHeadResponse
 from cloudckpt.stores.storage_options import is_loopback
 
@@ -48,6 +49,18 @@ _CONFIGURING = (
 
 Config = TypeVar("Config")
 Client = TypeVar("Client")
+
+
+def require_sdk(module: str, *, store: str, extra: str) -> None:
+    """Raise `MissingDependencyError` if the SDK's `module` is not installed."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # not even the package around it
+        found = None
+    if found is None:
+        raise MissingDependencyError(
+            f"{store} needs {module.replace('.', '-')}, which is not installed: pip install 'cloudckpt[{extra}]'"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

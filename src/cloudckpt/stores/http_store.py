@@ -183,20 +183,18 @@ class HTTPSession(abc.ABC):
 class HTTPStore(Store):
     """Objects under a prefix of a bucket. A subclass adds the requests of one service."""
 
+    session: HTTPSession
+    """Requests about the bucket."""
     condition: ClassVar[str]
     """The condition of a put that creates an object only if it is absent, for the log."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, session: HTTPSession) -> None:
         prefix = prefix.strip("/")
         self._root = f"{prefix}/" if prefix else ""
+        self.session = session
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.uri!r})"
-
-    @property
-    @abc.abstractmethod
-    def session(self) -> HTTPSession:
-        """Requests about the bucket."""
 
     @abc.abstractmethod
     def is_genuine(self, endpoint_url: str) -> bool:

@@ -28,7 +28,7 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 
 def client_of(store: GCSStore) -> clients.GCSClient:
-    return store._session.client()
+    return store.session.client()
 
 
 class TestClients(ClientTests):

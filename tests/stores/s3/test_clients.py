@@ -25,7 +25,7 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
 
 
 def client_of(store: S3Store) -> clients.S3Client:
-    return store._session.client()
+    return store.session.client()
 
 
 class TestClients(ClientTests):

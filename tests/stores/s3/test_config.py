@@ -121,7 +121,7 @@ def test_reprs_do_not_show_secrets() -> None:
     }
     store = S3Store("bucket", "a/b", storage_options=options, timeout_s=1, connections=1)
     assert repr(store) == "S3Store('s3://bucket/a/b')"
-    shown = f"{store!r} {store.uri} {store._session!r} {store._session.client_key!r} {parse_storage_options(options)!r}"
+    shown = f"{store!r} {store.uri} {store.session!r} {store.session.client_key!r} {parse_storage_options(options)!r}"
     assert "hush" not in shown
     assert repr(KEY) not in shown
     assert base64.b64encode(KEY).decode() not in shown

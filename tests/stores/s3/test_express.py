@@ -52,7 +52,7 @@ class Wire:
     def attached(self, bucket: str = BUCKET, **options: Any) -> S3Store:
         credentials = {"access_key_id": "OWN", "secret_access_key": "hush", "region": "us-east-1"}
         store = S3Store(bucket, "run/one", storage_options={**credentials, **options}, timeout_s=20, connections=2)
-        session = store._session
+        session = store.session
         client = session.client()
         client.boto3_client.meta.events.register("before-send.s3", self)
         return store

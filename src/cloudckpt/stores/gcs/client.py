@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import pickle
 import re
@@ -15,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from typing_extensions import Self
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError, StoreError, TransientStoreError
+from cloudckpt.errors import InvalidOptionError, StoreError, TransientStoreError
 from cloudckpt.stores.gcs.config import find_credentials
 from cloudckpt.stores.gcs.errors import PERMISSIONS, has_gcs_headers, is_genuine_error, translate
 from cloudckpt.stores.http_body import ResponseBody
@@ -272,18 +271,6 @@ def _sent_token(error: Any) -> str | None:
     request = getattr(getattr(error, "response", None), "request", None)
     sent = getattr(request, "headers", {}).get("Authorization", "")
     return sent.removeprefix("Bearer ") if sent.startswith("Bearer ") else None
-
-
-def require_gcs() -> None:
-    """Raise `MissingDependencyError` if google-cloud-storage is not installed."""
-    try:
-        found = importlib.util.find_spec("google.cloud.storage")
-    except ModuleNotFoundError:  # not even google.cloud
-        found = None
-    if found is None:
-        raise MissingDependencyError(
-            "gs:// needs google-cloud-storage, which is not installed: pip install 'cloudckpt[gcs]'"
-        )
 
 
 def is_googles(endpoint_url: str) -> bool:

@@ -14,10 +14,10 @@ from cloudckpt.options import GIB
 from cloudckpt.stores._body import in_order
 from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles, require_gcs
+from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles
 from cloudckpt.stores.gcs.config import parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
-from cloudckpt.stores.http_clients import ClientKey
+from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore
 
 if TYPE_CHECKING:
@@ -59,19 +59,16 @@ class GCSStore(HTTPStore):
         max_parts=uploads.MOST_SOURCES**3,
         max_put_bytes=_MOST_BYTES,
     )
+    session: GCSSession
     condition = "ifGenerationMatch=0"
 
     def __init__(
         self, bucket: str, prefix: str, *, storage_options: Mapping[str, Any], timeout_s: float, connections: int
     ) -> None:
-        require_gcs()
-        super().__init__(prefix)
+        require_sdk("google.cloud.storage", store="gs://", extra="gcs")
         config = parse_storage_options(storage_options)
-        self._session = GCSSession(bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections))
-
-    @property
-    def session(self) -> GCSSession:
-        return self._session
+        key = ClientKey(config=config, timeout_s=timeout_s, connections=connections)
+        super().__init__(prefix, GCSSession(bucket, key))
 
     def is_genuine(self, endpoint_url: str) -> bool:
         return is_googles(endpoint_url)
@@ -80,9 +77,9 @@ class GCSStore(HTTPStore):
         """Make one request, with ``ifGenerationMatch=0`` if `if_absent`."""
         if if_absent:
             self.refuse_ignored_condition(key)
-        name, storage_class = self.name_of(key, "put"), self._session.client_key.config.storage_class
+        name, storage_class = self.name_of(key, "put"), self.session.client_key.config.storage_class
         uploads.insert(
-            self._session, "put", name, views, crc32c=crc32c, storage_class=storage_class, if_absent=if_absent
+            self.session, "put", name, views, crc32c=crc32c, storage_class=storage_class, if_absent=if_absent
         )
 
     def create_multipart(self, key: str) -> str:
@@ -90,7 +87,7 @@ class GCSStore(HTTPStore):
         name = self.name_of(key, "create_multipart")
         if not uploads.has_room(name):
             problem = "the key is too long for an upload in parts, whose names are longer. Use a shorter prefix or key."
-            raise self._session.error(UnsupportedOperationError, "create_multipart", name, problem)
+            raise self.session.error(UnsupportedOperationError, "create_multipart", name, problem)
         return uploads.new_upload_id()
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
@@ -98,7 +95,7 @@ class GCSStore(HTTPStore):
         upload = self._open_upload(key, upload_id, "upload_part")
         nonce = uploads.new_nonce()
         stored = uploads.insert(
-            self._session,
+            self.session,
             "upload_part",
             upload.part_name(part.number, nonce=nonce),
             views,
@@ -106,15 +103,15 @@ class GCSStore(HTTPStore):
             storage_class=uploads.TEMPORARY_CLASS,
         )
         if upload_id in _aborted:  # meanwhile
-            uploads.remove_generation(self._session, "upload_part", stored)
+            uploads.remove_generation(self.session, "upload_part", stored)
             self._open_upload(key, upload_id, "upload_part")
         return UploadedPart(part=part, token=uploads.make_token(nonce, stored.generation), crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Have the service compose exactly the generations in `parts`, then remove the temporary objects."""
         upload = self._open_upload(key, upload_id, "complete_multipart")
-        pieces = [uploads.parse_token(self._session, upload, done) for done in in_order(self, key, list(parts))]
-        uploads.compose_parts(self._session, upload, pieces)
+        pieces = [uploads.parse_token(self.session, upload, done) for done in in_order(self, key, list(parts))]
+        uploads.compose_parts(self.session, upload, pieces)
         try:
             self._remove_temporaries("complete_multipart", upload)
         except TransientStoreError:
@@ -131,8 +128,8 @@ class GCSStore(HTTPStore):
             self._remove_temporaries("abort_multipart", Upload(name=name, upload_id=upload_id))
 
     def head(self, key: str) -> ObjectInfo:
-        name, bucket = self.name_of(key, "head"), self._session.bucket
-        blob = self._session.call("head", "objects.get", name, lambda client: client.load(bucket, name))
+        name, bucket = self.name_of(key, "head"), self.session.bucket
+        blob = self.session.call("head", "objects.get", name, lambda client: client.load(bucket, name))
         return dataclasses.replace(self._info_of("head", "objects.get", blob), key=key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -183,7 +180,7 @@ class GCSStore(HTTPStore):
                 if found is not None:
                     number, nonce = found
                     facts = uploads.facts_of(blob)
-                    stored = uploads.describe(self._session, "list_parts", "objects.list", blob.name, facts)
+                    stored = uploads.describe(self.session, "list_parts", "objects.list", blob.name, facts)
                     token = uploads.make_token(nonce, stored.generation, upload)
                     yield FoundPart(
                         number=number, size_bytes=stored.size_bytes, token=token, crc32c=stored.crc32c, md5=None
@@ -194,11 +191,11 @@ class GCSStore(HTTPStore):
         target = self.name_of(target_key, "copy_from")
         bucket, _, source = source_url.removeprefix("gs://").partition("/")
         # A missing object is the source, so errors are about it.
-        asking = GCSSession(bucket, self._session.client_key)
+        asking = GCSSession(bucket, self.session.client_key)
         token: str | None = None
 
         def rewrite(client: GCSClient) -> tuple[str | None, Any]:
-            old, new = client.bucket(bucket).blob(source), client.blob(self._session.bucket, target)
+            old, new = client.bucket(bucket).blob(source), client.blob(self.session.bucket, target)
             return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
 
         while True:
@@ -215,14 +212,14 @@ class GCSStore(HTTPStore):
             problem = (
                 "this is the name of a temporary object of an upload. Choose another key; abort_multipart removes it."
             )
-            raise self._session.error(StoreError, operation, name, problem)
+            raise self.session.error(StoreError, operation, name, problem)
         return name
 
     def _open_upload(self, key: str, upload_id: str, operation: str) -> Upload:
         name = self.name_of(key, operation)
         if upload_id in _aborted or not uploads.is_upload_id(upload_id):
             problem = f"the multipart upload {upload_id} was completed or aborted. Upload the object anew."
-            raise self._session.error(ObjectNotFoundError, operation, name, problem)
+            raise self.session.error(ObjectNotFoundError, operation, name, problem)
         return Upload(name=name, upload_id=upload_id)
 
     def _remove_temporaries(self, operation: str, upload: Upload) -> None:
@@ -232,10 +229,10 @@ class GCSStore(HTTPStore):
 
     def _delete(self, operation: str, name: str) -> None:
         def ask(client: GCSClient) -> None:
-            client.bucket(self._session.bucket).delete_blob(name, **client.each_call)
+            client.bucket(self.session.bucket).delete_blob(name, **client.each_call)
 
         try:
-            self._session.call(operation, "objects.delete", name, ask)
+            self.session.call(operation, "objects.delete", name, ask)
         except ObjectNotFoundError:
             return
 
@@ -255,24 +252,24 @@ class GCSStore(HTTPStore):
         except (AttributeError, TypeError, ValueError):
             size_bytes = created_at = None
         if not isinstance(blob.name, str) or size_bytes is None or created_at is None:
-            raise self._session.foreign_answer(operation, api, str(blob.name))
+            raise self.session.foreign_answer(operation, api, str(blob.name))
         version = str(blob.generation or "")
         return ObjectInfo(key=blob.name, size_bytes=size_bytes, modified_at=created_at, version=version)
 
     def _pages(self, operation: str, *, prefix: str, **arguments: Any) -> Iterator[_Page]:
         token: str | None = None
         while True:
-            ask = functools.partial(_ask_for_page, self._session.bucket, prefix, token, arguments)
-            page = self._session.call(operation, "objects.list", prefix, ask)
+            ask = functools.partial(_ask_for_page, self.session.bucket, prefix, token, arguments)
+            page = self.session.call(operation, "objects.list", prefix, ask)
             # Other JSON than a listing would be taken for an empty one.
             if page.kind != _KIND:
-                raise self._session.foreign_answer(operation, "objects.list", prefix)
+                raise self.session.foreign_answer(operation, "objects.list", prefix)
             names = [*(blob.name for blob in page.blobs), *page.prefixes]
-            self._session.check_names(operation, prefix=prefix, names=names)
+            self.session.check_names(operation, prefix=prefix, names=names)
             yield page
             if page.next_token is None:
                 return
-            self._session.check_goes_on(operation, prefix=prefix, token=page.next_token, last_token=token)
+            self.session.check_goes_on(operation, prefix=prefix, token=page.next_token, last_token=token)
             token = page.next_token
 
 

@@ -6,13 +6,12 @@ import base64
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cloudckpt._version import __version__
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError, StoreError
+from cloudckpt.errors import InvalidOptionError, StoreError
 from cloudckpt.stores.http_body import ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, make_cancellable
 from cloudckpt.stores.http_store import HTTPSession
@@ -155,12 +154,6 @@ class S3Session(HTTPSession):
         if config.kms_key_id:
             needed.append("kms:GenerateDataKey and kms:Decrypt on the KMS key")
         return ", ".join(needed)
-
-
-def require_boto3() -> None:
-    """Raise `MissingDependencyError` if boto3 is not installed."""
-    if importlib.util.find_spec("boto3") is None:
-        raise MissingDependencyError("s3:// needs boto3, which is not installed: pip install 'cloudckpt[s3]'")
 
 
 def _make_boto3_client(key: ClientKey[S3Config]) -> Any:

@@ -22,9 +22,9 @@ from cloudckpt.options import GIB, MIB
 from cloudckpt.stores._body import in_order
 from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
 from cloudckpt.stores.http_body import ViewsBody
-from cloudckpt.stores.http_clients import ClientKey
+from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore, size_of_range
-from cloudckpt.stores.s3.client import S3Session, require_boto3
+from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.stores.s3.config import check_directory_options, is_amazons, is_directory_bucket, parse_storage_options
 
 if TYPE_CHECKING:
@@ -64,21 +64,18 @@ class S3Store(HTTPStore):
         max_parts=10_000,
         max_put_bytes=5 * GIB,
     )
+    session: S3Session
     condition = "If-None-Match: *"
 
     def __init__(
         self, bucket: str, prefix: str, *, storage_options: Mapping[str, Any], timeout_s: float, connections: int
     ) -> None:
-        require_boto3()
-        super().__init__(prefix)
+        require_sdk("boto3", store="s3://", extra="s3")
         config = parse_storage_options(storage_options)
         if is_directory_bucket(bucket):
             check_directory_options(bucket, config)
-        self._session = S3Session(bucket, ClientKey(config=config, timeout_s=timeout_s, connections=connections))
-
-    @property
-    def session(self) -> S3Session:
-        return self._session
+        key = ClientKey(config=config, timeout_s=timeout_s, connections=connections)
+        super().__init__(prefix, S3Session(bucket, key))
 
     def is_genuine(self, endpoint_url: str) -> bool:
         return is_amazons(endpoint_url)
@@ -89,7 +86,7 @@ class S3Store(HTTPStore):
             self.refuse_ignored_condition(key)
         body = ViewsBody(views)
         condition = {"IfNoneMatch": "*"} if if_absent else {}
-        self._session.call(
+        self.session.call(
             "put",
             "PutObject",
             self.name_of(key, "put"),
@@ -102,12 +99,12 @@ class S3Store(HTTPStore):
     def create_multipart(self, key: str) -> str:
         """Begin an upload with CRC32C as the parts' checksum."""
         name, api = self.name_of(key, "create_multipart"), "CreateMultipartUpload"
-        answer = self._session.call("create_multipart", api, name, ChecksumAlgorithm="CRC32C")
-        return str(self._session.require(answer, "UploadId", "create_multipart", api, name))
+        answer = self.session.call("create_multipart", api, name, ChecksumAlgorithm="CRC32C")
+        return str(self.session.require(answer, "UploadId", "create_multipart", api, name))
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         name, body = self.name_of(key, "upload_part"), ViewsBody(views)
-        answer = self._session.call(
+        answer = self.session.call(
             "upload_part",
             "UploadPart",
             name,
@@ -117,7 +114,7 @@ class S3Store(HTTPStore):
             ContentLength=len(body),
             ChecksumCRC32C=_encode_crc32c(crc32c),
         )
-        token = self._session.require(answer, "ETag", "upload_part", "UploadPart", name)
+        token = self.session.require(answer, "ETag", "upload_part", "UploadPart", name)
         return UploadedPart(part=part, token=token, crc32c=crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
@@ -126,7 +123,7 @@ class S3Store(HTTPStore):
             {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": _encode_crc32c(done.crc32c)}
             for done in in_order(self, key, list(parts))
         ]
-        self._session.call(
+        self.session.call(
             "complete_multipart",
             "CompleteMultipartUpload",
             self.name_of(key, "complete_multipart"),
@@ -137,17 +134,17 @@ class S3Store(HTTPStore):
     def abort_multipart(self, key: str, upload_id: str) -> None:
         name = self.name_of(key, "abort_multipart")
         try:
-            self._session.call("abort_multipart", "AbortMultipartUpload", name, UploadId=upload_id)
+            self.session.call("abort_multipart", "AbortMultipartUpload", name, UploadId=upload_id)
         except ObjectNotFoundError:
             return
 
     def head(self, key: str) -> ObjectInfo:
         """Make a HeadObject; if it fails, a GetObject, whose answer has a body that says why."""
-        size_bytes, modified_at, version = _measure(self._session, "head", self.name_of(key, "head"))
+        size_bytes, modified_at, version = _measure(self.session, "head", self.name_of(key, "head"))
         return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=modified_at, version=version)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for item in _list_objects(self._session, "list", prefix=self._root + prefix):
+        for item in _list_objects(self.session, "list", prefix=self._root + prefix):
             if item["Key"] != self._root:  # some tools mark directories by empty objects
                 yield ObjectInfo(
                     key=item["Key"][len(self._root) :],
@@ -158,13 +155,13 @@ class S3Store(HTTPStore):
 
     def list_directories(self) -> Iterator[str]:
         about = {"Prefix": self._root, "Delimiter": "/"}
-        for page in _pages(self._session, "list_directories", "ListObjectsV2", None, about):
+        for page in _pages(self.session, "list_directories", "ListObjectsV2", None, about):
             for item in page.get("CommonPrefixes", []):
                 yield item["Prefix"][len(self._root) :].rstrip("/")
 
     def delete_object(self, name: str) -> None:
         try:
-            self._session.call("delete", "DeleteObject", name)
+            self.session.call("delete", "DeleteObject", name)
         except ObjectNotFoundError:
             return
 
@@ -172,7 +169,7 @@ class S3Store(HTTPStore):
         """Make one DeleteObjects; if the store does not offer it, a DeleteObject for each name."""
         deletion = {"Objects": [{"Key": name} for name in names], "Quiet": True}
         try:
-            answer = self._session.call("delete", "DeleteObjects", None, Delete=deletion)
+            answer = self.session.call("delete", "DeleteObjects", None, Delete=deletion)
         except StoreError as error:
             # Not offered; or not with a checksum's header, in whose place some stores want Content-MD5.
             if type(error) not in (StoreError, UnsupportedOperationError):
@@ -182,14 +179,14 @@ class S3Store(HTTPStore):
             return
         for failed in answer.get("Errors", []):
             code, detail, name = (failed.get(field, "") for field in ("Code", "Message", "Key"))
-            failure = self._session.translate_code(code, detail, "delete", "DeleteObjects", name)
+            failure = self.session.translate_code(code, detail, "delete", "DeleteObjects", name)
             if not isinstance(failure, ObjectNotFoundError):
                 raise failure
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         wanted = self._root + prefix
-        asked = wanted[: wanted.rfind("/") + 1] if is_directory_bucket(self._session.bucket) else wanted
-        for page in _pages(self._session, "list_uploads", "ListMultipartUploads", None, {"Prefix": asked}):
+        asked = wanted[: wanted.rfind("/") + 1] if is_directory_bucket(self.session.bucket) else wanted
+        for page in _pages(self.session, "list_uploads", "ListMultipartUploads", None, {"Prefix": asked}):
             for item in page.get("Uploads", []):
                 if item["Key"].startswith(wanted):
                     key = item["Key"][len(self._root) :]
@@ -198,7 +195,7 @@ class S3Store(HTTPStore):
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
         """List the parts. The MD5 is the ETag, which is something else under SSE-KMS."""
         name = self.name_of(key, "list_parts")
-        for page in _pages(self._session, "list_parts", "ListParts", name, {"UploadId": upload_id}):
+        for page in _pages(self.session, "list_parts", "ListParts", name, {"UploadId": upload_id}):
             for item in page.get("Parts", []):
                 tag = item["ETag"].strip('"')
                 yield FoundPart(
@@ -211,7 +208,7 @@ class S3Store(HTTPStore):
 
     def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
         """Make a CopyObject; above 256 MiB, an UploadPartCopy for each part."""
-        session, target = self._session, self.name_of(target_key, "copy_from")
+        session, target = self.session, self.name_of(target_key, "copy_from")
         bucket, _, key = source_url.removeprefix("s3://").partition("/")
         if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(session.bucket):
             return super().copy_from(source_url, target_key)
@@ -233,10 +230,10 @@ class S3Store(HTTPStore):
         """
 
         def ask(api: str, **members: Any) -> dict[str, Any]:
-            return tried(lambda: self._session.call("copy_from", api, target, **members))
+            return tried(lambda: self.session.call("copy_from", api, target, **members))
 
         created = ask("CreateMultipartUpload", ChecksumAlgorithm="CRC32C")
-        upload_id = self._session.require(created, "UploadId", "copy_from", "CreateMultipartUpload", target)
+        upload_id = self.session.require(created, "UploadId", "copy_from", "CreateMultipartUpload", target)
         parts: list[dict[str, Any]] = []
         crc32c, is_known = 0, True
         try:
@@ -244,7 +241,7 @@ class S3Store(HTTPStore):
                 end = min(begin + CHECKED_PART_BYTES, size_bytes)
                 about = {"UploadId": upload_id, "PartNumber": number, "CopySourceRange": f"bytes={begin}-{end - 1}"}
                 answer = ask("UploadPartCopy", CopySource=place, **about)
-                result = self._session.require(answer, "CopyPartResult", "copy_from", "UploadPartCopy", target)
+                result = self.session.require(answer, "CopyPartResult", "copy_from", "UploadPartCopy", target)
                 said = {name: result[name] for name in ("ETag", "ChecksumCRC32C") if result.get(name)}
                 parts.append({"PartNumber": number, **said})
                 part_crc32c = _decode_crc32c(said.get("ChecksumCRC32C"))
@@ -256,7 +253,7 @@ class S3Store(HTTPStore):
                 return None
         except BaseException:
             with contextlib.suppress(StoreError):  # the first error is raised; gc removes the upload
-                self._session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
+                self.session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
             raise
         return crc32c if is_known else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import io
 import re
@@ -19,6 +20,23 @@ _MOST_READ_BYTES = 1024 * 1024
 
 # The lines that the standard library's parser takes for a header or for the rest of one.
 _HEADER = re.compile(rb"(?:From |[\041-\071\073-\176]*:|[\t ])[^\r\n]*\r?\n")
+
+
+_CRC32C_BYTES = 4
+
+
+def encode_crc32c(crc32c: int) -> str:
+    """Return the checksum as the services' headers and documents have it."""
+    return base64.b64encode(crc32c.to_bytes(_CRC32C_BYTES, "big")).decode()
+
+
+def decode_crc32c(encoded: object) -> int | None:
+    """Return the checksum in an answer; None if there is none, or that of a composite."""
+    try:
+        value = base64.b64decode(str(encoded), validate=True)
+    except ValueError:
+        return None
+    return int.from_bytes(value, "big") if len(value) == _CRC32C_BYTES else None
 
 
 class ViewsBody:

@@ -72,7 +72,8 @@ def test_each_call_is_made_once(
     """Retries of the library's own would multiply ours, and hide throttling from the code that slows down."""
     server = scripted.serve(scripted.error(status, reason))
     error = refuse(lambda: CALLS[operation](server.store()), expected)
-    assert len(server.requests) == 1
+    looks = operation == "complete_multipart" and issubclass(expected, errors.TransientStoreError)
+    assert len(server.requests) == (2 if looks else 1)  # is the object there already?
     assert error.operation == operation
     assert error.key.startswith("gs://bucket")
 

@@ -58,9 +58,11 @@ class GCSClient:
         from google.cloud import storage  # type: ignore[import-untyped]  # has no types; an extra
 
         config = key.config
-        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+        if emulator and "://" not in emulator:  # the Go and Java clients take a bare host and port too
+            emulator = f"http://{emulator}"
         # With a slash at its end, the library's addresses would have two in a row.
-        endpoint_url = (config.endpoint_url or _with_scheme(emulator) or "").rstrip("/")
+        endpoint_url = (config.endpoint_url or emulator).rstrip("/")
         is_emulator = config.endpoint_url is None and bool(emulator)
         credentials = find_credentials(config, is_emulator=is_emulator)
         self.config = config
@@ -105,14 +107,6 @@ class GCSClient:
         blob.reload(**self.each_call)
         return blob
 
-    def object_url(self, bucket: str, name: str) -> str:
-        """Return the address from which the bytes of an object are read."""
-        return f"{self.endpoint_url}/download/storage/v1/b/{quote(bucket, safe='')}/o/{quote(name, safe='')}"
-
-    def upload_url(self, bucket: str) -> str:
-        """Return the address to which the bytes of an object are sent."""
-        return f"{self.endpoint_url}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
-
     def query(self, **parameters: str) -> dict[str, str]:
         """Return a request's query parameters, with those of the options."""
         project = self.config.user_project
@@ -140,10 +134,6 @@ class GCSClient:
                 # Google's own timeout is two minutes, and all other threads wait for this one.
                 self.credentials.refresh(functools.partial(self._auth_request, timeout=self.timeout_s))
             return self.token != refused_token
-
-    def close(self) -> None:
-        """Close all connections."""
-        self.http.close()
 
 
 class GCSSession(HTTPSession):
@@ -186,7 +176,7 @@ class GCSSession(HTTPSession):
 
     def _get(self, key: str, headers: dict[str, str], client: GCSClient) -> Any:
         response = client.http.get(
-            client.object_url(self.bucket, key),
+            f"{client.endpoint_url}/download/storage/v1/b/{quote(self.bucket, safe='')}/o/{quote(key, safe='')}",
             params=client.query(alt="media"),
             # Decompressed bytes would be others, and more, than the range has.
             headers={"Accept-Encoding": "identity", **headers},
@@ -276,11 +266,6 @@ def _sent_token(error: Any) -> str | None:
 def is_googles(endpoint_url: str) -> bool:
     """Return True if the endpoint is Google's own: private and regional ones too."""
     return (urlsplit(endpoint_url).hostname or "").rstrip(".").endswith(".googleapis.com")
-
-
-def _with_scheme(host: str | None) -> str | None:
-    # The Go and Java clients take a bare host and port too.
-    return f"http://{host}" if host and "://" not in host else host
 
 
 def _make_http_session(credentials: Any, *, most_connections: int) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from cloudckpt.stores.gcs import uploads
 from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles
 from cloudckpt.stores.gcs.config import parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
+from cloudckpt.stores.http_body import decode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore
 
@@ -85,10 +86,12 @@ class GCSStore(HTTPStore):
     def create_multipart(self, key: str) -> str:
         """Draw an id. Sends nothing."""
         name = self.name_of(key, "create_multipart")
-        if not uploads.has_room(name):
+        upload_id = uploads.new_upload_id()
+        longest = Upload(name=name, upload_id=upload_id).part_name(1, nonce=uploads.new_nonce())
+        if len(longest.encode()) > uploads.LONGEST_NAME_BYTES:
             problem = "the key is too long for an upload in parts, whose names are longer. Use a shorter prefix or key."
             raise self.session.error(UnsupportedOperationError, "create_multipart", name, problem)
-        return uploads.new_upload_id()
+        return upload_id
 
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         """Create a temporary object beside the key."""
@@ -201,10 +204,7 @@ class GCSStore(HTTPStore):
         while True:
             token, crc32c = tried(functools.partial(asking.call, "copy_from", "objects.rewrite", source, rewrite))
             if token is None:
-                try:
-                    return uploads.decode_crc32c(crc32c)
-                except (TypeError, ValueError):
-                    return None
+                return decode_crc32c(crc32c)
 
     def name_of(self, key: str, operation: str) -> str:
         name = super().name_of(key, operation)

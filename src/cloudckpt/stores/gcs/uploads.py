@@ -6,19 +6,25 @@ what it belongs to, so that a store with any root finds it.
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from awscrt.checksums import combine_crc32c
 
-from cloudckpt.errors import ChecksumRefusedError, ObjectExistsError, ObjectNotFoundError, StoreError
+from cloudckpt.errors import (
+    ChecksumRefusedError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StoreError,
+    TransientStoreError,
+)
 from cloudckpt.stores._body import crc32c_of, num_bytes
 from cloudckpt.stores.gcs.client import CONTENT_TYPE, check_answer
-from cloudckpt.stores.http_body import ViewsBody
+from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +45,7 @@ _SUFFIX = ".~part"
 _TEMPORARY = re.compile(r"(.+)\.~([0-9a-f]{16})-[0-9]-[0-9]{5}-[0-9a-f]{8}" + re.escape(_SUFFIX), re.DOTALL)
 _PART = re.compile(r"0-([0-9]{5})-([0-9a-f]{8})" + re.escape(_SUFFIX))
 _TOKEN = re.compile(r"([0-9a-f]{8})-([0-9]+)(?:@([0-9a-f]{16})@(.+))?", re.DOTALL)
-_LONGEST_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#naming
+LONGEST_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#naming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +101,6 @@ def new_nonce() -> str:
     return secrets.token_hex(4)
 
 
-def has_room(name: str) -> bool:
-    """Return True if the names of the parts of `name` are short enough."""
-    longest = Upload(name=name, upload_id=new_upload_id()).part_name(1, nonce=new_nonce())
-    return len(longest.encode()) <= _LONGEST_NAME_BYTES
-
-
 def make_token(nonce: str, generation: int, upload: Upload | None = None) -> str:
     """Return the text that finds a part again. Names its `upload` if it is not the one to be completed."""
     plain = f"{nonce}-{generation}"
@@ -138,11 +138,12 @@ def insert(
     Makes one request of the type ``multipart``, with the CRC32C among the metadata: GCS creates nothing if it differs.
     Raises `ChecksumRefusedError`, and leaves nothing, if other bytes were stored than were sent.
     """
-    metadata = {"name": name, "crc32c": _encode(crc32c), "contentType": CONTENT_TYPE, "storageClass": storage_class}
-    present = {field: value for field, value in metadata.items() if value is not None}
+    metadata = {"name": name, "crc32c": encode_crc32c(crc32c), "contentType": CONTENT_TYPE}
+    if storage_class is not None:
+        metadata["storageClass"] = storage_class
     boundary = secrets.token_hex(16)
     head = (
-        f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(present)}\r\n"
+        f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{json.dumps(metadata)}\r\n"
         f"--{boundary}\r\nContent-Type: {CONTENT_TYPE}\r\n\r\n"
     ).encode()
     tail = f"\r\n--{boundary}--\r\n".encode()  # RFC 2387
@@ -151,7 +152,7 @@ def insert(
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
         key = {"kmsKeyName": client.config.kms_key_name} if client.config.kms_key_name else {}
         response = client.http.post(
-            client.upload_url(session.bucket),
+            f"{client.endpoint_url}/upload/storage/v1/b/{quote(session.bucket, safe='')}/o",
             params=client.query(uploadType="multipart", fields=FACTS, **condition, **key),
             data=ViewsBody([memoryview(head), *views, memoryview(tail)]),  # a new one for each try
             headers={"Content-Type": f"multipart/related; boundary={boundary}"},
@@ -192,7 +193,7 @@ def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[StoredObj
                 _compose(session, name, group, is_temporary=True) for name, group in zip(names, groups, strict=True)
             ]
         _compose(session, upload.name, pieces, is_temporary=False)
-    except ObjectNotFoundError:
+    except (ObjectNotFoundError, TransientStoreError):  # servers that are not Google's answer 500 to a missing source
         if not _is_composed(session, upload.name, parts):
             raise
 
@@ -244,14 +245,13 @@ def facts_of(blob: Any) -> dict[str, Any]:
 def describe(session: GCSSession, operation: str, api: str, name: str, answer: Any) -> StoredObject:
     """Parse `answer`, an object of the JSON API."""
     try:
-        return StoredObject(
-            name=name,
-            generation=int(answer["generation"]),
-            size_bytes=int(answer["size"]),
-            crc32c=decode_crc32c(answer["crc32c"]),
-        )
+        crc32c = decode_crc32c(answer["crc32c"])
+        generation, size_bytes = int(answer["generation"]), int(answer["size"])
     except (LookupError, TypeError, ValueError):
         raise session.foreign_answer(operation, api, name) from None
+    if crc32c is None:
+        raise session.foreign_answer(operation, api, name)
+    return StoredObject(name=name, generation=generation, size_bytes=size_bytes, crc32c=crc32c)
 
 
 def remove_generation(session: GCSSession, operation: str, stored: StoredObject) -> None:
@@ -293,12 +293,3 @@ def _changed(session: GCSSession, operation: str, name: str, problem: str) -> St
         f"the bytes were damaged on their way, or in memory while they were being sent (a tensor modified during its "
         f"save?): {problem}. Try again.",
     )
-
-
-def decode_crc32c(encoded: str) -> int:
-    """Parse a checksum of the JSON API. Raises `TypeError` or `ValueError` for anything else."""
-    return int.from_bytes(base64.b64decode(encoded, validate=True), "big")
-
-
-def _encode(crc32c: int) -> str:
-    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()

@@ -16,7 +16,7 @@ from cloudckpt.stores.http_body import ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, make_cancellable
 from cloudckpt.stores.http_store import HTTPSession
 from cloudckpt.stores.s3.config import is_directory_bucket
-from cloudckpt.stores.s3.errors import refuse_foreign, translate, translate_code
+from cloudckpt.stores.s3.errors import refuse_foreign, translate
 
 if TYPE_CHECKING:
     from cloudckpt.stores.s3.config import S3Config
@@ -130,10 +130,6 @@ class S3Session(HTTPSession):
 
     def translate(self, error: Exception, operation: str, api: str, key: str) -> StoreError | None:
         return translate(error, self.failed_request(operation, api, key))
-
-    def translate_code(self, code: str, detail: str, operation: str, api: str, key: str) -> StoreError:
-        """Return the error to raise for one key's `code` in an answer about many keys."""
-        return translate_code(code, detail, self.failed_request(operation, api, key))
 
     def require(self, answer: dict[str, Any], name: str, operation: str, api: str, key: str) -> Any:
         """Return the member `name` of an answer. An answer without it is not S3's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
@@ -21,11 +20,12 @@ from cloudckpt.errors import (
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores._body import in_order
 from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
-from cloudckpt.stores.http_body import ViewsBody
+from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore, size_of_range
 from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.stores.s3.config import check_directory_options, is_amazons, is_directory_bucket, parse_storage_options
+from cloudckpt.stores.s3.errors import translate_code
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from cloudckpt.stores.base import Part, Tried, Views
 
-_CRC32C_BYTES = 4
 _MD5 = re.compile(r"[0-9a-f]{32}")
 CHECKED_PART_BYTES = 256 * MIB
 """The service answers a copy after it was made: one of a few GiB can take longer than any timeout."""
@@ -92,7 +91,7 @@ class S3Store(HTTPStore):
             self.name_of(key, "put"),
             Body=body,
             ContentLength=len(body),
-            ChecksumCRC32C=_encode_crc32c(crc32c),
+            ChecksumCRC32C=encode_crc32c(crc32c),
             **condition,
         )
 
@@ -112,7 +111,7 @@ class S3Store(HTTPStore):
             PartNumber=part.number,
             Body=body,
             ContentLength=len(body),
-            ChecksumCRC32C=_encode_crc32c(crc32c),
+            ChecksumCRC32C=encode_crc32c(crc32c),
         )
         token = self.session.require(answer, "ETag", "upload_part", "UploadPart", name)
         return UploadedPart(part=part, token=token, crc32c=crc32c)
@@ -120,7 +119,7 @@ class S3Store(HTTPStore):
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Complete the upload, with each part's checksum."""
         listed = [
-            {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": _encode_crc32c(done.crc32c)}
+            {"PartNumber": done.part.number, "ETag": done.token, "ChecksumCRC32C": encode_crc32c(done.crc32c)}
             for done in in_order(self, key, list(parts))
         ]
         self.session.call(
@@ -179,7 +178,7 @@ class S3Store(HTTPStore):
             return
         for failed in answer.get("Errors", []):
             code, detail, name = (failed.get(field, "") for field in ("Code", "Message", "Key"))
-            failure = self.session.translate_code(code, detail, "delete", "DeleteObjects", name)
+            failure = translate_code(code, detail, self.session.failed_request("delete", "DeleteObjects", name))
             if not isinstance(failure, ObjectNotFoundError):
                 raise failure
 
@@ -202,7 +201,7 @@ class S3Store(HTTPStore):
                     number=item["PartNumber"],
                     size_bytes=item["Size"],
                     token=item["ETag"],
-                    crc32c=_decode_crc32c(item.get("ChecksumCRC32C")),
+                    crc32c=decode_crc32c(item.get("ChecksumCRC32C")),
                     md5=tag if _MD5.fullmatch(tag) else None,
                 )
 
@@ -221,7 +220,7 @@ class S3Store(HTTPStore):
             lambda: session.call("copy_from", "CopyObject", target, CopySource=place, ChecksumAlgorithm="CRC32C")
         )
         result = session.require(answer, "CopyObjectResult", "copy_from", "CopyObject", target)
-        return _decode_crc32c(result.get("ChecksumCRC32C"))
+        return decode_crc32c(result.get("ChecksumCRC32C"))
 
     def _copy_in_parts(self, place: dict[str, str], target: str, *, size_bytes: int, tried: Tried) -> int | None:
         """Copy the object at `place` part by part; return the CRC32C of the copy if the service says it.
@@ -244,7 +243,7 @@ class S3Store(HTTPStore):
                 result = self.session.require(answer, "CopyPartResult", "copy_from", "UploadPartCopy", target)
                 said = {name: result[name] for name in ("ETag", "ChecksumCRC32C") if result.get(name)}
                 parts.append({"PartNumber": number, **said})
-                part_crc32c = _decode_crc32c(said.get("ChecksumCRC32C"))
+                part_crc32c = decode_crc32c(said.get("ChecksumCRC32C"))
                 is_known = is_known and part_crc32c is not None
                 crc32c = combine_crc32c(crc32c, part_crc32c or 0, end - begin)
             try:
@@ -347,16 +346,3 @@ def _check_page(session: S3Session, operation: str, key: str, page: dict[str, An
 def _normalize(text: str) -> str:
     # Stores do not agree on what of an answer is encoded, nor how; botocore decodes what says that it is.
     return unquote(unquote(text)).replace("+", " ")
-
-
-def _encode_crc32c(crc32c: int) -> str:
-    return base64.b64encode(crc32c.to_bytes(_CRC32C_BYTES, "big")).decode()
-
-
-def _decode_crc32c(encoded: str | None) -> int | None:
-    """Return the checksum in an answer; None if there is none, or that of a composite."""
-    try:
-        value = base64.b64decode(encoded or "", validate=True)
-    except ValueError:
-        return None
-    return int.from_bytes(value, "big") if len(value) == _CRC32C_BYTES else None

@@ -30,9 +30,6 @@ class ClientTests:
         options = {**self.credentials, **options}
         return self.store_type("bucket", "", storage_options=options, timeout_s=timeout_s, connections=2)
 
-    def client_of(self, store: Any) -> Any:
-        return store.session.client()
-
     def test_stores_of_one_configuration_share_a_client(self, scripted: Any) -> None:
         """Each save would open its connections anew."""
         server = scripted.serve(scripted.any_store())

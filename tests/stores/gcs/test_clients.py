@@ -18,17 +18,12 @@ from cloudckpt.stores.gcs import client as clients
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import GCSServer
 
-MIB = 1 << 20
 X = [memoryview(b"x")]
 CRC = crc32c(b"x")
 
 
 def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any) -> GCSStore:
     return GCSStore(bucket, "p", storage_options=options, timeout_s=timeout_s, connections=2)
-
-
-def client_of(store: GCSStore) -> clients.GCSClient:
-    return store.session.client()
 
 
 class TestClients(ClientTests):

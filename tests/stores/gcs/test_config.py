@@ -10,8 +10,6 @@ from google.auth.credentials import AnonymousCredentials
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.stores.gcs.config import parse_storage_options
 
-KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
-
 
 def test_every_problem_is_told_at_once() -> None:
     """One problem at a time means one start of a large job for each."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,10 +25,6 @@ CRC = crc32c(b"x")
 
 def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any) -> GCSStore:
     return GCSStore(bucket, "p", storage_options=options, timeout_s=timeout_s, connections=2)
-
-
-def client_of(store: GCSStore) -> clients.GCSClient:
-    return store.session.client()
 
 
 def test_anonymous_requests_carry_no_credentials(
@@ -72,25 +66,6 @@ def test_a_refused_token_is_renewed_once_and_the_whole_request_sent_again(script
     if operation == "put":
         assert [scripted.inserted(request)[1] for request in server.requests] == [b"the whole body"] * 2
     calls[operation]()
-    assert credentials.num_renewals == 2
-
-
-def test_threads_whose_token_is_refused_together_renew_it_once(scripted: Any) -> None:
-    """Eight threads at once would renew it eight times, and each renewal make the one before it invalid."""
-    gcs, barrier = scripted.any_gcs(), threading.Barrier(8, timeout=30)
-
-    def expire_first(connection: Any, request: Any) -> None:
-        if request.headers["authorization"] == "Bearer TOKEN-1-HUSH":
-            barrier.wait()
-            scripted.error(401, "authError")(connection, request)
-        else:
-            gcs(connection, request)
-
-    credentials = scripted.tokens()
-    store = scripted.serve(expire_first).store(credentials=credentials)
-    client_of(store).credentials.refresh(None)
-    with ThreadPoolExecutor(8) as pool:
-        assert [future.result(30).size_bytes for future in [pool.submit(store.head, "k") for _ in range(8)]] == [10] * 8
     assert credentials.num_renewals == 2
 
 

@@ -15,13 +15,9 @@ from cloudckpt.stores.gcs import GCSStore
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MIB = 1 << 20
-SILENCE_S = 30.0
-"""Of a server that never answers: far longer than a client takes, on a busy machine, to give it up."""
 X = [memoryview(b"x")]
 CRC = crc32c(b"x")
 PART = Part(number=1, offset_bytes=0, size_bytes=1)
-UPLOAD = "00000000000000aa"
 DONE = UploadedPart(part=PART, token="0123abcd-7", crc32c=CRC)  # noqa: S106 (a try, and a generation)
 
 

@@ -111,17 +111,6 @@ def test_bodies_go_out_whole_and_with_their_checksum(scripted: Any) -> None:
     assert request.headers["user-agent"].startswith("cloudckpt/")
 
 
-def test_a_body_may_hold_anything(scripted: Any) -> None:
-    """A boundary that the bytes themselves hold would end the object early."""
-    server = scripted.serve(scripted.any_gcs())
-    body = b"\r\n--" + bytes(range(256)) * 40 + b"--\r\n"
-    server.store().put("k", [memoryview(body)], crc32c=crc32c(body))
-    server.store().put("k", [memoryview(body)], crc32c=crc32c(body))
-    first, second = server.requests
-    assert scripted.inserted(first)[1] == body
-    assert first.headers["content-type"] != second.headers["content-type"]
-
-
 def test_create_if_absent_is_a_condition_of_the_store(scripted: Any) -> None:
     """Two writers could both commit; and a plain put must not carry the condition."""
     server = scripted.serve(scripted.any_gcs())
@@ -181,20 +170,6 @@ def test_one_object_that_could_not_be_removed_is_an_error(scripted: Any) -> None
     server = scripted.serve(but_one)
     with pytest.raises(errors.AccessDeniedError, match=r"gs://bucket/p/k3: .*storage\.objects\.delete"):
         server.store(prefix="p").delete([f"k{n}" for n in range(20)])
-
-
-def test_listings_go_on_over_pages(scripted: Any) -> None:
-    """Everything behind the first 1,000 keys would be invisible to gc and latest."""
-
-    def page(name: str, **more: str) -> Any:
-        item = {"name": f"p/{name}", "size": "1", "timeCreated": "2026-01-01T00:00:00.000Z"}
-        return scripted.json({"kind": "storage#objects", "items": [item], **more})
-
-    first, last = page("x1", nextPageToken="T=1"), page("x2+")
-    server = scripted.serve(first, last)
-    assert [found.key for found in server.store(prefix="p").list("x")] == ["x1", "x2+"]
-    assert server.requests[0].query["prefix"] == "p/x"
-    assert server.requests[1].query["pageToken"] == "T=1"
 
 
 def test_directories_are_looked_into(scripted: Any) -> None:

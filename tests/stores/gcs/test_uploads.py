@@ -26,10 +26,6 @@ def complete(store: GCSStore) -> None:
     store.complete_multipart("k", store.create_multipart("k"), [DONE])
 
 
-def abort(store: GCSStore) -> None:
-    store.abort_multipart("k", store.create_multipart("k"))
-
-
 def refuse(call: Callable[[], object], expected: type[errors.StoreError]) -> errors.StoreError:
     with pytest.raises(expected) as caught:
         call()

@@ -24,10 +24,6 @@ def open_store(bucket: str = "bucket", *, timeout_s: float = 20, **options: Any)
     return S3Store(bucket, "p", storage_options=options, timeout_s=timeout_s, connections=2)
 
 
-def client_of(store: S3Store) -> clients.S3Client:
-    return store.session.client()
-
-
 class TestClients(ClientTests):
     """Of boto3."""
 

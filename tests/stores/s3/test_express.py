@@ -26,7 +26,6 @@ SESSION = (
     "</CreateSessionResult>"
 )
 LISTING = "<ListBucketResult><IsTruncated>{}</IsTruncated>{}</ListBucketResult>"
-STARTED = "<Initiated>2026-01-01T00:00:00Z</Initiated>"
 UPLOADS = "<ListMultipartUploadsResult><IsTruncated>{}</IsTruncated>{}</ListMultipartUploadsResult>"
 
 

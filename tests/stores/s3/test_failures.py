@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIB = 1 << 20
-SILENCE_S = 30.0
-"""Of a server that never answers: far longer than a client takes, on a busy machine, to give it up."""
 CALLS: dict[str, Callable[[S3Store], object]] = {
     "put": lambda store: store.put("k", [memoryview(b"x")], crc32c=0),
     "upload_part": lambda store: store.upload_part(
@@ -108,47 +105,10 @@ def test_head_finds_out_what_its_answer_cannot_say(
     assert server.requests[-1].headers["range"] == "bytes=0-0"
 
 
-def test_head_of_an_object_that_has_just_appeared(scripted: Any) -> None:
-    """An object written between the two questions would be reported missing, or with the size of its first byte."""
-    headers = {"Content-Range": "bytes 0-0/77", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
-    server = scripted.serve(scripted.reply(404), scripted.reply(206, b"x", headers))
-    assert server.store().head("k").size_bytes == 77
-    server = scripted.serve(scripted.reply(404), scripted.error(416, "InvalidRange"))
-    refuse(lambda: server.store().head("k"), errors.TransientStoreError)
-
-
 def test_an_error_in_a_200_answer_is_an_error(scripted: Any) -> None:
     """S3 may answer 200 to a completion and then fail in the body: a missing object would count as written."""
     server = scripted.serve(scripted.error(200, "InternalError"))
     refuse(lambda: CALLS["complete_multipart"](server.store()), errors.TransientStoreError)
-
-
-def test_tls_to_a_plain_port_is_told() -> None:
-    """https:// before an http endpoint is a common slip; a bare SSL error tells nobody."""
-
-    def answer_plainly(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1)  # of a greeting that has no line's end to wait for
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer_plainly, args=(listener,), daemon=True)
-        thread.start()
-        store = S3Store(
-            "bucket",
-            "",
-            storage_options={
-                "endpoint_url": f"https://127.0.0.1:{listener.getsockname()[1]}",
-                "access_key_id": "a",
-                "secret_access_key": "b",
-            },
-            timeout_s=60,
-            connections=1,
-        )
-        error = refuse(lambda: store.head("k"), errors.TransientStoreError)
-        thread.join(30)
-    assert "http or https" in str(error)
 
 
 def test_a_bucket_in_another_region_gets_the_whole_body(scripted: Any) -> None:

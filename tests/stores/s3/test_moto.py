@@ -13,7 +13,6 @@ from cloudckpt.stores.s3 import S3Store
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import S3Server
 
-MIB = 1 << 20
 ODD_KEYS = [
     "with space",
     "a+b",

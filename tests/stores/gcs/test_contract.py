@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 class TestGCSOnFakeServer(StoreContract):
     shared_between_processes = True
+    num_paging_keys = 40  # pages are shown in test_requests, and by the server with files in tests/integration
 
     @pytest.fixture
     def store(self, gcs_server: GCSServer) -> GCSStore:

@@ -247,3 +247,17 @@ def test_a_long_copy_goes_on_where_one_of_its_calls_failed(scripted: Any) -> Non
 
     store.copy_from(store.url("k"), "k2", tried=tried)
     assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=1"]
+
+
+def test_listings_go_on_over_pages(scripted: Any) -> None:
+    """Everything behind the first 1,000 keys would be invisible to gc and latest."""
+
+    def page(name: str, **more: str) -> Any:
+        item = {"name": f"p/{name}", "size": "1", "timeCreated": "2026-01-01T00:00:00.000Z"}
+        return scripted.json({"kind": "storage#objects", "items": [item], **more})
+
+    first, last = page("x1", nextPageToken="T=1"), page("x2+")
+    server = scripted.serve(first, last)
+    assert [found.key for found in server.store(prefix="p").list("x")] == ["x1", "x2+"]
+    assert server.requests[0].query["prefix"] == "p/x"
+    assert server.requests[1].query["pageToken"] == "T=1"

@@ -808,7 +808,7 @@ _STORES = (
         name="s3-put-without-a-checksum",
         breaks="G4: S3 does not check the bytes of an object that is put whole.",
         file="stores/s3/store.py",
-        old="            ChecksumCRC32C=_encode_crc32c(crc32c),\n            **condition,",
+        old="            ChecksumCRC32C=encode_crc32c(crc32c),\n            **condition,",
         new="            **condition,",
         tests=("tests/stores/s3/test_requests.py::test_bodies_go_out_unsigned_whole_and_with_their_checksum",),
     ),

@@ -64,7 +64,7 @@ class Bench:
         yield self._load()
 
     def _memory_of_a_save(self) -> Figure:
-        options = cloudckpt.Options(wrap_store=Sink)
+        options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(wrap_store=Sink))
         cloudckpt.save(self._state(MIB), _uri(), options=options, no_dist=True)  # imports and contexts
         state = self._state(self._sizes.save_bytes)
         with _forgotten():
@@ -82,7 +82,7 @@ class Bench:
 
     def _save(self) -> Figure:
         state = self._state(self._sizes.save_bytes)
-        options = cloudckpt.Options(wrap_store=Sink)
+        options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(wrap_store=Sink))
         ratios = self._by_turns(
             "save",
             lambda: cloudckpt.save(state, _uri(), options=options, no_dist=True),
@@ -99,7 +99,7 @@ class Bench:
 
     def _blocking(self) -> Iterator[Figure]:
         state = self._state(self._sizes.async_bytes)
-        options = cloudckpt.Options(wrap_store=Sink)
+        options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(wrap_store=Sink))
         formula = "seconds that it blocks ÷ one copy to pinned memory"
         name = f"async save, {_shown(self._sizes.async_bytes)}"
 

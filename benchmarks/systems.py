@@ -7,6 +7,7 @@ save or load itself. Rivals run with their own defaults, but for `s3fs-tuned` an
 from __future__ import annotations
 
 import abc
+import dataclasses
 import importlib
 import time
 from collections.abc import Callable, Mapping
@@ -267,7 +268,9 @@ class Cloudckpt(System):
         options = {**self.settings.options}
         if self.settings.connections is not None:
             options["connections"] = self.settings.connections
-        return self.library.Options(storage_options=self._storage_options(), **options)
+        names = {field.name for field in dataclasses.fields(self.library.AdvancedOptions)}
+        advanced = self.library.AdvancedOptions(**{name: options.pop(name) for name in names & options.keys()})
+        return self.library.Options(storage_options=self._storage_options(), advanced=advanced, **options)
 
     def _storage_options(self) -> dict[str, Any]:
         settings = self.settings

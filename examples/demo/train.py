@@ -172,7 +172,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     if rank == args.die_on_rank:
         on_event = DieDuringUpload(name=f"step-{args.die_at_step}", after_parts=args.die_after_parts, record=record)
     checkpoints = Checkpoints(
-        args.uri, options=cloudckpt.Options(part_bytes=PART_BYTES, on_event=on_event), record=record
+        args.uri,
+        options=cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(part_bytes=PART_BYTES), on_event=on_event),
+        record=record,
     )
     if args.save_every:
         checkpoints.resume(training)

@@ -17,7 +17,7 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     RankLostError,
 )
-from cloudckpt.options import Options
+from cloudckpt.options import AdvancedOptions, Options
 from cloudckpt.report import Event, LoadReport, SaveReport
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from cloudckpt.tensors.stager import PinnedStager
 
 __all__ = [
+    "AdvancedOptions",
     "AsyncSave",
     "CheckpointExistsError",
     "CheckpointManager",

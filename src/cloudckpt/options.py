@@ -29,6 +29,44 @@ DEFAULT_CONNECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdvancedOptions:
+    """Options of saves and loads that measurements and tests change. Sizes are in bytes.
+
+    Example:
+        >>> Options(advanced=AdvancedOptions(part_bytes=16 * 1024**2))
+
+    Raises:
+        InvalidOptionError: A value is invalid. The message lists every problem.
+
+    """
+
+    part_bytes: int = 64 * MIB
+    """Maximum size of a part of an upload. Small saves use smaller parts, down to 16 MiB. Parts grow if an object would
+    have more of them than the store allows."""
+    object_bytes: int = 4 * GIB
+    """Approximate size of the objects that a rank packs its tensors into. A larger tensor gets an object of its own."""
+    tile_bytes: int = 1 * MIB
+    """Number of bytes that share one CRC32C. A load reads and verifies whole tiles."""
+    request_bytes: int = 64 * MIB
+    """Maximum size of a ranged read. Longer ranges are read in parallel. Small loads use smaller reads, down to
+    8 MiB."""
+    max_gap_bytes: int = 512 * KIB
+    """Maximum gap between two ranges that are read with one request, because a second request would cost more."""
+    max_over_read: float = 0.1
+    """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes."""
+    share_reads: Literal["auto", "always", "never"] = "auto"
+    """Condition under which one rank reads bytes that several ranks of its host load, and passes them on in shared
+    memory. ``"auto"``: four or more ranks want the same 16 MiB or more, and the store is not a path. ``"always"``: two
+    or more ranks want the same bytes. ``"never"``: each rank reads for itself."""
+    wrap_store: Callable[[Store], Store] | None = None
+    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls. Picklable for
+    async saves by process, in which it is called there."""
+
+    def __post_init__(self) -> None:
+        _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of saves and loads. Sizes are in bytes, times in seconds.
 
@@ -47,28 +85,10 @@ class Options:
     """Maximum number of requests of one rank in flight. None stands for 16; for less if a host has more than eight
     ranks (``LOCAL_WORLD_SIZE``), which share 128; and for a path, for the number of cores of the rank, from 2 to 8.
     The number is halved when the store asks to slow down or requests time out, and grows again after that."""
-    part_bytes: int = 64 * MIB
-    """Maximum size of a part of an upload. Small saves use smaller parts, down to 16 MiB. Parts grow if an object would
-    have more of them than the store allows."""
-    object_bytes: int = 4 * GIB
-    """Approximate size of the objects that a rank packs its tensors into. A larger tensor gets an object of its own."""
-    tile_bytes: int = 1 * MIB
-    """Number of bytes that share one CRC32C. A load reads and verifies whole tiles."""
     staging_bytes: int = 512 * MIB
     """Maximum memory that a save uses to copy tensors that cannot be sent in place (GPU, strided tensors)."""
     read_bytes: int = 256 * MIB
     """Maximum memory that a load uses besides the tensors themselves."""
-    request_bytes: int = 64 * MIB
-    """Maximum size of a ranged read. Longer ranges are read in parallel. Small loads use smaller reads, down to
-    8 MiB."""
-    max_gap_bytes: int = 512 * KIB
-    """Maximum gap between two ranges that are read with one request, because a second request would cost more."""
-    max_over_read: float = 0.1
-    """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes."""
-    share_reads: Literal["auto", "always", "never"] = "auto"
-    """Condition under which one rank reads bytes that several ranks of its host load, and passes them on in shared
-    memory. ``"auto"``: four or more ranks want the same 16 MiB or more, and the store is not a path. ``"always"``: two
-    or more ranks want the same bytes. ``"never"``: each rank reads for itself."""
     verify: bool = True
     """Verify every byte that is read against the checksum of the save."""
     commit: Literal["conditional", "unconditional"] = "conditional"
@@ -91,48 +111,26 @@ class Options:
     on_event: Callable[[Event], None] | None = None
     """Called with each event, in the thread that made the step or in one that waits for it. It must return quickly.
     Saves by torch's process pickle it, and call it in that process."""
+    advanced: AdvancedOptions = field(default_factory=AdvancedOptions)
+    """Sizes of parts, objects and reads, and others that few users change."""
     trace: str | os.PathLike[str] | None = None
     """Local file for a timeline that Perfetto and chrome://tracing open. The next save or load replaces it. ``{rank}``
     and ``{verb}`` are replaced; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on."""
-    wrap_store: Callable[[Store], Store] | None = None
-    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls. Picklable for
-    async saves by process, in which it is called there."""
 
     def __post_init__(self) -> None:
-        # Types come first, because a value of the wrong type cannot be compared with a bound.
-        problems = _find_problems(self, _TYPES)
-        if not problems:
-            problems = _find_problems(self, _BOUNDS)
-        if problems:
-            raise InvalidOptionError("; ".join(problems))
-        for name in _WHOLE_NUMBERS:  # numpy's integers are not int
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                object.__setattr__(self, name, int(value))
+        _check(self, _TYPES, _BOUNDS)
 
 
-_Rule: TypeAlias = tuple[str, Callable[[Options], bool], str]
+_Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]
 """Name of an option, check of its value, and description of a valid value."""
 
 
-def _of_type(name: str, kind: type[Any], what: str) -> _Rule:
-    def is_good(options: Options) -> bool:
-        value = getattr(options, name)
-        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-    return name, is_good, what
+def _is_a(kind: type[Any]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _callable_or_none(name: str) -> _Rule:
-    def is_good(options: Options) -> bool:
-        value = getattr(options, name)
-        return value is None or callable(value)
-
-    return name, is_good, "callable or None"
+def _is_callable_or_none(value: object) -> bool:
+    return value is None or callable(value)
 
 
 def _is_json(value: object) -> bool:
@@ -143,11 +141,18 @@ def _is_json(value: object) -> bool:
     return True
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))
+def _is_path_or_none(value: object) -> bool:
+    return (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))
+    )
 
 
-def _is_trace(name: str) -> bool:
+def _is_trace(value: str | os.PathLike[str] | None) -> bool:
+    if value is None:
+        return True
+    name = os.fspath(value)
     is_local = not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", name)  # also what a Path leaves of a URI
     return is_local and name != "" and "\0" not in name and set(re.findall(r"\{\w*\}", name)) <= {"{rank}", "{verb}"}
 
@@ -160,43 +165,32 @@ def _are_extensions(value: object) -> bool:
     )
 
 
-_WHOLE_NUMBERS = (
-    "retries",
-    "connections",
-    "part_bytes",
-    "object_bytes",
-    "tile_bytes",
-    "staging_bytes",
-    "read_bytes",
-    "request_bytes",
-    "max_gap_bytes",
-)
 _MAX_OVER_READ = 1000.0
 
-_TYPES: tuple[_Rule, ...] = (
-    _of_type("storage_options", Mapping, "a mapping"),
-    _of_type("timeout_s", numbers.Real, "a number of seconds"),
-    *(_of_type(name, numbers.Integral, "a whole number") for name in _WHOLE_NUMBERS if name != "connections"),
-    (
-        "connections",
-        lambda options: options.connections is None or _is_whole(options.connections),
-        "a whole number or None",
+_ADVANCED_TYPES: tuple[_Rule, ...] = (
+    *(
+        (name, _is_a(numbers.Integral), "a whole number")
+        for name in ("part_bytes", "object_bytes", "tile_bytes", "request_bytes", "max_gap_bytes")
     ),
-    _of_type("max_over_read", numbers.Real, "a number"),
-    _of_type("verify", bool, "True or False"),
-    _of_type("async_overlap", bool, "True or False"),
-    _of_type("resume", bool, "True or False"),
-    _of_type("metadata", Mapping, "a mapping"),
-    ("extensions", lambda options: _are_extensions(options.extensions), "a list of StreamTransformExtension objects"),
-    _callable_or_none("on_event"),
-    ("trace", lambda options: options.trace is None or _is_path(options.trace), "a path or None"),
-    _callable_or_none("wrap_store"),
+    ("max_over_read", _is_a(numbers.Real), "a number"),
+    ("wrap_store", _is_callable_or_none, "callable or None"),
 )
 
-_BOUNDS: tuple[_Rule, ...] = (
-    ("timeout_s", lambda options: 0 < options.timeout_s < math.inf, "positive and finite"),
-    ("retries", lambda options: options.retries >= 0, "at least 0"),
-    ("connections", lambda options: options.connections is None or options.connections >= 1, "at least 1"),
+_TYPES: tuple[_Rule, ...] = (
+    ("storage_options", _is_a(Mapping), "a mapping"),
+    ("timeout_s", _is_a(numbers.Real), "a number of seconds"),
+    *((name, _is_a(numbers.Integral), "a whole number") for name in ("retries", "staging_bytes", "read_bytes")),
+    ("connections", lambda value: value is None or _is_a(numbers.Integral)(value), "a whole number or None"),
+    *((name, _is_a(bool), "True or False") for name in ("verify", "async_overlap", "resume")),
+    ("metadata", _is_a(Mapping), "a mapping"),
+    ("extensions", _are_extensions, "a list of StreamTransformExtension objects"),
+    ("on_event", _is_callable_or_none, "callable or None"),
+    ("advanced", _is_a(AdvancedOptions), "an AdvancedOptions"),
+    ("trace", _is_path_or_none, "a path or None"),
+)
+
+# A bound takes the options, because some bounds depend on another option.
+_ADVANCED_BOUNDS: tuple[_Rule, ...] = (
     ("part_bytes", lambda options: options.part_bytes >= options.tile_bytes, "at least tile_bytes"),
     ("object_bytes", lambda options: options.object_bytes >= 1, "positive"),
     (
@@ -204,36 +198,44 @@ _BOUNDS: tuple[_Rule, ...] = (
         lambda options: 4 * KIB <= options.tile_bytes <= GIB and options.tile_bytes % 64 == 0,
         "a multiple of 64, from 4096 to 1 GiB",
     ),
-    ("staging_bytes", lambda options: options.staging_bytes >= options.part_bytes, "at least part_bytes"),
     ("request_bytes", lambda options: options.request_bytes >= options.tile_bytes, "at least tile_bytes"),
-    ("read_bytes", lambda options: options.read_bytes >= options.request_bytes, "at least request_bytes"),
     ("share_reads", lambda options: options.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'"),
-    ("async_in_flight", lambda options: options.async_in_flight in ("wait", "raise"), "'wait' or 'raise'"),
     ("max_gap_bytes", lambda options: options.max_gap_bytes >= 0, "at least 0"),
     ("max_over_read", lambda options: 0 <= options.max_over_read <= _MAX_OVER_READ, "from 0 to 1000"),
+)
+
+_BOUNDS: tuple[_Rule, ...] = (
+    ("timeout_s", lambda options: 0 < options.timeout_s < math.inf, "positive and finite"),
+    ("retries", lambda options: options.retries >= 0, "at least 0"),
+    ("connections", lambda options: options.connections is None or options.connections >= 1, "at least 1"),
+    ("staging_bytes", lambda options: options.staging_bytes >= options.advanced.part_bytes, "at least part_bytes"),
+    ("read_bytes", lambda options: options.read_bytes >= options.advanced.request_bytes, "at least request_bytes"),
+    ("async_in_flight", lambda options: options.async_in_flight in ("wait", "raise"), "'wait' or 'raise'"),
     ("commit", lambda options: options.commit in ("conditional", "unconditional"), "'conditional' or 'unconditional'"),
     (
         "trace",
-        lambda options: options.trace is None or _is_trace(os.fspath(options.trace)),
+        lambda options: _is_trace(options.trace),
         "a local file, with no other placeholders than {rank} and {verb}",
     ),
-    (
-        "metadata",
-        lambda options: _is_json(options.metadata),
-        "what JSON can hold (no NaN, no objects)",
-    ),
+    ("metadata", lambda options: _is_json(options.metadata), "what JSON can hold (no NaN, no objects)"),
 )
 
 
-def _find_problems(options: Options, rules: Iterable[_Rule]) -> list[str]:
-    return [
-        f"{name} must be {what}, not {_format_value(options, name)}"
-        for name, is_good, what in rules
-        if not is_good(options)
-    ]
+def _check(options: Any, types: Iterable[_Rule], bounds: Iterable[_Rule]) -> None:
+    # Types come first, because a value of the wrong type cannot be compared with a bound.
+    problems = [(name, valid) for name, is_valid, valid in types if not is_valid(getattr(options, name))]
+    problems = problems or [(name, valid) for name, is_valid, valid in bounds if not is_valid(options)]
+    if problems:
+        raise InvalidOptionError(
+            "; ".join(f"{name} must be {valid}, not {_format_value(options, name)}" for name, valid in problems)
+        )
+    for name, _, valid in types:
+        value = getattr(options, name)
+        if valid.startswith("a whole number") and value is not None:  # numpy's integers are not int
+            object.__setattr__(options, name, int(value))
 
 
-def _format_value(options: Options, name: str) -> str:
+def _format_value(options: Any, name: str) -> str:
     value = getattr(options, name)
     # Any storage option may hold a secret.
     return f"a {type(value).__name__}" if name == "storage_options" else reprlib.repr(value)

@@ -12,8 +12,8 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import cloudckpt
 from cloudckpt import options, report
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.pipeline import context
@@ -41,11 +41,17 @@ def dtype_table() -> str:
 
 def options_table() -> str:
     """Every field of `Options`, with its default and its docstring."""
-    meanings = _field_docstrings(options.Options)
-    rows = [
-        (f"`{field.name}`", f"`{_default_of(field)}`", meanings[field.name])
-        for field in dataclasses.fields(cloudckpt.Options)
-    ]
+    return _fields_table(options.Options)
+
+
+def advanced_options_table() -> str:
+    """Every field of `AdvancedOptions`, with its default and its docstring."""
+    return _fields_table(options.AdvancedOptions)
+
+
+def _fields_table(kind: type[Any]) -> str:
+    meanings = _field_docstrings(kind)
+    rows = [(f"`{field.name}`", f"`{_default_of(field)}`", meanings[field.name]) for field in dataclasses.fields(kind)]
     return table(("option", "default", "meaning"), rows)
 
 
@@ -74,6 +80,7 @@ def metrics_table() -> str:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "dtypes": ("docs/format.md", dtype_table),
     "options": ("docs/options.md", options_table),
+    "advanced_options": ("docs/options.md", advanced_options_table),
     "events": ("docs/telemetry.md", events_table),
     "records": ("docs/telemetry.md", records_table),
     "spans": ("docs/telemetry.md", spans_table),
@@ -104,7 +111,7 @@ def _field_docstrings(kind: type) -> dict[str, str]:
 
 def _default_of(field: dataclasses.Field[object]) -> str:
     if field.default is dataclasses.MISSING:
-        return "{}"
+        return "AdvancedOptions()" if field.default_factory is options.AdvancedOptions else "{}"
     value = field.default
     if field.name.endswith("_bytes") and isinstance(value, int):
         unit_bytes, unit = next(one for one in _UNITS if value % one[0] == 0)

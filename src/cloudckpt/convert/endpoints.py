@@ -55,7 +55,7 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
 def part_bytes_for(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
     """Return the size of parts that are held in memory, so that the budget has one for each connection."""
     share_bytes = max(budget_bytes // target.connections, min(_LEAST_PART_BYTES, budget_bytes))
-    return max(min(target.options.part_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
+    return max(min(target.options.advanced.part_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 
 def upload_session(

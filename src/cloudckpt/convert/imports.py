@@ -198,7 +198,7 @@ def import_safetensors(plan: ImportPlan, progress: Progress) -> Conversion:
     names_of: dict[str, list[str]] = {}  # of each stored tensor, its own name first
     for fqn, name in names.items():
         names_of.setdefault(ties.get(fqn, fqn), []).append(name)
-    objects = _pack_objects(tensors, names_of, object_bytes=plan.target_options.object_bytes)
+    objects = _pack_objects(tensors, names_of, object_bytes=plan.target_options.advanced.object_bytes)
     save_id = str(uuid.uuid4())
     job = TargetJob(target, save_id=save_id)
     job.check(overwrite=plan.overwrite)
@@ -246,7 +246,7 @@ def _upload_objects(
     plan: ImportPlan,
     progress: Progress,
 ) -> list[ObjectReceipt]:
-    budget_bytes, tile_bytes = plan.options.read_bytes, plan.target_options.tile_bytes
+    budget_bytes, tile_bytes = plan.options.read_bytes, plan.target_options.advanced.tile_bytes
     part_bytes = part_bytes_for(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes)
     leftovers = job.leftovers()
     with (
@@ -293,7 +293,7 @@ def _build_manifest(
         committed_at_ns=draw_commit_time_ns(),
         world_size=1,
         software={"cloudckpt": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        tile_bytes=plan.target_options.tile_bytes,
+        tile_bytes=plan.target_options.advanced.tile_bytes,
         objects=[
             StoredObject(key=each.key, size=each.size_bytes, crc32c=pack_tiles(each.tile_crc32cs)) for each in receipts
         ],

@@ -126,8 +126,9 @@ def _check_tiles(results: Sequence[Sequence[WriteResult]], tile_bytes: int, uri:
         for result in of_rank:
             if result.storage_data.tile_bytes != tile_bytes:
                 raise InvalidOptionError(
-                    f"Options(tile_bytes={result.storage_data.tile_bytes}) on rank {rank} differs from {tile_bytes} on "
-                    f"the coordinator, and the manifest of {uri} has one for all ranks. Nothing was committed. Pass "
+                    f"AdvancedOptions(tile_bytes={result.storage_data.tile_bytes}) on rank {rank} differs from "
+                    f"{tile_bytes} on the coordinator, and the manifest of {uri} has one for all ranks. Nothing was "
+                    "committed. Pass "
                     "the same Options on all ranks"
                 )
 

@@ -66,7 +66,7 @@ class Context:
         self.connections = choose_connections(connections, ranks_of_host=ranks_of_host())
         """The most requests in flight at once."""
         # If only few requests fit into the memory of a load, none of it is left for hedged ones.
-        self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.request_bytes else 0
+        self.hedge_bytes = options.read_bytes // 4 if options.read_bytes >= 4 * options.advanced.request_bytes else 0
         self.hedger = Hedger(
             ConcurrencyLimit(self.connections),
             budget_bytes=self.hedge_bytes,

@@ -114,7 +114,7 @@ class LoadJob:
     def _plan_requests(self, consumers: Consumers) -> tuple[SharedReads, list[RangeRead]]:
         options = self._context.options
         synchronize_streams(consumer.tensor for consumer in consumers.others)
-        wants = consumers.wants(max_gap_bytes=options.max_gap_bytes)
+        wants = consumers.wants(max_gap_bytes=options.advanced.max_gap_bytes)
         consumers.keep_apart()
         shares = SharedReads(
             self._exchange, wants, requests_for=lambda some: self._requests_for(some, request_bytes=_NO_BOUND)
@@ -131,9 +131,9 @@ class LoadJob:
             object_sizes_bytes=self._object_sizes_bytes,
             tile_bytes=_tile_bytes(self._manifest, options),
             request_bytes=request_bytes,
-            max_gap_bytes=options.max_gap_bytes,
+            max_gap_bytes=options.advanced.max_gap_bytes,
             # The gaps may hold what another rank reads.
-            max_over_read=options.max_over_read if self._exchange is None else 0.0,
+            max_over_read=options.advanced.max_over_read if self._exchange is None else 0.0,
         )
 
     def _check_claims(self, requests: Sequence[RangeRead], consumers: Consumers) -> None:
@@ -452,7 +452,7 @@ def request_bytes_of(context: Context, wants: Sequence[WantedRange], copied: Seq
         num_bytes = want.end - want.begin
         wanted_bytes += num_bytes
         copied_bytes += num_bytes * copied[want.consumer]
-    most_bytes = options.request_bytes
+    most_bytes = options.advanced.request_bytes
     if is_shared:
         most_bytes = min(most_bytes, options.read_bytes // 4 // min(context.connections, _SHARED_READS))
     elif 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
@@ -474,7 +474,7 @@ def wanted_by(
         _locate(plan.items, manifest, storage_data),
         object_sizes_bytes={index: stored.size for index, stored in enumerate(manifest.objects)},
         tile_bytes=_tile_bytes(manifest, options),
-        max_gap_bytes=options.max_gap_bytes,
+        max_gap_bytes=options.advanced.max_gap_bytes,
     )
 
 

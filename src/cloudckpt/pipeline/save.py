@@ -220,8 +220,8 @@ class SaveJob:
                 context.retrier,
                 cleaner=context.new_retrier(),
                 hedger=context.hedger,
-                part_bytes=options.part_bytes,
-                tile_bytes=options.tile_bytes,
+                part_bytes=options.advanced.part_bytes,
+                tile_bytes=options.advanced.tile_bytes,
                 resumable=options.resume,
                 on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
                 on_completing=lambda key: context.emit("save.completing", key=key),
@@ -263,7 +263,8 @@ class SaveJob:
             context.emit("save.resumed", num_bytes=session.num_reused_bytes)
         context.emit("save.written", num_bytes=self.report.num_bytes)
         return [
-            _result_of(make, receipt, options.tile_bytes) for make, receipt in zip(make_receipts, objects, strict=True)
+            _result_of(make, receipt, options.advanced.tile_bytes)
+            for make, receipt in zip(make_receipts, objects, strict=True)
         ]
 
     def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -279,7 +280,7 @@ class SaveJob:
                 attempt=self._attempt,
                 save_id=self._save_id,
                 committed_at_ns=draw_commit_time_ns(),
-                tile_bytes=context.options.tile_bytes,
+                tile_bytes=context.options.advanced.tile_bytes,
                 user_metadata=context.options.metadata,
             )
         self.commit_manifest(manifest, keys)
@@ -395,7 +396,7 @@ def part_bytes_of(context: Context, num_bytes: int, *, are_copied: bool) -> int:
     Depends on nothing that another run would find different, since parts of another size cannot be resumed.
     """
     options = context.options
-    most_bytes = options.part_bytes
+    most_bytes = options.advanced.part_bytes
     if are_copied:  # each part in flight has a buffer
         most_bytes = min(most_bytes, options.staging_bytes // context.connections)
     return choose_request_bytes(
@@ -416,13 +417,13 @@ def _group_items(
 ) -> Iterator[list[int]]:
     """Yield the positions of the items of each object. Aliases of one tensor are in one object, the first one first."""
     options = context.options
-    object_bytes = options.object_bytes
+    object_bytes = options.advanced.object_bytes
     if transforms:
         object_bytes = min(object_bytes, _MAX_TRANSFORMED_OBJECT_BYTES)
     if not context.store.capabilities.multipart:
         # An object is then one part: it is staged whole, and only several objects are sent side by side.
         share_bytes = options.staging_bytes // context.connections
-        object_bytes = min(object_bytes, max(options.part_bytes, share_bytes))
+        object_bytes = min(object_bytes, max(options.advanced.part_bytes, share_bytes))
     firsts = [i for i in range(len(items)) if i not in aliases]
     followers: defaultdict[int, list[int]] = defaultdict(list)
     for follower, first in aliases.items():

@@ -53,7 +53,7 @@ class VerifyJob:
         self._contents: list[ObjectContents] = []
         self._arena = Arena(budget_bytes=context.options.read_bytes)
         self._read_bytes = max(
-            min(context.options.request_bytes, context.options.read_bytes // context.connections),
+            min(context.options.advanced.request_bytes, context.options.read_bytes // context.connections),
             _MIN_READ_BYTES,
         )
         # PendingMemory by many threads, a list by one of them at a time.

@@ -27,9 +27,9 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
             f"options must be a cloudckpt.Options, not {type(options).__name__}: Options(retries=3)"
         )
     store = _opened(parse_location(uri), options)
-    if options.wrap_store is None:
+    if options.advanced.wrap_store is None:
         return store
-    wrapped = options.wrap_store(store)
+    wrapped = options.advanced.wrap_store(store)
     if not hasattr(wrapped, "capabilities"):
         raise InvalidOptionError(
             f"wrap_store must return a store, but it returned {wrapped!r:.80}: give back the store that it is given, "

@@ -8,7 +8,7 @@ same faults in any order of threads, and every injected error names it::
         Rule(fault=SlowDown(), probability=0.05, times=None),
         seed=7,
     )
-    cloudckpt.save(state_dict, "s3://bucket/run", options=Options(wrap_store=faults))
+    cloudckpt.save(state_dict, "s3://bucket/run", options=Options(advanced=AdvancedOptions(wrap_store=faults)))
     print(faults.num_injected)
 
 `cloudckpt.testing.wire` breaks the network, and `cloudckpt.testing.damage` breaks stored objects.
@@ -199,7 +199,7 @@ class Rule:
 
 
 class Faults:
-    """Wraps stores for `Options.wrap_store`: every opened store gets these rules, and they count calls together.
+    """Wraps stores for `AdvancedOptions.wrap_store`. All opened stores share these rules and their counts.
 
     The first rule that is due for a call acts; all rules that match count it. A pickled copy in another process, such
     as a spawned rank, has the same rules and seed and counts from the beginning. Safe for use by several threads.

@@ -119,7 +119,7 @@ class ShareSession:
 
     def offer(self, wanted: Callable[[], list[Range]], *, scheme: str, options: Options) -> ShareOffer | None:
         """Create this rank's shared memory, and offer it. Returns None if the rank must not or cannot share."""
-        mode = options.share_reads
+        mode = options.advanced.share_reads
         # The page cache shares what one rank reads from a file system.
         if mode == "never" or (mode == "auto" and scheme == "file"):
             return None

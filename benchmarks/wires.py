@@ -17,7 +17,7 @@ from benchmarks.certificates import HOST, Certificates
 from benchmarks.servers import START_TIMEOUT_S
 from benchmarks.training import kept_off_the_loops_core
 from cloudckpt.testing.servers import Program, clean_environment, reserved_port, running
-from cloudckpt.testing.wire import Delay, Rule, Throttle, Wire
+from cloudckpt.testing.wire import Delay, WireRule, Throttle, Wire
 
 _TERMINATOR = """\
 global
@@ -62,8 +62,8 @@ def slow(endpoint_url: str, *, latency_s: float, bytes_per_s: float) -> Iterator
     _host_and_port(endpoint_url)
     throttle = Throttle(request_bytes_per_s=bytes_per_s, answer_bytes_per_s=bytes_per_s)
     with (
-        Wire(endpoint_url, Rule(action=throttle, times=None)) as rate,
-        Wire(rate.url, Rule(action=Delay(delay_s=latency_s), times=None)) as line,
+        Wire(endpoint_url, WireRule(action=throttle, times=None)) as rate,
+        Wire(rate.url, WireRule(action=Delay(delay_s=latency_s), times=None)) as line,
     ):
         yield line.url
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.format.model import ItemReceipts, ObjectReceipt
-from cloudckpt.format.safetensors import Entry, lay_out, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, lay_out, sort_for_storage
 from cloudckpt.format.torch_metadata import dtype_name
 
 TILE_BYTES = 2**20
@@ -143,11 +143,11 @@ def _checksums(rank: int, num_tiles: int) -> tuple[int, ...]:
     return tuple(crc32c(b"%d-%d" % (rank, tile)) for tile in range(num_tiles))
 
 
-def _entry(item: WriteItem) -> Entry:
+def _entry(item: WriteItem) -> HeaderEntry:
     if item.tensor_data is None:
-        return Entry(fqn=item.index.fqn, dtype=None, shape=(_VALUE_BYTES,), offsets=None, num_bytes=_VALUE_BYTES)
+        return HeaderEntry(fqn=item.index.fqn, dtype=None, shape=(_VALUE_BYTES,), offsets=None, num_bytes=_VALUE_BYTES)
     chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-    return Entry(
+    return HeaderEntry(
         fqn=item.index.fqn,
         dtype=dtype_name(dtype),
         shape=tuple(chunk.sizes),

@@ -18,7 +18,7 @@ from cloudckpt.doctor import DoctorReport, environment, examine
 from cloudckpt.errors import AccessDeniedError, InvalidOptionError, StoreError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Call
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, Reply, Rule, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, Reply, WireRule, Wire
 
 WRITTEN_MARK = ".cloudckpt-probe-"
 MOTO = {"checksums", "lifecycle"}
@@ -104,7 +104,7 @@ def test_an_unknown_key(s3: S3Place) -> None:
     """If this fails, wrong credentials are not told from missing permissions."""
     body = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
     refuse = Reply(status=403, body=body)
-    with Wire(_endpoint(s3), Rule(action=refuse, times=None)) as wire:
+    with Wire(_endpoint(s3), WireRule(action=refuse, times=None)) as wire:
         report = examine(s3.uri(), options=through(wire))
     assert failed(report) == {"credentials"}
     assert "Check keys, profile and region" in report["credentials"].advice
@@ -169,7 +169,7 @@ def test_each_permission_that_is_missing(place: Place, operation: str, check: se
 
 def test_a_list_that_is_denied_keeps_the_rest_from_nothing(s3: S3Place) -> None:
     """If this fails, a role that may not list is told that the bucket is missing, or that it may do nothing."""
-    with Wire(_endpoint(s3), Rule(action=S3_ACCESS_DENIED, path="list-type", times=None)) as wire:
+    with Wire(_endpoint(s3), WireRule(action=S3_ACCESS_DENIED, path="list-type", times=None)) as wire:
         report = examine(s3.uri(), options=through(wire))
     assert failed(report) == MOTO | {"list", "listings"}
     assert "s3:ListBucket" in report["list"].advice

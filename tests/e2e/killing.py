@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.wire import Rule, Seen, Tell, Wire
+from cloudckpt.testing.wire import WireRule, Seen, WireCallback, Wire
 
 _TIMEOUT_S = 5.0
 _GRACE_S = 40.0
@@ -234,8 +234,8 @@ def job_at(place: Place, kill: Kill, scratch: Path) -> Iterator[Job]:
         reached: list[Job] = []
         if has_wire:
             assert isinstance(place, BucketPlace)
-            tell = Tell(function=lambda seen: _kill_by_wire(seen, reached[0]), moment="answer")
-            wire = stack.enter_context(Wire(_endpoint_url(place), Rule(action=tell, times=None)))
+            tell = WireCallback(function=lambda seen: _kill_by_wire(seen, reached[0]), moment="answer")
+            wire = stack.enter_context(Wire(_endpoint_url(place), WireRule(action=tell, times=None)))
             storage_options = place.options_at(wire.url)
         job = Job(
             uri=place.uri(),

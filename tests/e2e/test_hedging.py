@@ -14,7 +14,7 @@ import cloudckpt
 from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
-from cloudckpt.testing.wire import Rule, StallRequest, Throttle, Wire
+from cloudckpt.testing.wire import WireRule, StallRequest, Throttle, Wire
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -67,7 +67,7 @@ def test_a_part_that_stalls_is_sent_by_a_second_request(server: Server) -> None:
     """If this fails, one dead connection holds a save up until its timeout, or what it had sent is stored."""
     uri = uri_at(server)
     method, path = PARTS[server.scheme]
-    rule = Rule(action=StallRequest(after_bytes=MIB), method=method, path=path, skip=NUM_BEFORE)
+    rule = WireRule(action=StallRequest(after_bytes=MIB), method=method, path=path, skip=NUM_BEFORE)
     with Wire(server.endpoint_url, rule) as wire:
         report = cloudckpt.save(values(), uri, options=options_at(server, wire.url)).report
         assert wire.num_acted == 1
@@ -87,7 +87,7 @@ def test_a_range_that_stalls_is_read_by_a_second_request(server: Server) -> None
     uri = uri_at(server)
     cloudckpt.save(values(), uri, options=options_at(server, server.endpoint_url))
     method, path = RANGES[server.scheme]
-    rule = Rule(action=Throttle(answer_bytes_per_s=1000), method=method, path=path, skip=NUM_BEFORE)
+    rule = WireRule(action=Throttle(answer_bytes_per_s=1000), method=method, path=path, skip=NUM_BEFORE)
     loaded = {"w": torch.zeros(10 * MIB)}
     with Wire(server.endpoint_url, rule) as wire:
         report = cloudckpt.load(loaded, uri, options=options_at(server, wire.url))

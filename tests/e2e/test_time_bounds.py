@@ -20,7 +20,7 @@ from tests.e2e.servers import FlakyS3, serve
 import cloudckpt
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
-from cloudckpt.testing.wire import Action, Rule, StallAnswer, StallRequest, Wire
+from cloudckpt.testing.wire import Action, WireRule, StallAnswer, StallRequest, Wire
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
@@ -94,7 +94,7 @@ def test_a_store_that_stalls_is_given_up_in_time_on_all_ranks(
     uri = f"{scheme}://{bucket}/run"
     if step.way == "load":
         run_ranks(go, "save", uri, options_at(server, server.endpoint_url, timeout_s=60), world_size=2)
-    rule = Rule(action=step.action, method=step.method, path=step.path, times=None)
+    rule = WireRule(action=step.action, method=step.method, path=step.path, times=None)
     with Wire(server.endpoint_url, rule) as wire:
         told = run_ranks(go, step.way, uri, options_at(server, wire.url, timeout_s=TIMEOUT_S), world_size=2)
         assert wire.num_acted > 0

@@ -10,7 +10,7 @@ from tests.integration.contract_on import ContractOn
 from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.contract_base import crc, keys, put
-from cloudckpt.testing.wire import GCS_FORBIDDEN, Rule, Wire
+from cloudckpt.testing.wire import GCS_FORBIDDEN, WireRule, Wire
 
 
 class TestOnFakeGCSServer(ContractOn):
@@ -22,7 +22,7 @@ class TestOnFakeGCSServer(ContractOn):
     @pytest.fixture(autouse=True)
     def _doorman(self, store: Store) -> Iterator[None]:
         """The server lets everybody in, so it is the wire that answers as GCS does."""
-        with Wire(self.server.endpoint_url, Rule(action=GCS_FORBIDDEN, times=None)) as self.doorman:
+        with Wire(self.server.endpoint_url, WireRule(action=GCS_FORBIDDEN, times=None)) as self.doorman:
             yield
 
     def denied(self, store: Store) -> Store:

@@ -10,7 +10,7 @@ import torch
 
 import cloudckpt
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import CutSomewhere, LoseAnswer, Rule, Wire
+from cloudckpt.testing.wire import CutSomewhere, LoseAnswer, WireRule, Wire
 
 
 def options_for(server: Server, wire: Wire | None = None, **settings: Any) -> cloudckpt.Options:
@@ -38,7 +38,7 @@ def test_saves_and_loads_get_through_cuts(rgw: Server, use: Callable[[Server], s
     """If this fails, a network that breaks now and then loses a save, or makes of one what it was not."""
     print(f"seed {seed}")
     uri = f"{use(rgw)}/run"
-    cuts = Rule(action=CutSomewhere(), times=None, probability=0.2, seed=seed)
+    cuts = WireRule(action=CutSomewhere(), times=None, probability=0.2, seed=seed)
     with Wire(rgw.endpoint_url, cuts) as wire:
         options = options_for(rgw, wire, retries=20, part_bytes=5 << 20, request_bytes=1 << 20, connections=4)
         for fill in (1.0, 2.0, 3.0):
@@ -52,7 +52,7 @@ def test_saves_and_loads_get_through_cuts(rgw: Server, use: Callable[[Server], s
 def test_a_commit_whose_answer_is_lost_is_recognised(rgw: Server, use: Callable[[Server], str]) -> None:
     """If this fails, a save on a server that keeps the condition takes its own commit for another's."""
     uri = f"{use(rgw)}/run"
-    rule = Rule(action=LoseAnswer(), method="PUT", path=r"/manifest\.json")
+    rule = WireRule(action=LoseAnswer(), method="PUT", path=r"/manifest\.json")
     with Wire(rgw.endpoint_url, rule) as wire:
         cloudckpt.save(state_of(1.0), uri, no_dist=True, options=options_for(rgw, wire))
         assert wire.num_acted == 1

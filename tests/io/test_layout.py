@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
-from cloudckpt.format.safetensors import Entry, lay_out, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, lay_out, sort_for_storage
 
 NAMES = ["w", "w#2", "__metadata__", "a.b.weight", "w[0:2]", "ünïcode ✓", 'quo"te\\', "new\nline", ""]
 
@@ -19,7 +19,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> list[Entry]:
+def entries(draw: st.DrawFn) -> list[HeaderEntry]:
     made = []
     for _ in range(draw(st.integers(0, 8))):
         dtype = draw(st.sampled_from([None, *ITEMSIZE_BYTES]))
@@ -27,7 +27,7 @@ def entries(draw: st.DrawFn) -> list[Entry]:
         is_whole = dtype is None or draw(st.booleans())
         num_bytes = ITEMSIZE_BYTES[dtype] * _prod(shape) if dtype else draw(st.integers(0, 40))
         made.append(
-            Entry(
+            HeaderEntry(
                 fqn=draw(st.sampled_from(NAMES)),
                 dtype=dtype,
                 shape=shape,
@@ -45,13 +45,13 @@ def _prod(shape: tuple[int, ...]) -> int:
     return product
 
 
-def content_of(index: int, entry: Entry) -> bytes:
+def content_of(index: int, entry: HeaderEntry) -> bytes:
     # Zeros and ones are the only bytes that are good bools too.
     return bytes((index + position) % 2 for position in range(entry.num_bytes))
 
 
 @given(entries())
-def test_every_object_opens_with_the_safetensors_library(unordered: list[Entry]) -> None:
+def test_every_object_opens_with_the_safetensors_library(unordered: list[HeaderEntry]) -> None:
     """If this fails, data objects are no safetensors files, and nobody else's tools can open them."""
     ordered = [unordered[index] for index in sort_for_storage(unordered)]
     layout = lay_out(ordered)
@@ -78,16 +78,16 @@ def in_stored_order(header: bytes, loaded: dict[str, torch.Tensor]) -> list[torc
     return [loaded[name] for name in names]
 
 
-def names_of(*given_entries: Entry) -> list[str]:
+def names_of(*given_entries: HeaderEntry) -> list[str]:
     names: dict[str, Any] = json.loads(lay_out(given_entries).header[8:])
     return [name for name in names if name != "__metadata__"]
 
 
 def test_names_say_what_is_stored_and_are_unique() -> None:
     """If this fails, two chunks share a name, and one of them is lost to every other reader."""
-    whole = Entry(fqn="w", dtype="uint8", shape=(4,), offsets=None, num_bytes=4)
-    chunk = Entry(fqn="w", dtype="uint8", shape=(2, 2), offsets=(4, 0), num_bytes=4)
-    scalar = Entry(fqn="s", dtype="uint8", shape=(), offsets=(), num_bytes=1)
-    reserved = Entry(fqn="__metadata__", dtype=None, shape=(), offsets=None, num_bytes=3)
+    whole = HeaderEntry(fqn="w", dtype="uint8", shape=(4,), offsets=None, num_bytes=4)
+    chunk = HeaderEntry(fqn="w", dtype="uint8", shape=(2, 2), offsets=(4, 0), num_bytes=4)
+    scalar = HeaderEntry(fqn="s", dtype="uint8", shape=(), offsets=(), num_bytes=1)
+    reserved = HeaderEntry(fqn="__metadata__", dtype=None, shape=(), offsets=None, num_bytes=3)
     assert names_of(whole, chunk, scalar, reserved) == ["w", "w[4:6,0:2]", "s[]", "__metadata__#2"]
     assert names_of(whole, whole, whole) == ["w", "w#2", "w#3"]

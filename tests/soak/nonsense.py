@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import Action, CutSomewhere, LoseAnswer, Reply, Rule, Wire
+from cloudckpt.testing.wire import Action, CutSomewhere, LoseAnswer, Reply, WireRule, Wire
 
 SHARE = 0.05
 _HTML = (("Content-Type", "text/html"),)
@@ -59,11 +59,11 @@ _NONSENSE: tuple[Action, ...] = (
 )
 
 
-def nonsense(seed: int) -> list[Rule]:
+def nonsense(seed: int) -> list[WireRule]:
     """Rules that together replace or break `SHARE` of all answers."""
     share = SHARE / len(_NONSENSE)
     return [
-        Rule(action=action, times=None, probability=share, seed=seed + number)
+        WireRule(action=action, times=None, probability=share, seed=seed + number)
         for number, action in enumerate(_NONSENSE)
     ]
 

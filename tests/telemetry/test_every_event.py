@@ -19,7 +19,7 @@ from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.report import EVENTS
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import Rule, StallAnswer, StallRequest, Wire
+from cloudckpt.testing.wire import WireRule, StallAnswer, StallRequest, Wire
 
 SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096, "object_bytes": 65536, "retries": 1}
 WAIT_S = 60.0
@@ -119,8 +119,8 @@ def stalls(server: Server) -> None:
         return Options(storage_options=storage, connections=2, part_bytes=5 * MIB, request_bytes=8 * MIB)
 
     rules = (
-        Rule(action=StallRequest(after_bytes=MIB), method="PUT", path=r"/data/.*partNumber=", skip=4),
-        Rule(action=StallAnswer(after_bytes=MIB), method="GET", path=r"/data/", skip=4),
+        WireRule(action=StallRequest(after_bytes=MIB), method="PUT", path=r"/data/.*partNumber=", skip=4),
+        WireRule(action=StallAnswer(after_bytes=MIB), method="GET", path=r"/data/", skip=4),
     )
     with Wire(server.endpoint_url, *rules) as wire:
         cloudckpt.save(values, "s3://told/run", no_dist=True, options=options_at(wire.url))

@@ -19,7 +19,7 @@ from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.__main__ import main
 from cloudckpt.testing.servers import S3Server, ask, clean_environment, moto_server
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Tell, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, WireRule, WireCallback, Wire
 
 _WAIT_S = 240.0
 
@@ -115,8 +115,8 @@ def test_a_store_that_ignores_conditions_is_told_apart(server, tmp_path, liar):
 def test_an_interrupted_run_removes_what_it_wrote(server, bucket, tmp_path):
     """If this fails, Ctrl-C leaves objects under names that nobody else knows."""
     started: list[subprocess.Popen[str]] = []
-    interrupt = Tell(function=lambda _: started[0].send_signal(signal.SIGINT))
-    rule = Rule(action=interrupt, method="PUT", path="step-00", skip=9)
+    interrupt = WireCallback(function=lambda _: started[0].send_signal(signal.SIGINT))
+    rule = WireRule(action=interrupt, method="PUT", path="step-00", skip=9)
     with Wire(server.endpoint_url, rule) as wire:
         arguments = [f"s3://{bucket}/x", *options_of(server, wire.url), "--keys", "60", "-k", "page_of_keys"]
         started.append(start(arguments, tmp_path))
@@ -129,8 +129,8 @@ def test_an_interrupted_run_removes_what_it_wrote(server, bucket, tmp_path):
 def test_a_failure_and_what_cannot_be_removed_are_named(server, bucket, tmp_path):
     """What stays costs money, and only a user who is told can remove it."""
     refused = [
-        Rule(action=S3_ACCESS_DENIED, method="GET", path="clause-.*/a/b", times=None),
-        Rule(action=S3_ACCESS_DENIED, method="DELETE", times=None),
+        WireRule(action=S3_ACCESS_DENIED, method="GET", path="clause-.*/a/b", times=None),
+        WireRule(action=S3_ACCESS_DENIED, method="DELETE", times=None),
     ]
     with Wire(server.endpoint_url, *refused) as wire:
         arguments = [f"s3://{bucket}/x", *options_of(server, wire.url), "-k", "what_was_put or address"]

@@ -19,7 +19,7 @@ from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing import StoreContract, contract_wire
 from cloudckpt.testing.servers import moto_server
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, WireRule, Wire
 
 SILENCE = "test_silence_ends_in_time"
 BUCKET = "strict"
@@ -104,7 +104,7 @@ def storage_options() -> Iterator[Mapping[str, Any]]:
 @pytest.fixture(scope="module")
 def refusing(storage_options: Mapping[str, Any]) -> Iterator[Wire]:
     """Deny every request."""
-    with Wire(storage_options["endpoint_url"], Rule(action=S3_ACCESS_DENIED, times=None)) as wire:
+    with Wire(storage_options["endpoint_url"], WireRule(action=S3_ACCESS_DENIED, times=None)) as wire:
         yield wire
 
 

@@ -21,10 +21,10 @@ from cloudckpt.testing.wire import (
     Delay,
     LoseAnswer,
     Reply,
-    Rule,
+    WireRule,
     StallAnswer,
     StallRequest,
-    Tell,
+    WireCallback,
     Throttle,
     Wire,
 )
@@ -157,7 +157,7 @@ def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server):
 
 def test_a_lost_answer_was_given(server):
     """The point of it: the store has done what it was asked, and the client cannot know."""
-    with Wire(server.url, Rule(action=LoseAnswer())) as wire:
+    with Wire(server.url, WireRule(action=LoseAnswer())) as wire:
         with connected(wire) as connection, pytest.raises(ConnectionResetError):
             ask(connection, "PUT", "/a", BODY)
         assert server.seen[0][3] == BODY
@@ -168,7 +168,7 @@ def test_a_lost_answer_was_given(server):
 @pytest.mark.parametrize("after_bytes", [0, 1, 1000, len(BODY), 10 * len(BODY)])
 def test_a_cut_request_never_arrives_whole(server, after_bytes):
     """Were the store to get all of it, it would be a lost answer and no broken upload."""
-    cut = Rule(action=CutRequest(after_bytes=after_bytes))
+    cut = WireRule(action=CutRequest(after_bytes=after_bytes))
     broken = (ConnectionResetError, BrokenPipeError)
     with Wire(server.url, cut) as wire, connected(wire) as connection, pytest.raises(broken):
         ask(connection, "PUT", "/a", BODY)
@@ -179,7 +179,7 @@ def test_a_cut_request_never_arrives_whole(server, after_bytes):
 @pytest.mark.parametrize("after_bytes", [0, 1, 1000, len(BODY) - 1, len(BODY), 10 * len(BODY)])
 def test_a_cut_answer_has_so_many_bytes(server, after_bytes, path):
     """What has arrived counts: a client resumes there."""
-    with Wire(server.url, Rule(action=CutAnswer(after_bytes=after_bytes))) as wire, connected(wire) as connection:
+    with Wire(server.url, WireRule(action=CutAnswer(after_bytes=after_bytes))) as wire, connected(wire) as connection:
         connection.request("GET", path)
         with connection.getresponse() as answer:
             assert answer.status == 200
@@ -193,7 +193,7 @@ def test_a_cut_answer_has_so_many_bytes(server, after_bytes, path):
 @pytest.mark.parametrize("action", [StallAnswer(), StallRequest(), StallAnswer(after_bytes=100)])
 def test_a_stall_lasts_until_the_wire_closes(server, action):
     """A client that waits for ever must be found out, and the test must end all the same."""
-    with Wire(server.url, Rule(action=action)) as wire:
+    with Wire(server.url, WireRule(action=action)) as wire:
         with connected(wire, timeout_s=_SHORT_S) as connection, pytest.raises(TimeoutError):
             ask(connection, "PUT", "/a", BODY)
         with connected(wire) as connection:
@@ -220,7 +220,7 @@ def test_told_after_the_answer_and_before_the_client_has_any_of_it(server, path)
         assert not received.wait(_SHORT_S)
         told.append(len(server.seen))
 
-    rule = Rule(action=Tell(function=tell, moment="answer"), method="PUT")
+    rule = WireRule(action=WireCallback(function=tell, moment="answer"), method="PUT")
     with Wire(server.url, rule) as wire, connected(wire) as connection:
         assert ask(connection)[0] == 200
         connection.request("PUT", path, b"x")
@@ -235,8 +235,8 @@ def test_the_first_rule_that_is_due_acts_and_all_count(server):
     refused = Reply(status=503, body=b"slow down", headers=(("Retry-After", "1"),))
     other = Reply(status=429)
     rules = [
-        Rule(action=refused, method="PUT", path="^/data/", skip=1, times=2),
-        Rule(action=other, method="PUT", path="^/data/", skip=2, times=None),
+        WireRule(action=refused, method="PUT", path="^/data/", skip=1, times=2),
+        WireRule(action=other, method="PUT", path="^/data/", skip=2, times=None),
     ]
     with Wire(server.url, *rules) as wire, connected(wire) as connection:
         asked = [
@@ -260,7 +260,7 @@ def test_the_first_rule_that_is_due_acts_and_all_count(server):
 )
 def test_a_slow_network_takes_its_time_and_loses_nothing(server, action):
     """A slow network that is none, or that loses bytes, is another fault than the one that is tested."""
-    with Wire(server.url, Rule(action=action)) as wire, connected(wire) as connection:
+    with Wire(server.url, WireRule(action=action)) as wire, connected(wire) as connection:
         started = time.monotonic()
         assert ask(connection, "PUT", "/a", BODY) == (200, BODY)
         assert time.monotonic() - started >= _SHORT_S
@@ -268,7 +268,7 @@ def test_a_slow_network_takes_its_time_and_loses_nothing(server, action):
 
 
 def cuts(server, seed, targets):
-    rule = Rule(action=CutSomewhere(longest_answer_bytes=len(BODY)), times=None, probability=0.5, seed=seed)
+    rule = WireRule(action=CutSomewhere(longest_answer_bytes=len(BODY)), times=None, probability=0.5, seed=seed)
     with Wire(server.url, rule) as wire:
         for target in targets:
             with contextlib.suppress(ConnectionError, http.client.HTTPException), connected(wire) as connection:

@@ -30,13 +30,13 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the manifest that counts; None where the checkpoint was deleted, or never was."""
 
 
-class _Head(msgspec.Struct):
+class _FenceHead(msgspec.Struct):
     version: tuple[int, int]
 
 
 # Made on import, by one thread: two that have msgspec look into one type for the first time can crash the process.
 _FENCE_DECODER = msgspec.json.Decoder(Fence)
-_HEAD_DECODER = msgspec.json.Decoder(_Head)
+_HEAD_DECODER = msgspec.json.Decoder(_FenceHead)
 
 
 def new_fence(*, keeps: int | None) -> Fence:

@@ -41,7 +41,7 @@ from cloudckpt.errors import (
     UnsupportedValueError,
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
-from cloudckpt.format.safetensors import Entry, Layout, lay_out, pack, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
 from cloudckpt.io.resume import Body
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
@@ -210,7 +210,7 @@ def _check_values(fqns: tuple[str, ...], plan: ExportPlan) -> None:
         )
 
 
-def _entries(manifest: Manifest, fqns: dict[str, str], uri: str) -> list[Entry]:
+def _entries(manifest: Manifest, fqns: dict[str, str], uri: str) -> list[HeaderEntry]:
     """Return the tensors of the files under their new names. Raises `UnsupportedValueError` for a dtype or a name."""
     unknown = {
         fqn: manifest.tensors[fqn].dtype for fqn in fqns.values() if manifest.tensors[fqn].dtype not in SAFETENSORS_TAG
@@ -232,7 +232,7 @@ def _entries(manifest: Manifest, fqns: dict[str, str], uri: str) -> list[Entry]:
         num_bytes = ITEMSIZE_BYTES[tensor.dtype]
         for length in tensor.shape:
             num_bytes *= length
-        entries.append(Entry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, offsets=None, num_bytes=num_bytes))
+        entries.append(HeaderEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, offsets=None, num_bytes=num_bytes))
     return entries
 
 
@@ -287,12 +287,12 @@ class Shard:
     """One safetensors file of an export."""
 
     name: str
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     """In the order in which they are stored."""
     layout: Layout
 
 
-def split_into_shards(entries: Sequence[Entry], *, max_shard_bytes: int) -> list[Shard]:
+def split_into_shards(entries: Sequence[HeaderEntry], *, max_shard_bytes: int) -> list[Shard]:
     """Split tensors into files of at most `max_shard_bytes` each. A larger tensor gets a file of its own.
 
     The entries keep their order from file to file, as in ``huggingface_hub.split_torch_state_dict_into_shards``. In

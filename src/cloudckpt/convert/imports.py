@@ -66,7 +66,7 @@ from cloudckpt.format.model import (
     StoredObject,
     StoredTensor,
 )
-from cloudckpt.format.safetensors import Entry, Layout, lay_out, pack, sort_for_storage
+from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
 from cloudckpt.format.validation import find_problems
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB, Options
@@ -232,9 +232,9 @@ def _pack_objects(
     return objects
 
 
-def _entry(name: str, tensor: FileTensor) -> Entry:
+def _entry(name: str, tensor: FileTensor) -> HeaderEntry:
     num_bytes = tensor.end - tensor.begin
-    return Entry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, offsets=None, num_bytes=num_bytes)
+    return HeaderEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, offsets=None, num_bytes=num_bytes)
 
 
 def _upload_objects(

@@ -89,7 +89,7 @@ def check_document(document: bytes, *, uri: str) -> None:
     _check_version(_probe(document), uri)
 
 
-class _Head(msgspec.Struct):
+class _ManifestHead(msgspec.Struct):
     format: Any = None
     version: Any = None
     software: Any = None
@@ -101,17 +101,17 @@ class _Head(msgspec.Struct):
         return f" by cloudckpt {found:.40}" if isinstance(found, str) else ""
 
 
-_HEAD_DECODER = msgspec.json.Decoder(_Head)  # made on import, too
+_HEAD_DECODER = msgspec.json.Decoder(_ManifestHead)  # made on import, too
 
 
-def _probe(document: bytes) -> _Head | None:
+def _probe(document: bytes) -> _ManifestHead | None:
     try:
         return _HEAD_DECODER.decode(document)
     except _UNDECODABLE:
         return None
 
 
-def _check_version(head: _Head | None, uri: str) -> None:
+def _check_version(head: _ManifestHead | None, uri: str) -> None:
     if head is None or head.format != FORMAT_NAME:
         raise InvalidManifestError(
             f"{uri} holds a manifest.json that another program wrote, not a cloudckpt checkpoint", uri=uri

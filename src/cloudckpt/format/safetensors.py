@@ -17,7 +17,7 @@ from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 _ALIGNMENT_BYTES = 64  # of the first tensor; with elements in falling size, each tensor is aligned to its own element
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class HeaderEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tensor, or one Python object's bytes (`dtype` None), that goes into an object."""
 
     fqn: str
@@ -50,12 +50,12 @@ class Layout:
     size_bytes: int
 
 
-def sort_for_storage(entries: Sequence[Entry]) -> list[int]:
+def sort_for_storage(entries: Sequence[HeaderEntry]) -> list[int]:
     """The entries' indices in the order in which they are stored: by falling element size, else as given."""
     return sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
 
 
-def lay_out(entries: Sequence[Entry]) -> Layout:
+def lay_out(entries: Sequence[HeaderEntry]) -> Layout:
     """The layout of an object that holds `entries`, which must be in `sort_for_storage`."""
     header: dict[str, _HeaderEntry | dict[str, str]] = {"__metadata__": {"format": "pt"}}
     relative_begins: list[int] = []
@@ -79,7 +79,7 @@ def lay_out(entries: Sequence[Entry]) -> Layout:
     )
 
 
-def name_entry(entry: Entry) -> str:
+def name_entry(entry: HeaderEntry) -> str:
     """Return the name of an entry in the header, unless it is taken."""
     if entry.offsets is None:
         return entry.fqn
@@ -108,7 +108,7 @@ _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 class PlacedEntry:
     """An entry of an object, and the bytes ``[begin, end)`` of the object that are its own."""
 
-    entry: Entry
+    entry: HeaderEntry
     begin: int
     end: int
 
@@ -140,7 +140,7 @@ def list_contents(manifest: Manifest) -> list[ObjectContents]:
     for fqn, tensor in manifest.tensors.items():
         for chunk in tensor.chunks:
             num_bytes = chunk.end - chunk.begin
-            entry = Entry(
+            entry = HeaderEntry(
                 fqn=fqn,
                 dtype=None if tensor.transforms else tensor.dtype,
                 shape=() if tensor.transforms else chunk.lengths,
@@ -149,7 +149,7 @@ def list_contents(manifest: Manifest) -> list[ObjectContents]:
             )
             placed[chunk.object_index].append(PlacedEntry(entry=entry, begin=chunk.begin, end=chunk.end))
     for fqn, value in manifest.values.items():
-        entry = Entry(fqn=fqn, dtype=None, shape=(), offsets=None, num_bytes=value.end - value.begin)
+        entry = HeaderEntry(fqn=fqn, dtype=None, shape=(), offsets=None, num_bytes=value.end - value.begin)
         placed[value.object_index].append(PlacedEntry(entry=entry, begin=value.begin, end=value.end))
     return [ObjectContents(members) for members in placed]
 

@@ -78,7 +78,7 @@ class HeldParts:
         return sum(done.part.size_bytes for done in self.uploaded.values())
 
 
-class _DifferentError(Exception):
+class _DifferentBytesError(Exception):
     """The store holds other bytes."""
 
 
@@ -123,18 +123,18 @@ class Resumption:
             if known is not None:
                 values[begin] = compute_tile_crc32cs([memoryview(stored)], self._tile_bytes)
                 if values[begin] != known:
-                    raise _DifferentError
+                    raise _DifferentBytesError
                 return
             with body.open(begin, end) as views:
                 if not _are_same(stored, views):
-                    raise _DifferentError
+                    raise _DifferentBytesError
                 values[begin] = compute_tile_crc32cs(views, self._tile_bytes)
 
         try:
             # The first piece alone: of a state that has changed, hardly anything is as it was.
             for group in (begins[:1], begins[1:]):
                 self._run_all(group, check)
-        except _DifferentError:
+        except _DifferentBytesError:
             return None
         except StoreError as error:
             _log.info("%s cannot be used: %s", self._store.url(key), error)

@@ -27,7 +27,7 @@ _log = logging.getLogger("cloudckpt")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Object:
+class _ObjectUpload:
     key: str
     """The fresh key that it was submitted for."""
     target_key: str
@@ -79,7 +79,7 @@ class UploadSession:
         self._context = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._open: dict[str, _Object] = {}
+        self._open: dict[str, _ObjectUpload] = {}
         self._num_reused_bytes = 0
         self._receipts: dict[str, ObjectReceipt] = {}
         self._started_keys: list[str] = []
@@ -144,20 +144,20 @@ class UploadSession:
             url = self._store.url(key)
             raise UnsupportedOperationError(f"cannot upload {url}: {error}", key=url, operation="put") from error
 
-    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _Object:
+    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _ObjectUpload:
         upload_id = None
         if parts is None:
             parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
         else:
             upload_id = self._retrier.call(self._store.create_multipart, key)
-        return _Object(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
+        return _ObjectUpload(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
 
-    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> _Object:
+    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> _ObjectUpload:
         """With the upload of an earlier attempt; or with its parts, where parts can complete any upload."""
         target_key, upload_id = held.key, held.upload_id
         if self._store.capabilities.listed_parts == "any_upload":
             target_key, upload_id = key, self._retrier.call(self._store.create_multipart, key)
-        return _Object(
+        return _ObjectUpload(
             key=key,
             target_key=target_key,
             body=body,
@@ -174,7 +174,7 @@ class UploadSession:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
 
-    def _send_part(self, target: _Object, part: Part | None) -> None:
+    def _send_part(self, target: _ObjectUpload, part: Part | None) -> None:
         """Send a part, and complete the object after its last one. Without a part, complete the object."""
         store, retrier, upload_id = self._store, self._retrier, target.upload_id
         if self._failure is not None or target.is_given_up:
@@ -212,7 +212,7 @@ class UploadSession:
             else:
                 self._fail(_explain(error))
 
-    def _send_anew(self, target: _Object, error: StoreError) -> None:
+    def _send_anew(self, target: _ObjectUpload, error: StoreError) -> None:
         """Send the whole object to its own key, in the thread of its first part that failed."""
         with self._lock:
             if target.is_given_up:
@@ -229,7 +229,7 @@ class UploadSession:
         for part in fresh.parts:
             self._send_part(fresh, part)
 
-    def _complete(self, target: _Object) -> None:
+    def _complete(self, target: _ObjectUpload) -> None:
         size_bytes = target.body.size_bytes
         if target.upload_id is not None:
             self._on_completing(target.target_key)
@@ -243,7 +243,7 @@ class UploadSession:
             self._num_reused_bytes += target.num_held_bytes
         self._on_object(target.target_key, size_bytes)
 
-    def _complete_once(self, target: _Object) -> None:
+    def _complete_once(self, target: _ObjectUpload) -> None:
         assert target.upload_id is not None  # noqa: S101  # it is called for uploads alone
         parts = [target.uploaded[part.number] for part in target.parts]
         try:
@@ -256,7 +256,7 @@ class UploadSession:
             if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
                 raise
 
-    def _check_stored(self, target: _Object) -> None:
+    def _check_stored(self, target: _ObjectUpload) -> None:
         store, size_bytes = self._store, target.body.size_bytes
         url = store.url(target.target_key)
         stored_bytes = measure(store, self._retrier, key=target.target_key, size_bytes=size_bytes)

@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 _MIN_READ_BYTES = 4096
 
 
-class _DifferentError(Exception):
+class _DamagedUnitError(Exception):
     """What was read is not what was saved. The arguments say how."""
 
 
@@ -148,11 +148,11 @@ class VerifyJob:
 
         def look() -> None:
             if self._crc32c_of(unit) != expected:
-                raise _DifferentError("the tile has another checksum than was saved")
+                raise _DamagedUnitError("the tile has another checksum than was saved")
 
         try:
-            self._context.retrier.confirm(look, _DifferentError)
-        except _DifferentError:
+            self._context.retrier.confirm(look, _DamagedUnitError)
+        except _DamagedUnitError:
             return [0]
         if unit.begin == 0:
             self._judge_header(unit.object_index, memoryview(b""))
@@ -176,15 +176,15 @@ class VerifyJob:
             try:
                 end = find_header_end(beginning, size_bytes=size_bytes)
             except ValueError as error:
-                raise _DifferentError(str(error)) from error
+                raise _DamagedUnitError(str(error)) from error
             header = self._prefix(index, known, end)
             problems = list(find_header_problems(header, self._contents[index], size_bytes=size_bytes))
             if problems:
-                raise _DifferentError(*problems)
+                raise _DamagedUnitError(*problems)
 
         try:  # what is read here is not covered by a checksum, and may have been damaged on its way
-            self._context.retrier.confirm(look, _DifferentError)
-        except _DifferentError as error:
+            self._context.retrier.confirm(look, _DamagedUnitError)
+        except _DamagedUnitError as error:
             self._header_problems[index] = list(error.args)
 
     def _prefix(self, index: int, known: memoryview, num_bytes: int) -> bytes:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Object:
+class _MemoryObject:
     body: bytes
     modified_at: datetime
     version: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -58,7 +58,7 @@ class _Bucket:
 
     pid: int
     lock: threading.Lock = field(default_factory=threading.Lock)
-    objects: dict[str, _Object] = field(default_factory=dict)
+    objects: dict[str, _MemoryObject] = field(default_factory=dict)
     uploads: dict[str, _Upload] = field(default_factory=dict)
 
 
@@ -101,7 +101,7 @@ class MemoryStore(Store):
                 raise ObjectExistsError(
                     f"An object exists at {self.url(key)} already.", key=self.url(key), operation="put"
                 )
-            bucket.objects[self._prefix + key] = _Object(body=body, modified_at=_now())
+            bucket.objects[self._prefix + key] = _MemoryObject(body=body, modified_at=_now())
 
     def create_multipart(self, key: str) -> str:
         check_key(self, key, "create_multipart")
@@ -148,7 +148,7 @@ class MemoryStore(Store):
                         f"the {self.limits.min_part_bytes} that all parts but the last must have",
                     )
             body = b"".join(upload.parts[uploaded.part.number] for uploaded in ordered)
-            bucket.objects[upload.key] = _Object(body=body, modified_at=_now())
+            bucket.objects[upload.key] = _MemoryObject(body=body, modified_at=_now())
             del bucket.uploads[upload_id]
 
     def abort_multipart(self, key: str, upload_id: str) -> None:  # noqa: ARG002  # the id says it all here
@@ -217,7 +217,7 @@ class MemoryStore(Store):
         body = MemoryStore(name)._object("copy_from", key).body  # noqa: SLF001  # its own class
         bucket = self._bucket("copy_from")
         with bucket.lock:
-            bucket.objects[self._prefix + target_key] = _Object(body=body, modified_at=_now())
+            bucket.objects[self._prefix + target_key] = _MemoryObject(body=body, modified_at=_now())
         return crc32c_of([memoryview(body)])
 
     def _bucket(self, operation: str) -> _Bucket:
@@ -230,7 +230,7 @@ class MemoryStore(Store):
             )
         return self._shared
 
-    def _object(self, operation: str, key: str) -> _Object:
+    def _object(self, operation: str, key: str) -> _MemoryObject:
         check_key(self, key, operation)
         bucket = self._bucket(operation)
         with bucket.lock:

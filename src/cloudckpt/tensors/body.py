@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cloudckpt.io.boxes import split_into_boxes
-from cloudckpt.tensors.copying import CudaStream, Stream, copies_queued_on
+from cloudckpt.tensors.copying import CudaStream, CopyStream, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import address_range, as_carrier, bytes_view, is_viewable
 
@@ -60,7 +60,7 @@ def new_piece(content: torch.Tensor | memoryview, *, begin: int, address: int = 
     return Piece(begin=begin, num_bytes=num_bytes, content=content, address=address)
 
 
-def new_side_streams(contents: Iterable[object]) -> dict[torch.device, Stream]:
+def new_side_streams(contents: Iterable[object]) -> dict[torch.device, CopyStream]:
     """Return a stream for each CUDA device that holds any of `contents`. See `CudaStream`."""
     devices = {item.device for item in contents if isinstance(item, torch.Tensor) and item.is_cuda}
     return {device: CudaStream(device) for device in devices}
@@ -81,7 +81,7 @@ class PieceBody:
         pieces: Sequence[Piece],
         arena: Arena,
         pending: PendingMemory | None = None,
-        streams: Mapping[torch.device, Stream] | None = None,
+        streams: Mapping[torch.device, CopyStream] | None = None,
     ) -> None:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
         self._pending = pending
@@ -162,7 +162,7 @@ class _PieceCopy(NamedTuple):
     target: torch.Tensor
 
 
-def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, Stream]) -> None:
+def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, CopyStream]) -> None:
     """Return when all copies are made; or raise, and then none is still being made."""
     for device in dict.fromkeys(copy.source.device for copy in copies):
         of_device = [copy for copy in copies if copy.source.device == device]

@@ -20,20 +20,20 @@ _MAX_THREADS = 32  # more threads do not make memory faster
 _MAX_QUEUED_TASKS = 4  # the GPU has so many tasks beyond the one that is waited for
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point in a stream's work."""
 
     def synchronize(self) -> None:
         """Wait until the work before this point is done. Raises what went wrong with it."""
 
 
-class Stream(Protocol):
+class CopyStream(Protocol):
     """A queue of copies, which run one after the other."""
 
     def use(self) -> contextlib.AbstractContextManager[None]:
         """Queue the copies of this thread here while the context lasts."""
 
-    def record_event(self) -> Event:
+    def record_event(self) -> CopyEvent:
         """Return the point after all copies so far."""
 
     def drain(self) -> None:
@@ -54,7 +54,7 @@ class CudaStream:
             self._stream.wait_event(self._before)
             yield
 
-    def record_event(self) -> Event:
+    def record_event(self) -> CopyEvent:
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps, and leaves the core to training
         event.record(self._stream)
         return event
@@ -75,7 +75,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def copies_queued_on(stream: Stream) -> Iterator[None]:
+def copies_queued_on(stream: CopyStream) -> Iterator[None]:
     """Queue copies on `stream`; on an error, wait for those that are queued. No memory is let go of before that."""
     try:
         with torch.no_grad(), stream.use():
@@ -99,7 +99,7 @@ class Staging:
         state_dict: dict[str, Any],
         *,
         num_threads: int,
-        new_stream: Callable[[torch.device], Stream] = CudaStream,
+        new_stream: Callable[[torch.device], CopyStream] = CudaStream,
     ) -> None:
         self.state_dict = state_dict
         """The copy, with the structure of the original. It has its values when `completed` is done."""
@@ -197,9 +197,9 @@ class Staging:
             task.run(self._tensors)
             self._finish_task(number, task.num_bytes)
 
-    def _copy_from_device(self, numbers: range, stream: Stream, plan: SnapshotPlan) -> None:
+    def _copy_from_device(self, numbers: range, stream: CopyStream, plan: SnapshotPlan) -> None:
         """Queue copies, and report a task when the event behind its copies has come, not when they are queued."""
-        queued: deque[tuple[int, Event]] = deque()
+        queued: deque[tuple[int, CopyEvent]] = deque()
         with copies_queued_on(stream):
             for number in numbers:
                 if self._error is not None:
@@ -211,7 +211,7 @@ class Staging:
             while queued:
                 self._await_event(plan, *queued.popleft())
 
-    def _await_event(self, plan: SnapshotPlan, number: int, event: Event) -> None:
+    def _await_event(self, plan: SnapshotPlan, number: int, event: CopyEvent) -> None:
         event.synchronize()
         self._finish_task(number, plan.tasks[number].num_bytes)
 

@@ -87,7 +87,7 @@ class CopyTask(msgspec.Struct):
                 copy.target.copy_(copy.source, non_blocking=True)
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotSegment(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a block that gets the bytes of an address range, or the elements of one tensor."""
 
     block: Block
@@ -170,7 +170,7 @@ def lay_out_copies(
     *,
     reuse_lent: bool,
     whole: Sequence[bool] | None = None,
-) -> tuple[list[torch.Tensor], list[Segment]]:
+) -> tuple[list[torch.Tensor], list[SnapshotSegment]]:
     """Return the copies of `tensors`, still without values, and the segments that hold them. See `plan_snapshot`."""
     begins = [tensor.data_ptr() for tensor in tensors]
     own_bytes = [tensor.nbytes for tensor in tensors]
@@ -216,7 +216,7 @@ def lay_out_copies(
             copied = empty_tensor(tensor.dtype).set_(storage, at // tensor.itemsize, tensor.size(), stride)
         copies.append(_with_lazy_bits(copied, tensor) if source else copied)
     segments = [
-        Segment(
+        SnapshotSegment(
             block=blocks[block],
             offset=offset,
             source=source,
@@ -233,7 +233,7 @@ def lay_out_copies(
     return copies, segments
 
 
-def add_cpu_tasks(tasks: list[CopyTask], segments: Sequence[Segment], *, task_bytes: int) -> list[range]:
+def add_cpu_tasks(tasks: list[CopyTask], segments: Sequence[SnapshotSegment], *, task_bytes: int) -> list[range]:
     """Add the tasks that fill `segments` from CPU memory. Return for each segment the tasks that fill it."""
     first, ranges = len(tasks), []
     for segment in segments:
@@ -268,7 +268,7 @@ def add_cpu_tasks(tasks: list[CopyTask], segments: Sequence[Segment], *, task_by
 
 
 def add_device_tasks(
-    tasks: list[CopyTask], segments: Sequence[Segment], *, task_bytes: int = _DEVICE_TASK_BYTES
+    tasks: list[CopyTask], segments: Sequence[SnapshotSegment], *, task_bytes: int = _DEVICE_TASK_BYTES
 ) -> list[range]:
     """Add the tasks that fill `segments` from one GPU. Return for each segment the tasks that fill it."""
     first, ranges = len(tasks), []

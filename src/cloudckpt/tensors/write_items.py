@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.nesting import PLAIN_TENSORS
-from cloudckpt.format.safetensors import Entry
+from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.format.torch_metadata import dtype_name
 from cloudckpt.tensors.body import PendingMemory, wait_for_content
 from cloudckpt.tensors.extensions import WriteTransforms
@@ -35,7 +35,7 @@ _RESOLVING_METHODS = frozenset({"resolve_data", "lookup_object", "transform_obje
 class StagedItem(msgspec.Struct, frozen=True, kw_only=True):
     """One write item, ready to be laid out. `content` refers to memory; nothing has been copied."""
 
-    entry: Entry
+    entry: HeaderEntry
     index_offsets: tuple[int, ...] | None
     """The offsets in the item's index."""
     content: torch.Tensor | memoryview
@@ -219,7 +219,7 @@ def _stage_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _
     content = quick_view(tensor)
     if content is None:
         return None
-    entry = Entry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
+    entry = HeaderEntry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
     return StagedItem(
         entry=entry,
         index_offsets=kind.offsets,
@@ -272,7 +272,7 @@ def _stage_tensor(
         content = bytes_view(tensor if is_viewable(tensor) else tensor.cpu().contiguous())
         return _stage_bytes(item, content, transforms, uri, dtype=dtype, lengths=lengths)
     is_whole = planned.chunk.sizes == planned.size
-    entry = Entry(
+    entry = HeaderEntry(
         fqn=fqn,
         dtype=dtype,
         shape=lengths,
@@ -304,7 +304,7 @@ def _stage_bytes(
     if transforms:
         content, descriptors = transforms.apply(item, content, uri=uri)
     return StagedItem(
-        entry=Entry(fqn=item.index.fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content)),
+        entry=HeaderEntry(fqn=item.index.fqn, dtype=None, shape=(), offsets=None, num_bytes=len(content)),
         index_offsets=_index_offsets(item),
         content=content,
         dtype=dtype,

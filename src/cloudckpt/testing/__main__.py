@@ -44,7 +44,7 @@ not be made. Clauses about broken connections run only with an endpoint_url that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class CheckedStore:
     """The store to check, and the extent of the check."""
 
     root: Location
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the objects are removed then, too
     try:
-        target = Target(
+        target = CheckedStore(
             root=parse_location(chosen.uri).child(f"cloudckpt-contract-{uuid.uuid4().hex[:12]}"),
             options=Options(storage_options=parse_assignments(chosen.option, flag="--option")),
             num_rounds=chosen.rounds,
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NOT_CHECKED
 
 
-def _check(target: Target, *, keyword: str, verbose: bool) -> int:
+def _check(target: CheckedStore, *, keyword: str, verbose: bool) -> int:
     """Check the store, and return the exit status. Raises `StoreError` if the store cannot be reached."""
     store = target.open()
     next(store.list(), None)  # fails for a bucket that does not exist or denies access, before anything is written
@@ -134,13 +134,13 @@ def _print_capabilities(capabilities: Capabilities) -> None:
         print("○ checksums: the store verifies none; damage in transit is found when it is read", flush=True)
 
 
-def _run_clauses(target: Target, *, keyword: str, verbose: bool) -> int:
+def _run_clauses(target: CheckedStore, *, keyword: str, verbose: bool) -> int:
     """Run the clauses with pytest, without the user's plugins and settings, and return the exit status."""
     import pytest
 
     class Plugin:
         @pytest.fixture
-        def target(self) -> Target:
+        def target(self) -> CheckedStore:
             return target
 
     suite = Path(__file__).with_name("command_suite.py")

@@ -178,45 +178,45 @@ BODY = bytes(range(256)) * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class StoreCall:
     """A repeatable call of one method of the store."""
 
     key: str
     run: Callable[[Store], object]
 
 
-def make_calls(store: Store) -> dict[str, Call]:
+def make_calls(store: Store) -> dict[str, StoreCall]:
     """Make one call of each method of the store, about objects that exist."""
     for key in ("run/kept", "run/removed"):
         put(store, key, BODY)
     found = {
-        "put": Call(key="run/new", run=lambda far: put(far, "run/new", BODY)),
-        "read_into": Call(key="run/kept", run=lambda far: read_range(far, "run/kept", 0, len(BODY))),
-        "read": Call(key="run/kept", run=lambda far: content(far, "run/kept")),
-        "head": Call(key="run/kept", run=lambda far: far.head("run/kept")),
-        "list": Call(key="run/", run=lambda far: keys(far, "run/")),
-        "list_directories": Call(key="", run=lambda far: list(far.list_directories())),
-        "delete": Call(key="run/removed", run=lambda far: far.delete(["run/removed"])),
+        "put": StoreCall(key="run/new", run=lambda far: put(far, "run/new", BODY)),
+        "read_into": StoreCall(key="run/kept", run=lambda far: read_range(far, "run/kept", 0, len(BODY))),
+        "read": StoreCall(key="run/kept", run=lambda far: content(far, "run/kept")),
+        "head": StoreCall(key="run/kept", run=lambda far: far.head("run/kept")),
+        "list": StoreCall(key="run/", run=lambda far: keys(far, "run/")),
+        "list_directories": StoreCall(key="", run=lambda far: list(far.list_directories())),
+        "delete": StoreCall(key="run/removed", run=lambda far: far.delete(["run/removed"])),
     }
     with contextlib.suppress(UnsupportedOperationError):
         source_url = store.url("run/kept")
         store.copy_from(source_url, "run/by-service")
-        found["copy_from"] = Call(key="run/kept", run=lambda far: far.copy_from(source_url, "run/by-service"))
+        found["copy_from"] = StoreCall(key="run/kept", run=lambda far: far.copy_from(source_url, "run/by-service"))
     if store.capabilities.multipart:
         body = make_bodies(store, 1)[0]
         part = make_parts([body])[0]
         upload_id = store.create_multipart("run/upload")
         gone_id = store.create_multipart("run/gone")
         found |= {
-            "create_multipart": Call(key="run/more", run=lambda far: far.create_multipart("run/more")),
-            "upload_part": Call(
+            "create_multipart": StoreCall(key="run/more", run=lambda far: far.create_multipart("run/more")),
+            "upload_part": StoreCall(
                 key="run/upload", run=lambda far: upload_part(far, "run/upload", upload_id, part, body)
             ),
-            "list_uploads": Call(key="", run=lambda far: list(far.list_uploads())),
-            "abort_multipart": Call(key="run/gone", run=lambda far: far.abort_multipart("run/gone", gone_id)),
+            "list_uploads": StoreCall(key="", run=lambda far: list(far.list_uploads())),
+            "abort_multipart": StoreCall(key="run/gone", run=lambda far: far.abort_multipart("run/gone", gone_id)),
         }
     if store.capabilities.listed_parts != "none":
-        found["list_parts"] = Call(key="run/upload", run=lambda far: list(far.list_parts("run/upload", upload_id)))
+        found["list_parts"] = StoreCall(key="run/upload", run=lambda far: list(far.list_parts("run/upload", upload_id)))
     return found
 
 

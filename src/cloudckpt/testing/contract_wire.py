@@ -20,7 +20,7 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.contract_base import (
     BODY,
-    Call,
+    StoreCall,
     Clauses,
     capture_outcome,
     content,
@@ -39,7 +39,7 @@ from cloudckpt.testing.wire import (
     CutRequest,
     LoseAnswer,
     Reply,
-    Rule,
+    WireRule,
     StallAnswer,
     StallRequest,
     Wire,
@@ -65,7 +65,7 @@ class WireClauses(Clauses):
             for refusal in _REFUSALS.get(store.uri.partition("://")[0], (Reply(status=429), Reply(status=503))):
                 wire.clear()
                 calls = _calls_that_send(store, wire, far)
-                wire.add(Rule(action=refusal, times=None))
+                wire.add(WireRule(action=refusal, times=None))
                 outcomes = {name: capture_outcome(functools.partial(call.run, far)) for name, call in calls.items()}
                 assert {name: type(outcome) for name, outcome in outcomes.items()} == dict.fromkeys(
                     calls, ThrottledError
@@ -91,7 +91,7 @@ class WireClauses(Clauses):
         with self.open_wire(store) as (wire, far):
             for name, call in _calls_that_send(store, wire, far).items():
                 wire.clear()
-                wire.add(Rule(action=LoseAnswer()))
+                wire.add(WireRule(action=LoseAnswer()))
                 lost = capture_outcome(functools.partial(call.run, far))
                 assert isinstance(lost, TransientStoreError), (name, lost)
                 assert not isinstance(lost, ThrottledError), (name, lost)
@@ -104,7 +104,7 @@ class WireClauses(Clauses):
         """The commit is such a call: it must neither count as failed nor be made twice."""
         self.require_create(store)
         with self.open_wire(store) as (wire, far):
-            wire.add(Rule(action=LoseAnswer()))
+            wire.add(WireRule(action=LoseAnswer()))
             with pytest.raises(TransientStoreError):
                 put(far, "manifest", b"ours", if_absent=True)
             assert content(store, "manifest") == b"ours"
@@ -129,7 +129,7 @@ class WireClauses(Clauses):
         upload_id = store.create_multipart(key)
         done = upload_parts(store, key, upload_id, bodies)
         wire.clear()
-        wire.add(Rule(action=LoseAnswer(), skip=skip))
+        wire.add(WireRule(action=LoseAnswer(), skip=skip))
         num_before = wire.num_acted
         first = capture_outcome(lambda: far.complete_multipart(key, upload_id, done))
         has_lost = wire.num_acted > num_before
@@ -151,7 +151,7 @@ class WireClauses(Clauses):
             body = BODY * 64
             for after_bytes in (0, len(body) // 2, len(body)):
                 for key in ("a", "new"):
-                    wire.add(Rule(action=CutRequest(after_bytes=after_bytes)))
+                    wire.add(WireRule(action=CutRequest(after_bytes=after_bytes)))
                     with pytest.raises(TransientStoreError):
                         put(far, key, body)
                 assert keys(store) == ["a"]
@@ -167,14 +167,14 @@ class WireClauses(Clauses):
             for after_bytes in (0, 1, 1500, len(BODY)):
                 target = bytearray(b"\xee" * len(BODY))
                 views = [memoryview(target)[:1000], memoryview(target)[1000:]]
-                wire.add(Rule(action=CutAnswer(after_bytes=after_bytes, reset=reset)))
+                wire.add(WireRule(action=CutAnswer(after_bytes=after_bytes, reset=reset)))
                 received = self._count_bytes_before_interruption(far, views)
                 assert received <= min(after_bytes, len(BODY) - 1)
                 assert target[:received] == BODY[:received]
                 assert reset or received == min(after_bytes, len(BODY) - 1)
                 far.read_into("a", received, [memoryview(target)[received:]])
                 assert target == BODY
-                wire.add(Rule(action=CutAnswer(after_bytes=after_bytes, reset=reset)))
+                wire.add(WireRule(action=CutAnswer(after_bytes=after_bytes, reset=reset)))
                 with pytest.raises(TransientStoreError):
                     content(far, "a")
 
@@ -207,7 +207,7 @@ class WireClauses(Clauses):
                 lambda: keys(far),
             ]
             if action is not None:
-                wire.add(Rule(action=action, times=None))
+                wire.add(WireRule(action=action, times=None))
             most_s = 2 * self.short_timeout_s + _SLACK_S
             pool = ThreadPoolExecutor(len(tasks))
             with wire.deaf() if action is None else contextlib.nullcontext():
@@ -222,7 +222,7 @@ class WireClauses(Clauses):
                 assert isinstance(outcome, StoreTimeoutError | InterruptedReadError), outcomes
 
 
-def _calls_that_send(store: Store, wire: Wire, far: Store) -> dict[str, Call]:
+def _calls_that_send(store: Store, wire: Wire, far: Store) -> dict[str, StoreCall]:
     """Return the calls of `make_calls` that send requests; some stores begin an upload without one."""
     calls = dict(make_calls(store))
     if "create_multipart" in calls:

@@ -3,7 +3,7 @@
 It forwards every byte to the store's endpoint unchanged, including the Host header, so that signatures remain valid.
 Rules choose requests by counting them or by random numbers with a seed; only delays depend on time::
 
-    with Wire(server.endpoint_url, Rule(action=LoseAnswer(), method="PUT", path="manifest.json")) as wire:
+    with Wire(server.endpoint_url, WireRule(action=LoseAnswer(), method="PUT", path="manifest.json")) as wire:
         options = Options(storage_options={**server.storage_options, "endpoint_url": wire.url})
         cloudckpt.save(state_dict, "s3://bucket/run", options=options)  # commits, and has to find out that it did
         print(wire.requests)
@@ -44,11 +44,11 @@ __all__ = [
     "Delay",
     "LoseAnswer",
     "Reply",
-    "Rule",
+    "WireRule",
     "Seen",
     "StallAnswer",
     "StallRequest",
-    "Tell",
+    "WireCallback",
     "Throttle",
     "Wire",
 ]
@@ -136,7 +136,7 @@ class StallAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
+class WireCallback:
     """Calls `function` in the connection's thread, and forwards the exchange when it has returned.
 
     The moment ``"request"`` is before the store gets the request, for example to kill the server. The moment
@@ -175,7 +175,7 @@ class CutSomewhere:
 
 
 Action: TypeAlias = (
-    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | Tell | Delay | Throttle | CutSomewhere
+    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | WireCallback | Delay | Throttle | CutSomewhere
 )
 
 
@@ -203,7 +203,7 @@ _UPLOAD_ID = re.compile(r"(?<=[?&])(uploadId|upload_id)=[^&]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class WireRule:
     """An action, and the requests that it happens to.
 
     A rule counts every request that it matches. It skips the first `skip` of them, acts on the next `times` (``None``:
@@ -230,7 +230,7 @@ class Rule:
 class _CountedRule:
     """A rule, and the requests that it has counted."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: WireRule) -> None:
         self._rule = rule
         self._num_matched = 0
         self._num_alike: Counter[tuple[str, str]] = Counter()
@@ -268,7 +268,7 @@ class Wire:
     connection and ends every thread.
     """
 
-    def __init__(self, target_url: str, *rules: Rule) -> None:
+    def __init__(self, target_url: str, *rules: WireRule) -> None:
         parts = urlsplit(target_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"Wire supports only plain HTTP. Give http://host:port, not {target_url!r}")
@@ -297,7 +297,7 @@ class Wire:
         with self._lock:
             return tuple(self._requests)
 
-    def add(self, *rules: Rule) -> None:
+    def add(self, *rules: WireRule) -> None:
         """Add rules after the existing ones; they count from now on."""
         with self._lock:
             self._rules += map(_CountedRule, rules)
@@ -492,7 +492,7 @@ class _Connection:
         pieces = self._reach_store().answer_body(answer, method=head.method)
         if isinstance(action, LoseAnswer | CutAnswer | StallAnswer):
             return self._break_answer(action, answer, pieces)
-        if isinstance(action, Tell) and action.moment == "answer":
+        if isinstance(action, WireCallback) and action.moment == "answer":
             pieces = iter(list(pieces))  # S3 has carried a completion out when its answer ends, not when it begins
         self._tell("answer", seen)
         if isinstance(action, Throttle):
@@ -503,7 +503,7 @@ class _Connection:
         return answer.leaves_open(head)
 
     def _tell(self, moment: Moment, seen: Seen) -> None:
-        if isinstance(seen.action, Tell) and seen.action.moment == moment:
+        if isinstance(seen.action, WireCallback) and seen.action.moment == moment:
             seen.action.function(seen)
 
     def _slow_down(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:

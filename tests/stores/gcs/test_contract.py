@@ -13,7 +13,7 @@ from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.contract_base import crc, keys, put
-from cloudckpt.testing.wire import GCS_FORBIDDEN, Rule, Wire
+from cloudckpt.testing.wire import GCS_FORBIDDEN, WireRule, Wire
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import GCSServer
@@ -44,7 +44,7 @@ class TestGCSOnFakeServer(StoreContract):
     @pytest.fixture(autouse=True)
     def _doorman(self, gcs_server: GCSServer) -> Iterator[None]:
         """The server lets everybody in, so it is the wire that answers as GCS does."""
-        with Wire(gcs_server.endpoint_url, Rule(action=GCS_FORBIDDEN, times=None)) as self.doorman:
+        with Wire(gcs_server.endpoint_url, WireRule(action=GCS_FORBIDDEN, times=None)) as self.doorman:
             yield
 
     def denied(self, store: GCSStore) -> GCSStore:

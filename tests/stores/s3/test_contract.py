@@ -14,7 +14,7 @@ from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.contract_base import content, put, run_at_once
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, Rule, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, WireRule, Wire
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import S3Server
@@ -47,7 +47,7 @@ class TestS3OnMoto(StoreContract):
     @pytest.fixture(autouse=True)
     def _doorman(self, s3_server: S3Server) -> Iterator[None]:
         """moto lets everybody in, so it is the wire that answers as S3 does; real refusals are shown on Ceph."""
-        with Wire(s3_server.endpoint_url, Rule(action=S3_ACCESS_DENIED, times=None)) as self.doorman:
+        with Wire(s3_server.endpoint_url, WireRule(action=S3_ACCESS_DENIED, times=None)) as self.doorman:
             yield
 
     def denied(self, store: S3Store) -> S3Store:

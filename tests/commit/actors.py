@@ -10,7 +10,7 @@ from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
 from cloudckpt.commit.collect import Place, collect, delete_checkpoint, walk
-from cloudckpt.commit.log import manifest_key, manifest_number, read_log, resolve
+from cloudckpt.commit.manifest_log import manifest_key, manifest_number, read_log, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
     CheckpointChangedError,

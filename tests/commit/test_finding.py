@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
-from cloudckpt.commit import log as finding
-from cloudckpt.commit.log import list_entries, manifest_key, read_log, resolve
+from cloudckpt.commit import manifest_log as finding
+from cloudckpt.commit.manifest_log import list_entries, manifest_key, read_log, resolve
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,

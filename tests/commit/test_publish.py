@@ -10,7 +10,7 @@ from awscrt.checksums import crc32c
 from tests.commit.actors import data_key_of, manifest_for
 from tests.wrapped import FaultyStore, permanent
 
-from cloudckpt.commit.log import (
+from cloudckpt.commit.manifest_log import (
     MOST_LOOKS,
     holds_torch_checkpoint,
     list_entries,

@@ -28,7 +28,7 @@ from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead
 from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher, LoadItems, whole_item
-from cloudckpt.tensors.targets import BytesTarget, find_whole_target, new_block_target
+from cloudckpt.tensors.load_targets import BytesTarget, find_whole_target, new_block_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

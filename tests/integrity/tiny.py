@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
 from cloudckpt import ObjectStoreReader, Options
-from cloudckpt.commit.log import resolve
+from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
 from cloudckpt.stores._body import crc32c_of

@@ -28,7 +28,7 @@ _COMMIT = (
     Mutant(
         name="commit-without-the-condition",
         breaks="G2: two saves that commit under one number are both told that they won.",
-        file="commit/log.py",
+        file="commit/manifest_log.py",
         old="if_absent=conditional)",
         new="if_absent=False)",
         tests=("tests/commit/test_publish.py::test_somebody_else_was_first",),
@@ -52,7 +52,7 @@ _COMMIT = (
     Mutant(
         name="lost-answer-is-failure",
         breaks="G3: a commit whose answer was lost counts as refused, and its data is deleted.",
-        file="commit/log.py",
+        file="commit/manifest_log.py",
         old="may_have_arrived = may_have_arrived or not error.had_no_effect",
         new="may_have_arrived = False",
         tests=("tests/commit/test_publish.py::test_a_refusal_after_a_lost_answer_is_not_the_whole_truth",),
@@ -68,7 +68,7 @@ _COMMIT = (
     Mutant(
         name="highest-number-by-its-text",
         breaks="G1: readers take manifest.9 for newer than manifest.10.",
-        file="commit/log.py",
+        file="commit/manifest_log.py",
         old="key=lambda entry: entry.number))",
         new="key=lambda entry: str(entry.number)))",
         tests=("tests/commit/test_publish.py::test_the_highest_number_counts",),
@@ -713,7 +713,7 @@ _TENSORS = (
     Mutant(
         name="bytes-into-a-negated-view",
         breaks="G4: bytes are read into memory that holds the negatives of a tensor's values.",
-        file="tensors/targets.py",
+        file="tensors/load_targets.py",
         old="not tensor.is_contiguous() or not holds_its_values(tensor)",
         new="not tensor.is_contiguous()",
         tests=("tests/tensors/test_targets.py::test_tensors_whose_memory_is_not_their_bytes_are_left",),
@@ -721,7 +721,7 @@ _TENSORS = (
     Mutant(
         name="bytes-into-another-dtype",
         breaks="G4: bytes of one dtype are read into a tensor of another.",
-        file="tensors/targets.py",
+        file="tensors/load_targets.py",
         old="if holds_only_wanted and addresses and self.tensor.dtype == self.dtype and",
         new="if holds_only_wanted and addresses and",
         tests=("tests/tensors/test_targets.py::test_types_are_converted_as_torch_does",),
@@ -729,7 +729,7 @@ _TENSORS = (
     Mutant(
         name="scatter-from-a-wrong-offset",
         breaks="G4: what several tensors want of one read is copied from the wrong place.",
-        file="tensors/targets.py",
+        file="tensors/load_targets.py",
         old="source.content[begin - source.begin : end - source.begin]",
         new="source.content[: end - begin]",
         tests=(

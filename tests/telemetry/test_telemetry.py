@@ -24,7 +24,7 @@ from tests.in_memory import Memory
 import cloudckpt
 from cloudckpt import Event, Options, telemetry
 from cloudckpt.telemetry.opentelemetry import METRICS, SPANS
-from cloudckpt.telemetry.watchers import FIELDS, is_watched
+from cloudckpt.telemetry.subscribers import FIELDS, is_watched
 from cloudckpt.testing.servers import S3Server, moto_server
 
 SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096}

@@ -20,7 +20,7 @@ from cloudckpt import Event, ObjectStoreReader, ObjectStoreWriter, Options
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.io.traced import TracedStore
 from cloudckpt.pipeline.context import Context
-from cloudckpt.telemetry.recorder import trace_path
+from cloudckpt.telemetry.timeline import trace_path
 from cloudckpt.testing.faults import Denied, Faults, Rule, ServerError
 from cloudckpt.uri import parse_location
 
@@ -195,8 +195,8 @@ def test_a_file_that_is_lost_on_the_way_costs_no_save(
 
 def test_a_timeline_has_a_bound_and_says_what_it_left_out(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, tracing a save of many objects fills the memory or the disk."""
-    monkeypatch.setattr("cloudckpt.telemetry.recorder.MAX_EVENTS", 40)
-    monkeypatch.setattr("cloudckpt.telemetry.recorder._MAX_BUFFERED_EVENTS", 7)
+    monkeypatch.setattr("cloudckpt.telemetry.timeline.MAX_EVENTS", 40)
+    monkeypatch.setattr("cloudckpt.telemetry.timeline._MAX_BUFFERED_EVENTS", 7)
     cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
     timeline = verb_of(trace, "save")
     assert sum(event["ph"] != "M" for event in timeline.events) == timeline.about["num_events"] == 40

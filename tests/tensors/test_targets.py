@@ -19,7 +19,7 @@ from cloudckpt.format.torch_metadata import dtype_name
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import plan_reads
 from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.tensors.targets import (
+from cloudckpt.tensors.load_targets import (
     BytesTarget,
     Target,
     TensorTarget,

@@ -80,7 +80,7 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], *, long:
 
 
 def _nothing_in(root: str, options: Options) -> str:
-    from cloudckpt.commit.log import describe_folders
+    from cloudckpt.commit.manifest_log import describe_folders
     from cloudckpt.io.retry import Retrier
     from cloudckpt.stores.open import open_store
     from cloudckpt.uri import parse_location

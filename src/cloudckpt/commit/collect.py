@@ -15,7 +15,7 @@ from datetime import datetime
 
 from cloudckpt.commit.fences import Fence
 from cloudckpt.commit.garbage import FoundItem, Inventory, RemovalPlan, plan_removal
-from cloudckpt.commit.log import (
+from cloudckpt.commit.manifest_log import (
     Entry,
     Log,
     check_ours,

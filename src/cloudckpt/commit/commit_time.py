@@ -16,7 +16,7 @@ from cloudckpt.commit.fences import MAX_FENCE_BYTES, is_fence
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 
 if TYPE_CHECKING:
-    from cloudckpt.commit.log import Entry  # which imports this module
+    from cloudckpt.commit.manifest_log import Entry  # which imports this module
     from cloudckpt.io.retry import Retrier
     from cloudckpt.stores.base import Store
 

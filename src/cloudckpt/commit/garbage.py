@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Literal, NamedTuple
 
 from cloudckpt.commit.attempts import ATTEMPT, parse_number
-from cloudckpt.commit.log import Entry, parse_entry
+from cloudckpt.commit.manifest_log import Entry, parse_entry
 from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 

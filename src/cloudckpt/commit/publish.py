@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from cloudckpt.commit.fences import Fence
-from cloudckpt.commit.log import (
+from cloudckpt.commit.manifest_log import (
     Log,
     PutOutcome,
     list_entries,

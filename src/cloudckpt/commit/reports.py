@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cloudckpt.commit.garbage import RemovalPlan
-from cloudckpt.commit.log import manifest_key
+from cloudckpt.commit.manifest_log import manifest_key
 from cloudckpt.errors import printable
 from cloudckpt.options import GIB, KIB, MIB
 

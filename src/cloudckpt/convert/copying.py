@@ -14,7 +14,7 @@ import msgspec
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.commit_time import ns_of
-from cloudckpt.commit.log import manifest_key, read_log, read_manifest, resolve
+from cloudckpt.commit.manifest_log import manifest_key, read_log, read_manifest, resolve
 from cloudckpt.convert.bodies import CopiedBody
 from cloudckpt.convert.endpoints import TargetJob, check_apart, is_one_service, part_bytes_for, upload_session
 from cloudckpt.convert.reports import CopyReport, OnProgress, Progress

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from cloudckpt.commit.log import resolve, settle
+from cloudckpt.commit.manifest_log import resolve, settle
 from cloudckpt.convert.bodies import CheckpointReader, FileBody, TensorsBody
 from cloudckpt.convert.endpoints import check_apart, folder_and_name, part_bytes_for, upload_session
 from cloudckpt.convert.reports import (

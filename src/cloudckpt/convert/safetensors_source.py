@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloudckpt.commit.log import TORCH_METADATA_KEY, manifest_number, settle
+from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, manifest_number, settle
 from cloudckpt.convert.bodies import TensorBytes
 from cloudckpt.convert.endpoints import folder_and_name
 from cloudckpt.convert.state_dicts import quote_names

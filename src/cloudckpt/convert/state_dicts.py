@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from cloudckpt.api import load
-from cloudckpt.commit.log import holds_rank_checkpoints, resolve
+from cloudckpt.commit.manifest_log import holds_rank_checkpoints, resolve
 from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError
 from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
 from cloudckpt.io.retry import Retrier

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from cloudckpt import _torch_compat
-from cloudckpt.commit.log import list_entries
+from cloudckpt.commit.manifest_log import list_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
-from cloudckpt.commit.log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
+from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.distributed.shared_reads.session import RankPlanData, ShareSession, assign_groups
@@ -27,7 +27,7 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.load import LoadJob, wanted_by
 from cloudckpt.report import LoadReport
-from cloudckpt.telemetry.recorder import new_recorder
+from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
 from cloudckpt.uri import is_valid_location, parse_location
 

@@ -24,7 +24,7 @@ from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.save import SaveJob
 from cloudckpt.report import SaveReport
-from cloudckpt.telemetry.recorder import new_recorder, now_ns
+from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.body import PendingMemory
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.write_items import estimate_total_bytes

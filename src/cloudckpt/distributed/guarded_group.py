@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cloudckpt._forks import refuse_in_fork
 from cloudckpt.distributed.rendezvous import Rendezvous
 from cloudckpt.errors import RankLostError
-from cloudckpt.telemetry.recorder import meeting
+from cloudckpt.telemetry.timeline import meeting
 
 Purpose: TypeAlias = Literal["foreground", "background", "asking"]
 """Calls that may run beside one another use process groups of their own."""

@@ -14,7 +14,7 @@ from cloudckpt._workers import each_done
 from cloudckpt.commit.collect import group_uploads, note_unlisted
 from cloudckpt.commit.commit_time import CommitTimes, commit_order, datetime_of
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
-from cloudckpt.commit.log import (
+from cloudckpt.commit.manifest_log import (
     MOST_LOOKS,
     TORCH_METADATA_KEY,
     Entry,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from cloudckpt.commit.log import resolve
+from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor
 from cloudckpt.format.torch_metadata import dtype_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cloudckpt.commit.log import resolve
+from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.format.model import Chunk, StoredTensor
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 
-from cloudckpt.commit.log import list_folders, parse_ranks, resolve
+from cloudckpt.commit.manifest_log import list_folders, parse_ranks, resolve
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CorruptCheckpointError
 from cloudckpt.format.model import Manifest
 from cloudckpt.options import Options

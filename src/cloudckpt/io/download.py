@@ -26,7 +26,7 @@ from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.retry import NUM_LOOKS, Attempts, Looks, Retrier
 from cloudckpt.stores._body import num_bytes
 from cloudckpt.stores.base import Store, Views
-from cloudckpt.telemetry.recorder import Recorder, now_ns
+from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]
 """The store's answer about the bytes before an offset: no object, one that ends earlier, or all there."""

@@ -21,8 +21,8 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.telemetry.recorder import Recorder, now_ns
-from cloudckpt.telemetry.watchers import fields
+from cloudckpt.telemetry.timeline import Recorder, now_ns
+from cloudckpt.telemetry.subscribers import fields
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from cloudckpt.errors import InterruptedReadError
 from cloudckpt.stores.base import Call, ForwardingStore, Store
-from cloudckpt.telemetry.recorder import Recorder, now_ns
+from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _T = TypeVar("_T")
 _WITH_BODY = ("put", "upload_part", "read_into")

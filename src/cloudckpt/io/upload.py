@@ -21,7 +21,7 @@ from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
 from cloudckpt.io.retry import Attempts, Retrier
 from cloudckpt.stores.base import Limits, Part, Store, UploadedPart, Views
-from cloudckpt.telemetry.recorder import Recorder, now_ns
+from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _log = logging.getLogger("cloudckpt")
 

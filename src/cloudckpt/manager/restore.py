@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.api import load, require_state_dict
-from cloudckpt.commit.log import MOST_LOOKS, read_log
+from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
 from cloudckpt.dcp.protocol import causes_of, failure_of, is_distributed, raise_own_interrupt, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.distributed.guarded_group import guarded_collectives

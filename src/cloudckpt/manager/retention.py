@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 
 from cloudckpt.commit.collect import Place, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
-from cloudckpt.commit.log import resolve
+from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.inspect.removal import KeptObject, find_places, gc
 from cloudckpt.io.retry import Retrier

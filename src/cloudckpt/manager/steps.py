@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsFloat, TypeVar
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.commit_time import CommitTimes
-from cloudckpt.commit.log import (
+from cloudckpt.commit.manifest_log import (
     MOST_LOOKS,
     Entry,
     holds_torch_checkpoint,

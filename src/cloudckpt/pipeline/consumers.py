@@ -19,7 +19,7 @@ from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
-from cloudckpt.tensors.targets import BytesTarget, Target, TensorTarget, find_whole_target, new_block_target
+from cloudckpt.tensors.load_targets import BytesTarget, Target, TensorTarget, find_whole_target, new_block_target
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
 from cloudckpt.tensors.values import copy_safely
 

@@ -20,9 +20,9 @@ from cloudckpt.options import Options
 from cloudckpt.report import Event, EventName, LoadReport, SaveReport
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
-from cloudckpt.telemetry import watchers
-from cloudckpt.telemetry.recorder import Recorder
-from cloudckpt.telemetry.watchers import fields
+from cloudckpt.telemetry import subscribers
+from cloudckpt.telemetry.timeline import Recorder
+from cloudckpt.telemetry.subscribers import fields
 from cloudckpt.uri import Location
 
 _log = logging.getLogger("cloudckpt")
@@ -100,7 +100,7 @@ class Context:
         """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""
         if name == "save.part_uploaded":
             self.on_sent(num_bytes)
-        if self.options.on_event is None and not watchers.is_watched():
+        if self.options.on_event is None and not subscribers.is_watched():
             return
         event = Event(
             name=name,
@@ -112,7 +112,7 @@ class Context:
             error="" if error is None else type(error).__name__,
             message="" if error is None else str(error),
         )
-        watchers.tell(event)
+        subscribers.tell(event)
         if self.options.on_event is not None:
             self.options.on_event(event)
 
@@ -207,7 +207,7 @@ def tell(event: Event, options: Options, *, words: str) -> None:
     )
     if event.name in LEVELS:
         _log.log(LEVELS[event.name], "%s", words, extra=extra)
-    watchers.tell(event)
+    subscribers.tell(event)
     if options.on_event is not None:
         try:
             options.on_event(event)

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from typing_extensions import Self
 
-from cloudckpt._collecting import rare_collections
+from cloudckpt._python_gc import rare_collections
 from cloudckpt._workers import each_done
-from cloudckpt.commit.log import resolve
+from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.distributed.shared_reads.exchange import Exchange
 from cloudckpt.distributed.shared_reads.plan import Range, Segment, wanted_ranges
 from cloudckpt.errors import (
@@ -42,7 +42,7 @@ from cloudckpt.report import LoadReport
 from cloudckpt.stores.base import Views
 from cloudckpt.tensors.extensions import ReadTransforms
 from cloudckpt.tensors.host_memory import Arena, new_arena
-from cloudckpt.tensors.targets import BytesTarget, open_request
+from cloudckpt.tensors.load_targets import BytesTarget, open_request
 from cloudckpt.tensors.tensor_bytes import synchronize_streams
 
 _UNVERIFIED_TILE_BYTES = 64  # keeps elements of every size whole in each request

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt._workers import each_done
 from cloudckpt.commit.attempts import data_key, data_prefix, find_resumable_attempts, new_attempt_id
 from cloudckpt.commit.commit_time import CommitTimes, draw_commit_time_ns
-from cloudckpt.commit.log import (
+from cloudckpt.commit.manifest_log import (
     Entry,
     check_ours,
     holds_rank_checkpoints,
@@ -55,7 +55,7 @@ from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
 from cloudckpt.stores.base import Store
-from cloudckpt.telemetry.recorder import Recorder
+from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.tensors.body import PendingMemory, PieceBody, new_piece, new_side_streams
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import new_arena

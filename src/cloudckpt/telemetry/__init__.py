@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cloudckpt.errors import MissingDependencyError
 from cloudckpt.report import Event
-from cloudckpt.telemetry import watchers
+from cloudckpt.telemetry import subscribers
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -29,7 +29,7 @@ def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
     The thread that makes the step calls it, or one that waits for it, so it must be quick. Its exceptions are logged
     and change nothing; use `Options.on_event` to stop a save.
     """
-    return watchers.watch(on_event)
+    return subscribers.watch(on_event)
 
 
 def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
@@ -46,7 +46,7 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
         ) from error
     made = Instrumentation(tracer_provider, meter_provider)
     uninstrument()
-    _ends.append(watchers.watch(made.on_event, made.step))
+    _ends.append(subscribers.watch(made.on_event, made.step))
 
 
 def uninstrument() -> None:

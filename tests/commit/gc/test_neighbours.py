@@ -10,7 +10,7 @@ import pytest
 from tests.commit.gc.leftovers import at, put, save
 
 import cloudckpt
-from cloudckpt.commit.log import parse_ranks
+from cloudckpt.commit.manifest_log import parse_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.commit.garbage import Inventory, plan_removal
-from cloudckpt.commit.log import Entry
+from cloudckpt.commit.manifest_log import Entry
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
 DAY = timedelta(days=1)

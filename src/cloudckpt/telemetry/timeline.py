@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from typing_extensions import ParamSpec
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.telemetry import watchers
+from cloudckpt.telemetry import subscribers
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -93,7 +93,7 @@ class Recorder:
         """Record this context as a span, and write the timeline at its end, also after an exception."""
         begun_ns, more = now_ns(), {}
         try:
-            with watchers.step(self.operation, name):
+            with subscribers.step(self.operation, name):
                 yield
         except BaseException as error:
             more = {"error": type(error).__name__}

@@ -17,7 +17,7 @@ from benchmarks.certificates import HOST, Certificates
 from benchmarks.servers import START_TIMEOUT_S
 from benchmarks.training import kept_off_the_loops_core
 from cloudckpt.testing.servers import Program, clean_environment, reserved_port, running
-from cloudckpt.testing.wire import Delay, WireRule, Throttle, Wire
+from cloudckpt.testing.wire import Delay, Throttle, Wire, WireRule
 
 _TERMINATOR = """\
 global

@@ -83,7 +83,7 @@ def install() -> None:
 
 
 def _watch_what_is_made() -> None:
-    from cloudckpt import errors, options, report  # noqa: PLC0415  # coverage begins before it
+    from cloudckpt import errors, events, options, report  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.background import handle  # noqa: PLC0415  # coverage begins before it
     from cloudckpt.commit import publish  # noqa: PLC0415
     from cloudckpt.dcp import reader, writer  # noqa: PLC0415  # coverage begins before it
@@ -95,7 +95,7 @@ def _watch_what_is_made() -> None:
         if "__init__" in vars(getattr(errors, name)):
             _after_init(getattr(errors, name), lambda error: f"{error!r} {error} {vars(error)!r}")
     for kind in (
-        *(options.Options, report.SaveReport, report.LoadReport, report.Event),
+        *(options.Options, report.SaveReport, report.LoadReport, events.Event),
         *(S3Store, GCSStore, FsspecStore, writer.ObjectStoreWriter, reader.ObjectStoreReader, handle.AsyncSave),
     ):
         _after_init(kind, lambda made: f"{made!r} {made}")

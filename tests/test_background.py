@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.in_memory import Memory
+from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 
@@ -40,7 +41,7 @@ def state_of(fill: int) -> dict[str, Any]:
 
 
 def options_of(**settings: Any) -> Options:
-    return Options(part_bytes=MIB // 2, tile_bytes=64 * KIB, connections=2, **settings)
+    return make_options(part_bytes=MIB // 2, tile_bytes=64 * KIB, connections=2, **settings)
 
 
 def fill_at(uri: str) -> int:

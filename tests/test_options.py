@@ -10,11 +10,7 @@ import pytest
 from tests.options import make_options
 
 from cloudckpt.errors import InvalidOptionError
-<<<<<<< HEAD
 from cloudckpt.options import KIB, MIB, Options
-=======
-from cloudckpt.options import GIB, KIB, MIB, AdvancedOptions, Options
->>>>>>> 327e921 (Move options that few users change to Options.advanced: sixteen fields remain)
 
 WRONG: list[tuple[str, Any]] = [
     ("timeout_s", 0),
@@ -81,40 +77,6 @@ def test_every_problem_is_named_at_once() -> None:
     assert message.count(";") == 3
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"tile_bytes": 4 * KIB},
-        {
-            "tile_bytes": 1 * GIB,
-            "part_bytes": 1 * GIB,
-            "staging_bytes": 1 * GIB,
-            "request_bytes": 1 * GIB,
-            "read_bytes": 1 * GIB,
-        },
-        {"retries": 0, "connections": 1, "max_gap_bytes": 0, "timeout_s": 0.001, "object_bytes": 1},
-        {"commit": "unconditional", "verify": False},
-    ],
-)
-def test_what_works_is_accepted(values: dict[str, Any]) -> None:
-    """If this fails, settings at the edge of what is possible cannot be used."""
-    options = make_options(**values)
-    for name, value in values.items():
-        assert getattr(options if hasattr(options, name) else options.advanced, name) == value
-
-
-def test_tiles_that_no_reader_accepts_are_refused() -> None:
-    """If this fails, a whole save runs before it turns out that it cannot be committed."""
-    with pytest.raises(InvalidOptionError, match="tile_bytes"):
-        make_options(
-            tile_bytes=2 * GIB, part_bytes=2 * GIB, staging_bytes=2 * GIB, request_bytes=2 * GIB, read_bytes=2 * GIB
-        )
-
-
->>>>>>> 327e921 (Move options that few users change to Options.advanced: sixteen fields remain)
 def test_options_are_values() -> None:
     """If this fails, options change under a running save, or cannot go to another process."""
     options = Options(retries=7, storage_options={"region": "eu-west-1"}, metadata={"note": 1})
@@ -123,20 +85,3 @@ def test_options_are_values() -> None:
         options.retries = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         Options(60.0)  # type: ignore[misc]  # keywords only
-<<<<<<< HEAD
-=======
-
-
-def test_storage_options_are_not_shown() -> None:
-    """If this fails, secret keys end up in logs."""
-    assert "hunter2" not in repr(Options(storage_options={"aws_secret_access_key": "hunter2"}))
-
-
-@pytest.mark.parametrize("options", [Options, AdvancedOptions])
-def test_every_option_says_what_it_is(options: type[Options | AdvancedOptions]) -> None:
-    """If this fails, an option cannot be understood without its source."""
-    source = inspect.getsource(options)
-    for field in dataclasses.fields(options):
-        _, _, after = source.partition(f"    {field.name}: ")
-        assert after.partition("\n")[2].lstrip().startswith('"""'), field.name
->>>>>>> 327e921 (Move options that few users change to Options.advanced: sixteen fields remain)

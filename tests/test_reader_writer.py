@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tests.in_memory import Memory, assert_holds, loaded, state_of
+from tests.options import make_options
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import cloudckpt
@@ -113,7 +114,7 @@ def test_a_missing_object_is_named_with_its_tensors(memory: Memory) -> None:
 
 def test_a_part_costs_about_its_size(memory: Memory) -> None:
     """If this fails, a rank that needs a few rows reads the whole tensor (G8)."""
-    options = Options(tile_bytes=4096, part_bytes=4096)
+    options = make_options(tile_bytes=4096, part_bytes=4096)
     cloudckpt.save({"w": torch.ones(1000, 1000), "b": torch.ones(5)}, memory.uri(), options=options)
     memory.at().calls.clear()
     report = cloudckpt.load({"b": torch.zeros(5)}, memory.uri(), options=options)
@@ -128,7 +129,7 @@ def test_a_part_costs_about_its_size(memory: Memory) -> None:
 def test_events_tell_the_story_in_order(memory: Memory) -> None:
     """If this fails, progress bars and logs show steps that did not happen, or not when they did."""
     events: list[Event] = []
-    options = Options(on_event=events.append, connections=1, **SMALL_PARTS)
+    options = make_options(on_event=events.append, connections=1, **SMALL_PARTS)
     cloudckpt.save({"w": torch.ones(2500)}, memory.uri(), options=options)
     parts = [event for event in events if event.name == "save.part_uploaded"]
     names = [event.name for event in events]
@@ -177,7 +178,7 @@ def test_events_tell_the_story_in_order(memory: Memory) -> None:
 def test_the_save_report_is_what_the_store_saw(memory: Memory) -> None:
     """If this fails, the figures that users tune by are made up (G9)."""
     memory.at().fail("upload_part", times=2)
-    options = Options(object_bytes=8000, **SMALL_PARTS)
+    options = make_options(object_bytes=8000, **SMALL_PARTS)
     metadata = cloudckpt.save({f"w{n}": torch.ones(1500) for n in range(4)}, memory.uri(), options=options)
     report, store = metadata.report, memory.at()
     assert report is not None
@@ -192,7 +193,7 @@ def test_the_save_report_is_what_the_store_saw(memory: Memory) -> None:
 
 def test_the_load_report_is_what_the_store_saw(memory: Memory) -> None:
     """If this fails, the figures that users tune by are made up (G9)."""
-    cloudckpt.save(state_of(1.0), memory.uri(), options=Options(**SMALL_PARTS))
+    cloudckpt.save(state_of(1.0), memory.uri(), options=make_options(**SMALL_PARTS))
     store = memory.at()
     store.calls.clear()
     state = state_of(-1.0)

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.docs.independent_reader import Checkpoint, entries_of
 from tests.in_memory import Memory
+from tests.options import make_options
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 import cloudckpt
-from cloudckpt import Options
 from cloudckpt.stores._body import crc32c_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -70,7 +70,7 @@ def test_what_is_one_tensor_is_stored_once(
     once = {place_of(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}
     with tempfile.TemporaryDirectory() as directory:
         uri = f"{directory}/c"
-        options = Options(object_bytes=object_bytes, tile_bytes=TILE_BYTES)
+        options = make_options(object_bytes=object_bytes, tile_bytes=TILE_BYTES)
         cloudckpt.save(dict(state), uri, options=options)
         checkpoint = Checkpoint(Path(uri))
         num_objects = len(checkpoint.manifest["objects"])
@@ -111,7 +111,7 @@ def test_a_tied_model_is_saved_once_and_loads_into_any(
     """If this fails, the largest matrix of a model is sent twice, or models that are not tied cannot load it."""
     model = Model(is_tied=True)
     state = {"model": model.state_dict()}
-    options = Options(object_bytes=object_bytes, tile_bytes=TILE_BYTES)
+    options = make_options(object_bytes=object_bytes, tile_bytes=TILE_BYTES)
     metadata = cloudckpt.save(state, memory.uri(), options=options, planner=planner() if planner else None)
     own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert own_bytes <= data_bytes(memory) < own_bytes + 20_000
@@ -143,7 +143,9 @@ def test_memory_that_is_used_again_is_not_taken_for_tied(memory: Memory) -> None
             return data * 2 if isinstance(data, torch.Tensor) else data
 
     state = {f"t{number}": torch.full((5000,), float(number)) for number in range(40)}
-    cloudckpt.save(dict(state), memory.uri(), planner=Making(), options=Options(object_bytes=4096, tile_bytes=4096))
+    cloudckpt.save(
+        dict(state), memory.uri(), planner=Making(), options=make_options(object_bytes=4096, tile_bytes=4096)
+    )
     loaded = {name: torch.zeros(5000) for name in state}
     cloudckpt.load(loaded, memory.uri())
     assert all(torch.equal(loaded[name], tensor * 2) for name, tensor in state.items())
@@ -152,7 +154,7 @@ def test_memory_that_is_used_again_is_not_taken_for_tied(memory: Memory) -> None
 def test_damage_names_every_name(memory: Memory) -> None:
     """If this fails, a message says that one of two tied weights is damaged, and is silent about the other."""
     weight = torch.arange(5000.0)
-    cloudckpt.save({"a": weight, "b": weight}, memory.uri(), options=Options(tile_bytes=TILE_BYTES))
+    cloudckpt.save({"a": weight, "b": weight}, memory.uri(), options=make_options(tile_bytes=TILE_BYTES))
     (key,) = memory.data_keys()
     content = bytearray(memory.at().inner.read(key, max_bytes=1 << 20))
     content[9000] ^= 1

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from tests.in_memory import Memory, assert_holds, loaded, state_of, written
+from tests.options import make_options
 from tests.wrapped import permanent
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -153,7 +154,7 @@ def test_a_failed_upload_names_its_cause_and_leaves_nothing(memory: Memory) -> N
     """If this fails, a save reports success without its data, or leaves half of it."""
     memory.at().fail("upload_part", skip=1, error=lambda: permanent("upload_part"))
     with pytest.raises(CheckpointException, match=r"\[rank 0\] StoreError: no"):
-        cloudckpt.save(state_of(), memory.uri(), options=Options(**SMALL_PARTS))
+        cloudckpt.save(state_of(), memory.uri(), options=make_options(**SMALL_PARTS))
     assert memory.all_keys() == []
     assert list(memory.at().inner.list_uploads()) == []
 
@@ -212,7 +213,7 @@ def test_cpu_tensors_are_saved_without_a_copy(memory: Memory, monkeypatch: pytes
 
     monkeypatch.setattr(Arena, "lend", refuse)
     state = {f"w{number}": torch.full((999,), float(number)) for number in range(20)}
-    cloudckpt.save(state, memory.uri(), options=Options(**SMALL_PARTS))
+    cloudckpt.save(state, memory.uri(), options=make_options(**SMALL_PARTS))
 
 
 def test_strided_tensors_are_staged_within_the_budget(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_strided_tensors_are_staged_within_the_budget(memory: Memory, monkeypatc
         return buffer
 
     monkeypatch.setattr(Arena, "_take", take)
-    options = Options(staging_bytes=8192, connections=8, **SMALL_PARTS)
+    options = make_options(staging_bytes=8192, connections=8, **SMALL_PARTS)
     state = {"w": torch.arange(200_000, dtype=torch.float32).view(400, 500).t()}
     cloudckpt.save(state, memory.uri(), options=options)
     assert 0 < most_bytes <= 8192

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import cloudckpt
+from cloudckpt.events import Event
 from cloudckpt.options import MIB
-from cloudckpt.report import Event
 
 from .data import Sampler, fixed_batch, read_text
 from .model import NUM_BYTE_VALUES, ModelConfig, build_sharded_model

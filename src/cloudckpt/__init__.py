@@ -17,8 +17,9 @@ from cloudckpt.errors import (
     CorruptCheckpointError,
     RankLostError,
 )
+from cloudckpt.events import Event
 from cloudckpt.options import AdvancedOptions, Options
-from cloudckpt.report import Event, LoadReport, SaveReport
+from cloudckpt.report import LoadReport, SaveReport
 
 if TYPE_CHECKING:
     from cloudckpt.api import async_save, load, save

@@ -17,7 +17,7 @@ import msgspec
 from cloudckpt.errors import InvalidOptionError
 
 if TYPE_CHECKING:
-    from cloudckpt.report import Event
+    from cloudckpt.events import Event
     from cloudckpt.stores.base import Store
 
 KIB = 1024

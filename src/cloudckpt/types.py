@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from cloudckpt._lazy import lazy_names
-from cloudckpt.report import Event, LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
+from cloudckpt.events import Event
+from cloudckpt.report import LoadReport, SaveProgress, SaveReport, SkippedCheckpoint, VerifyReport
 
 if TYPE_CHECKING:
     from cloudckpt.background.handle import AsyncSave

@@ -79,7 +79,13 @@ def test_a_copy_is_resumed(local: LocalPlace, run: Run, monkeypatch: pytest.Monk
     refused = Faults(Rule(fault=Denied(), operations={"put"}, key="manifest", times=None))
 
     def failing(*arguments: Any, target_options: Options, **more: Any) -> Any:
-        return copy(*arguments, target_options=dataclasses.replace(target_options, wrap_store=refused), **more)
+        return copy(
+            *arguments,
+            target_options=dataclasses.replace(
+                target_options, advanced=dataclasses.replace(target_options.advanced, wrap_store=refused)
+            ),
+            **more,
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(copying, "copy", failing)

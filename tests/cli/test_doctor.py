@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Run
 from tests.e2e.places import Place, S3Place
+from tests.options import make_options
 from tests.wrapped import FaultyStore, WrappedStore
 
 from cloudckpt import Options
@@ -18,7 +19,7 @@ from cloudckpt.doctor import DoctorReport, environment, examine
 from cloudckpt.errors import AccessDeniedError, InvalidOptionError, StoreError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Call
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, Reply, WireRule, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, Reply, Wire, WireRule
 
 WRITTEN_MARK = ".cloudckpt-probe-"
 MOTO = {"checksums", "lifecycle"}
@@ -30,7 +31,7 @@ def failed(report: DoctorReport) -> set[str]:
 
 
 def through(wire: Wire, **more: Any) -> Options:
-    return Options(storage_options={"endpoint_url": wire.url}, **more)
+    return make_options(storage_options={"endpoint_url": wire.url}, **more)
 
 
 def test_a_place_in_order_is_left_as_it_was(place: Place) -> None:
@@ -74,7 +75,7 @@ def test_a_reader_writes_nothing(place: Place) -> None:
             calls.append(call.operation)
             return action()
 
-    report = examine(place.uri(), read_only=True, options=Options(wrap_store=Watched))
+    report = examine(place.uri(), read_only=True, options=make_options(wrap_store=Watched))
     assert report.is_healthy
     assert report["get"].outcome == "passed"
     assert set(calls) <= {"list", "read_into"}
@@ -127,7 +128,7 @@ def test_a_store_that_ignores_the_condition(place: Place) -> None:
         def put(self, key: str, views: Any, *, crc32c: int, if_absent: bool = False) -> None:
             super().put(key, views, crc32c=crc32c)
 
-    report = examine(place.uri(), options=Options(wrap_store=Careless))
+    report = examine(place.uri(), options=make_options(wrap_store=Careless))
     assert failed(report) - MOTO == {"create-if-absent"}
     assert not report.is_healthy
     assert "commit='unconditional'" in report["create-if-absent"].advice
@@ -159,7 +160,7 @@ def test_each_permission_that_is_missing(place: Place, operation: str, check: se
         watched[-1].fail(operation, error=denied, times=999)
         return watched[-1]
 
-    report = examine(place.uri(), options=Options(wrap_store=lacking))
+    report = examine(place.uri(), options=make_options(wrap_store=lacking))
     assert failed(report) - MOTO == check
     assert all("Grant it." in one.advice for one in report.failures if one.name not in {*MOTO, "left behind"})
     keys = place.keys()
@@ -187,7 +188,7 @@ def test_ctrl_c_leaves_nothing(place: Place, operation: str) -> None:
         return faulty
 
     with pytest.raises(KeyboardInterrupt):
-        examine(place.uri(), options=Options(wrap_store=interrupted))
+        examine(place.uri(), options=make_options(wrap_store=interrupted))
     assert place.keys() == []
     assert place.num_unfinished_uploads() == 0
 

@@ -12,6 +12,7 @@ import torch
 from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.e2e.places import LocalPlace
+from tests.options import make_options
 
 import cloudckpt
 
@@ -72,7 +73,7 @@ def test_a_folder_of_checkpoints_is_told_from_nothing(local: LocalPlace, run: Ru
 def test_verify_names_every_damaged_object(local: LocalPlace, run: Run) -> None:
     """If this fails, damage goes unseen, or who sees it does not know where it is."""
     state = {f"t{number}": tensor for number, tensor in enumerate(state_of()["model"].values())}
-    save(local.uri(), state, options=cloudckpt.Options(object_bytes=1))
+    save(local.uri(), state, options=make_options(object_bytes=1))
     damaged, missing = local.data_keys()
     content = bytearray(local.read(damaged))
     content[-1] ^= 1

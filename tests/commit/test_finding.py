@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.commit.actors import data_key_of, fence, manifest_for
 from tests.e2e.harness import run_ranks
 from tests.in_memory import Memory, assert_holds, state_of
+from tests.options import make_options
 from tests.wrapped import FaultyStore, WrappedStore
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -237,7 +238,7 @@ def test_what_one_listing_leaves_out_is_not_taken_for_absent(memory: Memory, nam
         put(memory.at("torch").inner, ".metadata", b"torch's")
         commit = "unconditional" if "unconditional" in name else "conditional"
         try:
-            return look(memory, Options(wrap_store=wrap, commit=commit))
+            return look(memory, make_options(wrap_store=wrap, commit=commit))
         except CheckpointExistsError as error:
             return str(error)
 
@@ -279,7 +280,7 @@ def test_a_wrong_size_in_a_listing_changes_nothing(name: str, size_bytes: int) -
 def test_manifests_listed_with_no_bytes_are_found_by_all(memory: Memory) -> None:
     """If this fails, ``restore``, ``latest`` or a save says that nothing is there, for one number in a listing."""
     cloudckpt.save(state_of(1.0), memory.uri("step-1"))
-    options = Options(wrap_store=lambda store: Lying(store, 0))
+    options = make_options(wrap_store=lambda store: Lying(store, 0))
     latest = cloudckpt.latest(memory.root, options=options)
     assert latest is not None
     assert latest.name == "step-1"
@@ -419,7 +420,7 @@ def test_what_a_store_raises_is_raised_as_what_it_is(memory: Memory, name: str, 
         num_raised += call.operation == operation
         return call.operation == operation
 
-    options = Options(wrap_store=lambda store: Broken(store, UNFORESEEN[kind], is_due))
+    options = make_options(wrap_store=lambda store: Broken(store, UNFORESEEN[kind], is_due))
     try:
         READERS[name](memory.root, options)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  # it is judged below
@@ -443,7 +444,7 @@ def test_what_a_store_raises_is_raised_as_what_it_is(memory: Memory, name: str, 
 @pytest.mark.parametrize("load", ["load", "dcp.load"])
 def test_an_error_in_the_look_for_something_else_is_no_absence(memory: Memory, load: str, key_part: str) -> None:
     """If this fails, a torch checkpoint, or the ranks' own, that could not be looked for counts as nothing."""
-    options = Options(
+    options = make_options(
         wrap_store=lambda store: Broken(store, UNFORESEEN["OSError"], lambda call: call.key.startswith(key_part))
     )
     with pytest.raises(CheckpointException) as caught:
@@ -478,7 +479,7 @@ def test_a_commit_whose_answer_nobody_foresaw_keeps_its_data(memory: Memory, ope
             return done
 
     with contextlib.suppress(cloudckpt.CommitUnknownError):  # but where the manifest can be read back
-        cloudckpt.save(state_of(1.0), memory.uri(), options=Options(wrap_store=After))
+        cloudckpt.save(state_of(1.0), memory.uri(), options=make_options(wrap_store=After))
     assert has_committed
     state = state_of(-1.0)
     cloudckpt.load(state, memory.uri())
@@ -490,7 +491,9 @@ def load_what_rank_0_cannot_find(uri: str, kind: str) -> None:
 
     options = Options()
     if dist.get_rank() == 0:
-        options = Options(wrap_store=lambda store: Broken(store, UNFORESEEN[kind], lambda call: call.key == "manifest"))
+        options = make_options(
+            wrap_store=lambda store: Broken(store, UNFORESEEN[kind], lambda call: call.key == "manifest")
+        )
     with pytest.raises(CheckpointException) as caught:
         cloudckpt.load(state_of(), uri, options=options)
     assert sorted(caught.value.failures) == [0, 1]

@@ -6,9 +6,9 @@ import io
 from typing import Any
 
 import torch
+from tests.options import make_options
 
 import cloudckpt
-from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
@@ -34,7 +34,7 @@ def small() -> dict[str, Any]:
 def save(state_dict: dict[str, Any], uri: str, **options: Any) -> None:
     """From this process alone."""
     overwrite = options.pop("overwrite", False)
-    cloudckpt.save(state_dict, uri, no_dist=True, overwrite=overwrite, options=Options(**options))
+    cloudckpt.save(state_dict, uri, no_dist=True, overwrite=overwrite, options=make_options(**options))
 
 
 def loaded(like: dict[str, Any], uri: str) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def contents(uri: str, **options: Any) -> dict[str, bytes]:
 
 def store_at(uri: str, **options: Any) -> Store:
     """The bare store."""
-    return open_store(uri, Options(**options))
+    return open_store(uri, make_options(**options))
 
 
 def torch_saved(state_dict: dict[str, Any]) -> bytes:

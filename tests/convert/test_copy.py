@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from awscrt.checksums import crc32c
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, small, store_at
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB, Options
@@ -113,7 +114,7 @@ def test_a_source_that_goes_meanwhile_is_not_called_damaged(root_of: Root, how: 
         else:
             save({"w": torch.ones(3000)}, source, overwrite=True)
 
-    options = Options(wrap_store=Faults(Rule(fault=Tell(before=act), operations={"read_into"}, key="data/")))
+    options = make_options(wrap_store=Faults(Rule(fault=Tell(before=act), operations={"read_into"}, key="data/")))
     with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="while it was being copied"):
         cloudckpt.copy(source, target, options=options)
     assert contents(target) == {}
@@ -136,7 +137,9 @@ def test_bits_that_flip_on_the_way_are_not_copied(root_of: Root, times: int | No
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     state = {"w": torch.arange(30_000)}
     save(state, source, tile_bytes=4 * KIB)
-    options = Options(wrap_store=Faults(Rule(fault=FlippedBits(), operations={"read_into"}, key="data/", times=times)))
+    options = make_options(
+        wrap_store=Faults(Rule(fault=FlippedBits(), operations={"read_into"}, key="data/", times=times))
+    )
     if times is None:
         for convert in (cloudckpt.copy, cloudckpt.export_checkpoint):
             with pytest.raises(cloudckpt.CorruptCheckpointError, match="'w'"):
@@ -179,7 +182,7 @@ def test_what_the_service_copies_is_not_believed(root_of: Root, copy: Callable[.
     root = root_of("memory")
     state = {"w": torch.arange(5000)}
     save(state, f"{root}/a", tile_bytes=4 * KIB)
-    options = Options(wrap_store=lambda inner: _Service(inner, copy))
+    options = make_options(wrap_store=lambda inner: _Service(inner, copy))
     report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=options)
     assert report.num_service_bytes == 0
     assert report.num_read_back_bytes == (report.num_bytes if is_kept else 0)
@@ -217,7 +220,7 @@ def test_one_object_that_the_service_does_not_copy_ends_nothing_else(
         stores.append(_Choosy(inner, 3, error))
         return stores[-1]
 
-    report = cloudckpt.copy(source, target, target_options=Options(wrap_store=choosy, connections=1))
+    report = cloudckpt.copy(source, target, target_options=make_options(wrap_store=choosy, connections=1))
     assert [store.num_asked for store in stores] == [20]
     assert report.num_service_bytes == report.num_bytes // 20 * 19
     assert bits(loaded(state, target)) == bits(state)
@@ -228,7 +231,7 @@ def test_a_copy_by_the_service_that_is_throttled_is_tried_again(root_of: Root) -
     root = root_of("memory")
     save(small(), f"{root}/a")
     faults = Faults(Rule(fault=SlowDown(), operations={"copy_from"}, times=1))
-    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=Options(wrap_store=faults))
+    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=make_options(wrap_store=faults))
     assert (report.num_service_bytes, report.num_retries) == (report.num_bytes, 1)
 
 
@@ -237,7 +240,7 @@ def test_the_side_that_denies_is_named(root_of: Root, side: str) -> None:
     """If this fails, a user with two sets of credentials does not know which of them is wrong."""
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     save(small(), source)
-    denied = Options(
+    denied = make_options(
         wrap_store=Faults(Rule(fault=Denied(), operations={"read_into", "put", "upload_part"}, times=None))
     )
     which = {"options": denied} if side == "source" else {"target_options": denied}
@@ -306,7 +309,7 @@ def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, a
     for at in itertools.count(1):
         root = root_of(kind)
         target = f"{root}/step-1"
-        options = Options(
+        options = make_options(
             wrap_store=lambda inner, at=at: _Mortal(inner, at, after=after), connections=1, part_bytes=MIB
         )
         try:
@@ -397,7 +400,7 @@ def test_of_two_copies_to_one_place_one_wins(root_of: Root) -> None:
 
     def copy(number: int) -> None:
         met = Tell(before=lambda _call: both_have_looked.wait(60))
-        options = Options(wrap_store=Faults(Rule(fault=met, operations={"put"}, key="data/")))
+        options = make_options(wrap_store=Faults(Rule(fault=met, operations={"put"}, key="data/")))
         try:
             outcomes[number] = cloudckpt.copy(f"{root}/{number}", target, target_options=options)
         except cloudckpt.CloudckptError as error:

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, store_at, torch_saved
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.errors import ObjectNotFoundError
-from cloudckpt.options import Options
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import WrappedStore
@@ -80,7 +80,9 @@ def test_an_export_leaves_alone_what_a_listing_lacks(root_of: Root, format_: Any
     lies = Lies(name, "list", nth=nth, times=times)
     where = f"{root}/out/{name}" if format_ == "torch" else f"{root}/out"
     with pytest.raises(cloudckpt.CheckpointExistsError):
-        cloudckpt.export_checkpoint(f"{root}/step-1", where, format=format_, target_options=Options(wrap_store=lies))
+        cloudckpt.export_checkpoint(
+            f"{root}/step-1", where, format=format_, target_options=make_options(wrap_store=lies)
+        )
     assert lies.num_told
     assert contents(f"{root}/out")[name] == b"precious"
 
@@ -92,7 +94,7 @@ def test_an_export_over_an_earlier_one_removes_what_one_listing_lacks(root_of: R
     cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", max_shard_bytes=100)
     lies = Lies("index.json", "list")
     cloudckpt.export_checkpoint(
-        f"{root}/step-1", f"{root}/out", overwrite=True, target_options=Options(wrap_store=lies)
+        f"{root}/step-1", f"{root}/out", overwrite=True, target_options=make_options(wrap_store=lies)
     )
     assert (lies.num_told, set(contents(f"{root}/out"))) == (1, {"model.safetensors"})
 
@@ -105,7 +107,9 @@ def test_ranks_are_not_exported_as_one_though_a_listing_lacks_them(root_of: Root
         save({"w": torch.full((10,), rank)}, f"{root}/step-1/rank-{rank}")
     lies = Lies("rank-0", "list", nth=nth)
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out/x", format="torch", options=Options(wrap_store=lies))
+        cloudckpt.export_checkpoint(
+            f"{root}/step-1", f"{root}/out/x", format="torch", options=make_options(wrap_store=lies)
+        )
     assert contents(f"{root}/out") == {}
 
 
@@ -117,7 +121,7 @@ def test_an_import_has_every_file_though_a_listing_lacks_one(root_of: Root, nth:
     for name, tensor in state.items():
         damage.overwrite(store_at(f"{root}/old"), f"{name}.safetensors", safetensors_bytes({name: tensor}))
     lies = Lies("t1.safetensors", "list", nth=nth)
-    report = cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=Options(wrap_store=lies))
+    report = cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=make_options(wrap_store=lies))
     assert (lies.num_told, report.num_tensors) == (1, 2)
     assert bits(loaded(state, f"{root}/step-1")) == bits(state)
 
@@ -128,7 +132,7 @@ def test_an_import_of_safetensors_goes_on_though_a_head_says_another_size(root_o
     root, state = root_of("memory"), {"w": torch.arange(500.0)}
     damage.overwrite(store_at(f"{root}/old"), "w.safetensors", safetensors_bytes(state))
     lies = Lies("w.safetensors", "head", nth=nth, more_bytes=1000)
-    cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=Options(wrap_store=lies))
+    cloudckpt.import_checkpoint(f"{root}/old", f"{root}/step-1", options=make_options(wrap_store=lies))
     assert lies.num_told == 1
     assert bits(loaded(state, f"{root}/step-1")) == bits(state)
 
@@ -140,6 +144,8 @@ def test_an_import_of_a_file_goes_on_though_a_head_says_another_size(root_of: Ro
     root, state = root_of("memory"), {"w": torch.arange(5000.0)}
     damage.overwrite(store_at(f"{root}/old"), "m.pt", torch_saved(state))
     lies = Lies("m.pt", "head", nth=nth, more_bytes=more_bytes)
-    cloudckpt.import_checkpoint(f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=lies))
+    cloudckpt.import_checkpoint(
+        f"{root}/old/m.pt", f"{root}/step-1", format="torch", options=make_options(wrap_store=lies)
+    )
     assert lies.num_told == 1
     assert bits(loaded(state, f"{root}/step-1")) == bits(state)

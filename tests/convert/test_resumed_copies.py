@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, store_at
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB, Options
@@ -69,7 +70,7 @@ _OBJECTS = {"put", "complete_multipart", "copy_from"}
 
 def died(source: str, target: str, at: int, *, after: bool, writes: set[str] = _OBJECTS, **options: Any) -> None:
     """A copy that dies there."""
-    mortal = Options(**OPTIONS, **options, wrap_store=lambda inner: _Mortal(inner, at, after=after, writes=writes))
+    mortal = make_options(**OPTIONS, **options, wrap_store=lambda inner: _Mortal(inner, at, after=after, writes=writes))
     with pytest.raises(_DiedError):
         cloudckpt.copy(source, target, target_options=mortal)
     assert cloudckpt.list_checkpoints(target.rpartition("/")[0]) == []
@@ -85,7 +86,9 @@ def test_a_copy_that_is_killed_at_any_object_goes_on(root_of: Root, one: str, ot
         died(source, target, at, after=after)
         read: set[str] = set()
         seen = noting("read_into", lambda call, read=read: read.add(call.key))  # type: ignore[misc]
-        report = cloudckpt.copy(source, target, options=Options(wrap_store=seen), target_options=Options(**OPTIONS))
+        report = cloudckpt.copy(
+            source, target, options=make_options(wrap_store=seen), target_options=make_options(**OPTIONS)
+        )
         num_there = at - 1 + after
         assert report.num_reused_bytes // (report.num_bytes // NUM_OBJECTS) == num_there
         of_data = {key for key in read if key.startswith("data/")}
@@ -101,7 +104,7 @@ def test_a_copy_by_the_service_is_asked_for_again(root_of: Root) -> None:
     source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
     state = saved(source)
     died(source, target, 2, after=True)
-    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    report = cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     assert report.num_service_bytes == report.num_bytes
     assert bits(loaded(state, target)) == bits(state)
 
@@ -121,7 +124,7 @@ def test_what_is_replaced_while_it_is_compared_is_not_called_damaged(root_of: Ro
 
     seen = Faults(Rule(fault=Tell(before=act), operations={"head"}, key="data/", times=1))
     with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="while it was being compared"):
-        cloudckpt.copy(source, target, overwrite=True, target_options=Options(resume=True, wrap_store=seen))
+        cloudckpt.copy(source, target, overwrite=True, target_options=make_options(resume=True, wrap_store=seen))
 
 
 @pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("path", "s3")])
@@ -138,7 +141,7 @@ def test_what_is_there_and_is_not_right_is_copied_again(root_of: Root, one: str,
         damage.truncate(store_at(target), key, size_bytes=50_000)
     else:
         damage.remove(store_at(target), key)
-    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    report = cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     assert report.num_reused_bytes // (report.num_bytes // NUM_OBJECTS) == 2
     cloudckpt.verify(target)
     assert bits(loaded(state, target)) == bits(state)
@@ -154,7 +157,7 @@ def test_nothing_of_another_save_is_used(root_of: Root, *, same: bool) -> None:
     saved(source)
     died(source, target, 3, after=True)
     state = saved(source, 1 if same else 2, overwrite=True)
-    report = cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    report = cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     assert report.num_reused_bytes == 0
     assert bits(loaded(state, target)) == bits(state)
 
@@ -166,7 +169,7 @@ def test_what_gc_took_between_two_tries_is_copied_again(root_of: Root) -> None:
     state = saved(source)
     died(source, target, 3, after=True)
     cloudckpt.gc(root, older_than=0, dry_run=False)
-    assert cloudckpt.copy(source, target, target_options=Options(**OPTIONS)).num_reused_bytes == 0
+    assert cloudckpt.copy(source, target, target_options=make_options(**OPTIONS)).num_reused_bytes == 0
     assert bits(loaded(state, target)) == bits(state)
 
 
@@ -178,9 +181,11 @@ def test_two_that_go_on_at_once_commit_one(root_of: Root) -> None:
 
     def other(call: Call) -> None:
         if call.key == "manifest.json" and not cloudckpt.list_checkpoints(target.rpartition("/")[0]):
-            cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+            cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
 
-    meanwhile = Options(**OPTIONS, wrap_store=Faults(Rule(fault=Tell(before=other), operations={"put"}, times=None)))
+    meanwhile = make_options(
+        **OPTIONS, wrap_store=Faults(Rule(fault=Tell(before=other), operations={"put"}, times=None))
+    )
     with pytest.raises(cloudckpt.CheckpointExistsError):
         cloudckpt.copy(source, target, target_options=meanwhile)
     cloudckpt.verify(target)
@@ -201,7 +206,7 @@ def test_a_copy_that_was_done_is_done(root_of: Root, one: str, other: str) -> No
         source,
         target,
         overwrite=True,
-        target_options=Options(resume=True, wrap_store=watching),
+        target_options=make_options(resume=True, wrap_store=watching),
         on_progress=lambda done, total: told.append((done, total)),
     )
     assert (done.was_there, again.was_there) == (False, True)
@@ -218,7 +223,7 @@ def test_what_is_there_and_is_no_copy_of_it_is_left_alone(root_of: Root, what: s
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     saved(source)
     if what.endswith("source") or what == "same source again":
-        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+        cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
         saved(source, 2 if what.startswith("other") else 1, overwrite=True)
     else:
         saved(target, 2 if what.startswith("other") else 1)
@@ -226,9 +231,9 @@ def test_what_is_there_and_is_no_copy_of_it_is_left_alone(root_of: Root, what: s
         damage.flip_bit(store_at(target), "manifest.json", bit=800)
     before = contents(target)
     with pytest.raises(cloudckpt.CheckpointExistsError):
-        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+        cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     assert contents(target) == before
-    report = cloudckpt.copy(source, target, overwrite=True, target_options=Options(**OPTIONS))
+    report = cloudckpt.copy(source, target, overwrite=True, target_options=make_options(**OPTIONS))
     assert (report.was_there, report.num_reused_bytes) == (False, 0)
     assert cloudckpt.compare(source, target).is_same
 
@@ -237,14 +242,14 @@ def test_a_copy_that_was_done_and_is_damaged_is_told_or_replaced(root_of: Root) 
     """If this fails, the repeated command says that all is well of a copy that cannot be loaded any more."""
     source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
     state = saved(source)
-    cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+    cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     key = min(key for key in contents(target) if key.startswith("data/"))
     damage.flip_bit(store_at(target), key, bit=8 * 20_000)
     before = contents(target)
     with pytest.raises(cloudckpt.CorruptCheckpointError, match=re.escape(key)):
-        cloudckpt.copy(source, target, target_options=Options(**OPTIONS))
+        cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     assert contents(target) == before
-    report = cloudckpt.copy(source, target, overwrite=True, target_options=Options(**OPTIONS))
+    report = cloudckpt.copy(source, target, overwrite=True, target_options=make_options(**OPTIONS))
     assert (report.was_there, report.num_reused_bytes) == (False, 0)
     assert bits(loaded(state, target)) == bits(state)
     cloudckpt.verify(target)
@@ -259,7 +264,7 @@ def test_an_upload_that_was_killed_in_the_midst_goes_on(root_of: Root, kind: str
     died(source, target, 4, after=False, writes={"upload_part"}, part_bytes=5 * MIB)
     sent: list[int] = []
     counting = noting("upload_part", lambda call: sent.append(call.num_bytes))
-    options = Options(resume=True, connections=1, part_bytes=5 * MIB, wrap_store=counting)
+    options = make_options(resume=True, connections=1, part_bytes=5 * MIB, wrap_store=counting)
     report = cloudckpt.copy(source, target, target_options=options)
     assert report.num_reused_bytes == 15 * MIB
     assert sum(sent) == report.num_bytes - 15 * MIB
@@ -275,6 +280,6 @@ def test_a_save_takes_up_nothing_of_a_copy_and_a_copy_nothing_of_a_save(root_of:
     attempts = {key.split("/")[1] for key in contents(target)}
     assert all(re.fullmatch(r".*-r0-c[0-9a-f]{32}", attempt) for attempt in attempts)
     saved_report = cloudckpt.save(
-        state, target, no_dist=True, options=Options(resume=True, tile_bytes=4 * KIB, object_bytes=KIB)
+        state, target, no_dist=True, options=make_options(resume=True, tile_bytes=4 * KIB, object_bytes=KIB)
     ).report
     assert saved_report.num_reused_bytes == 0

@@ -22,12 +22,13 @@ from safetensors.torch import load_file, save_file, save_model
 from tests.convert.conftest import Root
 from tests.convert.states import bits, blank, contents, loaded, save, small, store_at
 from tests.e2e.harness import run_ranks
+from tests.options import make_options
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt.options import GIB, KIB, MIB, Options
+from cloudckpt.options import GIB, KIB, MIB
 from cloudckpt.stores.base import ObjectInfo, Store
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell, WrappedStore
@@ -111,7 +112,7 @@ def _save_sharded(uri: str, extensions: tuple[cloudckpt.Zstandard, ...]) -> None
             state[name] = distribute_tensor(tensor, mesh, placements)
     state["alone"] = torch.full((3,), 7.0)
     assert rank in range(4)
-    cloudckpt.save(state, uri, options=Options(tile_bytes=4 * KIB, object_bytes=20 * KIB, extensions=extensions))
+    cloudckpt.save(state, uri, options=make_options(tile_bytes=4 * KIB, object_bytes=20 * KIB, extensions=extensions))
 
 
 def _full(number: int) -> dict[str, torch.Tensor]:
@@ -130,7 +131,7 @@ def test_an_export_of_shards_is_that_of_whole_tensors(
     """If this fails, what several ranks saved comes out scrambled."""
     monkeypatch.setattr("cloudckpt.convert.exports._TILE_BYTES", 4 * KIB)  # parts that cut rows
     run_ranks(_save_sharded, str(tmp_path / "step-1"), extensions, world_size=4)
-    options = Options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
+    options = make_options(read_bytes=64 * KIB, request_bytes=4 * KIB, tile_bytes=4 * KIB, connections=2)
     cloudckpt.export_checkpoint(tmp_path / "step-1", tmp_path / "export", options=options)
     expected = {name: tensor for number in range(5) for name, tensor in _full(number).items()}
     assert bits(load_file(tmp_path / "export" / "model.safetensors")) == bits(
@@ -217,7 +218,7 @@ def test_an_earlier_export_goes_index_first_and_nothing_else_is_listed(root_of: 
     cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", max_shard_bytes=100)
     assert INDEX in contents(f"{root}/out")
     calls: list[tuple[str, list[str]]] = []
-    watched = Options(wrap_store=lambda inner: _Watched(inner, calls))
+    watched = make_options(wrap_store=lambda inner: _Watched(inner, calls))
     cloudckpt.export_checkpoint(f"{root}/step-1", f"{root}/out", overwrite=True, target_options=watched)
     (doomed,) = (keys for name, keys in calls if name == "delete")
     assert (doomed[0], len(doomed)) == (INDEX, 3)
@@ -233,7 +234,7 @@ def test_an_export_that_fails_leaves_nothing(root_of: Root, failing: str) -> Non
     source, target = f"{root_of('path')}/a", root_of("memory")
     save({f"w{i}": torch.full((1000,), i) for i in range(6)}, source)
     faults = Faults(Rule(fault=Denied(), operations={failing}, skip=2, times=None))
-    options = {"target_options" if failing == "put" else "options": Options(wrap_store=faults, connections=1)}
+    options = {"target_options" if failing == "put" else "options": make_options(wrap_store=faults, connections=1)}
     with pytest.raises(cloudckpt.errors.AccessDeniedError):
         cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, **options)
     assert contents(target) == {}
@@ -245,7 +246,7 @@ def test_the_index_comes_last(root_of: Root) -> None:
     save({f"w{i}": torch.full((1000,), i) for i in range(6)}, source)
     seen: list[str] = []
     faults = Faults(Rule(fault=Tell(before=lambda call: seen.append(call.key)), operations={"put"}, times=None))
-    cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, target_options=Options(wrap_store=faults))
+    cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, target_options=make_options(wrap_store=faults))
     assert seen[-1] == INDEX
 
 
@@ -414,7 +415,7 @@ def test_a_file_that_is_replaced_meanwhile_is_noticed(root_of: Root, tmp_path: P
 
     faults = Faults(Rule(fault=Tell(before=replace), operations={"read_into"}, skip=2, times=None))
     with pytest.raises(cloudckpt.errors.CheckpointChangedError):
-        cloudckpt.import_checkpoint(source, tmp_path / "step-1", options=Options(wrap_store=faults))
+        cloudckpt.import_checkpoint(source, tmp_path / "step-1", options=make_options(wrap_store=faults))
     assert not contents(str(tmp_path / "step-1"))
 
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.convert.conftest import Root
 from tests.convert.states import bits, blank, contents, loaded, save, small, store_at, torch_saved
+from tests.options import make_options
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 
 import cloudckpt
-from cloudckpt.options import Options
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Denied, Faults, Rule, Tell
 
@@ -48,7 +48,7 @@ def test_an_export_that_fails_leaves_nothing(root_of: Root) -> None:
     """If this fails, a half of a file lies where a whole one is expected."""
     source, target = f"{root_of('path')}/a", root_of("memory")
     save(small(), source)
-    faults = Options(wrap_store=Faults(Rule(fault=Denied(), operations={"put"}, key="model", times=None)))
+    faults = make_options(wrap_store=Faults(Rule(fault=Denied(), operations={"put"}, key="model", times=None)))
     with pytest.raises(cloudckpt.errors.AccessDeniedError):
         cloudckpt.export_checkpoint(source, f"{target}/x/model.pt", format="torch", target_options=faults)
     assert contents(f"{target}/x") == {}
@@ -164,7 +164,7 @@ def test_a_file_of_torch_save_that_is_replaced_meanwhile_is_noticed(
     faults = Faults(Rule(fault=replace, operations={"read_into"}, times=None))
     with pytest.raises(cloudckpt.errors.CheckpointChangedError, match=r"state\.pt was replaced"):
         cloudckpt.import_checkpoint(
-            f"{root}/old/state.pt", f"{root}/step-1", format="torch", options=Options(wrap_store=faults)
+            f"{root}/old/state.pt", f"{root}/step-1", format="torch", options=make_options(wrap_store=faults)
         )
     assert not contents(f"{root}/step-1")
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_replaced_while_it_is_saved_is_noticed(tmp_path: Path, fo
             tmp_path / "step-1",
             format=format_,
             allow_pickle=True,
-            target_options=Options(wrap_store=faults),
+            target_options=make_options(wrap_store=faults),
         )
     assert not contents(str(tmp_path / "step-1"))
 

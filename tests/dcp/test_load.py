@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.options import make_options
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -32,7 +33,7 @@ from cloudckpt.tensors.load_targets import BytesTarget, find_whole_target, new_b
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
-OPTIONS = cloudckpt.Options(tile_bytes=4096, request_bytes=8192)
+OPTIONS = make_options(tile_bytes=4096, request_bytes=8192)
 
 
 def filled(make: Callable[..., torch.Tensor]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def test_the_load_is_the_one_of_torchs_planner(drawn: list[tuple[list[int], str,
                     saved[name] = saved[f"t{number - 1}"]
             if kind != "left out":
                 (state_dict.setdefault("inner", {}) if is_nested else state_dict)[name] = target
-    options = cloudckpt.Options(tile_bytes=4096, request_bytes=8192, verify=verify)
+    options = make_options(tile_bytes=4096, request_bytes=8192, verify=verify)
     with tempfile.TemporaryDirectory() as folder:
         uri = str(Path(folder) / "c")
         cloudckpt.save(saved, uri, options=OPTIONS)

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cloudckpt import options, report
+from cloudckpt import events, options
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
-from cloudckpt.pipeline import context
 from cloudckpt.telemetry import opentelemetry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,12 +56,12 @@ def _fields_table(kind: type[Any]) -> str:
 
 def events_table() -> str:
     """Every event."""
-    return table(("event", "when"), [(f"`{name}`", meaning) for name, meaning in report.EVENTS.items()])
+    return table(("event", "when"), [(f"`{name}`", meaning) for name, meaning in events.EVENTS.items()])
 
 
 def records_table() -> str:
     """Every event that is written to the log, with its level."""
-    rows = [(f"`{name}`", logging.getLevelName(level)) for name, level in context.LEVELS.items()]
+    rows = [(f"`{name}`", logging.getLevelName(level)) for name, level in events.LEVELS.items()]
     return table(("record", "level"), rows)
 
 

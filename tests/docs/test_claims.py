@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.options import make_options
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -64,7 +65,7 @@ def test_a_part_of_a_shard_costs_a_part_of_its_bytes(tmp_path: Path) -> None:
     """If this fails, a rank that needs some rows reads the whole shard (G8)."""
     rows, row_bytes, tile_bytes = 1024, 4 * KIB, 64 * KIB
     saved = torch.arange(rows * row_bytes // 4, dtype=torch.float32).reshape(rows, row_bytes // 4)
-    cloudckpt.save({"weight": saved}, tmp_path / "c", options=cloudckpt.Options(tile_bytes=tile_bytes))
+    cloudckpt.save({"weight": saved}, tmp_path / "c", options=make_options(tile_bytes=tile_bytes))
     wanted = torch.zeros(64, row_bytes // 4)
     report = _load_rows(tmp_path / "c", wanted, first_row=500, num_rows=64, shape=saved.shape)
     assert torch.equal(wanted, saved[500:564])
@@ -75,7 +76,7 @@ def test_a_part_of_a_shard_costs_a_part_of_its_bytes(tmp_path: Path) -> None:
 def test_reports_add_up(tmp_path: Path) -> None:
     """If this fails, what a save or load says of itself is not what it did (G9)."""
     events: list[cloudckpt.Event] = []
-    options = cloudckpt.Options(on_event=events.append, tile_bytes=4 * KIB, part_bytes=64 * KIB)
+    options = make_options(on_event=events.append, tile_bytes=4 * KIB, part_bytes=64 * KIB)
     state: dict[str, Any] = {"weight": torch.ones(64 * KIB), "lr": 0.1}
     saved = cloudckpt.save(state, tmp_path / "c", options=options).report
     assert saved is not None

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.docs.independent_reader import ELEMENT_BYTES, TAGS, Checkpoint, FormatError, crc32c, entries_of
 from tests.docs.tables import ROOT
 from tests.e2e.harness import run_ranks
+from tests.options import make_options
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -54,7 +55,7 @@ def single(name: str = "weight") -> dict[str, Any]:
 
 def save(state_dict: dict[str, Any], directory: Path, **keywords: Any) -> Checkpoint:
     cloudckpt.save(
-        state_dict, directory, options=cloudckpt.Options(tile_bytes=TILE_BYTES, part_bytes=TILE_BYTES), **keywords
+        state_dict, directory, options=make_options(tile_bytes=TILE_BYTES, part_bytes=TILE_BYTES), **keywords
     )
     return Checkpoint(directory)
 
@@ -76,7 +77,7 @@ def save_sharded(directory: str) -> None:
         name: distribute_tensor(tensor, line, [placements[name]]) if name in placements else tensor
         for name, tensor in sharded().items()
     }
-    options = cloudckpt.Options(tile_bytes=TILE_BYTES, part_bytes=TILE_BYTES)
+    options = make_options(tile_bytes=TILE_BYTES, part_bytes=TILE_BYTES)
     cloudckpt.save(dict(state), directory, options=options)
 
 

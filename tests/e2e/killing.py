@@ -24,13 +24,14 @@ from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.kills import Kill, Version
 from tests.e2e.models import assert_same
 from tests.e2e.places import BucketPlace, Place, S3Place
+from tests.options import make_options
 from tests.wrapped import Call, WrappedStore
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.wire import WireRule, Seen, WireCallback, Wire
+from cloudckpt.testing.wire import Seen, Wire, WireCallback, WireRule
 
 _TIMEOUT_S = 5.0
 _GRACE_S = 40.0
@@ -75,7 +76,7 @@ class Job:
 
     def options(self, **more: Any) -> cloudckpt.Options:
         """With one connection, the parts of an object go up one after the other."""
-        return cloudckpt.Options(
+        return make_options(
             part_bytes=self.sizes.part_bytes,
             tile_bytes=self.sizes.tile_bytes,
             connections=1,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from cloudckpt.report import EventName
+from cloudckpt.events import EventName
 
 Who = Literal["the coordinator", "another rank", "all ranks"]
 How = Literal["save", "thread", "process"]

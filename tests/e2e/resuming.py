@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place, S3Place
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
@@ -51,7 +52,7 @@ class Try:
 
     def options(self, **more: Any) -> cloudckpt.Options:
         """With one connection, the parts go up one after the other."""
-        return cloudckpt.Options(
+        return make_options(
             part_bytes=self.part_bytes,
             tile_bytes=min(self.part_bytes, MIB) // 4,
             object_bytes=self.part_bytes * 5 // 2,

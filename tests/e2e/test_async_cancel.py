@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
+from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -33,7 +34,7 @@ def values(fill: float) -> dict[str, torch.Tensor]:
 
 
 def options_of(**settings: Any) -> cloudckpt.Options:
-    return cloudckpt.Options(part_bytes=5 * MIB, timeout_s=TIMEOUT_S, **settings)
+    return make_options(part_bytes=5 * MIB, timeout_s=TIMEOUT_S, **settings)
 
 
 class Gate:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.places import BucketPlace, Place, S3Place
+from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -235,7 +236,7 @@ def save_what_ranks_disagree_on(root: str) -> None:
         with pytest.raises(error, match=said):
             cloudckpt.save(state, f"{root}/{number}")
     # Tiles of two lengths in as many tiles each: of this the number of checksums says nothing.
-    options = cloudckpt.Options(tile_bytes=4096 if rank else 4160)
+    options = make_options(tile_bytes=4096 if rank else 4160)
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match=r"tile_bytes=4096\) on rank 1 differs from 4160"):
         cloudckpt.save({f"of {rank}": torch.ones(1250)}, f"{root}/tiles", options=options)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
+from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -87,7 +88,7 @@ def test_a_missing_object_is_found(place: Place) -> None:
 
 def test_damage_elsewhere_does_not_stop_a_partial_load(place: Place) -> None:
     """If this fails, either everything is read for a part, or a part is checked against the whole."""
-    options = cloudckpt.Options(tile_bytes=4096)
+    options = make_options(tile_bytes=4096)
     big = {"good": torch.arange(100_000), "bad": torch.arange(100_000)}
     cloudckpt.save(dict(big), place.uri(), options=options)
     (key,) = place.data_keys()

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.e2e.servers import FlakyS3, serve
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
-from cloudckpt.testing.wire import WireRule, StallRequest, Throttle, Wire
+from cloudckpt.testing.wire import StallRequest, Throttle, Wire, WireRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -40,7 +41,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_at(server: Server, url: str) -> cloudckpt.Options:
     # Few connections: of many, no request might have ended yet when one stalls.
-    return cloudckpt.Options(
+    return make_options(
         storage_options={**server.storage_options, "endpoint_url": url},
         timeout_s=TIMEOUT_S,
         connections=2,

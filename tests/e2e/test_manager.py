@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import RankError, run_ranks
 from tests.e2e.places import Place
+from tests.options import make_options
 from tests.wrapped import Call, WrappedStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cloudckpt
-from cloudckpt import CheckpointManager, Options
+from cloudckpt import CheckpointManager
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Absent, Fault, Faults, Rule, Short
 
@@ -162,7 +163,7 @@ def test_a_bogus_answer_sends_no_job_back(place: Place, fault: Fault) -> None:
     """If this fails, one 404 or 416 of a load balancer costs the steps since the last but one, on a real store."""
     save_all(CheckpointManager(place.root), 100, 200)
     faults = Faults(Rule(fault=fault, operations={"read_into"}, key="data/"))
-    manager = CheckpointManager(place.root, async_=False, options=Options(wrap_store=faults))
+    manager = CheckpointManager(place.root, async_=False, options=make_options(wrap_store=faults))
     assert restored(manager) == 200
     assert sum(faults.num_injected.values()) == 1
     with pytest.raises(cloudckpt.CheckpointExistsError):
@@ -262,7 +263,7 @@ KILLS = [
 
 def _dies_in_retention(root: str, operation: str, part_of_key: str) -> None:
     save_all(CheckpointManager(root), 1, 2, 3)
-    options = Options(wrap_store=lambda store: Dying(store, operation, part_of_key))
+    options = make_options(wrap_store=lambda store: Dying(store, operation, part_of_key))
     save_all(CheckpointManager(root, keep_last=1, options=options), 4)
 
 

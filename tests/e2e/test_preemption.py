@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import ROOT, run_ranks
 from tests.in_memory import Memory
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.manager import preemption as module
@@ -46,7 +47,7 @@ class At(WrappedStore):
 
 
 def at(operation: str, part_of_key: str, then: Callable[[], None]) -> cloudckpt.Options:
-    return cloudckpt.Options(wrap_store=lambda inner: At(inner, operation, part_of_key, then))
+    return make_options(wrap_store=lambda inner: At(inner, operation, part_of_key, then))
 
 
 def until(condition: Callable[[], bool]) -> None:

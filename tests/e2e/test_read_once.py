@@ -15,6 +15,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
 from tests.e2e.test_waiting import ranks
+from tests.options import make_options
 from tests.wrapped import FaultyStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -61,7 +62,7 @@ def manifest_reads(uri: str) -> list[int]:
         lambda state, options: cloudckpt.load_latest(state, root, options=options),
     ):
         watched, state = Watched(), values(0.0)
-        load(state, cloudckpt.Options(wrap_store=watched))
+        load(state, make_options(wrap_store=watched))
         assert_same(state, values())
         found.append(watched.count("read", "manifest") + watched.count("list", "manifest"))
         dist.barrier()
@@ -108,7 +109,7 @@ SMALL = {"tile_bytes": 4096, "part_bytes": 65536, "request_bytes": 65536, "read_
 
 
 def options(**settings: Any) -> cloudckpt.Options:
-    return cloudckpt.Options(**{"share_reads": "always"} | SMALL | settings)  # type: ignore[arg-type]
+    return make_options(**{"share_reads": "always"} | SMALL | settings)  # type: ignore[arg-type]
 
 
 def same(fill: float) -> torch.Tensor:
@@ -130,7 +131,7 @@ def model(fill: float) -> dict[str, Any]:
 
 
 def save_model(uri: str) -> None:
-    cloudckpt.save(model(2.0), uri, options=cloudckpt.Options(tile_bytes=4096, part_bytes=65536))
+    cloudckpt.save(model(2.0), uri, options=make_options(tile_bytes=4096, part_bytes=65536))
 
 
 def load_model(uri: str, settings: dict[str, Any]) -> tuple[int, int, int]:

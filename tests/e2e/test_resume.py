@@ -15,6 +15,7 @@ import torch
 from tests.e2e.places import LocalPlace, Place
 from tests.e2e.resuming import check_kill, check_kills, die, succeed, tried
 from tests.in_memory import assert_holds, loaded, state_of
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.commit.attempts import find_resumable_attempts, new_attempt_id
@@ -65,7 +66,7 @@ class Interrupted(Exception):  # noqa: N818  # it is none
 
 def save(fill: float, uri: str, *, on_event: Callable[[cloudckpt.Event], None] | None = None, **more: Any) -> Any:
     """Two objects: one is put whole, and the other goes up in parts."""
-    options = cloudckpt.Options(**{**SIZES, **more.pop("options", {})}, on_event=on_event)
+    options = make_options(**{**SIZES, **more.pop("options", {})}, on_event=on_event)
     return cloudckpt.save(state_of(fill), uri, no_dist=True, options=options, **more).report
 
 

@@ -15,6 +15,7 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import S3Place
 from tests.e2e.servers import FlakyS3, Interference, Trouble
+from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -73,7 +74,7 @@ def test_one_denied_object_fails_the_save_on_every_rank(s3: S3Place, s3_applicat
 @single_process
 def test_a_denied_part_leaves_nothing_behind(s3: S3Place, s3_application: FlakyS3) -> None:
     """If this fails, interrupted multipart uploads are paid for, for ever, or become half an object."""
-    options = cloudckpt.Options(part_bytes=5 * MIB)
+    options = make_options(part_bytes=5 * MIB)
     with (
         s3_application.troubled(lambda _, url: "deny" if "partNumber=2" in url else None),
         pytest.raises(cloudckpt.errors.AccessDeniedError, match=r"data/[^/]+/0-0"),

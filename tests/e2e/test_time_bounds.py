@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.servers import FlakyS3, serve
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
-from cloudckpt.testing.wire import Action, WireRule, StallAnswer, StallRequest, Wire
+from cloudckpt.testing.wire import Action, StallAnswer, StallRequest, Wire, WireRule
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
@@ -74,7 +75,7 @@ def go(way: str, uri: str, options: cloudckpt.Options) -> tuple[float, BaseExcep
 
 
 def options_at(server: Server, url: str, *, timeout_s: float) -> Any:
-    return cloudckpt.Options(
+    return make_options(
         storage_options={**server.storage_options, "endpoint_url": url}, timeout_s=timeout_s, part_bytes=5 * MIB
     )
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
+from tests.options import make_options
 from tests.tensors.test_values import described
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -175,7 +176,7 @@ def test_any_name_will_do(place: Place) -> None:
 def test_many_parts_and_objects_make_one_checkpoint(place: Place) -> None:
     """If this fails, tensors beyond one part or one object are cut, shifted or left out."""
     generator = torch.Generator().manual_seed(0)
-    options = cloudckpt.Options(
+    options = make_options(
         part_bytes=5 * MIB, object_bytes=8 * MIB, tile_bytes=64 * 1024, request_bytes=128 * 1024, read_bytes=1 * MIB
     )
     saved = {f"t{n}": torch.rand(n * 700_001, generator=generator) for n in range(1, 6)}
@@ -300,7 +301,7 @@ class Holder:
 def test_what_cannot_be_serialised_is_named(tmp_path: Path, way: str, state: dict[str, Any], named: str) -> None:
     """If this fails, users search thousands of entries for the one that keeps a save from working."""
     events: list[cloudckpt.Event] = []
-    options = cloudckpt.Options(object_bytes=5 * MIB, on_event=events.append)
+    options = make_options(object_bytes=5 * MIB, on_event=events.append)
     uri = f"{tmp_path}/checkpoint"
     state = {"first": torch.ones(2 * MIB), "second": torch.ones(2 * MIB), **state}
     with pytest.raises(CheckpointException, match=named) as caught:

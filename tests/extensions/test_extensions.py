@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.extensions.ciphers import Failing, Miscounting, Xor
+from tests.options import make_options
 from torch.distributed.checkpoint._extension import ZStandard as TorchsZstandard
 
 import cloudckpt
@@ -69,7 +70,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 def test_compressed_checkpoints_load_without_a_word(tmp_path: Path) -> None:
     """If this fails, a compressed checkpoint loses values, or needs options to be loaded."""
     uri = tmp_path / "c"
-    cloudckpt.save(state_of(3.0), uri, no_dist=True, options=Options(extensions=[Zstandard()], **SMALL))
+    cloudckpt.save(state_of(3.0), uri, no_dist=True, options=make_options(extensions=[Zstandard()], **SMALL))
     assert_equal(loaded_from(uri), state_of(3.0))
     manifest = manifest_of(uri)
     assert {tuple(entry["transforms"]) for entry in manifest["tensors"].values()} == {("stream.zstd/1",)}
@@ -81,7 +82,7 @@ def test_compressed_checkpoints_load_without_a_word(tmp_path: Path) -> None:
 def test_a_chain_is_undone_from_its_end(tmp_path: Path) -> None:
     """If this fails, a cipher behind a compressor cannot be read, or compresses what is encrypted already."""
     uri, chain = tmp_path / "c", [Zstandard(), Xor(0x5A)]
-    options = Options(extensions=chain, **SMALL)
+    options = make_options(extensions=chain, **SMALL)
     cloudckpt.async_save(state_of(2.0), uri, no_dist=True, options=options).result(120)
     assert_equal(loaded_from(uri, options=Options(extensions=chain)), state_of(2.0))
     assert_equal(loaded_from(uri, options=Options(extensions=chain[1:])), state_of(2.0))
@@ -171,6 +172,6 @@ def test_memory_for_what_unpacks_is_bounded_by_the_manifest(tmp_path: Path) -> N
     """If this fails, a few bytes in a bucket can ask for all memory: a value unpacks to more than `read_bytes`."""
     options = Options(extensions=[Zstandard()])
     cloudckpt.save({"v": io.BytesIO(bytes(3 << 20))}, tmp_path / "c", no_dist=True, options=options)
-    few = Options(read_bytes=2 << 20, request_bytes=1 << 20)
+    few = make_options(read_bytes=2 << 20, request_bytes=1 << 20)
     with pytest.raises(dcp.api.CheckpointException, match=r"'v' of .* unpacks to more than"):
         cloudckpt.load({"v": io.BytesIO()}, tmp_path / "c", no_dist=True, options=few)

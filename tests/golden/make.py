@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.options import make_options
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -33,7 +34,7 @@ DTYPES = (
     "int8", "uint16", "uint8",
 )  # fmt: skip
 WORLD_SIZE = 4
-OPTIONS = cloudckpt.Options(tile_bytes=4096, part_bytes=4096, metadata={"run": "golden", "steps": [1, 2]})
+OPTIONS = make_options(tile_bytes=4096, part_bytes=4096, metadata={"run": "golden", "steps": [1, 2]})
 
 
 def bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import IO
 
 import torch.distributed as dist
 from tests.golden.make import VERSION, WORLD_SIZE, make, state_dict
+from tests.options import make_options
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import cloudckpt
@@ -70,7 +71,7 @@ def save_on_rank(rank: int, directory: Path, port: int) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE)
     for name, chain in (("compressed", [cloudckpt.Zstandard()]), ("encrypted", [cloudckpt.Zstandard(), Cipher()])):
-        options = cloudckpt.Options(tile_bytes=4096, part_bytes=4096, extensions=chain)
+        options = make_options(tile_bytes=4096, part_bytes=4096, extensions=chain)
         cloudckpt.save(state_dict(), str(directory / name), options=options)
         dist.barrier()
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.in_memory import Memory
+from tests.options import make_options
 from tests.wrapped import permanent
 
 import cloudckpt
@@ -42,7 +43,7 @@ def state_of(num_bytes: int, *, num_tensors: int = 8) -> dict[str, torch.Tensor]
 
 
 def options(*, staging_bytes: int = STAGING_BYTES) -> Options:
-    return Options(staging_bytes=staging_bytes, part_bytes=MIB, tile_bytes=64 * 1024, connections=8)
+    return make_options(staging_bytes=staging_bytes, part_bytes=MIB, tile_bytes=64 * 1024, connections=8)
 
 
 def assert_loads(memory: Memory, state: dict[str, torch.Tensor], name: str = "checkpoint") -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory
+from tests.options import make_options
 
 import cloudckpt
-from cloudckpt import ObjectStoreWriter, Options
+from cloudckpt import ObjectStoreWriter
 from cloudckpt.options import MIB
 from cloudckpt.tensors.stager import PinnedStager
 
@@ -44,7 +45,7 @@ def test_training_goes_on_once_all_is_staged(memory: Memory, overlap: bool) -> N
         state["w"].fill_(float(number))
         state["half"].fill_(float(number))
         handle = cloudckpt.async_save(
-            dict(state), memory.uri(f"c{number}"), options=Options(async_overlap=overlap, part_bytes=MIB)
+            dict(state), memory.uri(f"c{number}"), options=make_options(async_overlap=overlap, part_bytes=MIB)
         )
         handle.staged.result(TIMEOUT_S)
         state["w"].zero_()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import cloudckpt
-from cloudckpt.report import EventName
+from cloudckpt.events import EventName
 from cloudckpt.testing.servers import Server
 
 Wish = Literal["kill", "restart", "end"]

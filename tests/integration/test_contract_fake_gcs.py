@@ -10,7 +10,7 @@ from tests.integration.contract_on import ContractOn
 from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.contract_base import crc, keys, put
-from cloudckpt.testing.wire import GCS_FORBIDDEN, WireRule, Wire
+from cloudckpt.testing.wire import GCS_FORBIDDEN, Wire, WireRule
 
 
 class TestOnFakeGCSServer(ContractOn):

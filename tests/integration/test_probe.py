@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.e2e.models import assert_same
 from tests.integration.conftest import Servers
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.stores import open_store
@@ -45,7 +46,7 @@ def test_a_server_that_ignores_the_condition_is_refused(servers: Servers, use: U
 def test_a_server_that_ignores_the_condition_can_be_accepted(rclone: Server, use: Use) -> None:
     """If this fails, users of such a server cannot save at all, though they accept the risk."""
     bucket = use(rclone)
-    options = cloudckpt.Options(commit="unconditional", part_bytes=5 << 20)
+    options = make_options(commit="unconditional", part_bytes=5 << 20)
     for _ in range(2):
         cloudckpt.save(values(), f"{bucket}/run/step-1", overwrite=True, options=options)
     state = zeros()

@@ -25,11 +25,12 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.integration.conftest import Servers
 from tests.integration.switch import Killer, Switch, switch_of
+from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
+from cloudckpt.events import EventName
 from cloudckpt.options import MIB
-from cloudckpt.report import EventName
 from cloudckpt.testing.servers import Server
 
 pytestmark = pytest.mark.multirank
@@ -82,7 +83,7 @@ class Job:
     killer: Killer | None = None
 
     def options(self) -> cloudckpt.Options:
-        return cloudckpt.Options(
+        return make_options(
             storage_options=self.storage_options,
             connections=self.connections,
             part_bytes=PART_BYTES,

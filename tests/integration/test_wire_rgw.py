@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import CutSomewhere, LoseAnswer, WireRule, Wire
+from cloudckpt.testing.wire import CutSomewhere, LoseAnswer, Wire, WireRule
 
 
 def options_for(server: Server, wire: Wire | None = None, **settings: Any) -> cloudckpt.Options:
     through = {} if wire is None else {"endpoint_url": wire.url}
-    return cloudckpt.Options(storage_options={**server.storage_options, **through}, timeout_s=60.0, **settings)
+    return make_options(storage_options={**server.storage_options, **through}, timeout_s=60.0, **settings)
 
 
 def state_of(fill: float) -> dict[str, Any]:

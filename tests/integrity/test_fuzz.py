@@ -15,6 +15,7 @@ from awscrt.checksums import crc32c
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.format.samples import as_json, json_values, tiles_text
+from tests.options import make_options
 from tests.wrapped import Call, WrappedStore
 
 import cloudckpt
@@ -57,7 +58,7 @@ def opened(objects: dict[str, bytes]) -> tuple[str, Options]:
     def wrap(store: Store) -> Store:
         return Confined(store)
 
-    return f"memory://{name}/checkpoint", Options(wrap_store=wrap, connections=1, retries=0)
+    return f"memory://{name}/checkpoint", make_options(wrap_store=wrap, connections=1, retries=0)
 
 
 def finished(manifest: Any) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.e2e.models import assert_same
 from tests.in_memory import Memory
+from tests.options import make_options
 from tests.wrapped import WrappedStore
 
 import cloudckpt
@@ -58,7 +59,7 @@ def verified(uri: str, options: Options) -> None:
 
 @pytest.fixture
 def uri(memory: Memory) -> str:
-    cloudckpt.save(values(), memory.uri(), options=Options(tile_bytes=TILE_BYTES))
+    cloudckpt.save(values(), memory.uri(), options=make_options(tile_bytes=TILE_BYTES))
     return memory.uri()
 
 
@@ -70,7 +71,7 @@ def reads_of(call: Callable[[str, Options], None], uri: str, bad: Iterable[int])
         return wires[-1]
 
     try:
-        call(uri, Options(**SETTINGS, wrap_store=wrap))
+        call(uri, make_options(**SETTINGS, wrap_store=wrap))
     finally:
         reads = [read for wire in wires for read in wire.reads]
     return reads

@@ -10,16 +10,17 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.e2e.models import assert_same
+from tests.options import make_options
 
 import cloudckpt
-from cloudckpt import CorruptCheckpointError, Options
+from cloudckpt import CorruptCheckpointError
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")]
 
 MIB = 2**20
 SEED = 20261121
 NUM_TENSORS = 8
-OPTIONS = Options(part_bytes=8 * MIB, object_bytes=32 * MIB, tile_bytes=MIB, request_bytes=4 * MIB)
+OPTIONS = make_options(part_bytes=8 * MIB, object_bytes=32 * MIB, tile_bytes=MIB, request_bytes=4 * MIB)
 
 
 def values() -> dict[str, torch.Tensor]:

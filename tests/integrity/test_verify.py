@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.in_memory import Memory, state_of
+from tests.options import make_options
 from tests.wrapped import permanent, transient
 
 import cloudckpt
@@ -21,7 +22,7 @@ MIB = 2**20
 
 def test_every_byte_is_read_once(memory: Memory) -> None:
     """If this fails, `verify` leaves bytes out, or costs twice what it should."""
-    cloudckpt.save({"a": torch.randn(MIB), "b": torch.randn(100)}, memory.uri(), options=Options(object_bytes=MIB))
+    cloudckpt.save({"a": torch.randn(MIB), "b": torch.randn(100)}, memory.uri(), options=make_options(object_bytes=MIB))
     store = memory.at()
     store.calls.clear()
     report = cloudckpt.verify(memory.uri())
@@ -36,11 +37,11 @@ def test_every_byte_is_read_once(memory: Memory) -> None:
 def test_memory_is_bounded_by_the_option(memory: Memory, tile_bytes: int) -> None:
     """If this fails, verifying a checkpoint takes memory as its tiles are large, whatever the user allows."""
     cloudckpt.save(
-        {"a": torch.randn(5 * MIB)}, memory.uri(), options=Options(tile_bytes=tile_bytes, request_bytes=16 * MIB)
+        {"a": torch.randn(5 * MIB)}, memory.uri(), options=make_options(tile_bytes=tile_bytes, request_bytes=16 * MIB)
     )
     store = memory.at()
     store.calls.clear()
-    allowed = Options(tile_bytes=4096, request_bytes=2 * MIB, read_bytes=4 * MIB, connections=4)
+    allowed = make_options(tile_bytes=4096, request_bytes=2 * MIB, read_bytes=4 * MIB, connections=4)
     cloudckpt.verify(memory.uri(), options=allowed)
     sizes = [call.num_bytes for call in store.calls if call.operation == "read_into"]
     assert max(sizes) <= MIB  # four at once

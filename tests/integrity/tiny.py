@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
+from tests.options import make_options
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import cloudckpt
-from cloudckpt import ObjectStoreReader, Options
+from cloudckpt import ObjectStoreReader
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
@@ -19,7 +20,7 @@ from cloudckpt.stores._body import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import parse_location
 
-OPTIONS = Options(tile_bytes=4096, connections=1)
+OPTIONS = make_options(tile_bytes=4096, connections=1)
 MANIFEST = "manifest.json"
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.options import make_options
 
 from cloudckpt.io.hedging import ConcurrencyLimit
-from cloudckpt.options import MIB, Options
+from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.uri import parse_location
 
@@ -79,7 +80,7 @@ def test_requests_that_were_under_way_together_count_once() -> None:
 
 
 def context_at(uri: str, **settings: int) -> Context:
-    return Context(parse_location(uri), Options(**settings), rank=0)  # type: ignore[arg-type]
+    return Context(parse_location(uri), make_options(**settings), rank=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

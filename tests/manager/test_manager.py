@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, assert_holds, state_of
+from tests.options import make_options
 from tests.wrapped import permanent
 
 import cloudckpt
@@ -463,7 +464,7 @@ def hiding(operation: str, key: str, *, nth: int) -> Options:
     def is_hidden(call: Call) -> bool:
         return (call.operation, call.key) == (operation, key) and next(num_calls) == nth
 
-    return Options(connections=1, wrap_store=lambda inner: Hiding(inner, is_hidden))
+    return make_options(connections=1, wrap_store=lambda inner: Hiding(inner, is_hidden))
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])

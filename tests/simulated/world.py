@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from tests.options import make_options
 from tests.simulated.oracle import Operation, can_have_happened
 from tests.simulated.scheduler import Actor, Fate
 
@@ -33,7 +34,7 @@ Wrap = Callable[[Store], Store]
 
 
 def options_for(wrap_store: Wrap) -> cloudckpt.Options:
-    return cloudckpt.Options(
+    return make_options(
         wrap_store=wrap_store, connections=1, retries=1, timeout_s=3600.0, tile_bytes=4096, part_bytes=8192
     )
 

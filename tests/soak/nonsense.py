@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.options import make_options
 from tests.soak.values import SMALL_BYTES, MixedError, empty_state, identity_of, state_of
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import Action, CutSomewhere, LoseAnswer, Reply, WireRule, Wire
+from cloudckpt.testing.wire import Action, CutSomewhere, LoseAnswer, Reply, Wire, WireRule
 
 SHARE = 0.05
 _HTML = (("Content-Type", "text/html"),)
@@ -98,7 +99,7 @@ class Crowd:
         return time.monotonic() >= self.stop_s or bool(self.problems)
 
     def options(self) -> cloudckpt.Options:
-        return cloudckpt.Options(
+        return make_options(
             storage_options=self.storage_options, connections=2, part_bytes=5 * MIB, tile_bytes=64 * KIB, timeout_s=60
         )
 

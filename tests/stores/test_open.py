@@ -7,6 +7,7 @@ import sys
 
 import fsspec
 import pytest
+from tests.options import make_options
 
 from cloudckpt import Options
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
@@ -86,7 +87,7 @@ def test_no_client_is_imported_for_nothing(location, absent):
 def test_what_is_no_store_is_refused():
     """If this fails, a wrapper that forgets to return is an AttributeError somewhere in a save."""
     with pytest.raises(InvalidOptionError, match="wrap_store must return a store, but it returned None"):
-        open_store("memory://name/run", Options(wrap_store=lambda _: None))
+        open_store("memory://name/run", make_options(wrap_store=lambda _: None))
 
 
 def test_what_are_no_options_is_refused():

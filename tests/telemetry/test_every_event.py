@@ -12,14 +12,15 @@ import torch.distributed.checkpoint as dcp
 from tests.commit.gc.leftovers import LONG_AGO, put
 from tests.e2e.servers import FlakyS3, serve
 from tests.in_memory import Memory
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt import Event, Options, telemetry
+from cloudckpt.events import EVENTS
 from cloudckpt.io import hedging
 from cloudckpt.options import MIB
-from cloudckpt.report import EVENTS
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import WireRule, StallAnswer, StallRequest, Wire
+from cloudckpt.testing.wire import StallAnswer, StallRequest, Wire, WireRule
 
 SMALL: dict[str, Any] = {"part_bytes": 16384, "tile_bytes": 4096, "object_bytes": 65536, "retries": 1}
 WAIT_S = 60.0
@@ -50,7 +51,7 @@ def state_of(fill: float) -> dict[str, Any]:
 
 def save(uri: str, fill: float, **more: Any) -> None:
     overwrite = more.pop("overwrite", False)
-    cloudckpt.save(state_of(fill), uri, no_dist=True, overwrite=overwrite, options=Options(**SMALL, **more))
+    cloudckpt.save(state_of(fill), uri, no_dist=True, overwrite=overwrite, options=make_options(**SMALL, **more))
 
 
 def saves_and_loads(memory: Memory) -> None:
@@ -75,7 +76,7 @@ def saves_and_loads(memory: Memory) -> None:
             reached.set()
             assert go_on.wait(WAIT_S)
 
-    options = Options(on_event=hold, **SMALL)
+    options = make_options(on_event=hold, **SMALL)
     handle = cloudckpt.async_save(state_of(1.0), f"{root}/c", no_dist=True, options=options)
     assert reached.wait(WAIT_S)
     assert handle.cancel()
@@ -90,7 +91,7 @@ def saves_and_loads(memory: Memory) -> None:
 def removals(memory: Memory) -> None:
     """By retention, `gc` and `delete`; and each of them in vain."""
     root = memory.uri("kept/x").rpartition("/")[0]
-    with cloudckpt.CheckpointManager(root, keep_last=1, async_=False, options=Options(**SMALL)) as manager:
+    with cloudckpt.CheckpointManager(root, keep_last=1, async_=False, options=make_options(**SMALL)) as manager:
         manager.save(1, state_of(1.0))
         manager.save(2, state_of(2.0))
         manager.wait()
@@ -116,7 +117,7 @@ def stalls(server: Server) -> None:
 
     def options_at(url: str) -> Options:
         storage = {**server.storage_options, "endpoint_url": url}
-        return Options(storage_options=storage, connections=2, part_bytes=5 * MIB, request_bytes=8 * MIB)
+        return make_options(storage_options=storage, connections=2, part_bytes=5 * MIB, request_bytes=8 * MIB)
 
     rules = (
         WireRule(action=StallRequest(after_bytes=MIB), method="PUT", path=r"/data/.*partNumber=", skip=4),

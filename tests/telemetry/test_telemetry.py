@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.in_memory import Memory
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt import Event, Options, telemetry
@@ -82,7 +83,7 @@ def parent_of(span: ReadableSpan) -> int | None:
 def test_a_save_and_a_load_are_spans_below_the_callers(exported: Exported, tmp_path: Path) -> None:
     """If this fails, a trace of a training step does not show where its checkpoint's time went."""
     with exported.tracers.get_tracer("test").start_as_current_span("step") as step:
-        cloudckpt.save(state_of(), tmp_path / "c", no_dist=True, options=Options(**SMALL))
+        cloudckpt.save(state_of(), tmp_path / "c", no_dist=True, options=make_options(**SMALL))
     spans = exported.spans()
     assert spans.keys() == {"step", "cloudckpt.save", "cloudckpt.plan", "cloudckpt.upload", "cloudckpt.commit"}
     save = spans["cloudckpt.save"]
@@ -108,7 +109,7 @@ def test_a_save_and_a_load_are_spans_below_the_callers(exported: Exported, tmp_p
 def test_a_background_save_belongs_to_who_began_it(exported: Exported, tmp_path: Path) -> None:
     """If this fails, background saves are traces of their own, which nobody finds from the step that began them."""
     with exported.tracers.get_tracer("test").start_as_current_span("step") as step:
-        handle = cloudckpt.async_save(state_of(), tmp_path / "c", no_dist=True, options=Options(**SMALL))
+        handle = cloudckpt.async_save(state_of(), tmp_path / "c", no_dist=True, options=make_options(**SMALL))
     handle.result(120)
     spans = exported.spans()
     names = ("save", "stage", "plan", "upload", "commit")
@@ -128,7 +129,7 @@ def test_calls_to_the_store_hang_below_the_phase(exported: Exported, memory: Mem
             assert threading.current_thread() is not threading.main_thread()
             seen.setdefault(event.name, set()).add(trace.get_current_span().get_span_context().span_id)
 
-    cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=Options(on_event=look, **SMALL))
+    cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=make_options(on_event=look, **SMALL))
     upload = exported.spans()["cloudckpt.upload"].context.span_id
     exported.exporter.clear()
     cloudckpt.load(state_of(0.0), memory.uri(), no_dist=True, options=Options(on_event=look))
@@ -145,7 +146,7 @@ def test_what_is_told_of_a_bucket_holds_no_secret(
     secret = "not-for-the-log-0123456789abcdef"  # noqa: S105  # of moto
     storage = {"endpoint_url": s3_bucket.endpoint_url, "aws_access_key_id": "who", "aws_secret_access_key": secret}
     events: list[Event] = []
-    options = Options(storage_options=storage, on_event=events.append, extensions=[cloudckpt.Zstandard()], **SMALL)
+    options = make_options(storage_options=storage, on_event=events.append, extensions=[cloudckpt.Zstandard()], **SMALL)
     uri = "s3://watched/told"
     with caplog.at_level(logging.DEBUG, "cloudckpt"):
         cloudckpt.save(state_of(), uri, no_dist=True, options=options)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, state_of
+from tests.options import make_options
 from tests.timelines import Timeline
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -50,7 +51,7 @@ def verb_of(trace: Path, verb: str) -> Timeline:
 
 def test_a_save_and_a_load_are_drawn_whole(trace: Path) -> None:
     """If this fails, a viewer refuses the file, or what is in it is not what the save and the load did."""
-    uri, options = fresh_uri(), Options(trace=trace, **SMALL)
+    uri, options = fresh_uri(), make_options(trace=trace, **SMALL)
     saved = cloudckpt.save(MANY, uri, no_dist=True, options=options).report
     assert saved is not None
     timeline = verb_of(trace, "save")
@@ -73,7 +74,7 @@ def test_a_save_and_a_load_are_drawn_whole(trace: Path) -> None:
 
 def test_what_is_in_flight_adds_up(trace: Path) -> None:
     """If this fails, the counter above the lanes drifts, and shows bytes on their way when there are none."""
-    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=make_options(trace=trace, **SMALL))
     events = verb_of(trace, "save").events
     in_flight = [event["args"]["bytes"] for event in events if event["name"] == "bytes in flight"]
     assert in_flight[-1] == 0
@@ -87,7 +88,10 @@ def test_tries_are_numbered_and_waits_between_them_drawn(trace: Path, monkeypatc
     monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.001)
     faults = Faults(Rule(fault=ServerError(), operations={"upload_part"}, times=2), seed=1)
     saved = cloudckpt.save(
-        MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, wrap_store=faults, **{**SMALL, "connections": 1})
+        MANY,
+        fresh_uri(),
+        no_dist=True,
+        options=make_options(trace=trace, wrap_store=faults, **{**SMALL, "connections": 1}),
     ).report
     assert saved is not None
     timeline = verb_of(trace, "save")
@@ -105,7 +109,7 @@ def test_a_failed_save_is_drawn_up_to_its_failure(trace: Path) -> None:
     """If this fails, there is no timeline of the very saves that one would look at."""
     faults = Faults(Rule(fault=Denied(), operations={"upload_part"}, times=None), seed=3)
     with pytest.raises(CheckpointException):
-        cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, wrap_store=faults, **SMALL))
+        cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=make_options(trace=trace, wrap_store=faults, **SMALL))
     timeline = verb_of(trace, "save")
     assert timeline.named("write")[0]["args"] == {"error": "AccessDeniedError"}
     assert any(span["args"].get("error") == "AccessDeniedError" for span in timeline.named("upload_part"))
@@ -115,7 +119,7 @@ def test_a_failed_save_is_drawn_up_to_its_failure(trace: Path) -> None:
 
 def test_torchs_own_calls_are_drawn_too(trace: Path) -> None:
     """If this fails, only cloudckpt's own functions leave a timeline, and none of a failure."""
-    uri, options = fresh_uri(), Options(trace=trace, **SMALL)
+    uri, options = fresh_uri(), make_options(trace=trace, **SMALL)
     dcp.save(MANY, storage_writer=ObjectStoreWriter(uri, options=options), no_dist=True)
     assert verb_of(trace, "save").named("commit")
     dcp.load(
@@ -135,7 +139,7 @@ def test_the_file_is_valid_all_the_while(trace: Path) -> None:
         if event.name in {"save.set_up", "save.part_uploaded", "save.written", "save.committed"}:
             seen.append(len(verb_of(trace, "save").events))
 
-    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, on_event=look, **SMALL))
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=make_options(trace=trace, on_event=look, **SMALL))
     assert len(seen) > 12
     assert sorted(seen) == seen
     assert seen[-1] < len(verb_of(trace, "save").events)
@@ -143,7 +147,7 @@ def test_the_file_is_valid_all_the_while(trace: Path) -> None:
 
 def test_writers_and_readers_that_travel_keep_their_trace(trace: Path, memory: Memory) -> None:
     """If this fails, an async save by process cannot start, or leaves no timeline."""
-    options = Options(trace=trace, **SMALL)
+    options = make_options(trace=trace, **SMALL)
     writer = pickle.loads(pickle.dumps(ObjectStoreWriter(memory.uri(), options=options)))
     cloudckpt.save(state_of(1.0), storage_writer=writer, no_dist=True)
     reader = pickle.loads(pickle.dumps(ObjectStoreReader(memory.uri(), options=options)))
@@ -188,7 +192,9 @@ def test_a_file_that_is_lost_on_the_way_costs_no_save(
             trace_path(trace, rank=0, verb="save").unlink()
 
     with caplog.at_level(logging.WARNING, logger="cloudckpt"):
-        cloudckpt.save(state_of(), memory.uri(), no_dist=True, options=Options(trace=trace, on_event=lose, **SMALL))
+        cloudckpt.save(
+            state_of(), memory.uri(), no_dist=True, options=make_options(trace=trace, on_event=lose, **SMALL)
+        )
     assert sum("cannot be written any more" in record.message for record in caplog.records) == 1
     assert "manifest.json" in memory.all_keys()
 
@@ -197,7 +203,7 @@ def test_a_timeline_has_a_bound_and_says_what_it_left_out(trace: Path, monkeypat
     """If this fails, tracing a save of many objects fills the memory or the disk."""
     monkeypatch.setattr("cloudckpt.telemetry.timeline.MAX_EVENTS", 40)
     monkeypatch.setattr("cloudckpt.telemetry.timeline._MAX_BUFFERED_EVENTS", 7)
-    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=Options(trace=trace, **SMALL))
+    cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=make_options(trace=trace, **SMALL))
     timeline = verb_of(trace, "save")
     assert sum(event["ph"] != "M" for event in timeline.events) == timeline.about["num_events"] == 40
     assert timeline.about["num_events_left_out"] > 40

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from awscrt.checksums import crc32c
+from tests.options import make_options
 from tests.wrapped import FaultyStore, permanent
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -51,7 +52,7 @@ class Place:
         return {info.key for info in self.store().list()}
 
     def _options(self, storage_options: Mapping[str, Any], **more: Any) -> Options:
-        return Options(
+        return make_options(
             storage_options=storage_options, part_bytes=_PART_BYTES, tile_bytes=MIB, retries=1, timeout_s=60.0, **more
         )
 

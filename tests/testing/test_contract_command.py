@@ -19,7 +19,7 @@ from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.__main__ import main
 from cloudckpt.testing.servers import S3Server, ask, clean_environment, moto_server
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, WireRule, WireCallback, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, Wire, WireCallback, WireRule
 
 _WAIT_S = 240.0
 

@@ -19,7 +19,7 @@ from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing import StoreContract, contract_wire
 from cloudckpt.testing.servers import moto_server
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, WireRule, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, Wire, WireRule
 
 SILENCE = "test_silence_ends_in_time"
 BUCKET = "strict"

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.testing.faults import BrokenConnection, Faults, FlippedBits, Rule, ServerError, SlowDown, TruncatedBody
@@ -34,7 +35,7 @@ def test_saves_and_loads_get_over_faults(seed: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("cloudckpt.io.retry._delay_s", lambda error, num_failures: 0.0)
     uri = f"memory://faults-in-saves-{next(_numbers)}/run"
     faults = Faults(*RULES, seed=seed)
-    options = cloudckpt.Options(
+    options = make_options(
         wrap_store=faults, retries=30, connections=4, tile_bytes=4096, part_bytes=8192, request_bytes=8192
     )
     for value in (1.0, 2.0, 3.0):
@@ -47,6 +48,6 @@ def test_saves_and_loads_get_over_faults(seed: int, monkeypatch: pytest.MonkeyPa
 
 def test_an_error_that_gets_through_names_the_seed() -> None:
     """If this fails, whoever reads the log of a failed run cannot have it again."""
-    options = cloudckpt.Options(wrap_store=Faults(Rule(fault=ServerError(), times=None), seed=1234), retries=0)
+    options = make_options(wrap_store=Faults(Rule(fault=ServerError(), times=None), seed=1234), retries=0)
     with pytest.raises(cloudckpt.errors.TransientStoreError, match="rule 0 with seed 1234"):
         cloudckpt.save(state_of(1.0), "memory://faults-named/run", no_dist=True, options=options)

@@ -21,12 +21,12 @@ from cloudckpt.testing.wire import (
     Delay,
     LoseAnswer,
     Reply,
-    WireRule,
     StallAnswer,
     StallRequest,
-    WireCallback,
     Throttle,
     Wire,
+    WireCallback,
+    WireRule,
 )
 
 _WAIT_S = 30.0

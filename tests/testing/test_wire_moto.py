@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.testing.servers import S3Server, moto_server
-from cloudckpt.testing.wire import CutSomewhere, WireRule, Wire
+from cloudckpt.testing.wire import CutSomewhere, Wire, WireRule
 
 URI = "s3://bucket/run"
 
@@ -31,7 +32,7 @@ def server(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 def options_for(server: S3Server, wire: Wire | None = None, **settings: Any) -> cloudckpt.Options:
     endpoint_url = server.endpoint_url if wire is None else wire.url
-    return cloudckpt.Options(
+    return make_options(
         storage_options={**server.storage_options, "endpoint_url": endpoint_url}, timeout_s=30.0, **settings
     )
 

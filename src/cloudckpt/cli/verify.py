@@ -11,7 +11,7 @@ from cloudckpt.cli._errors import NO
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
 
 if TYPE_CHECKING:
-    from cloudckpt.report import Event
+    from cloudckpt.events import Event
 
 
 def verify(

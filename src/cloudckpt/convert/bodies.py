@@ -172,13 +172,9 @@ class CheckpointReader:
     unpacked at a time, and kept for the reads of the next parts.
     """
 
-<<<<<<< HEAD
     def __init__(self, context: Context, manifest: Manifest, *, budget_bytes: int) -> None:
-=======
-    def __init__(self, context: Context, manifest: Manifest, *, budget_bytes: int, kept_bytes: int = 0) -> None:
         advanced = context.options.advanced
         request_bytes = max(min(advanced.request_bytes, budget_bytes), advanced.tile_bytes)
->>>>>>> 327e921 (Move options that few users change to Options.advanced: sixteen fields remain)
         options = dataclasses.replace(
             context.options,
             connections=_CONNECTIONS_OF_EACH,

@@ -55,6 +55,7 @@ from cloudckpt.errors import (
     UnsafePickleError,
     UnsupportedValueError,
 )
+from cloudckpt.events import Event
 from cloudckpt.format.codec import pack_tiles
 from cloudckpt.format.model import (
     FORMAT_MAJOR,
@@ -71,7 +72,6 @@ from cloudckpt.format.validation import find_problems
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.report import Event
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names

@@ -131,19 +131,9 @@ def examine(
     bounded = dataclasses.replace(options, timeout_s=min(options.timeout_s, _MAX_WAIT_S))
     store = open_store(location, bounded)
     # Sessions and settings are asked of the store itself, not of a user's wrapper.
-<<<<<<< HEAD
-    plain = store if options.wrap_store is None else open_store(location, dataclasses.replace(bounded, wrap_store=None))
+    unwrapped = dataclasses.replace(bounded, advanced=dataclasses.replace(options.advanced, wrap_store=None))
+    plain = store if options.advanced.wrap_store is None else open_store(location, unwrapped)
     checklist = _Checklist(deadline_s)
-=======
-    plain = (
-        store
-        if options.advanced.wrap_store is None
-        else open_store(
-            location, dataclasses.replace(bounded, advanced=dataclasses.replace(options.advanced, wrap_store=None))
-        )
-    )
-    checklist = _Checklist(deadline_s=deadline_s, on_check=on_check)
->>>>>>> 327e921 (Move options that few users change to Options.advanced: sixteen fields remain)
     _check_contact(checklist, location, store, plain, timeout_s=bounded.timeout_s)
     if read_only:
         checklist.run("get", functools.partial(_read_any_object, store), advice=_LOST_WITHOUT["get"])

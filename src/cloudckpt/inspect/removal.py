@@ -19,10 +19,10 @@ from cloudckpt.errors import (
     InvalidURIError,
     StoreError,
 )
+from cloudckpt.events import Event, EventName
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
-from cloudckpt.report import Event, EventName
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location

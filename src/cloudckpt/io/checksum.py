@@ -1,4 +1,4 @@
-"""CRC32C (RFC 3720, appendix B.4) of tiles, and of what they add up to."""
+"""Compute the CRC32C (RFC 3720, appendix B.4) of tiles and objects; `io.download` compares those of what it reads."""
 
 from __future__ import annotations
 

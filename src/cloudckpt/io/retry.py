@@ -21,8 +21,8 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.telemetry.timeline import Recorder, now_ns
 from cloudckpt.telemetry.subscribers import fields
+from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")

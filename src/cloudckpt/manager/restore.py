@@ -23,13 +23,14 @@ from cloudckpt.dcp.protocol import causes_of, failure_of, is_distributed, raise_
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.distributed.guarded_group import guarded_collectives
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
+from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.steps import Steps
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
-from cloudckpt.report import Event, LoadReport, SkippedCheckpoint
+from cloudckpt.report import LoadReport, SkippedCheckpoint
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import redacted
 

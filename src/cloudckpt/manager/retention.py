@@ -12,13 +12,13 @@ from cloudckpt.commit.collect import Place, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
+from cloudckpt.events import Event
 from cloudckpt.inspect.removal import KeptObject, find_places, gc
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import tell
-from cloudckpt.report import Event
 from cloudckpt.uri import parse_location
 
 _log = logging.getLogger("cloudckpt")

@@ -13,41 +13,23 @@ import torch.distributed as dist
 from cloudckpt import _forks
 from cloudckpt._workers import num_cores_of_rank, ranks_of_host
 from cloudckpt.errors import SaveCancelledError
+from cloudckpt.events import LEVELS, Event, EventName
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
 from cloudckpt.io.retry import Retrier
 from cloudckpt.io.traced import TracedStore
 from cloudckpt.options import Options
-from cloudckpt.report import Event, EventName, LoadReport, SaveReport
+from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.telemetry import subscribers
-from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.telemetry.subscribers import fields
+from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.uri import Location
 
 _log = logging.getLogger("cloudckpt")
 
 _MIN_FILE_THREADS = 2  # while one waits for its device, another can copy
 _MAX_FILE_THREADS = 8
-
-LEVELS: dict[EventName, int] = {
-    "save.begun": logging.DEBUG,
-    "save.staged": logging.DEBUG,
-    "save.done": logging.INFO,
-    "save.cancelled": logging.INFO,
-    "save.failed": logging.WARNING,
-    "load.begun": logging.DEBUG,
-    "load.done": logging.INFO,
-    "load.failed": logging.WARNING,
-    "load.skipped": logging.WARNING,
-    "gc.removed": logging.INFO,
-    "gc.failed": logging.WARNING,
-    "delete.done": logging.INFO,
-    "delete.failed": logging.WARNING,
-    "retention.removed": logging.INFO,
-    "retention.failed": logging.WARNING,
-}
-"""The level of each event that is written to the log."""
 
 
 class Context:

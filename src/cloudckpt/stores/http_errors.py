@@ -37,39 +37,41 @@ _PREFIX_CHARACTERS = 12
 _FEWEST_SECRET_CHARACTERS = 6  # shorter ones are dummies, and part of any word
 
 
-class Rule(NamedTuple):
+class ErrorRule(NamedTuple):
     """The error to raise, and what to do next; ``{bucket}``, ``{endpoint}`` and ``{permission}`` are filled in."""
 
     error: type[StoreError]
     advice: str
 
 
-ACCOUNT = Rule(AccessDeniedError, "The account or project may not use the store at present. Ask its owner.")
-BUCKET = Rule(BucketNotFoundError, "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name.")
-CANNOT = Rule(UnsupportedOperationError, "This store does not offer the operation, or not with these options.")
-CLOSED = Rule(TransientStoreError, "{endpoint} closed the connection. Try again.")
-CONNECT_LATE = Rule(
+ACCOUNT = ErrorRule(AccessDeniedError, "The account or project may not use the store at present. Ask its owner.")
+BUCKET = ErrorRule(
+    BucketNotFoundError, "Bucket {bucket!r} does not exist at {endpoint}. Create it, or correct its name."
+)
+CANNOT = ErrorRule(UnsupportedOperationError, "This store does not offer the operation, or not with these options.")
+CLOSED = ErrorRule(TransientStoreError, "{endpoint} closed the connection. Try again.")
+CONNECT_LATE = ErrorRule(
     StoreTimeoutError,
     "{endpoint} accepted no connection in time. Check endpoint_url and the network.",
 )
-DENIED = Rule(AccessDeniedError, "Grant {permission} to these credentials.")
-EXISTS = Rule(ObjectExistsError, "An object exists at this key already; it was left as it is.")
-FOREIGN = Rule(
+DENIED = ErrorRule(AccessDeniedError, "Grant {permission} to these credentials.")
+EXISTS = ErrorRule(ObjectExistsError, "An object exists at this key already; it was left as it is.")
+FOREIGN = ErrorRule(
     TransientStoreError,
     "Is a proxy or a load balancer between? Try again; if it goes on, check endpoint_url, and what answers at "
     "{endpoint}.",
 )
-FULL = Rule(StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
-LARGE = Rule(StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes.")
-LATER = Rule(TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
-NOTHING = Rule(ObjectNotFoundError, "No object exists at this key.")
-PROXY = Rule(TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
-READ_LATE = Rule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")
-REQUEST = Rule(StoreError, "The store refuses the request as it stands. Check the storage options and the key.")
-SHORT = Rule(ShortObjectError, "The object ends before the range that was asked for.")
-SLOWER = Rule(ThrottledError, "Send fewer requests: fewer connections, or other key prefixes.")
-TLS = Rule(TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
-UNREACHED = Rule(
+FULL = ErrorRule(StoreError, "The store is full, or its quota used up. Free some space, or raise the quota.")
+LARGE = ErrorRule(StoreError, "The object or part is larger than the store takes. Lower object_bytes or part_bytes.")
+LATER = ErrorRule(TransientStoreError, "Try again; if it goes on, look into what {endpoint} says.")
+NOTHING = ErrorRule(ObjectNotFoundError, "No object exists at this key.")
+PROXY = ErrorRule(TransientStoreError, "The proxy did not connect. Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY.")
+READ_LATE = ErrorRule(StoreTimeoutError, "{endpoint} made no progress in time. Try again.")
+REQUEST = ErrorRule(StoreError, "The store refuses the request as it stands. Check the storage options and the key.")
+SHORT = ErrorRule(ShortObjectError, "The object ends before the range that was asked for.")
+SLOWER = ErrorRule(ThrottledError, "Send fewer requests: fewer connections, or other key prefixes.")
+TLS = ErrorRule(TransientStoreError, "TLS to {endpoint} failed. Check endpoint_url (http or https), and try again.")
+UNREACHED = ErrorRule(
     TransientStoreError,
     "No connection to {endpoint}. Check that it runs, the network, and endpoint_url (host, port, http or https).",
 )
@@ -82,7 +84,7 @@ SAID_BY_ANYONE = frozenset({407, 408, 413, 429})
 
 CLIENT_ERROR, SERVER_ERROR = 400, 500
 
-STATUSES: Mapping[int, Rule] = {
+STATUSES: Mapping[int, ErrorRule] = {
     403: DENIED,
     404: NOTHING,
     405: CANNOT,
@@ -98,7 +100,7 @@ STATUSES: Mapping[int, Rule] = {
 """For codes that a table lacks and answers without a body. Others from 500 on are `LATER`, below `REQUEST`."""
 
 
-def by_name(groups: Sequence[tuple[Rule, str]]) -> dict[str, Rule]:
+def by_name(groups: Sequence[tuple[ErrorRule, str]]) -> dict[str, ErrorRule]:
     """Return a table from each name in the groups' texts to its rule."""
     return {name: rule for rule, names in groups for name in names.split()}
 
@@ -126,10 +128,10 @@ class ErrorTable:
     Classes are named, not imported, so that an SDK that lacks or adds one still works.
     """
 
-    codes: Mapping[str, Rule]
+    codes: Mapping[str, ErrorRule]
     """By the service's own name of an error."""
-    statuses: Mapping[int, Rule]
-    exceptions: Mapping[str, Rule]
+    statuses: Mapping[int, ErrorRule]
+    exceptions: Mapping[str, ErrorRule]
     """By the name of a class of the SDK. A class that is not here is taken for its nearest base that is."""
     packages: frozenset[str]
     """The packages of the SDK."""
@@ -137,17 +139,17 @@ class ErrorTable:
     """The beginnings of the names of the modules in which the SDK parses answers."""
     quoted: str
     """The package whose exceptions have texts without headers of requests, and so without tokens."""
-    certificate: Rule
+    certificate: ErrorRule
     """For a certificate that is not accepted."""
-    configuration: Rule
+    configuration: ErrorRule
     """For all other exceptions of the SDK."""
 
-    def rule_for_answer(self, code: str, status: int) -> Rule:
+    def rule_for_answer(self, code: str, status: int) -> ErrorRule:
         """Return the rule for an answer of the service."""
         fallback = LATER if status >= SERVER_ERROR else REQUEST
         return self.codes.get(code) or self.statuses.get(status, fallback)
 
-    def rule_for_exception(self, error: Exception) -> Rule | None:
+    def rule_for_exception(self, error: Exception) -> ErrorRule | None:
         """Return the rule for an exception of the SDK; None if it is not of the SDK."""
         names = [cls.__name__ for cls in type(error).__mro__ if cls.__module__.partition(".")[0] in self.packages]
         rules = (self.exceptions[name] for name in names if name in self.exceptions)
@@ -158,7 +160,7 @@ class ForeignAnswerError(Exception):
     """An answer that the store itself never gives, but a proxy, a load balancer or another server does."""
 
 
-def build_error(rule: Rule, request: FailedRequest, *, reason: str) -> StoreError:
+def build_error(rule: ErrorRule, request: FailedRequest, *, reason: str) -> StoreError:
     """Return the error that `rule` asks for."""
     cls, advice = rule
     advice = advice.format(bucket=request.bucket, endpoint=request.endpoint, permission=request.permission)
@@ -170,7 +172,7 @@ def build_error(rule: Rule, request: FailedRequest, *, reason: str) -> StoreErro
 
 
 def translate_exception(
-    error: Exception, request: FailedRequest, table: ErrorTable, *, library_rule: Rule | None
+    error: Exception, request: FailedRequest, table: ErrorTable, *, library_rule: ErrorRule | None
 ) -> StoreError | None:
     """Translate an exception without an answer of the store; None if neither network nor configuration raised it.
 
@@ -201,7 +203,7 @@ def _is_of_parsing(error: Exception, table: ErrorTable) -> bool:
     return any(module.startswith(table.parsers) for module in modules)
 
 
-def _network_rule(error: Exception) -> Rule | None:
+def _network_rule(error: Exception) -> ErrorRule | None:
     if isinstance(error, TimeoutError) or type(error).__name__ == "ReadTimeoutError":
         return READ_LATE
     if isinstance(error, ssl.SSLError):
@@ -214,7 +216,7 @@ def _network_rule(error: Exception) -> Rule | None:
     return None
 
 
-def _refine_network_rule(rule: Rule | None, error: Exception, *, certificate: Rule) -> Rule | None:
+def _refine_network_rule(rule: ErrorRule | None, error: Exception, *, certificate: ErrorRule) -> ErrorRule | None:
     chain = list(_causes(error))
     if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
         return certificate

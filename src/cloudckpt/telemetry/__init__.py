@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import MissingDependencyError
-from cloudckpt.report import Event
+from cloudckpt.events import Event
 from cloudckpt.telemetry import subscribers
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
 
 from cloudckpt._version import __version__
-from cloudckpt.report import Event, LoadReport, SaveReport
+from cloudckpt.events import Event
+from cloudckpt.report import LoadReport, SaveReport
 
 _NAME = "cloudckpt"
 _MOST_RUNNING = 256

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cloudckpt.io.boxes import split_into_boxes
-from cloudckpt.tensors.copying import CudaStream, CopyStream, copies_queued_on
+from cloudckpt.tensors.copying import CopyStream, CudaStream, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import address_range, as_carrier, bytes_view, is_viewable
 

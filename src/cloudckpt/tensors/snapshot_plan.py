@@ -1,4 +1,4 @@
-"""The plan of a snapshot: the memory that its copies lie in, and the copies that fill it. Nothing is copied here."""
+"""Plan a snapshot: its memory, and the tasks that copy tensors into it. `copying.Staging` runs the tasks in threads."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from cloudckpt.errors import (
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.contract_base import (
     BODY,
-    StoreCall,
     Clauses,
+    StoreCall,
     capture_outcome,
     content,
     crc,
@@ -39,10 +39,10 @@ from cloudckpt.testing.wire import (
     CutRequest,
     LoseAnswer,
     Reply,
-    WireRule,
     StallAnswer,
     StallRequest,
     Wire,
+    WireRule,
 )
 
 _SLACK_S = 10.0

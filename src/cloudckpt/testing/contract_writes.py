@@ -28,8 +28,8 @@ from cloudckpt.stores.base import Store, UploadedPart
 from cloudckpt.testing.contract_base import (
     ODD_KEYS,
     WAIT_S,
-    StoreCall,
     Clauses,
+    StoreCall,
     capture_outcome,
     content,
     crc,
@@ -270,7 +270,9 @@ class WriteClauses(Clauses):
             pytest.skip("the class does not define credentials that are refused")
         calls = make_calls(store)
         if store.probe().conditional_create:
-            calls["create"] = StoreCall(key="run/created", run=lambda far: put(far, "run/created", b"x", if_absent=True))
+            calls["create"] = StoreCall(
+                key="run/created", run=lambda far: put(far, "run/created", b"x", if_absent=True)
+            )
         before = {key: content(store, key) for key in keys(store)}
         outcomes = {name: capture_outcome(functools.partial(call.run, denied)) for name, call in calls.items()}
         for name, outcome in outcomes.items():

@@ -44,13 +44,13 @@ __all__ = [
     "Delay",
     "LoseAnswer",
     "Reply",
-    "WireRule",
     "Seen",
     "StallAnswer",
     "StallRequest",
-    "WireCallback",
     "Throttle",
     "Wire",
+    "WireCallback",
+    "WireRule",
 ]
 
 _WAIT_S = 30.0
@@ -175,7 +175,16 @@ class CutSomewhere:
 
 
 Action: TypeAlias = (
-    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | WireCallback | Delay | Throttle | CutSomewhere
+    Reply
+    | LoseAnswer
+    | CutRequest
+    | CutAnswer
+    | StallRequest
+    | StallAnswer
+    | WireCallback
+    | Delay
+    | Throttle
+    | CutSomewhere
 )
 
 

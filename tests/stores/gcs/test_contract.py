@@ -13,7 +13,7 @@ from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.contract_base import crc, keys, put
-from cloudckpt.testing.wire import GCS_FORBIDDEN, WireRule, Wire
+from cloudckpt.testing.wire import GCS_FORBIDDEN, Wire, WireRule
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import GCSServer

@@ -14,7 +14,7 @@ from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.contract_base import content, put, run_at_once
-from cloudckpt.testing.wire import S3_ACCESS_DENIED, WireRule, Wire
+from cloudckpt.testing.wire import S3_ACCESS_DENIED, Wire, WireRule
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import S3Server

@@ -23,8 +23,8 @@ from cloudckpt.stores.http_errors import (
     BUCKET,
     FOREIGN,
     NOTHING,
+    ErrorRule,
     ForeignAnswerError,
-    Rule,
     build_error,
     describe_foreign,
 )
@@ -218,7 +218,7 @@ class GCSSession(HTTPSession):
         )
         return self.error(TransientStoreError, operation, key, problem)
 
-    def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> Rule | None:
+    def _look_into_absence(self, client: GCSClient, api: str, key: str, *, is_own: bool) -> ErrorRule | None:
         """Return the meaning of a 404 to `api`, which a listing tells; None if it means what the answer says.
 
         It can be the bucket that is missing. An answer that is not GCS's own is believed if the listing agrees.

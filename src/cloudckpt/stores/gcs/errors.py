@@ -39,9 +39,9 @@ from cloudckpt.stores.http_errors import (
     STATUSES,
     TLS,
     UNREACHED,
+    ErrorRule,
     ErrorTable,
     FailedRequest,
-    Rule,
     build_error,
     by_name,
     describe_foreign,
@@ -50,48 +50,48 @@ from cloudckpt.stores.http_errors import (
     translate_exception,
 )
 
-CERTIFICATE = Rule(
+CERTIFICATE = ErrorRule(
     StoreError,
     "The certificate of {endpoint} was not accepted. Check endpoint_url, or name the authority's certificate in "
     "REQUESTS_CA_BUNDLE.",
 )
-CONFIG = Rule(StoreError, "Check the storage options and the Google configuration (GOOGLE_* variables, gcloud).")
-CREDENTIALS = Rule(
+CONFIG = ErrorRule(StoreError, "Check the storage options and the Google configuration (GOOGLE_* variables, gcloud).")
+CREDENTIALS = ErrorRule(
     CredentialsError,
     "The store does not accept these credentials. Renew them (gcloud auth application-default login), or check "
     "credentials_file and GOOGLE_APPLICATION_CREDENTIALS.",
 )
-GONE = Rule(
+GONE = ErrorRule(
     ObjectNotFoundError,
     "A part of the upload is gone: it was completed or aborted. Upload the object anew.",
 )
-HELD = Rule(
+HELD = ErrorRule(
     AccessDeniedError,
     "A retention policy or a hold keeps the object. Use a bucket without, since uploads in parts leave temporary "
     "objects to remove.",
 )
-MISSING = Rule(
+MISSING = ErrorRule(
     StoreError,
     "Bucket {bucket!r} is there, so something else that the request names is not: check kms_key_name and user_project.",
 )
-NO_CREDENTIALS = Rule(
+NO_CREDENTIALS = ErrorRule(
     CredentialsError,
     "No usable credentials were found. Run gcloud auth application-default login, set "
     "GOOGLE_APPLICATION_CREDENTIALS, or set the storage option credentials_file, or anonymous to true for a "
     "public bucket or an emulator.",
 )
-POLICY = Rule(AccessDeniedError, "A policy of the organization forbids it. Ask its owner.")
-REDIRECT = Rule(StoreError, "{endpoint} sends requests elsewhere. Check endpoint_url (http or https).")
-REFRESH = Rule(
+POLICY = ErrorRule(AccessDeniedError, "A policy of the organization forbids it. Ask its owner.")
+REDIRECT = ErrorRule(StoreError, "{endpoint} sends requests elsewhere. Check endpoint_url (http or https).")
+REFRESH = ErrorRule(
     CredentialsError,
     "The credentials could not be renewed. Log in again (gcloud auth application-default login), or check the "
     "service account and its key.",
 )
-REFRESH_LATER = Rule(TransientStoreError, "The service that renews the credentials was not reached. Try again.")
-WHO_PAYS = Rule(StoreError, "The bucket wants the requester to pay: check the storage option user_project.")
+REFRESH_LATER = ErrorRule(TransientStoreError, "The service that renews the credentials was not reached. Try again.")
+WHO_PAYS = ErrorRule(StoreError, "The bucket wants the requester to pay: check the storage option user_project.")
 
 
-BY_REQUEST: Mapping[tuple[str, int], Rule] = {
+BY_REQUEST: Mapping[tuple[str, int], ErrorRule] = {
     ("objects.compose", 404): GONE,
     ("objects.insert", 404): MISSING,
     ("objects.list", 404): BUCKET,
@@ -99,7 +99,7 @@ BY_REQUEST: Mapping[tuple[str, int], Rule] = {
 }
 """Statuses that mean something else for one request, because of what it names."""
 
-REASONS: Mapping[str, Rule] = by_name(
+REASONS: Mapping[str, ErrorRule] = by_name(
     [
         (ACCOUNT, "accountDisabled countryBlocked accessNotConfigured UserProjectAccountProblem"),
         (ACCOUNT, "userProjectAccountProblem userAccountClosed"),
@@ -119,7 +119,7 @@ REASONS: Mapping[str, Rule] = by_name(
 )
 """GCS's own names of errors that say more than the status."""
 
-EXCEPTIONS: Mapping[str, Rule] = by_name(
+EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
     [
         (CLOSED, "ChunkedEncodingError"),
         (CONNECT_LATE, "ConnectTimeout"),

@@ -49,7 +49,7 @@ LONGEST_NAME_BYTES = 1024  # https://cloud.google.com/storage/docs/objects#namin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredObject:
+class ObjectGeneration:
     """One generation of an object, as the service describes it."""
 
     name: str
@@ -107,7 +107,7 @@ def make_token(nonce: str, generation: int, upload: Upload | None = None) -> str
     return plain if upload is None else f"{plain}@{upload.upload_id}@{upload.name}"
 
 
-def parse_token(session: GCSSession, upload: Upload, done: UploadedPart) -> StoredObject:
+def parse_token(session: GCSSession, upload: Upload, done: UploadedPart) -> ObjectGeneration:
     """Return the temporary object of a part. Raises `ObjectNotFoundError` if its token is not of this store."""
     match = _TOKEN.fullmatch(done.token)
     if match is None:
@@ -115,7 +115,7 @@ def parse_token(session: GCSSession, upload: Upload, done: UploadedPart) -> Stor
         raise session.error(ObjectNotFoundError, _COMPLETE, upload.name, problem)
     if match[4]:
         upload = Upload(upload_id=match[3], name=match[4])
-    return StoredObject(
+    return ObjectGeneration(
         name=upload.part_name(done.part.number, nonce=match[1]),
         generation=int(match[2]),
         size_bytes=done.part.size_bytes,
@@ -132,7 +132,7 @@ def insert(
     crc32c: int,
     storage_class: str | None,
     if_absent: bool = False,
-) -> StoredObject:
+) -> ObjectGeneration:
     """Create the object `name`. No byte of a large view is copied.
 
     Makes one request of the type ``multipart``, with the CRC32C among the metadata: GCS creates nothing if it differs.
@@ -174,7 +174,7 @@ def insert(
     return stored
 
 
-def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[StoredObject]) -> None:
+def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[ObjectGeneration]) -> None:
     """Make `parts`, in their order, the object of the upload: as a tree, since a call takes 32 of them at most.
 
     A repetition finds parts gone that an earlier try has removed, and succeeds if the object exists. Raises
@@ -198,7 +198,7 @@ def compose_parts(session: GCSSession, upload: Upload, parts: Sequence[StoredObj
             raise
 
 
-def _is_composed(session: GCSSession, name: str, parts: Sequence[StoredObject]) -> bool:
+def _is_composed(session: GCSSession, name: str, parts: Sequence[ObjectGeneration]) -> bool:
     """Return True if the object that `parts` add up to exists at `name`."""
     try:
         answer = session.call(
@@ -210,7 +210,9 @@ def _is_composed(session: GCSSession, name: str, parts: Sequence[StoredObject]) 
     return (found.crc32c, found.size_bytes) == _add_up(parts)
 
 
-def _compose(session: GCSSession, name: str, sources: Sequence[StoredObject], *, is_temporary: bool) -> StoredObject:
+def _compose(
+    session: GCSSession, name: str, sources: Sequence[ObjectGeneration], *, is_temporary: bool
+) -> ObjectGeneration:
     """Compose exactly the generations in `sources`."""
 
     def ask(client: GCSClient) -> Any:
@@ -229,7 +231,7 @@ def _compose(session: GCSSession, name: str, sources: Sequence[StoredObject], *,
     return stored
 
 
-def _add_up(sources: Sequence[StoredObject]) -> tuple[int, int]:
+def _add_up(sources: Sequence[ObjectGeneration]) -> tuple[int, int]:
     crc32c = size_bytes = 0
     for source in sources:
         crc32c = combine_crc32c(crc32c, source.crc32c, source.size_bytes)
@@ -242,7 +244,7 @@ def facts_of(blob: Any) -> dict[str, Any]:
     return {"generation": blob.generation, "size": blob.size, "crc32c": blob.crc32c}
 
 
-def describe(session: GCSSession, operation: str, api: str, name: str, answer: Any) -> StoredObject:
+def describe(session: GCSSession, operation: str, api: str, name: str, answer: Any) -> ObjectGeneration:
     """Parse `answer`, an object of the JSON API."""
     try:
         crc32c = decode_crc32c(answer["crc32c"])
@@ -251,10 +253,10 @@ def describe(session: GCSSession, operation: str, api: str, name: str, answer: A
         raise session.foreign_answer(operation, api, name) from None
     if crc32c is None:
         raise session.foreign_answer(operation, api, name)
-    return StoredObject(name=name, generation=generation, size_bytes=size_bytes, crc32c=crc32c)
+    return ObjectGeneration(name=name, generation=generation, size_bytes=size_bytes, crc32c=crc32c)
 
 
-def remove_generation(session: GCSSession, operation: str, stored: StoredObject) -> None:
+def remove_generation(session: GCSSession, operation: str, stored: ObjectGeneration) -> None:
     """Remove one object if it is still this generation of it; a newer one belongs to somebody else."""
 
     def ask(client: GCSClient) -> None:
@@ -267,7 +269,9 @@ def remove_generation(session: GCSSession, operation: str, stored: StoredObject)
         return
 
 
-def _check_stored(session: GCSSession, operation: str, stored: StoredObject, *, crc32c: int, size_bytes: int) -> None:
+def _check_stored(
+    session: GCSSession, operation: str, stored: ObjectGeneration, *, crc32c: int, size_bytes: int
+) -> None:
     """Raise `ChecksumRefusedError` for other bytes, and remove the generation that was just written, and no other."""
     if (stored.crc32c, stored.size_bytes) == (crc32c, size_bytes):
         return

@@ -43,10 +43,10 @@ from cloudckpt.stores.http_errors import (
     STATUSES,
     TLS,
     UNREACHED,
+    ErrorRule,
     ErrorTable,
     FailedRequest,
     ForeignAnswerError,
-    Rule,
     build_error,
     by_name,
     describe_foreign,
@@ -54,47 +54,47 @@ from cloudckpt.stores.http_errors import (
     translate_exception,
 )
 
-ARCHIVED = Rule(StoreError, "The object is archived. Restore it first (aws s3api restore-object).")
-BUCKET_NAME = Rule(BucketNotFoundError, "{bucket!r} cannot be used as a bucket's name. Correct it.")
-CERTIFICATE = Rule(
+ARCHIVED = ErrorRule(StoreError, "The object is archived. Restore it first (aws s3api restore-object).")
+BUCKET_NAME = ErrorRule(BucketNotFoundError, "{bucket!r} cannot be used as a bucket's name. Correct it.")
+CERTIFICATE = ErrorRule(
     StoreError,
     "The certificate of {endpoint} was not accepted. Check endpoint_url, or pass ca_bundle.",
 )
-CLOCK = Rule(CredentialsError, "This machine's clock is off, so its signatures are refused. Set it (NTP).")
-CONFIG = Rule(StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options.")
-CREDENTIALS = Rule(
+CLOCK = ErrorRule(CredentialsError, "This machine's clock is off, so its signatures are refused. Set it (NTP).")
+CONFIG = ErrorRule(StoreError, "Check the AWS configuration (~/.aws/config, AWS_* variables) and the storage options.")
+CREDENTIALS = ErrorRule(
     CredentialsError,
     "The store does not accept these credentials. Check keys, profile and region (storage options, AWS_* variables, "
     "~/.aws).",
 )
-DAMAGED = Rule(
+DAMAGED = ErrorRule(
     ChecksumRefusedError,
     "The bytes were damaged on their way, or in memory while they were being sent. Try again.",
 )
-EXPIRED = Rule(CredentialsError, "The credentials have expired. Renew them (aws sso login, a new token).")
-GONE = Rule(ObjectNotFoundError, "The multipart upload was completed or aborted. Upload the object anew.")
-INVALID = Rule(StoreError, "boto3 refuses the request. Check the bucket's name, the key and the storage options.")
-KMS = Rule(
+EXPIRED = ErrorRule(CredentialsError, "The credentials have expired. Renew them (aws sso login, a new token).")
+GONE = ErrorRule(ObjectNotFoundError, "The multipart upload was completed or aborted. Upload the object anew.")
+INVALID = ErrorRule(StoreError, "boto3 refuses the request. Check the bucket's name, the key and the storage options.")
+KMS = ErrorRule(
     AccessDeniedError,
     "The KMS key cannot be used. Check kms_key_id, and grant kms:GenerateDataKey and kms:Decrypt.",
 )
-NO_CREDENTIALS = Rule(
+NO_CREDENTIALS = ErrorRule(
     CredentialsError,
     "No usable credentials were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or an instance role, "
     "or set the storage option anonymous to true for a public bucket.",
 )
-NO_PROFILE = Rule(
+NO_PROFILE = ErrorRule(
     CredentialsError,
     "The profile does not exist. Correct the storage option profile, AWS_PROFILE, or ~/.aws/config.",
 )
-PARTS = Rule(StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
-REGION = Rule(
+PARTS = ErrorRule(StoreError, "The parts do not fit together. Check part_bytes, and upload the object anew.")
+REGION = ErrorRule(
     StoreError,
     "The bucket is in another region, or {endpoint} sends requests elsewhere. Set the storage option region, "
     "or AWS_REGION, to the bucket's; check endpoint_url (http or https).",
 )
 
-CODES: Mapping[str, Rule] = by_name(
+CODES: Mapping[str, ErrorRule] = by_name(
     [
         (ACCOUNT, "AccountProblem AllAccessDisabled InvalidPayer NotSignedUp"),
         (ARCHIVED, "InvalidObjectState"),
@@ -127,7 +127,7 @@ CODES: Mapping[str, Rule] = by_name(
     ]
 )
 
-EXCEPTIONS: Mapping[str, Rule] = by_name(
+EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
     [
         (BUCKET_NAME, "InvalidDNSNameError InvalidHostLabelError UnsupportedS3ArnError"),
         (CLOSED, "ConnectionClosedError HTTPClientError IncompleteReadError ResponseStreamingError"),
@@ -222,10 +222,10 @@ def _translate_answer(response: dict[str, Any], request: FailedRequest) -> Store
     return failure
 
 
-def _build(rule: Rule, request: FailedRequest, *, reason: str) -> StoreError:
+def _build(rule: ErrorRule, request: FailedRequest, *, reason: str) -> StoreError:
     if rule.error is AccessDeniedError and request.api in ("GetObject", "HeadObject"):
         hint = "Without s3:ListBucket on the bucket, S3 also answers so for a key without an object."
-        rule = Rule(rule.error, f"{rule.advice} {hint}")
+        rule = ErrorRule(rule.error, f"{rule.advice} {hint}")
     return build_error(rule, request, reason=reason)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,8 @@ def test_no_other_module_imports_a_private_name() -> None:
     """If this fails, a change of torch can break code that nobody finds in the list of its private names."""
     found = [
         f"{path.relative_to(PACKAGE)}: {node.module}.{alias.name}"
-        for folder in ("dcp", "pipeline", "distributed", "background", "manager", "tensors")
-        for path in sorted((PACKAGE / folder).glob("*.py"))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "_torch_compat.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
         for alias in node.names
@@ -50,9 +49,6 @@ def test_each_fallback_does_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert not _torch_compat.is_wrapper_subclass(torch.nn.Parameter(torch.ones(1)))
     assert _torch_compat.chunks_wanted_by(torch.ones(2)) is None
     assert _torch_compat.validate_global_plan([], dcp.Metadata({})) == []
-    file = io.BytesIO()
-    torch.save(1, file)
-    assert _torch_compat.is_archive(file)
 
 
 def test_a_torch_that_cannot_be_extended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

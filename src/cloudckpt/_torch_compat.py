@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import operator
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,12 +43,10 @@ __all__ = [
     "copy_each",
     "find",
     "flatten_sharded_tensors",
-    "flatten_state_dict",
     "forget_checkpoint_process",
     "get_checkpoint_process",
     "has_cpu_backend",
     "has_other_users",
-    "is_archive",
     "is_wrapper_subclass",
     "load_archive",
     "local_tensor_of",
@@ -58,7 +55,6 @@ __all__ = [
     "new_shared_storage",
     "open_archive",
     "pickle_globals",
-    "unflatten_state_dict",
     "validate_global_plan",
 ]
 
@@ -143,18 +139,6 @@ PRIVATE_NAMES = (
         use="copy tensors within Python objects of a background save",
         without="cloudckpt cannot be imported",
         is_required=True,
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._nested_dict",
-        name="flatten_state_dict",
-        use="export to torch's own format",
-        without="such an export fails",
-    ),
-    PrivateName(
-        module=f"{_CHECKPOINT}._nested_dict",
-        name="unflatten_state_dict",
-        use="export to torch's own format",
-        without="such an export fails",
     ),
     PrivateName(
         module="torch.distributed.tensor",
@@ -252,12 +236,6 @@ PRIVATE_NAMES = (
         use="copy many tensors in one call",
         without="they are copied one by one",
     ),
-    PrivateName(
-        module="torch.serialization",
-        name="_is_zipfile",
-        use="map files of torch.save into memory",
-        without="zipfile.is_zipfile looks",
-    ),
 )
 
 
@@ -300,8 +278,6 @@ if not TYPE_CHECKING:
 
 pickle_globals: Callable[[], dict[str, Any]] = _require("torch._weights_only_unpickler", "_get_allowed_globals")
 """Returns the functions and classes that a pickle of tensors may name."""
-flatten_state_dict: Any = find(f"{_CHECKPOINT}._nested_dict", "flatten_state_dict")
-unflatten_state_dict: Any = find(f"{_CHECKPOINT}._nested_dict", "unflatten_state_dict")
 open_archive: Any = _require("torch", "_C.PyTorchFileReader")
 """Opens a file of ``torch.save``. The public ``torch.load`` hands an archive of TorchScript to ``torch.jit.load``."""
 negated_view: Callable[[torch.Tensor], torch.Tensor] = _require("torch", "_neg_view")
@@ -319,7 +295,7 @@ _is_traceable_wrapper: Any = find("torch.utils._python_dispatch", "is_traceable_
 
 def has_other_users(storage: torch.UntypedStorage) -> bool:
     """True if another tensor or storage uses the memory of `storage`."""
-    return int(_count_storage_users(storage._cdata)) > 1  # noqa: SLF001
+    return int(_count_storage_users(storage._cdata)) > 1
 
 
 def new_shared_storage(descriptor: int, num_bytes: int) -> torch.UntypedStorage:
@@ -331,11 +307,6 @@ def new_shared_storage(descriptor: int, num_bytes: int) -> torch.UntypedStorage:
 def load_archive(archive: Any, map_location: str | None, pickle_module: Any) -> Any:
     """Return the object in what `open_archive` returned, read by the unpickler of `pickle_module`."""
     return _load_archive(archive, map_location, pickle_module, encoding="utf-8")
-
-
-def is_archive(file: Any) -> bool:
-    """True if an open file is one of ``torch.save``'s archives, which can be mapped into memory."""
-    return bool((find("torch.serialization", "_is_zipfile") or zipfile.is_zipfile)(file))
 
 
 def chunks_wanted_by(value: Any) -> list[Any] | None:
@@ -396,14 +367,14 @@ def local_tensor_of(value: Any) -> torch.Tensor:
 
 def get_checkpoint_process() -> Any:
     """Return torch's background process for saves, a `multiprocessing` process, or None."""
-    current = importlib.import_module(f"{_CHECKPOINT}._async_process_executor")._CHECKPOINT_PROCESS  # noqa: SLF001
-    return None if current is None else current._save_process  # noqa: SLF001
+    current = importlib.import_module(f"{_CHECKPOINT}._async_process_executor")._CHECKPOINT_PROCESS
+    return None if current is None else current._save_process
 
 
 def forget_checkpoint_process() -> None:
     """Let torch start a new background process for the next save."""
     module: Any = importlib.import_module(f"{_CHECKPOINT}._async_process_executor")
-    module._CHECKPOINT_PROCESS = None  # noqa: SLF001
+    module._CHECKPOINT_PROCESS = None
 
 
 def has_cpu_backend(group: Any) -> bool:

@@ -44,7 +44,7 @@ class Cipher(StreamTransformExtension):
         """A stream that encrypts."""
         return _Encrypting(output)
 
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002  # torch's name
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # torch's name
         """A stream that decrypts."""
         return io.BytesIO(flipped(input.read()))
 

@@ -152,7 +152,7 @@ class _Stream(StreamTransformExtension):
     def transform_to(self, output: Any) -> Any:
         raise NotImplementedError
 
-    def transform_from(self, input: Any) -> Any:  # noqa: A002  # torch's name
+    def transform_from(self, input: Any) -> Any:  # torch's name
         return _Unpacked(input)
 
 

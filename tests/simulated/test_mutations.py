@@ -41,8 +41,8 @@ def put_without_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
 def lost_answers_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies at the key after a lost answer is taken for another's, and the data is removed."""
 
-    def check(store: Any, manifest: Any, outcome: Any, **settings: Any) -> None:
-        raise outcome.error
+    def check(store: Any, manifest: Any, error: Any, *others: Any, **settings: Any) -> None:
+        raise error
 
     monkeypatch.setattr(publish, "_check_arrived", check)
 

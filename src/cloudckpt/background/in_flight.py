@@ -253,7 +253,7 @@ def _at_exit() -> None:
         return
     try:
         _end(None, within_s=None)
-    except BaseException as error:  # noqa: BLE001  # there is no caller left who could get it
+    except BaseException as error:  # there is no caller left who could get it
         sys.excepthook(type(error), error, error.__traceback__)
 
 

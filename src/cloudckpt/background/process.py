@@ -128,7 +128,7 @@ class ProcessSave:
             metadata = self._upload.result()
         except CheckpointException as error:  # DCP has told all ranks
             mine = error
-        except BaseException as error:  # noqa: BLE001  # the other ranks have to learn of it
+        except BaseException as error:  # the other ranks have to learn of it
             mine = self._explained(error)
             if self._call is not None:
                 self._call.cancel()  # their processes may wait for this one
@@ -165,7 +165,7 @@ class ProcessSave:
         dist.all_gather_object(answers, mine, group=self._group)
         return answers
 
-    def _stop(self, ranks: object) -> None:  # noqa: ARG002  # the ranks say themselves what happened
+    def _stop(self, _ranks: object) -> None:
         """End this rank's process, which may wait for one that is gone."""
         process = _process()
         if process is not None and not _has_ended(process):
@@ -266,7 +266,7 @@ def _sendable(error: BaseException) -> BaseException:
 def _is_picklable(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # noqa: BLE001  # the value's own code can raise anything
+    except Exception:  # the value's own code can raise anything
         return False
     return True
 

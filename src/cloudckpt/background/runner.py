@@ -18,13 +18,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._forks import refuse_in_fork
+from cloudckpt._torch_compat import has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import forget, keep, own_stager
 from cloudckpt.background.process import ProcessSave, end_process
@@ -70,7 +70,7 @@ def require_cpu_backend(process_group: dist.ProcessGroup | None) -> None:
     if not dist.is_available() or not dist.is_initialized():
         return
     source = process_group if process_group is not None else dist.group.WORLD
-    if source is not None and torch.device("cpu") not in source._device_types:  # noqa: SLF001  # torch has no other way to ask
+    if source is not None and not has_cpu_backend(source):
         raise AssertionError(
             "A CPU backend must be enabled for async save; try initializing process group with 'cpu:gloo,cuda:nccl'"
         )
@@ -136,7 +136,7 @@ def begin_staging(
         if stager is None and not by_process:
             return own_stager(is_shared=False).begin(entries)
         return ExternalStaging.begin(own_stager(is_shared=True) if stager is None else stager, entries)
-    except Exception as error:  # noqa: BLE001  # it is the save's failure, which all ranks have to learn of
+    except Exception as error:  # it is the save's failure, which all ranks have to learn of
         return ExternalStaging.failed(error)
 
 
@@ -240,7 +240,7 @@ class BackgroundSave:
                 outcome = self.process.result()
             else:
                 outcome = self._save(staging, cancellation, is_overlapped=is_overlapped)
-        except BaseException as error:  # noqa: BLE001  # the handle holds it
+        except BaseException as error:  # the handle holds it
             traceback.clear_frames(error.__traceback__)  # the frames hold the copy
             outcome = error
             if isinstance(error, CheckpointException):
@@ -272,7 +272,7 @@ class BackgroundSave:
             cancellation.check()
             if staging.completed.done():
                 staging.completed.result()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  # all ranks have to learn of it
+        except (Exception, CheckpointException) as error:  # all ranks have to learn of it
             refusal = portable(error) if isinstance(error, Exception) else error
         except BaseException as error:  # the copy was interrupted
             if self.call is not None:

@@ -61,7 +61,7 @@ def publish(store: Store, manifest: Manifest, *, number: int, conditional: bool,
         )
     outcome = put_entry(store, number, document, conditional=conditional, retrier=retrier)
     if outcome.error is not None:
-        _check_arrived(store, manifest, outcome, number=number, retrier=retrier)
+        _check_arrived(store, manifest, outcome.error, outcome, number=number, retrier=retrier)
     try:
         _check_counts(store, manifest, number=number, retrier=retrier)
     except CommitUnknownError:
@@ -88,10 +88,11 @@ def _check_counts(store: Store, manifest: Manifest, *, number: int, retrier: Ret
     raise _unknown(store, manifest_key(number), "the store has acknowledged it, and neither lists it nor returns it")
 
 
-def _check_arrived(store: Store, manifest: Manifest, outcome: PutOutcome, *, number: int, retrier: Retrier) -> None:
+def _check_arrived(
+    store: Store, manifest: Manifest, error: StoreError, outcome: PutOutcome, *, number: int, retrier: Retrier
+) -> None:
     """Return where this very put has arrived. No answer says that it has not: a proxy can refuse what it passed on."""
-    key, error = manifest_key(number), outcome.error
-    assert error is not None  # noqa: S101  # the caller saw to it
+    key = manifest_key(number)
     found, is_absent = _entry_at(store, number, retrier)
     if isinstance(found, Manifest) and found.attempt == manifest.attempt:
         return

@@ -82,7 +82,7 @@ def export_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    format: ExportFormat = "safetensors",  # noqa: A002  # the common word for it
+    format: ExportFormat = "safetensors",  # the common word for it
     include: str | Sequence[str] = (),
     strip_prefix: str = "",
     max_shard_bytes: int = _MAX_SHARD_BYTES,

@@ -136,9 +136,9 @@ class _Planner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Any],  # noqa: ARG002  # torch's signature
+        state_dict: dict[str, Any],  # torch's signature
         metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+        is_coordinator: bool = False,  # torch's signature
     ) -> None:
         assert metadata is not None  # noqa: S101  # torch's loader gives it
         self.metadata, self.is_coordinator = metadata, is_coordinator

@@ -46,7 +46,7 @@ def enable(*, options: Options | None = None, overwrite: bool = False, allow_pic
         )
 
     @functools.wraps(original)
-    def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+    def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # torch's signature
         if storage is None and _is_ours(checkpoint_id, options=chosen):
             if reader:
                 return ObjectStoreReader(checkpoint_id, options=chosen, allow_pickle=allow_pickle)

@@ -51,7 +51,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self,
         state_dict: dict[str, Any],
         metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+        is_coordinator: bool = False,  # torch's signature
     ) -> None:
         flat = flatten(state_dict, uri=self._uri)
         self._containers = flat.containers

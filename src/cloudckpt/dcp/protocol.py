@@ -135,7 +135,7 @@ class _Save:
         try:
             (self.plan,) = self.plan_globally([self.plan_locally()])
             metadata = self.finish([self.write()])
-        except Exception as error:  # noqa: BLE001  # it is raised once the other ranks are there
+        except Exception as error:  # it is raised once the other ranks are there
             self.ranks.barrier()
             failures: Any = {self.ranks.rank: (error, traceback.extract_tb(error.__traceback__))}
             raise CheckpointException("write", failures) from None

@@ -158,7 +158,7 @@ class ObjectStoreReader(StorageReader):
         failure, self._failure, self._failed_lookup = self._failure, None, None
         return failure
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature; it looks for the name "kwargs"
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # torch's signature; it looks for the name "kwargs"
         """Return torch's view of the checkpoint.
 
         With ``rank=``, of the checkpoint that this rank saved for itself, without collectives. Raises
@@ -182,7 +182,7 @@ class ObjectStoreReader(StorageReader):
             self._failure = portable(error)
             raise self._failure from error
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # torch's signature
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a load."""
         rank = int(kwargs.get("rank") or 0)
         with self.lifecycle.ending_on_error():
@@ -264,7 +264,7 @@ class ObjectStoreReader(StorageReader):
                 is_torchs = holds_torch_checkpoint(context.store, context.retrier)
                 is_of_ranks = not is_torchs and holds_rank_checkpoints(context.store, context.retrier)
                 return ManifestLookup(uri=uri, error=error, is_torchs=is_torchs, is_of_ranks=is_of_ranks)
-        except Exception as error:  # noqa: BLE001  # each rank raises it
+        except Exception as error:  # each rank raises it
             return ManifestLookup(uri=uri, error=portable(error))
         self._found_here = context, manifest
         return ManifestLookup(uri=uri, document=encode(manifest) if is_sent else None)
@@ -301,7 +301,7 @@ class ObjectStoreReader(StorageReader):
         if lookup is not None and lookup.is_of_ranks:
             try:
                 metadata = self._read_metadata_of_rank(rank, lookup)
-            except Exception as error:  # noqa: BLE001  # set_up_storage_reader raises it
+            except Exception as error:  # set_up_storage_reader raises it
                 self._failure = portable(error)
             else:
                 self._failure = None

@@ -71,7 +71,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         self,
         state_dict: dict[str, Any],
         storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # torch's signature
+        is_coordinator: bool = False,  # torch's signature
     ) -> None:
         self._uri = str(storage_meta.checkpoint_id) if storage_meta is not None else self._uri
         flat = flatten(state_dict, uri=self._uri)

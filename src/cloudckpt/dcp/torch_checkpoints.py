@@ -143,7 +143,7 @@ class _StoreFiles(FileSystemBase):
         raise io.UnsupportedOperation(f"rm_file {path}")
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003  # never asked of an adapter
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # never asked of an adapter
         return True
 
 

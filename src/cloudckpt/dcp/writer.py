@@ -120,7 +120,9 @@ class ObjectStoreWriter(StorageWriter):
         """Tell that a save begins, before `set_up_storage_writer`."""
         self.lifecycle.begin(self._location.uri, operation=self.save_id, rank=rank, is_set_up=False)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001  # torch's signature; it looks for the name "kwargs"
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:  # torch's signature; it looks for the name "kwargs"
         """Begin a save. Raises `CheckpointExistsError` before any byte moves."""
         rank = int(kwargs.get("rank") or 0)
         # Without collectives there is no coordinator: each rank commits a checkpoint of its own.

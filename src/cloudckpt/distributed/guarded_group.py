@@ -71,7 +71,7 @@ class GuardedProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         return self._guard(inputs[0], lambda: self._gloo.allgather(outputs, inputs, opts))
 
-    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002  # torch's name
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # torch's name
         # torch 2.15 gathers objects by this.
         return self._guard(input, lambda: self._gloo._allgather_base(output, input, opts))  # noqa: SLF001  # torch's own
 
@@ -139,7 +139,7 @@ def run_in_thread(
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # noqa: BLE001  # the main thread raises it
+        except BaseException as error:  # the main thread raises it
             errors.append(error)
         finally:
             is_done.set()

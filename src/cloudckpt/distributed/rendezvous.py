@@ -243,7 +243,7 @@ class Rendezvous:
                     if self._next_state() == self._state:
                         wait_s = min(poll_s, interval_s) if self._is_waiting else interval_s
                         self._changed.wait_for(lambda: self._is_urgent, wait_s)
-        except Exception as error:  # noqa: BLE001  # whoever waits raises it
+        except Exception as error:  # whoever waits raises it
             with self._changed:
                 self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
         finally:

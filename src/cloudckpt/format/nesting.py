@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 
+from cloudckpt._torch_compat import ShardedTensor, flatten_sharded_tensors
 from cloudckpt.errors import UnsupportedValueError
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -84,7 +83,7 @@ class Nesting(dict[str, Path]):
 
 def flatten(state_dict: Mapping[Any, Any], *, uri: str) -> FlatStateDict:
     """The entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
-    ``_flatten_sharded_tensors`` of each entry). Raises `UnsupportedValueError` where two would have one name.
+    ``flatten_sharded_tensors`` of each entry). Raises `UnsupportedValueError` where two would have one name.
     """
     flat = FlatStateDict()
     try:
@@ -127,7 +126,7 @@ def _add(flat: FlatStateDict, name: str, path: Path, value: Any, *, is_keyed: bo
             return
         flat.entries[name] = value
     elif isinstance(value, ShardedTensor):
-        flat.entries.update(_flatten_sharded_tensors({name: value}))  # nothing, where this rank has no shard
+        flat.entries.update(flatten_sharded_tensors({name: value}))  # nothing, where this rank has no shard
     else:
         flat.entries[name] = value
     if name in flat.paths:

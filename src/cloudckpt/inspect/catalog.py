@@ -96,7 +96,7 @@ class CheckpointInfo:
 def list_checkpoints(
     root: str | os.PathLike[str],
     *,
-    all: bool = False,  # noqa: A002  # the word that users know from `ls --all`
+    all: bool = False,  # the word that users know from `ls --all`
     alive_within: timedelta = _ONE_HOUR,
     check: bool = False,
     options: Options | None = None,

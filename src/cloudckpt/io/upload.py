@@ -233,7 +233,7 @@ class UploadSession:
         size_bytes = target.body.size_bytes
         if target.upload_id is not None:
             self._on_completing(target.target_key)
-            self._retrier.call(self._complete_once, target)
+            self._retrier.call(self._complete_once, target, target.upload_id)
             self._check_stored(target)
         values = tuple(value for part in target.parts for value in target.crc32cs[part.number])
         receipt = ObjectReceipt(key=target.target_key, size_bytes=size_bytes, tile_crc32cs=values)
@@ -243,11 +243,10 @@ class UploadSession:
             self._num_reused_bytes += target.num_held_bytes
         self._on_object(target.target_key, size_bytes)
 
-    def _complete_once(self, target: _ObjectUpload) -> None:
-        assert target.upload_id is not None  # noqa: S101  # it is called for uploads alone
+    def _complete_once(self, target: _ObjectUpload, upload_id: str) -> None:
         parts = [target.uploaded[part.number] for part in target.parts]
         try:
-            self._hedger.complete_multipart(self._store, target.target_key, target.upload_id, parts)
+            self._hedger.complete_multipart(self._store, target.target_key, upload_id, parts)
         except ObjectNotFoundError:
             # The upload is gone: an earlier try completed it and only the answer was lost. The key is fresh, so what
             # lies there can only be ours; but if uploads are taken up, it may have been somebody else's last word.

@@ -56,7 +56,7 @@ class VerifyJob:
             min(context.options.advanced.request_bytes, context.options.read_bytes // context.connections),
             _MIN_READ_BYTES,
         )
-        # PendingMemory by many threads, a list by one of them at a time.
+        # Many threads write these. Each key, and each list within `_damage`, belongs to one of them at a time.
         self._sizes_bytes: dict[int, int] = {}
         self._damage: list[list[tuple[int, int]]] = [[] for _ in manifest.objects]
         self._header_problems: dict[int, list[str]] = {}

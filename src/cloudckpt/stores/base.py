@@ -216,7 +216,7 @@ class Store(abc.ABC):
             operation="list_parts",
         )
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # noqa: ARG002  # for stores that can
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # for stores that can
         """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
 
         No byte passes through this process. Returns the CRC32C that the service has computed from the bytes of the
@@ -257,7 +257,7 @@ class ForwardingStore(Store):
         self.capabilities = inner.capabilities
         self.limits = inner.limits
 
-    def around(self, call: Call, action: Callable[[], _T]) -> _T:  # noqa: ARG002  # for subclasses
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:  # for subclasses
         """Run `action`, which makes `call` on `inner`, and return its result."""
         return action()
 

@@ -59,13 +59,13 @@ class FsspecStore(Store):
         self._location = location
         self._kind = kind
         # Host, port and user of the URI are options of the file system.
-        self._options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # noqa: SLF001  # how fsspec's own callers do
-        self._root = str(kind._strip_protocol(location.uri)).rstrip("/")  # noqa: SLF001
+        self._options = {**kind._get_kwargs_from_urls(location.uri), **storage_options}  # how fsspec's own callers do
+        self._root = str(kind._strip_protocol(location.uri)).rstrip("/")
         self._lock = threading.Lock()
         self._shared: Filesystem = None
         self._of_thread = threading.local()
         self._is_atomic = location.scheme in ATOMIC_SCHEMES
-        can_create = self._is_atomic and "overwrite" in inspect.signature(kind._pipe_file).parameters  # noqa: SLF001
+        can_create = self._is_atomic and "overwrite" in inspect.signature(kind._pipe_file).parameters
         self.capabilities = Capabilities(conditional_create=can_create, multipart=False, verifies_crc32c=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,16 +165,16 @@ class FsspecStore(Store):
     def create_multipart(self, key: str) -> str:
         self._refuse_multipart("create_multipart", key)
 
-    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:  # noqa: ARG002
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         self._refuse_multipart("upload_part", key)
 
-    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:  # noqa: ARG002
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         self._refuse_multipart("complete_multipart", key)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """Do nothing: no upload can be open."""
 
-    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:  # noqa: ARG002
+    def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         """Yield nothing: no upload can be open."""
         return iter(())
 
@@ -262,7 +262,7 @@ def _find(filesystem: Filesystem, path: str) -> Mapping[str, Mapping[str, Any]]:
     fsspec's own `find` leaves such a directory out without an error. A file system's own `find` is used if it has one.
     """
     kind = type(filesystem)
-    if (kind._find is AsyncFileSystem._find) if kind.async_impl else (kind.find is AbstractFileSystem.find):  # noqa: SLF001
+    if (kind._find is AsyncFileSystem._find) if kind.async_impl else (kind.find is AbstractFileSystem.find):
         return dict(_walk(filesystem, path))
     try:
         found = filesystem.find(path, detail=True)

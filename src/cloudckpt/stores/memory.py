@@ -151,7 +151,7 @@ class MemoryStore(Store):
             bucket.objects[upload.key] = _MemoryObject(body=body, modified_at=_now())
             del bucket.uploads[upload_id]
 
-    def abort_multipart(self, key: str, upload_id: str) -> None:  # noqa: ARG002  # the id says it all here
+    def abort_multipart(self, key: str, upload_id: str) -> None:  # the id says it all here
         bucket = self._bucket("abort_multipart")
         with bucket.lock:
             bucket.uploads.pop(upload_id, None)
@@ -211,7 +211,7 @@ class MemoryStore(Store):
             crc32c = crc32c_of([memoryview(body)])
             yield FoundPart(number=number, size_bytes=len(body), token=_token(body), crc32c=crc32c, md5=None)
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # noqa: ARG002  # nothing fails
+    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # nothing fails
         check_key(self, target_key, "copy_from")
         name, _, key = source_url.removeprefix("memory://").partition("/")
         body = MemoryStore(name)._object("copy_from", key).body  # noqa: SLF001  # its own class

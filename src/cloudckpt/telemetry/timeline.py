@@ -229,7 +229,7 @@ class Timeline:
                     f"Nothing was begun at {self._uri}"
                 ) from error
             self._path, self._rank = path, rank
-            self._write()
+            self._write(path)
 
     def add(
         self, kind: Literal["X", "C", "i"], name: str, begun_ns: int, spent_ns: int, args: Mapping[str, object]
@@ -244,16 +244,15 @@ class Timeline:
             self._num_events += 1
             self._buffer.append(_Event(kind, name, begun_ns, spent_ns, lane, args))
             if len(self._buffer) >= _MAX_BUFFERED_EVENTS and self._path is not None:
-                self._write()
+                self._write(self._path)
 
     def flush(self) -> None:
         """Write all events so far, so that the file is complete."""
         with self._lock:
             if self._path is not None and (self._buffer or self._num_left_out):
-                self._write()
+                self._write(self._path)
 
-    def _write(self) -> None:
-        assert self._path is not None  # noqa: S101  # both callers looked
+    def _write(self, path: Path) -> None:
         events = [self._encoded(event) for event in self._buffer]
         self._buffer.clear()
         if self._has_failed:
@@ -263,7 +262,7 @@ class Timeline:
         ending = ",\n".join(_json(event) for event in self._names())
         text = "".join(_json(event) + ",\n" for event in events)
         try:
-            with self._path.open("r+b") as file:
+            with path.open("r+b") as file:
                 file.seek(self._end_bytes)
                 if self._end_bytes == 0:
                     text = '{"traceEvents": [\n' + text
@@ -273,7 +272,7 @@ class Timeline:
                 file.truncate()
         except OSError as error:
             self._has_failed = True
-            _log.warning("the trace %s ends here, it cannot be written any more: %s", self._path, error)
+            _log.warning("the trace %s ends here, it cannot be written any more: %s", path, error)
 
     def _encoded(self, event: _Event) -> dict[str, Any]:
         begin_us = (self._epoch_ns + event.begun_ns) // 1000

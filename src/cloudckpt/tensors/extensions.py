@@ -217,7 +217,7 @@ class Zstandard(StreamTransformExtension):
         compressor = _import_zstandard().ZstdCompressor(level=self.level, threads=self.threads)
         return typing.cast("IO[bytes]", compressor.stream_writer(output))
 
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002  # torch's name
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # torch's name
         """Return a stream that decompresses `input`."""
         return typing.cast("IO[bytes]", _import_zstandard().ZstdDecompressor().stream_reader(input))
 

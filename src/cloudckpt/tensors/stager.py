@@ -279,7 +279,7 @@ class StateDictTree:
         elif isinstance(value, DTensor):
             local: list[Any] = [None]
             self._add(local_tensor_of(value), local, 0)
-            self._finish_later(container, key, lambda: _rebuild_dtensor(local[0], value._spec))  # noqa: SLF001  # as torch does
+            self._finish_later(container, key, lambda: _rebuild_dtensor(local[0], value._spec))  # as torch does
         elif isinstance(value, AsyncCollectiveTensor):
             self._add(value.wait(), container, key)
         else:
@@ -329,16 +329,16 @@ class StateDictTree:
         placed = [copy.deepcopy(shard.metadata) for shard in shards]
         for shard_metadata in [*metadata.shards_metadata, *placed]:
             if shard_metadata.placement is not None:
-                shard_metadata.placement._device = torch.device("cpu")  # noqa: SLF001  # ShardedTensor.cpu() does it
+                shard_metadata.placement._device = torch.device("cpu")  # ShardedTensor.cpu() does it
         entries: list[Any] = [None] * len(shards)
         self._add_all([shard.tensor.detach() for shard in shards], entries)
 
         def make() -> ShardedTensor:
-            return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001  # ShardedTensor.cpu() does it
+            return ShardedTensor._init_from_local_shards_and_global_metadata(  # ShardedTensor.cpu() does it
                 [Shard(entry, shard_metadata) for entry, shard_metadata in zip(entries, placed, strict=True)],
                 sharded_tensor_metadata=metadata,
-                process_group=tensor._process_group,  # noqa: SLF001  # likewise
-                init_rrefs=tensor._init_rrefs,  # noqa: SLF001  # likewise
+                process_group=tensor._process_group,  # likewise
+                init_rrefs=tensor._init_rrefs,  # likewise
             )
 
         self._finish_later(container, key, make)
@@ -351,7 +351,7 @@ class StateDictTree:
 class _ValueStager(StateDictStager):
     """torch's stager copies a tensor's memory, and forgets that it holds the values' conjugates or negatives."""
 
-    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+    def _offload_tensor(self, x: torch.Tensor, memo: dict[int, Any], non_blocking: bool = False) -> Any:
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
             self._keep_alive(x, memo)  # type: ignore[no-untyped-call]  # torch remembers storages by identity
@@ -377,7 +377,7 @@ def _rebuild_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
         return made
     at_begin = local.as_strided(local.size(), local.stride(), 0)
     made = make(at_begin, spec, requires_grad=False)
-    made._local_tensor = local  # noqa: SLF001  # torch's own unpickling does it
+    made._local_tensor = local  # torch's own unpickling does it
     return made
 
 

@@ -119,7 +119,9 @@ class S3Session(HTTPSession):
             answer: dict[str, Any] = self.client().request_for(api)(**about, **members)
         return answer
 
-    def prepare_get(self, operation: str, key: str, byte_range: tuple[int, int] | None) -> Callable[[], Any]:  # noqa: ARG002  # GCS's needs the operation
+    def prepare_get(
+        self, operation: str, key: str, byte_range: tuple[int, int] | None
+    ) -> Callable[[], Any]:  # GCS's needs the operation
         about = {"Bucket": self.bucket, "Key": key}
         if byte_range is not None:
             about["Range"] = f"bytes={byte_range[0]}-{byte_range[1] - 1}"

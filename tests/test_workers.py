@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
 
 import pytest
@@ -11,12 +10,6 @@ import pytest
 from cloudckpt._workers import WorkQueue, each_done
 
 WAIT_S = 60.0
-
-
-def test_every_item_is_done_and_given_back_once():
-    """A lost item would leave a tensor unfilled; a second one would finish it twice."""
-    done = each_done(range(100), lambda _: None, num_threads=4, name="t", on_failure=lambda: None)
-    assert sorted(done) == list(range(100))
 
 
 def test_the_first_failure_stops_what_has_not_begun_and_unblocks_what_waits():
@@ -109,71 +102,3 @@ def test_submitting_waits_until_there_is_room():
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert submitted == list(range(8))
-
-
-@pytest.mark.parametrize("at", ["join", "start"])
-def test_an_interrupt_leaves_no_running_task_behind(monkeypatch, at):
-    """If this fails, an interrupted save removes what a thread still writes, or frees memory that it still reads."""
-    released, is_waiting, done = threading.Event(), threading.Event(), []
-    tasks = WorkQueue(lambda: 1, name="interrupted")
-    start, join = threading.Thread.start, tasks.join
-
-    def interrupted_start(thread):
-        start(thread)
-        if at == "start" and thread.name.startswith("interrupted-"):
-            raise KeyboardInterrupt
-
-    def interrupted_join():
-        monkeypatch.setattr(tasks, "join", join)
-        is_waiting.set()
-        join()
-
-    def interrupt():
-        assert is_waiting.wait(WAIT_S)
-        if at == "join":
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        released.wait(0.2)
-        released.set()
-
-    monkeypatch.setattr(tasks, "join", interrupted_join)
-    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
-    interrupter = threading.Thread(target=interrupt)
-    interrupter.start()
-    tasks.put(lambda: done.append(released.wait(WAIT_S)))
-
-    def work() -> None:
-        tasks.submit(lambda: None)
-        tasks.join()
-
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    is_waiting.set()
-    with tasks:
-        pass
-    assert done == [True]
-    interrupter.join(WAIT_S)
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("interrupted-")]:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-
-
-def test_an_interrupt_while_it_ends_leaves_no_thread(monkeypatch):
-    """If this fails, a program that was interrupted twice never ends."""
-    released = threading.Event()
-    tasks = WorkQueue(lambda: 2, name="twice")
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    def work() -> None:
-        with tasks:
-            for _ in range(3):
-                tasks.submit(lambda: released.wait(WAIT_S))
-
-    monkeypatch.setattr(tasks, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        work()
-    released.set()
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("twice-")]:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()

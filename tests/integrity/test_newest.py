@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.in_memory import Memory, assert_holds, state_of
-from tests.wrapped import permanent
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -73,16 +72,6 @@ DAMAGES: dict[str, Callable[[Memory, str], None]] = {
 
 
 @pytest.mark.parametrize("verify_first", [False, True])
-def test_the_newest_is_loaded(run: Memory, *, verify_first: bool) -> None:
-    """If this fails, training goes back in time although nothing is wrong."""
-    state = state_of(-1.0)
-    report = cloudckpt.load_latest(state, run.root, verify_first=verify_first)
-    assert_holds(state, 3.0)
-    assert report.uri == run.uri("step-3")
-    assert report.skipped == ()
-
-
-@pytest.mark.parametrize("verify_first", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_passed_over_aloud(
     run: Memory, damage: str, caplog: pytest.LogCaptureFixture, *, verify_first: bool
@@ -114,22 +103,6 @@ def test_one_that_vanishes_is_passed_over(run: Memory) -> None:
 
 
 @pytest.mark.parametrize("verify_first", [False, True])
-def test_newer_ones_are_found_where_those_listed_are_gone(run: Memory, *, verify_first: bool) -> None:
-    """If this fails, a job that starts while another saves and removes old checkpoints finds none at all."""
-
-    def moves_on() -> None:
-        cloudckpt.save(state_of(4.0), run.uri("step-4"))
-        for step in STEPS:
-            cloudckpt.delete(run.uri(f"step-{step}"))
-
-    run.at("step-3").once_before("read_into", "data/", moves_on)
-    state = state_of(-1.0)
-    report = cloudckpt.load_latest(state, run.root, verify_first=verify_first)
-    assert_holds(state, 4.0)
-    assert [one.uri for one in report.skipped] == [run.uri("step-3")]
-
-
-@pytest.mark.parametrize("verify_first", [False, True])
 @pytest.mark.parametrize(
     ("kind", "operation"), [(AccessDeniedError, "read"), (CredentialsError, "read_into"), (TransientStoreError, "read")]
 )
@@ -140,14 +113,6 @@ def test_trouble_with_the_store_is_not_damage(run: Memory, kind: Any, operation:
     with pytest.raises(kind):
         cloudckpt.load_latest(state_of(-1.0), run.root, options=Options(retries=1), verify_first=verify_first)
     assert run.at("step-2").count("read_into") == 0
-
-
-def test_a_listing_that_fails_is_raised(run: Memory) -> None:
-    """If this fails, a store that cannot be listed looks like one without checkpoints."""
-    cloudckpt.list_checkpoints(run.root)
-    run.at("").fail("list_directories", error=lambda: permanent("list"), times=100)
-    with pytest.raises(cloudckpt.errors.StoreError):
-        cloudckpt.load_latest(state_of(-1.0), run.root)
 
 
 def test_a_state_dict_that_does_not_fit_is_raised(run: Memory) -> None:

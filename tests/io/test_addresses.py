@@ -76,20 +76,6 @@ def expected_in(hulls: object) -> list[tuple[int, int]]:
     return list(zip(hulls.begins, hulls.ends, strict=True))  # type: ignore[attr-defined]
 
 
-def test_a_hollow_view_of_what_is_copied_anyway_lies_in_it() -> None:
-    """If this fails, a slice of a parameter beside the parameter itself is copied twice, and no longer tied."""
-    assert plan_address_ranges([0, 100, 1000], [4000, 3900, 1800], [4000, 40, 8]).segment_of == [0, 0, 0]
-    assert plan_address_ranges([100, 0], [3900, 200], [40, 200]).segment_of == [-1, 0]
-
-
-def test_addresses_of_the_upper_half_are_not_negative() -> None:
-    """If this fails, memory that a system gives out at its upper end is sorted before all other."""
-    high = 2**64 - 4096
-    hulls = plan_address_ranges([high, 4096, high + 10], [high + 100, 8192, high + 200], [100, 4096, 190])
-    assert expected_in(hulls) == [(high, high + 200), (4096, 8192)]
-    assert hulls.segment_of == [0, 1, 0]
-
-
 MIB = 1024 * 1024
 
 segments = st.lists(
@@ -113,12 +99,3 @@ def test_places_are_apart_inside_and_aligned(wanted: list[tuple[int, int]], capa
             assert offset % 4096 == address % 64
     assert (placing.new_block_bytes > 0) == (len(capacities) in placing.blocks)
     assert placing.new_block_bytes % (2 * MIB) == 0
-
-
-@given(segments)
-def test_the_same_segments_fit_where_they_did(wanted: list[tuple[int, int]]) -> None:
-    """If this fails, memory grows from save to save of one and the same state dict."""
-    first = place_segments(wanted, [])
-    again = place_segments(wanted, [first.new_block_bytes] if first.new_block_bytes else [])
-    assert again.new_block_bytes == 0
-    assert again.offsets == first.offsets

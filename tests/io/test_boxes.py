@@ -83,11 +83,3 @@ def test_intersection_is_what_both_hold(data: st.DataObject, shape: Shape) -> No
     assert (picked(array, common) if common else []) == expected
     assert (common is None) == (not expected)
     assert common == intersect(other, one)
-
-
-def test_huge_shapes_cost_nothing() -> None:
-    """If this fails, planning works through elements one by one, and large tensors cannot be planned at all."""
-    shape = (1 << 20, 1 << 20, 1 << 20)
-    inner = Box((5, 0, 0), (7, 1 << 20, 1 << 20))
-    assert find_runs(shape, inner, max_gap=0) == [(5 << 40, 12 << 40)]
-    assert len(list(split_into_boxes(3, (1 << 60) - 3, shape))) == 5

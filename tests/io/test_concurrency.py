@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.options import make_options
 
 from cloudckpt.io.hedging import ConcurrencyLimit
-from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.uri import parse_location
 
@@ -96,10 +95,3 @@ def test_a_context_has_the_connections_of_its_rank(
     context = context_at("s3://bucket/run")
     assert context.connections == context.hedger.connections() == expected
     assert context_at("s3://bucket/run", connections=12).hedger.connections() == 12
-
-
-def test_second_requests_come_out_of_what_a_load_may_hold() -> None:
-    """If this fails, a load holds more than Options.read_bytes (G7)."""
-    assert context_at("s3://bucket/run").hedge_bytes == 64 * MIB
-    small = context_at("s3://bucket/run", read_bytes=32 * MIB, request_bytes=32 * MIB)
-    assert small.hedge_bytes == 0  # else there would be no room for the first ones

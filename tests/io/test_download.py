@@ -98,15 +98,6 @@ def test_a_read_that_breaks_off_goes_on_at_the_byte_reached(
         reached += min(cut, size_bytes)
 
 
-def test_any_progress_renews_patience(clock: FakeClock) -> None:
-    """If this fails, a long read over a line that breaks often never comes to its end."""
-    store = CuttingStore([1] * 50)
-    memory, views = target([60])
-    fetch(store, retrier(1), key=KEY, begin=0, views=views)
-    assert memory == DATA[:60]
-    assert len(store.reads) == 51
-
-
 def test_without_progress_it_gives_up(clock: FakeClock) -> None:
     """If this fails, a server that sends nothing holds a load for ever."""
     store = CuttingStore([5, 0, 0, 0, 0, 0, 0])
@@ -138,15 +129,6 @@ def fetch_checked(store: CuttingStore, begin: int, views: Views, expected: Seque
         holding=holding,
     )
     return asked
-
-
-def test_good_bytes_are_read_once(clock: FakeClock) -> None:
-    """If this fails, every load reads everything twice, or does not check."""
-    store = CuttingStore()
-    memory, views = target([10, 40, 14])
-    assert fetch_checked(store, 32, views, crc32cs(DATA[32:96])) == []
-    assert memory == DATA[32:96]
-    assert len(store.reads) == 1
 
 
 def test_the_short_last_tile_is_checked_too(clock: FakeClock) -> None:
@@ -181,13 +163,6 @@ def test_bytes_damaged_in_the_store_are_an_error_that_names_them(clock: FakeCloc
     assert f"{slow_crc32c(bytes(damaged[16:32])):08x}" in message
     assert len(store.reads) == 3
     assert caught.value.uri == "memory://cutting"
-
-
-def test_an_object_that_became_shorter_is_an_error_that_names_it(clock: FakeClock) -> None:
-    """If this fails, a truncated object is read with whatever was in memory before."""
-    with pytest.raises(CorruptCheckpointError, match=r"shorter than when it was saved, so 'model\.w'") as caught:
-        fetch_checked(CuttingStore(), 192, target([32])[1], crc32cs(bytes(32)))
-    assert isinstance(caught.value.__cause__, ShortObjectError)
 
 
 # --- what is believed

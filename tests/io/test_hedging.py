@@ -166,37 +166,6 @@ def test_the_first_request_counts_if_it_ends_first_and_the_second_has_ended_then
         assert call.result() == "first"
 
 
-def test_a_request_without_a_known_connection_is_never_made_twice(hedger: Hedger, clock: Clock) -> None:
-    """If this fails, a caller waits for a loser that nobody can end, so that hedging makes things slower."""
-    with lines(1, has_connection=False) as (first,):
-        call = InThread(lambda: make(hedger, "x", first.ask))
-        assert first.waits.wait(_TIMEOUT_S)
-        clock.now_s += 1000
-        hedger.watch()
-        first.answer("first")
-        assert call.result() == "first"
-    assert hedger.num_hedges == 0
-
-
-def test_each_request_is_made_twice_once_at_most_however_often_it_is_tried(hedger: Hedger, clock: Clock) -> None:
-    """If this fails, each try of a request that fails is doubled again."""
-    for number in range(2):
-        with lines(2) as (first, second):
-            call = InThread(lambda first=first, second=second: make(hedger, "x", first.ask, second.ask))
-            assert first.waits.wait(_TIMEOUT_S)
-            clock.now_s += 1000
-            hedger.watch()
-            if number == 0:
-                assert second.waits.wait(_TIMEOUT_S)
-                second.answer("second")
-                assert call.result() == "second"
-            else:
-                assert not second.waits.is_set()
-                first.answer("first")
-                assert call.result() == "first"
-    assert hedger.num_hedges == 1
-
-
 def test_no_more_is_held_than_the_budget_and_few_are_made_twice(hedger: Hedger, clock: Clock) -> None:
     """If this fails, a store in which everything stalls gets everything twice, into memory beyond the read budget."""
     with lines(4) as firsts, lines(4) as seconds:

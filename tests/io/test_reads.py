@@ -163,20 +163,3 @@ def test_a_long_range_is_split_and_its_wants_are_named_in_each_piece() -> None:
     )
     assert sorted((request.begin, request.end) for request in requests) == [(0, 30), (30, 60), (60, 90), (90, 97)]
     assert all(request.wants == (want,) for request in requests)
-
-
-def test_many_wants_are_planned_in_time_that_grows_with_them() -> None:
-    """If this fails, the plan of a large model takes longer than its load. A quadratic plan would not end here."""
-    num_wants = 100_000
-    wanted = [WantedRange(index, 0, index * 100, index * 100 + 50) for index in range(num_wants)]
-    whole = WantedRange(num_wants, 0, 0, num_wants * 100)  # which reaches into every request
-    for members in (wanted, [whole, *wanted]):
-        requests = plan_reads(
-            members,
-            object_sizes_bytes={0: num_wants * 100},
-            tile_bytes=1000,
-            request_bytes=10_000,
-            max_gap_bytes=50,
-            max_over_read=0.1,
-        )
-        assert sum(want is not whole for request in requests for want in request.wants) == num_wants

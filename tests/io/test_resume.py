@@ -139,28 +139,12 @@ def test_parts_that_have_changed_are_sent_again(store: FaultyStore) -> None:
     assert store.count("upload_part") == 3  # numbers 2, 4 and 5
 
 
-def test_an_upload_without_parts_is_left_alone(store: FaultyStore) -> None:
-    """If this fails, a process that never heard of the upload, and is alive, makes another one to the same key and
-    with it replaces an object that is committed.
-    """
-    store.inner.create_multipart(OLD + "0")
-    assert resumed(store)[0].key == NEW + "0"
-
-
 def test_of_two_uploads_to_one_key_none_is_taken(store: FaultyStore) -> None:
     """If this fails, one is completed here and the other there, and the last one stays."""
     begun(store, [1, 2])
     begun(store, [1, 2, 3])
     assert resumed(store)[0].key == NEW + "0"
     assert len(list(store.inner.list_uploads(OLD))) == 2
-
-
-def test_an_upload_beside_an_object_of_other_bytes_is_left_alone(store: FaultyStore) -> None:
-    """If this fails, the upload replaces what another save may have named."""
-    put(store, OLD + "0", changed(0))
-    begun(store, [1, 2])
-    assert resumed(store)[0].key == NEW + "0"
-    assert store.inner.read(OLD + "0", max_bytes=1000) == changed(0)
 
 
 # Somebody else is alive
@@ -189,15 +173,6 @@ def test_a_part_that_another_replaces_does_not_get_into_the_object(store: Faulty
     upload_id = begun(store, [1, 2])
     theirs = changed((number - 1) * PART_BYTES)
     store.once_before("complete_multipart", OLD, lambda: send(store, upload_id, [number], theirs))
-    receipt, num_reused_bytes = resumed(store)
-    assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
-
-
-@pytest.mark.parametrize("operation", ["list_parts", "upload_part", "complete_multipart"])
-def test_an_upload_that_another_removes_is_sent_anew(store: FaultyStore, operation: str) -> None:
-    """If this fails, garbage collection of the old attempt fails the new save."""
-    upload_id = begun(store, [1, 2])
-    store.once_before(operation, OLD, lambda: store.inner.abort_multipart(OLD + "0", upload_id))
     receipt, num_reused_bytes = resumed(store)
     assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
 
@@ -247,23 +222,6 @@ def test_what_does_not_pass_makes_it_send_all(
     assert (receipt.key, num_reused_bytes) == (NEW + "0", 0)
 
 
-@pytest.mark.parametrize("error", [permanent, transient], ids=["for good", "for long"])
-def test_an_object_that_cannot_be_read_is_sent(store: FaultyStore, error: Callable[[str], StoreError]) -> None:
-    """If this fails, an object is named by a manifest of which nobody knows what it holds."""
-    put(store, OLD + "0", DATA)
-    store.fail("read_into", error=lambda: error("read_into"), times=4)
-    assert resumed(store)[0].key == NEW + "0"
-
-
-def test_what_fails_while_it_is_sent_anew_fails_the_save(store: FaultyStore) -> None:
-    """If this fails, an error ends in silence, or in a wait without an end."""
-    upload_id = begun(store, [1, 2])
-    store.once_before("complete_multipart", OLD, lambda: store.inner.abort_multipart(OLD + "0", upload_id))
-    store.fail("upload_part", key_part=NEW, error=lambda: permanent("upload_part"))
-    with pytest.raises(StoreError, match="no"):
-        resumed(store)
-
-
 def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
     """If this fails, there is nothing to go on from; or what another save has named already is removed."""
     store.fail("upload_part", skip=3, error=lambda: permanent("upload_part"))
@@ -287,3 +245,11 @@ def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
         ObjectReceipt(key=OLD + "1", size_bytes=5, tile_crc32cs=(slow_crc32c(data_of(5)),)),
         5,
     )
+
+
+def test_an_upload_beside_an_object_of_other_bytes_is_left_alone(store: FaultyStore) -> None:
+    """If this fails, the upload replaces what another save may have named."""
+    put(store, OLD + "0", changed(0))
+    begun(store, [1, 2])
+    assert resumed(store)[0].key == NEW + "0"
+    assert store.inner.read(OLD + "0", max_bytes=1000) == changed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from tests.io.conftest import FakeClock
 from tests.oracles import slow_crc32c
-from tests.wrapped import FaultyStore, permanent
+from tests.wrapped import FaultyStore
 
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -143,13 +142,6 @@ def test_checksums_stay_with_their_tiles_where_parts_overtake_each_other(store: 
     assert list(receipt.tile_crc32cs) == [slow_crc32c(tile) for tile in tiles]
 
 
-def test_small_objects_need_one_request_and_large_ones_parts(store: FaultyStore) -> None:
-    """If this fails, small objects cost three requests each, or large ones go over one connection."""
-    upload(store, {"data/small": Bytes(data_of(PART_BYTES)), "data/large": Bytes(data_of(3 * PART_BYTES))})
-    assert (store.count("put"), store.count("create_multipart"), store.count("upload_part")) == (1, 1, 3)
-    assert (store.count("complete_multipart"), store.count("head")) == (1, 1)
-
-
 @pytest.mark.parametrize("kind", [TransientStoreError, ThrottledError, ChecksumRefusedError])
 @pytest.mark.parametrize("operation", ["put", "create_multipart", "upload_part", "complete_multipart", "head"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -203,19 +195,6 @@ def test_an_upload_that_vanished_is_not_taken_for_a_completed_one(store: FaultyS
     assert_nothing_left(store)
 
 
-def test_an_upload_that_is_aborted_by_others_says_what_may_have_done_it(store: FaultyStore) -> None:
-    """If this fails, whoever runs gc with too short an age is told that something is missing, and not why."""
-
-    def abort() -> None:
-        for upload in store.inner.list_uploads():
-            store.inner.abort_multipart(upload.key, upload.upload_id)
-
-    store.once_before("upload_part", "", abort)
-    with pytest.raises(ObjectNotFoundError, match="gc that spares too little"):
-        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
-    assert_nothing_left(store)
-
-
 def test_a_failure_after_the_last_submission_is_raised_at_the_end(store: FaultyStore) -> None:
     """If this fails, a save succeeds without its last object (G3): no later submission would raise its failure."""
     is_submitted = threading.Event()
@@ -253,16 +232,3 @@ def test_an_error_between_two_objects_removes_the_first(store: FaultyStore, erro
     with pytest.raises(type(error)):
         save()
     assert_nothing_left(store)
-
-
-def test_what_cannot_be_removed_is_said_and_does_not_hide_the_cause(
-    store: FaultyStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If this fails, the user reads about a failed delete, and never why the save failed; or of neither."""
-    store.fail("upload_part", error=lambda: permanent("upload_part"))
-    store.fail("abort_multipart", error=lambda: permanent("abort_multipart"))
-    store.fail("delete", error=lambda: permanent("delete"))
-    with caplog.at_level(logging.WARNING, "cloudckpt"), pytest.raises(StoreError) as caught:
-        upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
-    assert caught.value.operation == "upload_part"
-    assert [record.message.split(" memory")[0] for record in caplog.records] == ["could not abort", "could not remove"]

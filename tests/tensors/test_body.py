@@ -121,18 +121,6 @@ def test_only_what_a_part_holds_is_waited_for(is_told: bool) -> None:  # noqa: F
     assert filling.waits[1:] == [(tensor.data_ptr() + 128, 128)]
 
 
-def test_what_ended_the_filling_is_raised() -> None:
-    """If this fails, a save whose snapshot failed uploads what happened to lie there."""
-
-    class Broken:
-        def wait(self, address: int, num_bytes: int) -> None:
-            raise MemoryError("of the snapshot")
-
-    body = PieceBody([new_piece(torch.zeros(16), begin=0)], NoArena(), Broken())
-    with pytest.raises(MemoryError, match="of the snapshot"):
-        opened(body, 0, 64)
-
-
 class Queue:
     """A stream in whose copies nothing is done before somebody waits for a mark; notes what happens in order."""
 

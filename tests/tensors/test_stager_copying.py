@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from cloudckpt.tensors.copying import Staging, num_copy_threads
+from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.host_memory import SnapshotPool
 from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_device_tasks, lay_out_copies
 from cloudckpt.tensors.stager import PinnedStager
@@ -102,28 +102,6 @@ def test_a_copy_that_fails_ends_all_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     stager.close()
 
 
-@pytest.mark.parametrize("num_started", [0, 1])
-def test_where_no_more_threads_start_the_copy_is_made_all_the_same(
-    num_started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, a process at its limit of threads, or at its end, loses its save or hangs."""
-    left = [num_started]
-    start = threading.Thread.start
-
-    def start_few(thread: threading.Thread) -> None:
-        if not left[0]:
-            raise RuntimeError("can't start new thread")
-        left[0] -= 1
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_few)
-    stager = PinnedStager(num_threads=4)
-    staging = stager.begin({"w": torch.arange(8 * MIB)})
-    staging.completed.result(WAIT_S)
-    assert torch.equal(staging.state_dict["w"], torch.arange(8 * MIB))
-    stager.close()
-
-
 def test_sources_are_kept_until_they_are_copied_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a model that is dropped after the call is read when it is gone, or lives until the next save."""
     gate = Gate(monkeypatch)
@@ -142,29 +120,6 @@ def test_sources_are_kept_until_they_are_copied_and_no_longer(monkeypatch: pytes
     assert count(storage._cdata) == 1
     assert bool((staging.state_dict["w"] == 5).all())
     stager.close()
-
-
-def test_overlapped_staging_returns_a_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, torch begins to save what has not been copied yet."""
-    gate = Gate(monkeypatch)
-    stager = PinnedStager(overlapped=True, num_threads=1)
-    future = stager.stage({"w": torch.arange(MIB)})
-    assert not isinstance(future, dict)
-    assert not future.done()
-    gate.permits.release(100)
-    assert torch.equal(future.result(WAIT_S)["w"], torch.arange(MIB))
-    stager.synchronize_staging()
-    stager.close()
-
-
-def test_cores_are_shared_with_the_other_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, eight ranks copy with all cores each, and stand in each other's way."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    for local_world_size, expected in (("8", 2), ("4", 3), ("1", 12), ("99", 1), ("nonsense", 12), ("0", 12)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
-        assert num_copy_threads() == expected
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert num_copy_threads() == 12
 
 
 class FakeEvent:

@@ -20,7 +20,6 @@ from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import plan_reads
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.load_targets import (
-    BytesTarget,
     Target,
     TensorTarget,
     find_whole_target,
@@ -149,53 +148,6 @@ def test_types_are_converted_as_torch_does(saved: torch.dtype, wanted: torch.dty
     assert torch.equal(tensor, chunk[1:4, 4:9].to(wanted))
 
 
-def test_values_go_into_lazy_views_as_values() -> None:
-    """If this fails, a conjugated or negated target ends up with the wrong sign."""
-    chunk = torch.complex(torch.arange(8.0), torch.ones(8))
-    stored = bytes(bytes_view(chunk))
-    conjugated = torch.zeros(8, dtype=torch.complex64).conj()
-    target = new_block_target(location(0, (8,), torch.complex64), Box((0,), (8,)), conjugated)
-    fill(stored, [target], arena=Arena(budget_bytes=1 << 20))
-    assert torch.equal(conjugated, chunk)
-    negated = torch._neg_view(torch.zeros(16))
-    target = new_block_target(location(0, (16,), torch.float32), Box((0,), (16,)), negated)
-    fill(stored, [target], arena=Arena(budget_bytes=1 << 20))
-    assert torch.equal(negated, torch.view_as_real(chunk).reshape(-1))
-
-
-def test_elements_are_aligned_in_the_buffer_too() -> None:
-    """If this fails, objects in which small elements lie before large ones, as other writers may make, do not load."""
-    stored = bytes_for(64, torch.uint8)
-    strided_bytes, direct_bytes = torch.zeros(10, dtype=torch.uint8)[::2], torch.zeros(11, dtype=torch.uint8)
-    strided_wide = torch.zeros(12, dtype=torch.int64)[::2]
-    targets = [
-        new_block_target(location(0, (5,), torch.uint8), Box((0,), (5,)), strided_bytes),
-        new_block_target(location(5, (11,), torch.uint8), Box((0,), (11,)), direct_bytes),
-        new_block_target(location(16, (6,), torch.int64), Box((0,), (6,)), strided_wide),
-    ]
-    fill(stored, targets, arena=Arena(budget_bytes=1 << 20))
-    filled = [strided_bytes, direct_bytes, strided_wide]
-    assert b"".join(bytes(bytes_view(tensor.contiguous())) for tensor in filled) == stored
-
-
-def test_contiguous_targets_are_read_in_place() -> None:
-    """If this fails, a load copies everything once more than it need."""
-    chunk = torch.arange(64, dtype=torch.float32).view(8, 8)
-    rows, all_of_it = torch.zeros(4, 8), torch.zeros(8, 8)
-    fill(
-        bytes(bytes_view(chunk)),
-        [new_block_target(location(0, (8, 8), torch.float32), Box((4, 0), (4, 8)), rows)],
-        arena=NoArena(),
-    )
-    assert torch.equal(rows, chunk[4:])
-    fill(
-        bytes(bytes_view(chunk)),
-        [new_block_target(location(0, (8, 8), torch.float32), Box((0, 0), (8, 8)), all_of_it)],
-        arena=NoArena(),
-    )
-    assert torch.equal(all_of_it, chunk)
-
-
 def test_a_column_reads_its_runs_and_not_the_whole() -> None:
     """If this fails, every rank of a column-sharded model reads all columns (G8)."""
     chunk = torch.arange(8 * 1024, dtype=torch.float32).view(8, 1024)
@@ -204,44 +156,6 @@ def test_a_column_reads_its_runs_and_not_the_whole() -> None:
     num_bytes_read = fill(bytes(bytes_view(chunk)), [target], arena=NoArena())
     assert torch.equal(column, chunk[:, 512:576])
     assert num_bytes_read == column.numel() * 4
-
-
-@given(st.integers(0, 200), st.integers(0, 100), st.booleans())
-def test_bytes_arrive_whole(size_bytes: int, before_bytes: int, twice: bool) -> None:  # noqa: FBT001
-    """If this fails, Python objects are cut or shifted."""
-    content = bytes_for(size_bytes, torch.uint8)
-    at = ItemLocation(
-        object_index=0, begin=before_bytes, end=before_bytes + size_bytes, dtype=None, lengths=(), transforms=()
-    )
-    targets = [BytesTarget(at) for _ in range(1 + twice)]
-    fill(
-        bytes(before_bytes) + content + bytes(9),
-        targets,
-        arena=Arena(budget_bytes=1 << 20),
-        request_bytes=64,
-    )
-    assert [bytes(target.content) for target in targets] == [content] * len(targets)
-    assert targets[0].num_bytes == size_bytes
-
-
-def test_what_fails_leaves_the_targets_alone() -> None:
-    """If this fails, bytes that were never verified are copied into tensors."""
-    tensor = torch.zeros(16, dtype=torch.float64)
-    target = new_block_target(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
-    (want,) = target.wants(0, max_gap_bytes=0)
-    (request,) = plan_reads(
-        [want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0, max_over_read=0.0
-    )
-    arena = Arena(budget_bytes=1 << 20)
-
-    def read() -> None:
-        with open_request(request, [target], arena) as views:
-            views[0][:] = b"\x01" * 64
-            raise OSError("cut")
-
-    with pytest.raises(OSError, match="cut"):
-        read()
-    assert not tensor.any()
 
 
 def test_what_several_want_is_read_into_one_and_copied() -> None:
@@ -337,3 +251,23 @@ def test_a_tensor_that_is_stored_otherwise_is_left() -> None:
         StoredTensor(dtype="float32", shape=(4,), chunks=[Chunk((i,), (1,), 0, 4 * i, 4 * i + 4) for i in range(4)]),
     ):
         assert find_whole_target(tensor, stored) is None
+
+
+def test_what_fails_leaves_the_targets_alone() -> None:
+    """If this fails, bytes that were never verified are copied into tensors."""
+    tensor = torch.zeros(16, dtype=torch.float64)
+    target = new_block_target(location(0, (16,), torch.float32), Box((0,), (16,)), tensor)
+    (want,) = target.wants(0, max_gap_bytes=0)
+    (request,) = plan_reads(
+        [want], object_sizes_bytes={0: 64}, tile_bytes=64, request_bytes=64, max_gap_bytes=0, max_over_read=0.0
+    )
+    arena = Arena(budget_bytes=1 << 20)
+
+    def read() -> None:
+        with open_request(request, [target], arena) as views:
+            views[0][:] = b"\x01" * 64
+            raise OSError("cut")
+
+    with pytest.raises(OSError, match="cut"):
+        read()
+    assert not tensor.any()

@@ -26,14 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is ex
 URI = "memory://tests/checkpoint"
 
 
-def test_plain_shares_memory() -> None:
-    """If this fails, every save copies every tensor."""
-    parameter = torch.nn.Parameter(torch.ones(3, 4))
-    found = plain_tensor(parameter, "w", uri=URI)
-    assert found.data_ptr() == parameter.data_ptr()
-    assert not found.requires_grad
-
-
 def test_freed_memory_is_refused_by_name() -> None:
     """If this fails, a model that FSDP has put away is saved as whatever happens to lie in memory."""
     freed = torch.ones(8)[5:]
@@ -119,10 +111,3 @@ def test_what_has_no_plain_memory_is_refused_by_name(tensor: torch.Tensor, says:
         plain_tensor(tensor, "model.odd", uri=URI)
     assert "'model.odd'" in str(caught.value)
     assert caught.value.uri == URI
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_quantized_tensors_are_refused_by_name() -> None:
-    """If this fails, quantized weights are saved without their scales."""
-    with pytest.raises(UnsupportedValueError, match="int_repr"):
-        plain_tensor(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "q", uri=URI)

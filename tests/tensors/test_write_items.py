@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tensors.samples import views
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from cloudckpt.dcp.save_planner import BalancedSavePlanner
@@ -75,22 +73,6 @@ def test_the_short_way_gives_what_the_planner_gives(samples: list[tuple[torch.Te
         assert any(entry.fqn == f"t{number}" and data == content for entry, _, data, *_ in expected)
 
 
-def test_torchs_planner_is_not_asked_for_plain_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a save of many small tensors takes twice as long as it has to."""
-    planner = DefaultSavePlanner()
-    items = planned(planner, {"w": torch.arange(6.0), "step": 7})
-    asked = []
-
-    def lookup(state_dict: dict[str, Any], index: MetadataIndex) -> Any:
-        asked.append(index.fqn)
-        return state_dict[index.fqn]
-
-    monkeypatch.setattr("torch.distributed.checkpoint.default_planner.find_state_dict_object", lookup)
-    first, _ = all_staged(planner, items)
-    assert bytes(first.content) == bytes(bytes_view(torch.arange(6.0)))
-    assert asked == ["step"]
-
-
 @pytest.mark.parametrize("name", ["resolve_data", "lookup_object", "transform_object"])
 def test_a_planner_that_was_changed_is_asked(name: str) -> None:
     """If this fails, what a user's planner makes of a tensor is not what is saved."""
@@ -114,15 +96,6 @@ def test_a_state_that_has_changed_since_it_was_planned_is_seen() -> None:
         all_staged(planner, items)
 
 
-def test_items_for_another_place_go_through_the_planner() -> None:
-    """If this fails, an item that names a part of a tensor is saved as the whole of it."""
-    planner = DefaultSavePlanner()
-    (item,) = planned(planner, {"w": torch.zeros(4, 2)})
-    astray = dataclasses.replace(item, index=MetadataIndex("w", torch.Size((2, 0))))
-    with pytest.raises(ValueError, match="can't find by offset"):
-        all_staged(planner, [astray])
-
-
 class _Waits:
     """Takes note of what is waited for."""
 
@@ -131,15 +104,6 @@ class _Waits:
 
     def wait(self, address: int, num_bytes: int) -> None:
         self.waits.append((address, num_bytes))
-
-
-def test_only_tensors_that_are_read_here_are_waited_for() -> None:
-    """If this fails, a snapshot's conjugated tensors are read before they are copied, or all of it is waited for."""
-    lazy = torch.complex(torch.arange(4.0), torch.ones(4))
-    planner, waits = DefaultSavePlanner(), _Waits()
-    items = planned(planner, {"plain": torch.zeros(3), "strided": torch.zeros(2, 3).t(), "lazy": lazy.conj()})
-    list(stage_items(items, planner, WriteTransforms(None), uri=URI, pending=waits))
-    assert waits.waits == [(lazy.data_ptr(), 32)]
 
 
 def test_tensors_in_values_are_waited_for() -> None:

@@ -152,15 +152,3 @@ def check_kill(place: Place, scratch: Path, *, victims: tuple[int, ...], after_n
     assert is_between(num_reused, [first], place), num_reused
     if not isinstance(place, LocalPlace) or after_num_parts >= PARTS_OF_AN_OBJECT:
         assert num_reused > 0
-
-
-def check_kills(place: Place, scratch: Path) -> None:
-    """Killed three times, each time a little later."""
-    dead = [
-        tried(place, scratch / str(number), victims=(0, 1), after_num_parts=after_num_parts)
-        for number, after_num_parts in enumerate((2, 3, 1))
-    ]
-    for job in dead:
-        die(job)
-    num_reused = succeed(tried(place, scratch / "last"))
-    assert is_between(num_reused, dead, place), num_reused

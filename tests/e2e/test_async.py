@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
+from cloudckpt.tensors.stager import PinnedStager
 
 NUM_STEPS = 9
 FAULTY_STEPS = (1, 4, 7)
@@ -86,7 +87,7 @@ def assert_checkpoint_holds(uri: str, fill: float) -> None:
 
 
 def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
-    """On each rank: cloudckpt's call, torch's with a writer, torch's by URI; the tensors change once staged."""
+    """On each rank: cloudckpt's call, torch's with our writer and stager, torch's by URI; all change once staged."""
     group = dist.new_group(backend="gloo")  # torch shares the default group with training otherwise
 
     state = values(1.0)
@@ -101,11 +102,15 @@ def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
 
     state = values(2.0)
     writer = cloudckpt.ObjectStoreWriter(f"{root}/writer")
-    future = dcp.async_save(state, storage_writer=writer, process_group=group, async_checkpointer_type=kind)
+    stager = PinnedStager(shared=kind is AsyncCheckpointerType.PROCESS)
+    future = dcp.async_save(
+        state, storage_writer=writer, process_group=group, async_checkpointer_type=kind, async_stager=stager
+    )
     assert isinstance(future, Future)
     for tensor in state.values():
         tensor.fill_(-1)
     future.result(WAIT_S)
+    stager.close()
     assert_checkpoint_holds(f"{root}/writer", 2.0)
 
     cloudckpt.enable()
@@ -146,42 +151,3 @@ def save_asynchronously_where_a_checkpoint_lies(uri: str) -> None:
 def test_a_failed_asynchronous_save_says_so(place: Place) -> None:
     """If this fails, a job believes in a checkpoint that was never committed."""
     run_ranks(save_asynchronously_where_a_checkpoint_lies, place.uri(), world_size=2)
-
-
-def train_beside_many_saves(root: str) -> None:
-    """On each rank: collectives of training and of several saves overlap, on the one default group."""
-    training = build("fsdp2", seed=0)
-    handles = []
-    for number in range(4):
-        handles.append(cloudckpt.async_save({"app": AppState(training)}, f"{root}/{number}"))
-        handles[-1].staged.result(WAIT_S)
-        training.losses(0, 3)
-    for handle in handles:
-        handle.result(WAIT_S)
-    assert len(cloudckpt.list_checkpoints(root)) == len(handles)
-
-
-@pytest.mark.multirank
-def test_saves_and_training_share_the_default_group(place: Place) -> None:
-    """If this fails, a save's collectives get mixed up with those of training, and both hang."""
-    run_ranks(train_beside_many_saves, place.root, world_size=2)
-
-
-def save_without_a_cpu_backend(uri: str) -> None:
-    import torch.testing._internal.distributed.fake_pg  # noqa: PLC0415  registers the backend
-
-    dist.init_process_group("cuda:fake", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(AssertionError, match="A CPU backend must be enabled for async save"):
-            cloudckpt.async_save({"a": torch.zeros(1)}, uri)
-        with pytest.raises(AssertionError, match="A CPU backend must be enabled for async save"):
-            dcp.async_save({"a": torch.zeros(1)}, storage_writer=cloudckpt.ObjectStoreWriter(uri))
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.multirank
-def test_an_asynchronous_save_needs_a_cpu_backend(place: Place) -> None:
-    """If this fails, users of NCCL alone get a hang or a riddle in place of torch's clear assertion."""
-    run_ranks(save_without_a_cpu_backend, place.uri(), world_size=1, process_group=False)
-    assert place.keys() == []

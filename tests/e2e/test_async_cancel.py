@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 import cloudckpt
 from cloudckpt.background.in_flight import await_turn
 from cloudckpt.options import MIB
-from cloudckpt.tensors.snapshot_plan import CopyTask
 
 pytestmark = pytest.mark.multirank
 
@@ -101,64 +100,13 @@ def assert_only_the_next_is_there(place: Place) -> None:
     assert place.num_unfinished_uploads() == 0
 
 
+@pytest.mark.every_store
 @pytest.mark.parametrize(
     ("num_ranks", "canceller", "moment"), [(2, 0, "save.set_up"), (3, 2, "save.part_uploaded"), (2, 1, "save.written")]
 )
 def test_a_rank_cancels_for_all(place: Place, num_ranks: int, canceller: int, moment: str) -> None:
     """If this fails, a rank that cancels leaves the others with a checkpoint, a hang, or uploads that cost money."""
     run_ranks(cancel_on_one, place.root, canceller, moment, world_size=num_ranks)
-    assert_only_the_next_is_there(place)
-
-
-def cancel_after_its_own_part(root: str) -> None:
-    """On each rank: rank 1 has sent all and cancels, while rank 0 still sends."""
-    gate = Gate("save.object_uploaded")
-    if dist.get_rank() == 1:
-        gate.opened.set()
-    handle = cloudckpt.async_save(values(1.0), f"{root}/cancelled", options=options_of(on_event=gate))
-    if dist.get_rank() == 0:
-        assert gate.reached.wait(WAIT_S)
-        handle._cancellation._cancelled.result(WAIT_S)  # heard, with no collective
-        gate.opened.set()
-    else:
-        until(lambda: handle.progress.phase == "committing")
-        assert handle.cancel()
-    assert_ends_cancelled(handle, (1,))
-    save_again(root)
-
-
-@pytest.mark.every_store
-def test_a_rank_that_has_sent_its_part_can_cancel_too(place: Place) -> None:
-    """If this fails, only the slowest rank can end a save that is stuck."""
-    run_ranks(cancel_after_its_own_part, place.root, world_size=2)
-    assert_only_the_next_is_there(place)
-
-
-def cancel_too_late(root: str) -> None:
-    """On each rank: both cancel when rank 0 has begun to commit."""
-    gate = Gate("save.committing")
-    handle = cloudckpt.async_save(values(1.0), f"{root}/next", options=options_of(on_event=gate))
-    answers: list[bool] = []
-    if dist.get_rank() == 0:
-        assert gate.reached.wait(WAIT_S)
-    dist.barrier()
-    asking = threading.Thread(target=lambda: answers.append(handle.cancel()))
-    asking.start()
-    if dist.get_rank() == 0:
-        asking.join(WAIT_S)
-        assert answers == [False]  # without waiting
-    gate.opened.set()
-    handle.result(WAIT_S)
-    asking.join(WAIT_S)
-    assert answers == [False]
-    state = values(0.0)
-    cloudckpt.load(state, f"{root}/next")
-    assert_same(state, values(1.0))
-
-
-def test_a_commit_that_has_begun_is_cancelled_on_no_rank(place: Place) -> None:
-    """If this fails, a rank believes that a checkpoint is gone which is there, or the other way round."""
-    run_ranks(cancel_too_late, place.root, world_size=2)
     assert_only_the_next_is_there(place)
 
 
@@ -183,29 +131,3 @@ def test_a_failure_that_one_rank_has_not_seen_is_told_to_all(place: Place) -> No
     """If this fails, a rank waits in vain for one that stumbled over an earlier failure, or a failure is lost."""
     run_ranks(one_rank_does_not_ask, place.root, world_size=2)
     assert names_at(place) == {"taken", "next"}
-
-
-def interrupt_while_copying(root: str) -> None:
-    """On each rank: rank 1 is interrupted while it copies; both save again."""
-    if dist.get_rank() == 1:
-        real = CopyTask.run
-
-        def interrupted(*_: Any) -> None:
-            CopyTask.run = real  # type: ignore[method-assign]
-            raise KeyboardInterrupt
-
-        CopyTask.run = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            cloudckpt.async_save({"own-1": torch.ones(8)}, f"{root}/not-made", options=options_of())
-    else:
-        error = cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options_of()).exception(WAIT_S)
-        assert isinstance(error, cloudckpt.RankLostError)
-        assert error.ranks == (1,)
-        assert "left before the end" in str(error)
-    save_again(root)
-
-
-def test_an_interrupt_while_a_rank_copies_keeps_nobody_waiting(local: Place) -> None:
-    """If this fails, Ctrl-C on one rank leaves the others in a save that ends only with that rank's process."""
-    run_ranks(interrupt_while_copying, local.root, world_size=2)
-    assert local.manifest_keys() == ["next/manifest.json"]

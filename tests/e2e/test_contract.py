@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import LocalPlace, Place
-from torch.distributed.checkpoint.planner import SavePlanner
 
 import cloudckpt
 
@@ -76,56 +73,6 @@ def save_many_times_with_one_writer(root: str) -> None:
 def test_one_writer_serves_several_saves(place: Place) -> None:
     """If this fails, a save inherits keys, counters or failures from the one before it."""
     run_ranks(save_many_times_with_one_writer, place.root, world_size=2)
-
-
-@contextlib.contextmanager
-def empty_plan_caches() -> Iterator[None]:
-    """torch keeps cached plans on the class, for the life of the process."""
-    caches = [
-        getattr(SavePlanner, name)
-        for name in (
-            "_cached_save_plan",
-            "_cached_final_save_plan",
-            "_cached_all_plans",
-            "_cached_global_plan",
-            "_cached_metadata",
-        )
-    ]
-    for cache in caches:
-        cache.clear()
-    try:
-        yield
-    finally:
-        for cache in caches:
-            cache.clear()
-
-
-def save_with_cached_plans(root: str) -> None:
-    rank = dist.get_rank()
-    with empty_plan_caches():
-        for number, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]):
-            state = {
-                "shared": torch.full((8,), number + 0.5, dtype=dtype),
-                f"own-{rank}": torch.full((3,), number + 0.25, dtype=dtype),
-            }
-            uri = f"{root}/{number}"
-            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-            cloudckpt.save(state, uri, planner=planner)
-            for target_dtype in (torch.float32, torch.bfloat16):
-                loaded = {name: torch.zeros_like(tensor, dtype=target_dtype) for name, tensor in state.items()}
-                cloudckpt.load(loaded, uri)
-                assert_same(loaded, {name: tensor.to(target_dtype) for name, tensor in state.items()})
-    names = [found.name for found in cloudckpt.list_checkpoints(root)]
-    assert names == ["0", "1", "2", "3", "4"]
-
-
-@pytest.mark.multirank
-def test_cached_plans_do_not_carry_one_save_into_the_next(place: Place) -> None:
-    """If this fails, a cached plan sends bytes to an old save's keys, or reads bfloat16 as float32."""
-    run_ranks(save_with_cached_plans, place.root, world_size=2)
-    objects = [key.partition("/data/")[2] for key in place.data_keys()]
-    assert len(objects) == 5 * 2
-    assert len(set(objects)) == len(objects)  # no two saves ever share a key, or an overwrite could touch the old
 
 
 def test_plain_paths_stay_torchs_when_enabled(local: LocalPlace) -> None:

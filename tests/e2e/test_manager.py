@@ -170,32 +170,6 @@ def test_a_bogus_answer_sends_no_job_back(place: Place, fault: Fault) -> None:
         save_all(manager, 200)
 
 
-def _is_told_to_stop(root: str) -> tuple[str, str, int]:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # that of coverage would end the process
-    with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption, CheckpointManager(root, save_every=4) as manager:
-        for step in range(1, 100):
-            manager.save(step, state_of(float(step)))
-            if step == 8 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if preemption.agreed():
-                break
-        report = preemption.finish(lambda: manager.save(step, state_of(float(step)), force=True))
-    return report.in_flight, report.last, step
-
-
-@pytest.mark.multirank
-def test_the_last_step_before_the_end(place: Place) -> None:
-    """If this fails, a preempted job loses its last steps; or fails because the last one was due anyhow."""
-    answers = run_ranks(_is_told_to_stop, place.root, world_size=2)
-    assert len({last for _, _, last in answers}) == 1
-    assert {last for _, last, _ in answers} == {"committed"}
-    step = answers[0][2]
-    assert step >= 8
-    found = cloudckpt.latest(place.root)
-    assert found is not None
-    assert found.name == f"step-{step}"
-
-
 # --- several jobs
 
 

@@ -51,19 +51,6 @@ def test_each_rank_loads_back_its_own(place: Place) -> None:
     run_ranks(save_without_collectives, place.root, world_size=2)
 
 
-def save_parts(uri: str) -> None:
-    cloudckpt.save(values(dist.get_rank()), uri, use_collectives=False)
-
-
-@pytest.mark.multirank
-def test_parts_are_no_checkpoint(place: Place) -> None:
-    """If this fails, what one rank saved passes for the checkpoint of all."""
-    run_ranks(save_parts, place.uri(), world_size=2)
-    assert [found.name for found in cloudckpt.list_checkpoints(place.root)] == []
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        cloudckpt.ObjectStoreReader(place.uri()).read_metadata()
-
-
 def save_sharded_alone(uri: str) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))

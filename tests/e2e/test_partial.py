@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import (
-    AppState,
     Parallelism,
     assert_same,
     build,
@@ -100,40 +99,6 @@ def save_nothing_on_some_ranks(root: str) -> None:
 def test_ranks_may_have_nothing_to_save(place: Place) -> None:
     """If this fails, pipeline stages without parameters break the saves of the others."""
     run_ranks(save_nothing_on_some_ranks, place.root, world_size=2)
-
-
-def load_what_one_process_saved(uri: str) -> None:
-    state = {"app": AppState(build("fsdp2", seed=1))}
-    cloudckpt.load(state, uri)
-    expected = build("none", seed=0)
-    actual = state["app"].state_dict()["model"]
-    for name, parameter in expected.model.named_parameters():
-        assert_same(actual[name].full_tensor(), parameter.detach())
-
-
-@pytest.mark.multirank
-@single_process
-def test_ranks_load_what_one_process_saved(place: Place) -> None:
-    """If this fails, a checkpoint converted or trained in one process cannot start a distributed job."""
-    training = build("none", seed=0)
-    cloudckpt.save({"app": AppState(training)}, place.uri())
-    run_ranks(load_what_one_process_saved, place.uri(), world_size=2)
-
-
-@single_process
-def test_the_learning_rate_comes_back(place: Place) -> None:
-    """If this fails, a resumed job goes on with the learning rate of its code instead of its schedule."""
-    original = build("none", seed=0, lr=0.01)
-    original.losses(0, 1)
-    original.optimizer.param_groups[0]["lr"] = 0.125
-    original.optimizer.param_groups[0]["betas"] = (0.5, 0.75)
-    cloudckpt.save({"app": AppState(original)}, place.uri())
-    resumed = build("none", seed=1, lr=0.01)
-    cloudckpt.load({"app": AppState(resumed)}, place.uri())
-    group = resumed.optimizer.param_groups[0]
-    assert group["lr"] == 0.125
-    assert tuple(group["betas"]) == (0.5, 0.75)
-    assert_same(resumed.losses(1, 3), original.losses(1, 3))
 
 
 @single_process

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import ROOT, run_ranks
+from tests.e2e.harness import run_ranks
 from tests.in_memory import Memory
 from tests.options import make_options
 
@@ -285,49 +283,3 @@ def waits_in_vain_then_meet() -> str:
 
 
 # --- a program
-
-
-PROGRAM = """
-import sys, warnings
-import torch
-import cloudckpt
-
-warnings.simplefilter("ignore")
-root = sys.argv[1]
-state = {"w": torch.zeros(1000)}
-with cloudckpt.on_sigterm(deadline_s=200) as preemption:
-    step = 0
-    while not preemption.agreed():
-        step += 1
-        state["w"] += 1
-        if step % 10 == 0:
-            cloudckpt.async_save(state, f"{root}/step-{step}", no_dist=True)
-        if step == 25:
-            print("running", flush=True)
-    report = preemption.finish(
-        lambda: cloudckpt.async_save(state, f"{root}/last", no_dist=True)
-    )
-print(step, report.in_flight, report.last, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_is_told_to_stop(tmp_path: Path) -> None:
-    """A real SIGTERM from outside, to all processes of the job as Slurm sends it, at whatever step, would end the
-    program without its last state on the store.
-    """
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as program:
-        assert program.stdout is not None
-        try:
-            assert program.stdout.readline() == "running\n"
-            os.killpg(program.pid, signal.SIGTERM)
-            os.killpg(program.pid, signal.SIGTERM)
-            said, _ = program.communicate(timeout=4 * WAIT_S)
-        finally:
-            program.kill()
-    step, in_flight, last = said.split()
-    assert program.returncode == 0
-    assert in_flight in ("none", "committed")
-    assert last == "committed"
-    assert value_at(str(tmp_path / "last")) == float(step)

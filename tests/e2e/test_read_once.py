@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
-from tests.e2e.places import LocalPlace, Place
-from tests.e2e.test_waiting import ranks
+from tests.e2e.places import Place
 from tests.options import make_options
 from tests.wrapped import FaultyStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,24 +72,6 @@ def test_the_manifest_is_read_by_the_coordinator_alone(place: Place) -> None:
     coordinator, *others = run_ranks(manifest_reads, place.uri(), world_size=3)
     assert coordinator[0] == coordinator[1] == 2  # a listing and a read
     assert others == [[0, 0, 0]] * 2
-
-
-def load_what_is_damaged(uri: str) -> tuple[list[int], list[str], bool]:
-    with pytest.raises(cloudckpt.errors.InvalidManifestError) as caught:
-        cloudckpt.load(values(0.0), uri)
-    failures: dict[int, Any] = caught.value.failures  # type: ignore[attr-defined]  # it is torch's exception, too
-    names = [type(error).__name__ for error, _ in failures.values()]
-    return sorted(failures), names, "checksum" in str(caught.value)
-
-
-def test_what_the_coordinator_finds_wrong_is_raised_on_every_rank(place: Place) -> None:
-    """If this fails, the others wait, or guess, where the coordinator finds a damaged manifest."""
-    run_ranks(save, place.uri(), world_size=2)
-    (key,) = place.manifest_keys()
-    document = place.read(key)
-    place.write(key, document.replace(b'"world_size":2', b'"world_size":3'))
-    for told in run_ranks(load_what_is_damaged, place.uri(), world_size=2):
-        assert told == ([0, 1], ["InvalidManifestError"] * 2, True)
 
 
 def save(uri: str) -> None:
@@ -205,24 +185,6 @@ def test_where_a_reader_fails_the_others_read_for_themselves(place: Place) -> No
     for elapsed_s, name, failures, is_whole in run_ranks(load_or_fail, place.uri(), "failed", world_size=3):
         assert (name, failures, is_whole) == ("AccessDeniedError", (1,), True)
         assert elapsed_s < TIMEOUT_S["failed"]
-
-
-def save_and_load_disturbed(uri: str, deed: str) -> tuple[float, str, tuple[int, ...], bool]:
-    save_model(uri)
-    return load_or_fail(uri, deed)
-
-
-@pytest.mark.parametrize(("deed", "max_s"), [("killed", TIMEOUT_S["killed"]), ("stopped", 5 * TIMEOUT_S["stopped"])])
-@pytest.mark.slow
-def test_a_rank_that_ends_or_hangs_in_the_middle_is_named_in_time(
-    local: LocalPlace, tmp_path: Path, deed: str, max_s: float
-) -> None:
-    """If this fails, a rank that is gone leaves the others waiting for the bytes that it was to read."""
-    with ranks(save_and_load_disturbed, local.uri(), deed, size=3, scratch=tmp_path) as running:
-        for rank in (0, 2):
-            elapsed_s, name, failures, is_whole = running.told_by(rank)
-            assert (name, failures, is_whole) == ("RankLostError", (1,), True)
-            assert elapsed_s < max_s
 
 
 def load_with_damage_on_the_way(uri: str) -> tuple[int, int, int]:

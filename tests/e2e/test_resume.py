@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.e2e.places import LocalPlace, Place
-from tests.e2e.resuming import check_kill, check_kills, die, succeed, tried
+from tests.e2e.resuming import check_kill, die, succeed, tried
 from tests.in_memory import assert_holds, loaded, state_of
 from tests.options import make_options
 
 import cloudckpt
-from cloudckpt.commit.attempts import find_resumable_attempts, new_attempt_id
 from cloudckpt.errors import CloudckptError
-from cloudckpt.io.retry import Retrier
-from cloudckpt.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.faults
 
@@ -31,12 +27,6 @@ pytestmark = pytest.mark.faults
 def test_a_save_that_was_killed_sends_only_what_is_missing(place: Place, tmp_path: Path) -> None:
     """If this fails, a job that is killed again and again never gets a large checkpoint up, or gets a mixed one."""
     check_kill(place, tmp_path / "scratch", victims=(0, 1), after_num_parts=8)
-
-
-@pytest.mark.multirank
-def test_a_save_that_is_killed_while_it_goes_on_can_be_gone_on_from(place: Place, tmp_path: Path) -> None:
-    """If this fails, a second kill costs all that was sent before the first."""
-    check_kills(place, tmp_path / "scratch")
 
 
 @pytest.mark.multirank
@@ -156,20 +146,6 @@ def test_all_is_there_already() -> None:
     assert_holds(loaded(uri), 1.0)
 
 
-def test_attempts_of_another_number_are_not_taken_up() -> None:
-    """If this fails, a save takes up what an overwrite, a deletion or a collection is just removing."""
-    store = MemoryStore("resume-numbers", "checkpoint")
-    ids = {number: [new_attempt_id(resumable_as=number) for _ in range(3)] for number in (0, 1, 11)}
-    plain = new_attempt_id()
-    for attempt in [plain, "mine-r1", *itertools.chain.from_iterable(ids.values())]:
-        store.put(f"data/{attempt}/0-0.safetensors", [memoryview(b"")], crc32c=0)
-    begun = new_attempt_id(resumable_as=1)
-    store.create_multipart(f"data/{begun}/0-0.safetensors")
-    found = find_resumable_attempts(store, 1, Retrier(retries=0, timeout_s=1))
-    assert sorted(found) == sorted([*ids[1], begun])
-    assert list(found) == sorted(found, reverse=True)
-
-
 def test_a_checkpoint_that_was_replaced_is_not_taken_up() -> None:
     """If this fails, a save names objects that the overwrite before it is still removing."""
     uri = "memory://resume-replaced/checkpoint"
@@ -177,20 +153,3 @@ def test_a_checkpoint_that_was_replaced_is_not_taken_up() -> None:
     save(2.0, uri, overwrite=True, options={"resume": False})
     assert save(1.0, uri, overwrite=True).num_reused_bytes == 0
     assert_holds(loaded(uri), 1.0)
-
-
-def test_another_layout_is_sent(tmp_path: Path) -> None:
-    """If this fails, other options than those of the killed save make an object of parts that do not fit."""
-    uri = str(tmp_path / "checkpoint")
-
-    def break_off(event: cloudckpt.Event) -> None:
-        if event.name == "save.committing":
-            raise Interrupted
-
-    with pytest.raises(Exception, match="Interrupted"):
-        save(1.0, uri, on_event=break_off)
-    report = save(1.0, uri, options={"part_bytes": 8192, "object_bytes": 1 << 20})
-    assert report.num_reused_bytes == 0
-    state = state_of(-1.0)
-    cloudckpt.load(state, uri)
-    assert torch.equal(state["w"], state_of(1.0)["w"])

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.options import MIB
-from cloudckpt.stores.probe import KEY_PREFIX
 
 single_process = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 RANK_1_DATA = re.compile(r"/data/[^/]+/1-")
@@ -84,26 +83,6 @@ def test_a_denied_part_leaves_nothing_behind(s3: S3Place, s3_application: FlakyS
     assert s3.num_unfinished_uploads() == 0
 
 
-def save_and_load_through_trouble(uri: str) -> int:
-    metadata = cloudckpt.save(values(), uri)
-    state = zeros()
-    report = cloudckpt.load(state, uri)
-    assert_same(state, values())
-    saved: int = metadata.report.num_retries
-    return saved + report.num_retries
-
-
-@pytest.mark.multirank
-@pytest.mark.slow
-def test_a_store_that_throttles_is_waited_for(s3: S3Place, s3_application: FlakyS3) -> None:
-    """If this fails, a 503 that every busy bucket gives now and then fails a save, or is not reported."""
-    # The probe of the endpoint is repeated too, but the reports do not count it.
-    slow = {method: at_most(2, "slow down", lambda _, url: KEY_PREFIX not in url) for method in ("GET", "PUT")}
-    with s3_application.troubled(lambda method, url: slow[method](method, url) if method in slow else None):
-        retries = run_ranks(save_and_load_through_trouble, s3.uri(), world_size=2)
-    assert sum(retries) >= 4
-
-
 @single_process
 def test_a_lost_answer_to_the_commit_is_looked_up(s3: S3Place, s3_application: FlakyS3) -> None:
     """If this fails, a save that did commit reports a failure, or blames another writer."""
@@ -114,48 +93,3 @@ def test_a_lost_answer_to_the_commit_is_looked_up(s3: S3Place, s3_application: F
     state = zeros()
     cloudckpt.load(state, s3.uri())
     assert_same(state, values())
-
-
-@single_process
-def test_a_commit_that_cannot_be_looked_up_is_unknown(s3: S3Place, s3_application: FlakyS3) -> None:
-    """If this fails, data is removed under a checkpoint that may have been committed."""
-    options = cloudckpt.Options(timeout_s=30, retries=2)
-    committing = at_most(1, "lose the answer", lambda method, url: method == "PUT" and MANIFEST.search(url))
-    begun = False
-
-    def interfere(method: str, url: str) -> Trouble | None:
-        nonlocal begun
-        trouble = committing(method, url)
-        begun = begun or trouble is not None
-        return trouble or ("slow down" if begun else None)
-
-    with s3_application.troubled(interfere), pytest.raises(cloudckpt.CommitUnknownError):
-        cloudckpt.save(values(), s3.uri(), options=options)
-    state = zeros()
-    cloudckpt.load(state, s3.uri())  # this time it had been
-    assert_same(state, values())
-
-
-@single_process
-def test_a_body_that_breaks_off_is_read_on(s3: S3Place, s3_application: FlakyS3) -> None:
-    """If this fails, a dropped connection fails a load, or leaves old values in half a tensor."""
-    cloudckpt.save(values(), s3.uri())
-    cut = at_most(3, "cut the body", lambda method, url: method == "GET" and "/data/" in url)
-    state = zeros()
-    with s3_application.troubled(cut):
-        report = cloudckpt.load(state, s3.uri())
-    assert_same(state, values())
-    assert report.num_retries >= 1
-
-
-@single_process
-def test_an_overwrite_whose_manifest_is_denied_keeps_the_old(s3: S3Place, s3_application: FlakyS3) -> None:
-    """If this fails, a save that could not commit takes the old checkpoint with it."""
-    cloudckpt.save(values(), s3.uri())
-    before = s3.contents()
-    with (
-        s3_application.troubled(lambda method, url: "deny" if method == "PUT" and "manifest" in url else None),
-        pytest.raises(cloudckpt.errors.AccessDeniedError, match="manifest"),
-    ):
-        cloudckpt.save({"other": torch.ones(5)}, s3.uri(), overwrite=True)
-    assert s3.contents() == before

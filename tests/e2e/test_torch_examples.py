@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import CPU, assert_same
 from tests.e2e.places import Place
@@ -133,74 +132,3 @@ def load_shards(uri: str) -> None:
 def test_fsdp_loads_what_pipeline_stages_saved(place: Place) -> None:
     """If this fails, a model that was trained by stages, a rank with layers of its own, cannot be loaded otherwise."""
     run_ranks(save_stages_and_load_shards, place.root, world_size=NUM_LAYERS)
-
-
-class Speaker:
-    """An object whose loading takes all ranks, each in a collective of its kind."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.heard: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {}
-        mine = torch.full((2,), float(dist.get_rank()))
-        if self.kind == "reduce":
-            dist.all_reduce(mine)
-            self.heard = mine.tolist()
-        else:
-            gathered = [torch.zeros(2) for _ in range(dist.get_world_size())]
-            dist.all_gather(gathered, mine)
-            self.heard = torch.cat(gathered).tolist()
-
-
-def load_objects_that_speak(uri: str) -> None:
-    speakers = {"A": Speaker("gather"), "B": Speaker("reduce")}
-    names = sorted(speakers, reverse=dist.get_rank() == 0)
-    state = {name: speakers[name] for name in names}
-    cloudckpt.save(state, uri)
-    cloudckpt.load(state, uri)
-    assert speakers["A"].heard == [0.0, 0.0, 1.0, 1.0]
-    assert speakers["B"].heard == [1.0, 1.0]
-
-
-@pytest.mark.multirank
-def test_objects_may_speak_with_other_ranks_while_they_load(place: Place) -> None:
-    """If this fails, ranks whose state dicts have another order wait for each other without end."""
-    run_ranks(load_objects_that_speak, place.uri(), world_size=2)
-
-
-class Noticing(dict[str, Any]):
-    """Notes what is put into it."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(**items)
-        self.put: list[str] = []
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.put.append(name)
-        super().__setitem__(name, value)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-@pytest.mark.parametrize("is_torchs", [False, True], ids=["ours", "torchs"])
-def test_only_what_is_no_object_is_put_into_the_state_dict(place: Place, *, is_torchs: bool) -> None:
-    """If this fails, a program's objects are replaced by loaded dictionaries, or its plain values stay the old ones."""
-    uri = place.uri()
-    speakerless = nn.Linear(2, 2)
-    saved = {"object": speakerless, "plain": {"tensor": torch.arange(4.0), "values": [1, 2, 3]}}
-    state = Noticing(object=nn.Linear(2, 2), plain={"tensor": torch.zeros(4), "values": [0]})
-    before = state["object"]
-    if is_torchs:
-        dcp.save(saved, storage_writer=cloudckpt.ObjectStoreWriter(uri))
-        dcp.load(state, storage_reader=cloudckpt.ObjectStoreReader(uri))
-    else:
-        cloudckpt.save(saved, uri)
-        cloudckpt.load(state, uri)
-    assert state.put == ["plain"]
-    assert state["object"] is before
-    assert_same(dict(before.state_dict()), dict(speakerless.state_dict()))
-    assert_same(state["plain"], saved["plain"])

@@ -6,7 +6,6 @@ import collections
 import datetime as dt
 import math
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from tests.options import make_options
 from tests.tensors.test_values import described
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-)
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
@@ -195,21 +188,6 @@ def blank(values: Any) -> Any:
     return [blank(value) for value in values] if isinstance(values, list) else None
 
 
-def test_python_values_come_back(place: Place) -> None:
-    """If this fails, hyperparameters and counters change type or value on their way."""
-    values: dict[str, Any] = {
-        "int": 3, "big": 2**100, "float": 1e-300, "nan": float("nan"), "text": "é\n", "none": None, "flag": True,
-        "bytes": b"\x00\xff", "tuple": (1, "a"), "list": [1, [2, {"x": None}]], "empty": {}, "empty list": [],
-        "dtype": torch.float16, "size": torch.Size([2, 3]), "device": torch.device("cpu"),
-    }  # fmt: skip
-    cloudckpt.save(values, place.uri())
-    loaded = blank(values)
-    cloudckpt.load(loaded, place.uri())
-    assert math.isnan(loaded.pop("nan"))
-    values.pop("nan")
-    assert_same(loaded, values)
-
-
 def of_a_program() -> dict[str, Any]:
     """What schedulers, samplers, random generators and data loaders hold."""
     return {
@@ -277,69 +255,6 @@ def test_torchs_own_calls_can_be_given_consent(tmp_path: Path) -> None:
     finally:
         cloudckpt.disable()
     assert isinstance(loaded["kind"], np.ma.MaskedArray)
-
-
-class Holder:
-    def __init__(self, held: object) -> None:
-        self.held = held
-
-
-@pytest.mark.parametrize("way", ["save", "async_save", "torch"])
-@pytest.mark.parametrize(
-    ("state", "named"),
-    [
-        ({"trainer": {"hook": threading.Lock()}}, r"'trainer\.hook' \(of class _thread\.lock\)"),
-        ({"trainer": {"hook": lambda: 1}}, r"'trainer\.hook' \(the function .*<lambda>\)"),
-        (
-            {"callbacks": [1, Holder({"a": (threading.Lock(),)})]},
-            r"'callbacks\.1\.held\.a\.0' \(of class _thread\.lock\)",
-        ),
-        ({"batches": (n for n in "ab")}, r"'batches' \(of class generator\)"),
-    ],
-    ids=["lock", "lambda", "deep", "generator"],
-)
-def test_what_cannot_be_serialised_is_named(tmp_path: Path, way: str, state: dict[str, Any], named: str) -> None:
-    """If this fails, users search thousands of entries for the one that keeps a save from working."""
-    events: list[cloudckpt.Event] = []
-    options = make_options(object_bytes=5 * MIB, on_event=events.append)
-    uri = f"{tmp_path}/checkpoint"
-    state = {"first": torch.ones(2 * MIB), "second": torch.ones(2 * MIB), **state}
-    with pytest.raises(CheckpointException, match=named) as caught:
-        save_by(way, state, uri, options)
-    ((cause, _),) = caught.value.failures.values()
-    assert isinstance(cause, cloudckpt.errors.UnsupportedValueError)
-    assert "\n" not in str(cause)
-    assert "Leave it out of the state dict" in str(cause)
-    assert not [event.name for event in events if event.name in ("save.part_uploaded", "save.object_uploaded")]
-
-
-class ChunksOfOneTensor(DefaultLoadPlanner):
-    """Asks for one saved chunk as several local ones that overlap."""
-
-    def create_local_plan(self) -> LoadPlan:
-        (item,) = super().create_local_plan().items
-        assert item.type == LoadItemType.TENSOR
-        return LoadPlan([self._rows(item, 0, 4), self._rows(item, 2, 6), self._rows(item, 5, 8)])
-
-    @staticmethod
-    def _rows(item: ReadItem, start: int, stop: int) -> ReadItem:
-        return ReadItem(
-            type=item.type,
-            dest_index=item.dest_index,
-            dest_offsets=torch.Size([start, 0]),
-            storage_index=item.storage_index,
-            storage_offsets=torch.Size([start, 0]),
-            lengths=torch.Size([stop - start, 3]),
-        )
-
-
-def test_one_saved_chunk_may_be_wanted_as_several(place: Place) -> None:
-    """If this fails, resharding plans that read one stored chunk more than once are refused or read wrongly."""
-    saved = torch.arange(24.0).reshape(8, 3)
-    cloudckpt.save({"x": saved}, place.uri())
-    target = torch.zeros(8, 3)
-    cloudckpt.load({"x": target}, place.uri(), planner=ChunksOfOneTensor())
-    assert_same(target, saved)
 
 
 def _nested(layout: torch.layout) -> Tensor:

@@ -50,19 +50,6 @@ class MeetsItsFate:
             os.kill(os.getpid(), SIGNALS[self.fate])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slow:
-    """Takes its time at each event of this name on this rank, alive all the while."""
-
-    rank: int
-    moment: str
-    pause_s: float
-
-    def __call__(self, event: cloudckpt.Event) -> None:
-        if event.rank == self.rank and event.name == self.moment:
-            pause(self.pause_s)
-
-
 def pause(duration_s: float) -> None:
     """Be busy elsewhere for so long: this is what is tested, and no wait for something to happen."""
     deadline_s = time.monotonic() + duration_s
@@ -245,91 +232,4 @@ def test_a_rank_that_never_calls_is_named_by_those_that_did(
     assert [key for key in local.manifest_keys() if key.startswith("checkpoint/")] == []
 
 
-def call_late_and_again(uri: str) -> list[tuple[float, BaseException | None]]:
-    """Rank 1 comes too late for the second save; then all try the same group again, and a new one."""
-    options = options_with(None)
-    told = [outcome_of(lambda: cloudckpt.save(values(), f"{uri}-0", options=options))]
-    if dist.get_rank() == 1:
-        pause(1.5 * TIMEOUT_S)
-    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-1", options=options)))
-    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-2", options=options)))
-    dist.barrier()
-    group = dist.new_group()
-    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-3", process_group=group, options=options)))
-    told.append(outcome_of(lambda: cloudckpt.load(values(0.0), f"{uri}-3", process_group=group, options=options)))
-    return told
-
-
-def test_a_group_that_lost_a_rank_says_so_at_once_and_a_new_one_works(local: LocalPlace, tmp_path: Path) -> None:
-    """If this fails, each later save waits again for a rank that is lost, or a late rank joins the wrong save."""
-    with ranks(call_late_and_again, local.uri(), size=3, scratch=tmp_path) as running:
-        for rank in range(3):
-            first, second, third, *later = running.told_by(rank)
-            assert first[1] is None
-            assert_lost(second, (1,), f"{local.uri()}-1")
-            assert_lost(third, (1,), f"{local.uri()}-2")
-            assert third[0] < TIMEOUT_S / 2
-            assert "make a new one, or restart the job" in str(third[1])
-            assert [error for _, error in later] == [None, None]
-        for rank in range(3):
-            running.assert_ends(rank)
-    assert [key.split("/")[0] for key in local.manifest_keys()] == ["checkpoint-0", "checkpoint-3"]
-
-
-def call_for_different_things(uri: str) -> list[tuple[float, BaseException | None]]:
-    """Rank 1 saves elsewhere, then loads what the others save, then is a save ahead; at last all agree."""
-    is_other, options = dist.get_rank() == 1, options_with(None, timeout_s=WAIT_S)
-    told = [outcome_of(lambda: cloudckpt.save(values(), f"{uri}-0{'-other' * is_other}", options=options))]
-    dist.barrier()
-    told.append(outcome_of(lambda: go("load" if is_other else "save", f"{uri}-1", options)))
-    dist.barrier()
-    if is_other:
-        with contextlib.suppress(cloudckpt.errors.InvalidURIError):
-            cloudckpt.async_save(values(), "s3:/mangled", options=options)  # fails here alone, before it begins
-    told.append(outcome_of(lambda: go("async_save", f"{uri}-{3 if is_other else 2}", options)))
-    dist.barrier()
-    told.append(outcome_of(lambda: cloudckpt.save(values(), f"{uri}-4", options=options)))
-    return told
-
-
-def test_ranks_that_come_for_different_things_are_told_so_and_nothing_is_mixed(
-    local: LocalPlace, tmp_path: Path
-) -> None:
-    """If this fails, two saves share one manifest where a rank has another URI or is a step ahead, or gc is blamed."""
-    with ranks(call_for_different_things, local.uri(), size=3, scratch=tmp_path) as running:
-        for rank in range(3):
-            *failures, after = running.told_by(rank)
-            for elapsed_s, error in failures:
-                assert elapsed_s < WAIT_S / 3
-                assert isinstance(error, cloudckpt.RankLostError), error
-                assert error.ranks == (1,), error
-                assert "came to do something else" in str(error)
-            assert after[1] is None
-        for rank in range(3):
-            running.assert_ends(rank)
-    assert {key.split("/")[0] for key in local.manifest_keys()} == {"checkpoint-4"}
-    assert {path.name for path in local.directory.iterdir()} == {"checkpoint-4"}
-
-
 # --- A rank that is slow
-
-
-def call_beside_a_slow_rank(uri: str) -> list[tuple[float, BaseException | None]]:
-    told = []
-    for number, way in enumerate(("save", "async_save")):
-        slow = Slow(rank=number, moment="save.object_uploaded", pause_s=2.0 * TIMEOUT_S)
-        told.append(outcome_of(lambda way=way, slow=slow: go(way, f"{uri}-{way}", options_with(slow))))
-    slow = Slow(rank=1, moment="load.planned", pause_s=2.0 * TIMEOUT_S)
-    told.append(outcome_of(lambda: go("load", f"{uri}-save", options_with(slow))))
-    return told
-
-
-def test_a_rank_that_is_slow_is_waited_for(local: LocalPlace, tmp_path: Path) -> None:
-    """If this fails, a save breaks where one rank has more to send than the others, or a slower network."""
-    with ranks(call_beside_a_slow_rank, local.uri(), size=2, scratch=tmp_path) as running:
-        for rank in range(2):
-            told = running.told_by(rank)
-            assert [error for _, error in told] == [None] * 3
-            assert all(elapsed_s >= 2.0 * TIMEOUT_S for elapsed_s, _ in told)
-        for rank in range(2):
-            running.assert_ends(rank)

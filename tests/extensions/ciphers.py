@@ -80,13 +80,3 @@ class Miscounting(Xor):
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # torch's name
         content = flipped(input.read(), self.key)
         return io.BytesIO(content + b"!" if self.more else content[:-1])
-
-
-class Failing(Xor):
-    """Fails on both ways."""
-
-    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        raise RuntimeError("no key server")
-
-    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # torch's name
-        raise RuntimeError("no key server")

@@ -92,33 +92,6 @@ def test_what_was_queued_before_the_save_is_in_it(memory: Memory, is_side: bool)
     assert_loads(memory, {"w": torch.full((2000, 2000), 60.0)})
 
 
-@pytest.mark.parametrize("times", [2, 8])
-def test_pinned_memory_is_bounded_by_the_budget(memory: Memory, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a save pins more host memory than `staging_bytes`, the more the larger the model is (G7)."""
-    most_bytes = 0
-    new = PinnedBuffers.new
-
-    def noted(self: PinnedBuffers, num_bytes: int) -> torch.Tensor:
-        nonlocal most_bytes
-        buffer = new(self, num_bytes)
-        most_bytes = max(most_bytes, self.num_bytes)
-        return buffer
-
-    monkeypatch.setattr(PinnedBuffers, "new", noted)
-    torchs_bytes = pinned_by_torch()
-    state = state_of(times * STAGING_BYTES)
-    cloudckpt.save(dict(state), memory.uri(), options=options())
-    assert 0 < most_bytes <= STAGING_BYTES
-    assert pinned_by_torch() == torchs_bytes
-    assert_loads(memory, state)
-
-
-def pinned_by_torch() -> int:
-    """By its caching allocator, which rounds up to powers of two and gives nothing back."""
-    stats = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
-    return int(stats.get("allocated_bytes.current", 0))
-
-
 def test_repeated_saves_pin_nothing_more(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, pinned memory grows with each save, or each save pins its own again."""
     num_new = 0
@@ -173,24 +146,3 @@ def test_every_layout(memory: Memory) -> None:
         if tensor.dtype is torch.float8_e4m3fn:
             loaded, expected = loaded.view(torch.uint8), expected.view(torch.uint8)
         assert torch.equal(loaded, expected), name
-
-
-def test_several_threads_save_at_once(memory: Memory) -> None:
-    """If this fails, two saves of one process, each of a state of its own, mix up their copies."""
-    states = [{name: tensor + number for name, tensor in state_of(16 * MIB).items()} for number in range(3)]
-    failures: list[BaseException] = []
-
-    def save(number: int) -> None:
-        try:
-            cloudckpt.save(dict(states[number]), memory.uri(f"c{number}"), options=options(), no_dist=True)
-        except BaseException as error:  # noqa: BLE001  # it is looked at below
-            failures.append(error)
-
-    threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not failures
-    for number, state in enumerate(states):
-        assert_loads(memory, state, f"c{number}")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from tests.simulated.scheduler import Fate
-from tests.simulated.world import KINDS, Kind, World
+from tests.simulated.world import KINDS, World
 
 pytestmark = pytest.mark.faults
 
@@ -39,10 +39,6 @@ class Schedules(RuleBasedStateMachine):
 
     counts: Counter[str]
     """Of what happened, in all runs together."""
-    kinds: tuple[Kind, ...]
-    """Of those that may begin."""
-    fates: tuple[Fate, ...]
-    num_steps: tuple[int, ...]
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,16 +47,16 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.has_room())
     @rule(choice=_CHOICE, is_large=st.booleans())
     def begin(self, choice: int, is_large: bool) -> None:  # noqa: FBT001
-        self.world.begin(self.kinds[choice % len(self.kinds)], is_large=is_large)
+        self.world.begin(KINDS[choice % len(KINDS)], is_large=is_large)
 
     @precondition(lambda self: self.world.running)
     @rule(choice=_CHOICE, num_steps=_CHOICE, fate=_CHOICE)
     def proceed(self, choice: int, num_steps: int, fate: int) -> None:
         running = self.world.running
         actor = running[choice % len(running)]
-        for last in [False] * self.num_steps[num_steps % len(self.num_steps)] + [True]:
+        for last in [False] * NUM_STEPS[num_steps % len(NUM_STEPS)] + [True]:
             if not actor.has_ended:
-                self.world.step(actor, self.fates[fate % len(self.fates)] if last else "done")
+                self.world.step(actor, FATES[fate % len(FATES)] if last else "done")
 
     @precondition(lambda self: self.world.late)
     @rule(choice=_CHOICE)
@@ -81,36 +77,21 @@ class Schedules(RuleBasedStateMachine):
             self.counts["schedules"] += 1
 
 
-def search(
-    counts: Counter[str],
-    *,
-    num_schedules: int,
-    kinds: tuple[Kind, ...] = KINDS,
-    fates: tuple[Fate, ...] = FATES,
-    num_steps: tuple[int, ...] = NUM_STEPS,
-) -> None:
-    """Try so many schedules at least; raises `AssertionError`, with all that happened, where one goes wrong."""
-    chosen = {"counts": counts, "kinds": kinds, "fates": fates, "num_steps": num_steps}
-    run_state_machine_as_test(
-        type("Searched", (Schedules,), chosen),
-        settings=settings(
-            max_examples=num_schedules,
-            stateful_step_count=24,
-            database=None,
-            print_blob=False,
-            report_multiple_bugs=False,
-            phases=[Phase.generate],  # a shorter schedule can take longer to find than a failing one is worth
-        ),
-    )
-
-
 def test_whatever_happens_a_checkpoint_is_one_whole_save_or_none() -> None:
     """If this fails, there is an order of events in which a confirmed save is lost, two savers win, a reader gets a mix
     or something older than was confirmed, or gc takes away what counts (G1, G2, G5).
     """
     counts: Counter[str] = Counter()
+    choices = settings(
+        max_examples=NUM_SCHEDULES,
+        stateful_step_count=24,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=[Phase.generate],  # a shorter schedule can take longer to find than a failing one is worth
+    )
     try:
-        search(counts, num_schedules=NUM_SCHEDULES)
+        run_state_machine_as_test(type("Counted", (Schedules,), {"counts": counts}), settings=choices)
     finally:
         print(", ".join(f"{count} {name}" for name, count in sorted(counts.items())))
     assert counts["schedules"] >= NUM_SCHEDULES

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BufferedReader
+from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 SOCKET_TIMEOUT_S = 30.0
@@ -35,6 +37,8 @@ class ScriptedServer:
     answers: tuple[Answer, ...]
     reads_bodies: bool = True
     keeps_bodies: bool = True
+    certificate: Path | None = None
+    """Where given, connections are TLS's: the file holds a private key and a certificate."""
     requests: list[Recorded] = field(default_factory=list)
     num_connections: int = 0
     closing: threading.Event = field(default_factory=threading.Event)
@@ -48,7 +52,7 @@ class ScriptedServer:
 
     @property
     def endpoint_url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return f"{'https' if self.certificate else 'http'}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def close(self) -> None:
         self.closing.set()
@@ -77,6 +81,15 @@ class ScriptedServer:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(SOCKET_TIMEOUT_S)
+        if self.certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.certificate)
+            try:
+                connection = context.wrap_socket(connection, server_side=True)
+            except OSError:
+                return  # the client does not trust the certificate
+            with self._lock:
+                self._open.append(connection)
         with connection, connection.makefile("rb") as reader, contextlib.suppress(OSError):
             while not self.closing.is_set() and (request := self._read(reader)) is not None:
                 with self._lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,16 +51,3 @@ def test_large_views_are_handed_out_themselves() -> None:
     assert max(len(piece) for piece in pieces) <= MIB
     assert len(pieces) < 19 + 20
     assert b"".join(pieces[19:]) == b"".join(small)
-
-
-def test_seeks_as_files_do() -> None:
-    """boto3 and urllib3 measure and rewind bodies by seeking."""
-    body = ViewsBody([memoryview(b"abc"), memoryview(b"def")])
-    assert body.seekable()
-    assert body.readable()
-    assert body.seek(0, io.SEEK_END) == 6
-    assert body.seek(-2, io.SEEK_CUR) == 4
-    assert bytes(body.read()) == b"ef"
-    assert body.seek(-99) == 0
-    with pytest.raises(ValueError, match="whence"):
-        body.seek(0, 7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import inspect
 import io
 import json
@@ -316,14 +315,6 @@ def test_a_refusal_in_the_stores_own_words_had_no_effect(
     assert translated.had_no_effect is is_known
 
 
-@pytest.mark.parametrize(
-    "body", ["", "<html>", "[]", '{"error": "invalid_grant"}', '{"error": {"errors": [7]}}', "null"]
-)
-def test_answers_that_are_not_gcss_are_errors_all_the_same(body: str) -> None:
-    """A proxy's page would break the translation, and an exception of ours would be taken for a bug."""
-    assert type(gcs.translate(gcs_answer(502, "", body=body), gcs_request())) is errors.TransientStoreError
-
-
 def test_the_words_of_an_answer_are_kept_in_bounds_and_without_secrets() -> None:
     """A policy's explanation would be lost, a page of HTML drown the message, or an echoed secret be in the log."""
     request = dataclasses.replace(s3_request(), secrets=("s3cr3t/key",))
@@ -356,25 +347,6 @@ def test_a_denial_names_the_permission_of_each_request() -> None:
         assert permission in str(gcs.translate(gcs_answer(403, "forbidden"), gcs_request(api)))
     # Without this right S3 answers 403 for missing keys.
     assert "s3:ListBucket" in str(s3.translate(s3_answer("AccessDenied", 403), s3_request("GetObject")))
-
-
-@pytest.mark.parametrize(("translate", "request_"), SERVICES)
-def test_errors_below_the_sdks_are_translated_too(translate: Translate, request_: FailedRequest) -> None:
-    """Bodies are read on the HTTP connection itself, so that its errors reach us as they are."""
-    timeouts: list[Exception] = [TimeoutError("timed out"), urllib3.exceptions.ReadTimeoutError(None, "/", "late")]  # type: ignore[arg-type]
-    broken: list[Exception] = [
-        ConnectionResetError(104, "reset"),
-        BrokenPipeError(32, "pipe"),
-        http.client.IncompleteRead(b"", 3),
-        http.client.RemoteDisconnected("gone"),
-        urllib3.exceptions.ProtocolError("broken"),
-        ssl.SSLError(1, "bad record mac"),
-        socket.gaierror(-2, "unknown"),
-    ]
-    assert {type(translate(error, request_)) for error in timeouts} == {errors.StoreTimeoutError}
-    assert {type(translate(error, request_)) for error in broken} == {errors.TransientStoreError}
-    for bug in (TypeError("a bug"), KeyError("a bug"), ValueError("a bug"), MemoryError()):
-        assert translate(bug, request_) is None
 
 
 @pytest.mark.parametrize(

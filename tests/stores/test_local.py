@@ -92,23 +92,6 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def fails(monkeypatch):
-    """Makes one function of ``os`` fail with an error number, for paths that contain a text."""
-
-    def install(function: str, number: int, *, containing: str = "") -> None:
-        real = getattr(os, function)
-
-        def failing(*args, **kwargs):
-            if containing in str(args[0]):
-                raise OSError(number, os.strerror(number), args[0] if isinstance(args[0], str) else None)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(os, function, failing)
-
-    return install
-
-
-@pytest.fixture
 def trace(monkeypatch):
     """The calls that make things durable and visible, in order, with paths for descriptors."""
     calls: list[tuple[str, str]] = []
@@ -194,15 +177,6 @@ def test_uploads_are_found_from_above(tmp_path):
     assert everything(tmp_path) == ["run"]
 
 
-def test_an_upload_whose_file_was_never_made_can_be_swept(store, tmp_path):
-    """A writer can die between making the hidden directory and the file in it."""
-    (tmp_path / "root" / "a" / ".cloudckpt-tmp.0123").mkdir(parents=True)
-    (found,) = store.list_uploads("a/")
-    assert found.upload_id == "0123"
-    store.abort_multipart(found.key, found.upload_id)
-    assert everything(tmp_path) == ["root"]
-
-
 @pytest.mark.parametrize("upload_id", ["../../x", "a/b", "", "."])
 def test_an_upload_id_is_no_path(store, upload_id):
     """Ids come from listings of a directory that others can write to. An object must not look like an upload."""
@@ -210,14 +184,6 @@ def test_an_upload_id_is_no_path(store, upload_id):
         store.abort_multipart("a", upload_id)
     with pytest.raises(StoreError, match="unfinished uploads"):
         put(store, ".cloudckpt-tmp.1/a", b"body")
-
-
-def test_where_no_directory_can_be_made_no_object_is_what_lacks():
-    """If this fails, who saves or exports to an impossible path reads that something removed their data meanwhile."""
-    for number in (1, 2):
-        store = LocalStore(f"/proc/cloudckpt-{number}/folder")
-        with pytest.raises(AccessDeniedError, match=rf"No directory can be made \(at /proc/cloudckpt-{number}\)"):
-            put(store, "a", b"body")
 
 
 @pytest.mark.timeout(120)
@@ -274,25 +240,14 @@ class TestWithoutLinks:
     """File systems such as FAT or some FUSE mounts have no hard links."""
 
     @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
-    def test_create_if_absent_is_refused(self, store, fails, number, tmp_path):
+    def test_create_if_absent_is_refused(self, store, number, monkeypatch, tmp_path):
         """Falling back to look-and-write would lose somebody's checkpoint one day."""
-        fails("link", number)
+        monkeypatch.setattr(os, "link", _raiser(number))
         assert not store.probe().conditional_create
         with pytest.raises(UnsupportedOperationError, match=r"no hard links.*commit='unconditional'"):
             put(store, "a", b"body", if_absent=True)
         assert everything(tmp_path / "root") == []
         put(store, "a", b"body")
-
-    def test_the_capability_is_looked_up_where_the_root_will_be(self, store, tmp_path, monkeypatch):
-        """Another directory can lie on another file system; and looking must not create the root."""
-        probed: list[str] = []
-        real = os.link
-        monkeypatch.setattr(os, "link", lambda a, b, **kw: (probed.append(a), real(a, b, **kw)))
-        assert store.probe().conditional_create
-        assert store.probe().conditional_create
-        (path,) = probed
-        assert path.startswith(f"{tmp_path}/.cloudckpt-tmp.")
-        assert everything(tmp_path) == []
 
 
 def test_a_lost_answer_to_a_link_is_success(store, monkeypatch):
@@ -383,25 +338,6 @@ class TestLinks:
         store.delete(["a/b"])
         assert everything(tmp_path) == ["link", "real"]
 
-    def test_a_link_within_the_root_works(self, store, tmp_path):
-        """Some tools deduplicate files by links to a folder beside."""
-        put(store, "objects/x", b"body")
-        (tmp_path / "root" / "a").symlink_to("objects/x")
-        (tmp_path / "root" / "gone").symlink_to("objects/y")
-        assert content(store, "a") == b"body"
-        assert store.head("a").size_bytes == 4
-        assert keys(store) == ["a", "objects/x"]
-        with pytest.raises(ObjectNotFoundError):
-            store.head("gone")
-
-    def test_a_dangling_link_as_root_is_said_in_words(self, tmp_path):
-        """The disk behind the link is not mounted: saving must say so."""
-        (tmp_path / "root").symlink_to("unmounted")
-        store = LocalStore(tmp_path / "root")
-        with pytest.raises(StoreError, match="This is a dangling symbolic link"):
-            put(store, "a/b", b"body")
-        assert keys(store) == []
-
 
 class TestBadPlaces:
     """What is in the way, and what to do about it."""
@@ -428,14 +364,6 @@ class TestBadPlaces:
         assert not isinstance(caught.value, ObjectExistsError)
         store.delete(["a"])
         assert keys(store) == ["a/b"]
-
-    def test_a_pipe_is_no_object(self, store, tmp_path):
-        """Opening it would wait for ever for somebody to write."""
-        put(store, "a", b"body")
-        os.mkfifo(tmp_path / "root" / "pipe")
-        with pytest.raises(ObjectNotFoundError):
-            content(store, "pipe")
-        assert keys(store) == ["a"]
 
     @pytest.mark.parametrize(
         ("function", "number", "kind", "advice"),

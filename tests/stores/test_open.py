@@ -7,7 +7,6 @@ import sys
 
 import fsspec
 import pytest
-from tests.options import make_options
 
 from cloudckpt import Options
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
@@ -58,14 +57,6 @@ def test_options_that_would_be_ignored_are_refused(location):
         open_store(location, Options(storage_options={"region": "x", "endpoint_url": "y"}))
 
 
-def test_storage_options_reach_the_file_system():
-    """Host and user of the URI, and what the caller gives, are what fsspec makes its client from."""
-    store = open_store("ftp://host:2121/run", Options(storage_options={"username": "me", "password": "hunter2"}))
-    options = store._options
-    assert (options["host"], options["port"], options["username"]) == ("host", 2121, "me")
-    assert "hunter2" not in repr(store)
-
-
 @pytest.mark.parametrize(
     ("location", "absent"),
     [
@@ -82,15 +73,3 @@ def test_no_client_is_imported_for_nothing(location, absent):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_what_is_no_store_is_refused():
-    """If this fails, a wrapper that forgets to return is an AttributeError somewhere in a save."""
-    with pytest.raises(InvalidOptionError, match="wrap_store must return a store, but it returned None"):
-        open_store("memory://name/run", make_options(wrap_store=lambda _: None))
-
-
-def test_what_are_no_options_is_refused():
-    """If this fails, options given as a dict are an AttributeError that names a private attribute."""
-    with pytest.raises(InvalidOptionError, match=r"must be a cloudckpt\.Options, not dict"):
-        open_store("memory://name/run", {"retries": 3})

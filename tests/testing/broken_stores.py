@@ -13,9 +13,7 @@ from typing import TypeVar
 
 from cloudckpt.errors import (
     AccessDeniedError,
-    InterruptedReadError,
     ObjectExistsError,
-    ObjectNotFoundError,
     ShortObjectError,
     StoreError,
     TransientStoreError,
@@ -59,30 +57,6 @@ def _meet(barrier):
         barrier.wait(_MEET_S)
 
 
-@fails("test_an_overwritten_object_is_one_object")
-class KeepsTheTail(Broken):
-    """Writes over the old bytes from the start on, without truncating."""
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        super().put(key, views, crc32c=crc32c, if_absent=if_absent)
-        body = b"".join(views)
-        old = self.__dict__.setdefault("_old", {})
-        old[key] = body + old.get(key, b"")[len(body) :]
-        self.write(key, old[key])
-
-
-@fails("test_memory_may_be_reused_after_a_put")
-class KeepsViews(Broken):
-    """Holds on to the caller's memory instead of copying it."""
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        super().put(key, views, crc32c=crc32c, if_absent=if_absent)
-        self.__dict__.setdefault("_views", {})[key] = views
-
-    def read(self, key, *, max_bytes):
-        return b"".join(self._views[key])
-
-
 @fails("test_keys_that_could_leave_the_root_are_refused")
 class ResolvesDots(Broken):
     """Takes a key for a path, and goes wherever it leads."""
@@ -97,17 +71,6 @@ class IgnoresChecksums(Broken):
 
     def put(self, key, views, *, crc32c, if_absent=False):
         super().put(key, views, crc32c=crc32c_of(views), if_absent=if_absent)
-
-
-@fails("test_create_if_absent_refuses_what_exists")
-class OverwritesAndRefuses(Broken):
-    """Says that an object was there, and replaces it all the same."""
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        existed = self.raw(key) is not None
-        super().put(key, views, crc32c=crc32c)
-        if if_absent and existed:
-            raise ObjectExistsError("exists", key=self.url(key), operation="put")
 
 
 @fails("test_a_lost_answer_can_be_found_out")
@@ -136,36 +99,6 @@ class ChecksThenWrites(Broken):
         super().put(key, views, crc32c=crc32c)
 
 
-@fails("test_a_create_never_replaces_what_was_just_completed")
-class ChecksBeforeACompletion(Broken):
-    """Between the check of a create and its write, an upload to the same key is completed."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._checked, self._completed = threading.Event(), threading.Event()
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        if if_absent and self.raw(key) is not None:
-            raise ObjectExistsError("exists", key=self.url(key), operation="put")
-        self._checked.set()
-        self._completed.wait(_MEET_S)
-        super().put(key, views, crc32c=crc32c)
-
-    def complete_multipart(self, key, upload_id, parts):
-        self._checked.wait(_MEET_S)
-        super().complete_multipart(key, upload_id, parts)
-        self._completed.set()
-
-
-@fails("test_a_delete_removes_nothing_but_the_keys_given")
-class DeletesByPrefix(Broken):
-    """Takes the key for a prefix."""
-
-    def delete(self, keys):
-        for key in keys:
-            super().delete([info.key for info in self.list(key)])
-
-
 @fails("test_an_upload_is_invisible_until_completed")
 class ShowsParts(Broken):
     """Each part is seen as soon as it is there."""
@@ -176,40 +109,12 @@ class ShowsParts(Broken):
         return uploaded
 
 
-@fails("test_two_uploads_to_one_key_do_not_mix")
-class OneUploadForAKey(Broken):
-    """Whoever begins an upload gets the one that is under way."""
-
-    def create_multipart(self, key):
-        running = {info.key: info.upload_id for info in self.list_uploads()}
-        return running.get(key) or super().create_multipart(key)
-
-
 @fails("test_an_aborted_upload_leaves_nothing")
 class NeverAborts(Broken):
     """Parts stay, and are paid for."""
 
     def abort_multipart(self, key, upload_id):
         pass
-
-
-@fails("test_a_damaged_part_is_refused")
-class IgnoresChecksumsOfParts(Broken):
-    """Takes any part with any checksum, and says otherwise."""
-
-    def upload_part(self, key, upload_id, part, views, *, crc32c):
-        return super().upload_part(key, upload_id, part, views, crc32c=crc32c_of(views))
-
-
-@fails("test_what_comes_after_a_completion_does_no_harm")
-class CompletesNothing(Broken):
-    """A completion of an upload that is gone makes an empty object."""
-
-    def complete_multipart(self, key, upload_id, parts):
-        try:
-            super().complete_multipart(key, upload_id, parts)
-        except ObjectNotFoundError:
-            self.write(key, b"")
 
 
 @fails("test_unfinished_uploads_are_listed")
@@ -309,18 +214,6 @@ class HopesForTheBest(BrokenClient):
             return None
 
 
-@fails("test_whichever_answer_to_a_completion_is_lost_the_object_is_whole")
-class CleansUpTooMuch(BrokenClient):
-    """A completion that failed left nothing but rubbish."""
-
-    def complete_multipart(self, key, upload_id, parts):
-        try:
-            self.far.complete_multipart(key, upload_id, parts)
-        except TransientStoreError:
-            self.direct.delete([key])
-            raise
-
-
 @fails("test_a_broken_upload_writes_nothing")
 class WritesHalf(BrokenClient):
     """What has been sent when the connection breaks is the object."""
@@ -332,20 +225,6 @@ class WritesHalf(BrokenClient):
             half = [memoryview(b"".join(views)[: sum(view.nbytes for view in views) // 2])]
             self.direct.put(key, half, crc32c=crc32c_of(half))
             raise
-
-
-@fails("test_a_broken_answer_says_how_far_it_came")
-class CountsWhatItAskedFor(BrokenClient):
-    """The piece under way when the answer broke off counts as received."""
-
-    def read_into(self, key, offset_bytes, views):
-        try:
-            self.far.read_into(key, offset_bytes, views)
-        except InterruptedReadError as error:
-            received = min(error.received_bytes + 100, sum(view.nbytes for view in views))
-            raise InterruptedReadError(
-                str(error), key=error.key, operation=error.operation, received_bytes=received
-            ) from None
 
 
 @fails("test_a_denied_call_says_so")

@@ -34,7 +34,6 @@ from cloudckpt.testing.faults import (
     ServerError,
     Short,
     SlowDown,
-    Tell,
     TimedOut,
     TruncatedBody,
 )
@@ -176,20 +175,6 @@ def test_a_bit_flips_on_the_way_and_nowhere_else(inner: MemoryStore) -> None:
     assert content(store, "k") == BODY
 
 
-def test_told_before_and_after(inner: MemoryStore) -> None:
-    """If this fails, a process that a test kills at a call dies one call earlier or later."""
-    told: list[tuple[str, list[str]]] = []
-    tell = Tell(
-        before=lambda call: told.append((f"before {call.operation} {call.key}", keys(inner))),
-        after=lambda call: told.append((f"after {call.num_bytes} bytes", keys(inner))),
-    )
-    store = Faults(Rule(fault=tell, key="^k$"))(inner)
-    put(store, "other")
-    put(store, "k")
-    put(store, "k")
-    assert told == [("before put k", ["other"]), (f"after {len(BODY)} bytes", ["k", "other"])]
-
-
 def outcome_of(store: Store, key: str) -> str:
     try:
         put(store, key)
@@ -254,19 +239,3 @@ def test_the_same_seed_gives_the_same_faults_whatever_threads_do(inner: MemorySt
     told = [outcome for outcomes in first for outcome in outcomes]
     assert 50 < told.count("ThrottledError") < 110
     assert 40 < told.count("TransientStoreError") < 95
-
-
-@pytest.mark.parametrize(
-    ("fault", "operations", "message"),
-    [
-        (SlowDown(), {"get"}, r"SlowDown cannot happen to \['get'\]"),
-        (TruncatedBody(), {"put"}, "cannot happen"),
-        (FlippedBits(), {"read", "delete"}, r"\['delete'\]"),
-        (SlowDown(), "put", "collection of names"),
-        (SlowDown, None, "one of this module's faults"),
-    ],
-)
-def test_a_rule_that_could_never_act_is_refused(fault: Fault, operations: set[str], message: str) -> None:
-    """A mistyped rule would inject nothing, and the test that uses it would pass."""
-    with pytest.raises((TypeError, ValueError), match=message):
-        Rule(fault=fault, operations=operations)

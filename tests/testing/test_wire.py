@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import http.server
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import ClassVar
 from urllib.parse import urlsplit
@@ -17,15 +15,11 @@ import pytest
 from cloudckpt.testing.wire import (
     CutAnswer,
     CutRequest,
-    CutSomewhere,
-    Delay,
     LoseAnswer,
     Reply,
     StallAnswer,
     StallRequest,
-    Throttle,
     Wire,
-    WireCallback,
     WireRule,
 )
 
@@ -142,19 +136,6 @@ def test_everything_is_passed_on_untouched(server):
         assert wire.num_acted == 0
 
 
-def test_a_client_that_asks_before_it_sends_is_told_to_go_on(server):
-    """botocore sends ``Expect: 100-continue`` and waits; a wire that waits for the body first would hang."""
-    with Wire(server.url) as wire, socket.create_connection(urlsplit(wire.url).netloc.split(":"), _WAIT_S) as client:
-        client.sendall(b"PUT /a HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n")
-        reader = client.makefile("rb")
-        with reader:
-            assert reader.readline().startswith(b"HTTP/1.1 100")
-            assert reader.readline() == b"\r\n"
-            client.sendall(b"abc")
-            assert reader.readline().startswith(b"HTTP/1.1 200")
-    assert server.seen[0][3] == b"abc"
-
-
 def test_a_lost_answer_was_given(server):
     """The point of it: the store has done what it was asked, and the client cannot know."""
     with Wire(server.url, WireRule(action=LoseAnswer())) as wire:
@@ -210,26 +191,6 @@ def test_credentials_are_not_logged(server):
         assert wire.requests[0].header("X-Other") == "kept"
 
 
-@pytest.mark.parametrize("path", ["/a", "/chunked"])
-def test_told_after_the_answer_and_before_the_client_has_any_of_it(server, path):
-    """A client is killed between a commit and its confirmation; one request earlier or later is another test."""
-    told: list[int] = []
-    received = threading.Event()
-
-    def tell(seen):
-        assert not received.wait(_SHORT_S)
-        told.append(len(server.seen))
-
-    rule = WireRule(action=WireCallback(function=tell, moment="answer"), method="PUT")
-    with Wire(server.url, rule) as wire, connected(wire) as connection:
-        assert ask(connection)[0] == 200
-        connection.request("PUT", path, b"x")
-        with connection.getresponse() as answer:
-            received.set()
-            assert answer.read() == BODY
-    assert told == [2]
-
-
 def test_the_first_rule_that_is_due_acts_and_all_count(server):
     """A fault that hits another request than the one meant would test something else, or nothing."""
     refused = Reply(status=503, body=b"slow down", headers=(("Retry-After", "1"),))
@@ -251,39 +212,6 @@ def test_the_first_rule_that_is_due_acts_and_all_count(server):
             assert ask(connection, method, path, b"x")[0] == status, path
         assert [seen.action for seen in wire.requests if seen.action] == [refused, refused, other]
         assert [path for _, path, _, _ in server.seen] == ["/data/0", "/data/1", "/other/data/1"]
-
-
-@pytest.mark.parametrize(
-    "action",
-    [Delay(delay_s=_SHORT_S), Throttle(request_bytes_per_s=len(BODY) / _SHORT_S)],
-    ids=["delay", "throttle"],
-)
-def test_a_slow_network_takes_its_time_and_loses_nothing(server, action):
-    """A slow network that is none, or that loses bytes, is another fault than the one that is tested."""
-    with Wire(server.url, WireRule(action=action)) as wire, connected(wire) as connection:
-        started = time.monotonic()
-        assert ask(connection, "PUT", "/a", BODY) == (200, BODY)
-        assert time.monotonic() - started >= _SHORT_S
-    assert server.seen[0][3] == BODY
-
-
-def cuts(server, seed, targets):
-    rule = WireRule(action=CutSomewhere(longest_answer_bytes=len(BODY)), times=None, probability=0.5, seed=seed)
-    with Wire(server.url, rule) as wire:
-        for target in targets:
-            with contextlib.suppress(ConnectionError, http.client.HTTPException), connected(wire) as connection:
-                ask(connection, "PUT", target, BODY)
-        return [action for _, action in sorted((seen.target, seen.action) for seen in wire.requests)]
-
-
-def test_cuts_from_a_seed_are_the_same_in_any_order_and_with_any_ids(server):
-    """A failure that cannot be had again by its seed cannot be mended."""
-    attempts = ["20260131T235959123Z-1f2e3d4c5b6a", "20270131T235959123Z-000000000000"]
-    targets, others = ([f"/{attempt}/{n}?uploadId={attempt[::-1]}" for n in range(60)] for attempt in attempts)
-    first = cuts(server, 1, targets)
-    assert first == cuts(server, 1, others[::-1])
-    assert first != cuts(server, 2, targets)
-    assert {type(action) for action in first} == {CutRequest, LoseAnswer, CutAnswer, type(None)}
 
 
 def test_a_server_is_down_or_unreachable_meanwhile(server):

@@ -207,8 +207,8 @@ class Scripting:
     encoded = staticmethod(encoded)
     tokens = Tokens
 
-    def serve(self, *answers: Answer, reads_bodies: bool = True, keeps_bodies: bool = True) -> GCSScriptedServer:
-        server = GCSScriptedServer(answers, reads_bodies=reads_bodies, keeps_bodies=keeps_bodies)
+    def serve(self, *answers: Answer, **settings: Any) -> GCSScriptedServer:
+        server = GCSScriptedServer(answers, **settings)
         self.servers.append(server)
         return server
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from google.auth.credentials import AnonymousCredentials
 
@@ -39,20 +37,6 @@ def test_every_problem_is_told_at_once() -> None:
     ):
         assert words in text
     assert "a token" not in text
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"anonymous": True, "credentials_file": "/k.json"},
-        {"anonymous": True, "credentials": AnonymousCredentials()},
-        {"credentials_file": "/k.json", "credentials": AnonymousCredentials()},
-    ],
-)
-def test_credentials_that_contradict_each_other_are_refused(options: dict[str, Any]) -> None:
-    """One of them would win, and nobody could say which."""
-    with pytest.raises(InvalidOptionError, match="exclude each other"):
-        parse_storage_options(options)
 
 
 def test_credentials_are_never_shown() -> None:

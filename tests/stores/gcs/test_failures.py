@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from awscrt.checksums import crc32c
 from tests.stores.bodies import BodyTests
+from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
 from cloudckpt.stores.base import Part, UploadedPart
@@ -14,6 +15,7 @@ from cloudckpt.stores.gcs import GCSStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 X = [memoryview(b"x")]
 CRC = crc32c(b"x")
@@ -74,18 +76,6 @@ def test_each_call_is_made_once(
     assert error.key.startswith("gs://bucket")
 
 
-@pytest.mark.parametrize("operation", sorted(CALLS))
-def test_a_missing_bucket_is_told_from_a_missing_key(scripted: Any, operation: str) -> None:
-    """GCS says 404 to both: a misspelt bucket would look like a missing checkpoint."""
-    server = scripted.serve(scripted.error(404, "notFound"))
-    if operation == "delete":
-        CALLS[operation](server.store())  # there is nothing, as asked for
-        return
-    error = refuse(lambda: CALLS[operation](server.store()), errors.BucketNotFoundError)
-    assert "'bucket'" in str(error)
-    assert len(server.requests) == (1 if operation in LISTINGS else 2)
-
-
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [
@@ -114,3 +104,11 @@ def test_a_missing_key_in_a_bucket_that_is_there(
 
 class TestBodies(BodyTests):
     """Of answers that carry an object."""
+
+
+class TestTLS(TLSTests):
+    """The variable REQUESTS_CA_BUNDLE names the certificates that are trusted."""
+
+    def trust(self, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        return {}

@@ -47,17 +47,6 @@ CALLS: dict[str, tuple[Callable[[GCSStore], object], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_each_call_makes_the_requests_it_needs_and_no_other(scripted: Any, name: str) -> None:
-    """The library asks for the bucket on its own, which costs a permission and, where denied, retries for minutes."""
-    call, methods = CALLS[name]
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store()
-    call(store)
-    call(store)
-    assert sorted(request.method for request in server.requests) == sorted(methods * 2)
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
 def test_the_user_project_is_on_every_request(scripted: Any, name: str) -> None:
     """A bucket whose requester pays refuses whatever lacks it."""
     server = scripted.serve(scripted.any_gcs())
@@ -121,18 +110,6 @@ def test_create_if_absent_is_a_condition_of_the_store(scripted: Any) -> None:
     assert "ifGenerationMatch" not in server.requests[1].query
 
 
-def test_ranges_are_asked_for_as_they_lie(scripted: Any) -> None:
-    """A service or proxy that decompresses on the way would send other bytes than the range has."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store(prefix="p")
-    store.read_into("a b/%", 2, [memoryview(bytearray(3)), memoryview(bytearray(4))])
-    (request,) = server.requests
-    assert request.path == "/download/storage/v1/b/bucket/o/p/a b/%"
-    assert request.query == {"alt": "media"}
-    assert request.headers["range"] == "bytes=2-8"
-    assert request.headers["accept-encoding"] == "identity"
-
-
 @pytest.mark.parametrize(("num_parts", "num_composes"), [(1, 1), (32, 1), (33, 3), (1024, 33), (1025, 36)])
 def test_parts_are_composed_in_a_tree(scripted: Any, num_parts: int, num_composes: int) -> None:
     """GCS takes 32 sources a call: the 33rd part would be refused, or lost. And exactly the generations that were
@@ -158,42 +135,6 @@ def test_parts_are_composed_in_a_tree(scripted: Any, num_parts: int, num_compose
     }
     assert all("generation" in source for source in sources)
     assert composes[-1].path == "/storage/v1/b/bucket/o/k/compose"
-
-
-def test_one_object_that_could_not_be_removed_is_an_error(scripted: Any) -> None:
-    """The bucket would fill up silently."""
-
-    def but_one(connection: Any, request: Any) -> None:
-        denied = request.path.endswith("/k3")
-        (scripted.error(403, "forbidden") if denied else scripted.error(404, "notFound"))(connection, request)
-
-    server = scripted.serve(but_one)
-    with pytest.raises(errors.AccessDeniedError, match=r"gs://bucket/p/k3: .*storage\.objects\.delete"):
-        server.store(prefix="p").delete([f"k{n}" for n in range(20)])
-
-
-def test_directories_are_looked_into(scripted: Any) -> None:
-    """An upload's parts alone would make a step appear that no listing shows an object of."""
-
-    def part(step: str) -> dict[str, str]:
-        return {"name": f"p/{step}/a.~{UPLOAD}-0-00001-{TRY}.~part"}
-
-    listings = {
-        "p/": {"prefixes": ["p/step-1/", "p/step-2/", "p/step-3/"]},
-        "p/step-1/": {"items": [{"name": "p/step-1/a"}]},
-        "p/step-2/": {"items": [part("step-2")]},
-        "p/step-3/": {"items": [part("step-3")], "nextPageToken": "more"},
-    }
-
-    def listed(connection: Any, request: Any) -> None:
-        found = listings[request.query["prefix"]]
-        if "pageToken" in request.query:
-            found = {"items": [{"name": "p/step-3/z"}]}
-        scripted.json({"kind": "storage#objects", **found})(connection, request)
-
-    server = scripted.serve(listed)
-    assert list(server.store(prefix="p").list_directories()) == ["step-1", "step-3"]
-    assert server.requests[0].query["delimiter"] == "/"
 
 
 def test_uploads_are_known_by_the_names_of_their_parts(scripted: Any) -> None:
@@ -231,22 +172,6 @@ def test_no_object_may_be_called_like_a_part(scripted: Any) -> None:
         with pytest.raises(errors.StoreError, match="temporary object"):
             call()
     assert server.requests == []
-
-
-def test_a_long_copy_goes_on_where_one_of_its_calls_failed(scripted: Any) -> None:
-    """One 503 among the many calls of a rewrite of terabytes would begin it anew."""
-    more = {"totalBytesRewritten": "5", "objectSize": "10", "done": False, "rewriteToken": "T=1"}
-    server = scripted.serve(scripted.json(more), scripted.reply(503), scripted.any_gcs())
-    store = server.store()
-
-    def tried(request: Callable[[], Any], /) -> Any:
-        try:
-            return request()
-        except errors.TransientStoreError:
-            return request()
-
-    store.copy_from(store.url("k"), "k2", tried=tried)
-    assert [request.query.get("rewriteToken") for request in server.requests] == [None, "T=1", "T=1"]
 
 
 def test_listings_go_on_over_pages(scripted: Any) -> None:

@@ -55,14 +55,6 @@ def test_what_was_stored_wrongly_is_removed_and_nothing_else(
     assert removal.query["ifGenerationMatch"] == "7"
 
 
-def test_bytes_that_changed_while_they_were_sent_are_told(scripted: Any) -> None:
-    """GCS answers 400 as to any bad request: the user would look for an option that is wrong."""
-    server = scripted.serve(scripted.error(400, "invalid", "Provided CRC32C does not match"))
-    error = refuse(lambda: server.store().put("k", X, crc32c=CRC + 1), errors.ChecksumRefusedError)
-    assert "modified during its save" in str(error)
-    refuse(lambda: server.store().put("k", X, crc32c=CRC), errors.StoreError)  # it is something else
-
-
 # Completions and aborts that are repeated, or come too late.
 
 
@@ -82,12 +74,6 @@ def test_parts_that_may_not_be_removed_do_not_fail_a_completed_upload(
     store.complete_multipart("k", upload_id, [done])
     assert "k" in gcs.objects
     assert "gs://bucket/k is complete, but its parts stay" in caplog.text
-
-
-def _ended() -> Any:
-    from cloudckpt.stores.gcs import store  # noqa: PLC0415
-
-    return store._ended
 
 
 def test_an_upload_whose_parts_are_gone_is_not_completed_by_another_object(scripted: Any) -> None:
@@ -150,12 +136,3 @@ def test_an_abort_removes_what_was_composed_on_the_way(scripted: Any) -> None:
         gcs.put(name, 1, CRC)
     scripted.serve(gcs).store().abort_multipart("k", UPLOAD)
     assert set(gcs.objects) == {"k.~00000000000000ab-0-00001-0123abcd.~part", "k"}
-
-
-def test_a_name_too_long_for_its_parts_is_told_at_once(scripted: Any) -> None:
-    """GCS takes names of 1,024 bytes: each part would be refused, after its bytes had gone out."""
-    server = scripted.serve(scripted.any_gcs())
-    store = server.store(prefix="ü" * 100)
-    store.create_multipart("k" * (983 - 201))
-    refuse(lambda: store.create_multipart("k" * (983 - 200)), errors.UnsupportedOperationError)
-    assert server.requests == []

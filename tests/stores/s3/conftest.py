@@ -182,8 +182,8 @@ class Scripting:
     hang_up = staticmethod(hang_up)
     any_store = any_s3 = staticmethod(any_s3)
 
-    def serve(self, *answers: Answer, reads_bodies: bool = True, keeps_bodies: bool = True) -> S3ScriptedServer:
-        server = S3ScriptedServer(answers, reads_bodies=reads_bodies, keeps_bodies=keeps_bodies)
+    def serve(self, *answers: Answer, **settings: Any) -> S3ScriptedServer:
+        server = S3ScriptedServer(answers, **settings)
         self.servers.append(server)
         return server
 

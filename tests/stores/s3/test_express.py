@@ -26,7 +26,6 @@ SESSION = (
     "</CreateSessionResult>"
 )
 LISTING = "<ListBucketResult><IsTruncated>{}</IsTruncated>{}</ListBucketResult>"
-UPLOADS = "<ListMultipartUploadsResult><IsTruncated>{}</IsTruncated>{}</ListMultipartUploadsResult>"
 
 
 class _Raw(io.BytesIO):
@@ -108,25 +107,6 @@ def test_finding_manifests_lists_no_data() -> None:
     assert keys(store, "rank-") == ["rank-0/manifest.json"]
     assert len(wire.requests) == 4
     assert all("prefix=run%2Fone%2F" in request.url for request in wire.requests[1:])
-
-
-def test_listings_of_uploads_go_on_by_the_key_marker_alone() -> None:
-    """gc would stop after the first page: directory buckets give no NextUploadIdMarker, and take none."""
-    upload = (
-        "<Upload><Key>run/one/{0}</Key><UploadId>{0}</UploadId><Initiated>2026-01-01T00:00:00Z</Initiated></Upload>"
-    )
-    pages = iter(
-        [
-            UPLOADS.format("true", "<NextKeyMarker>opaque</NextKeyMarker>" + upload.format("data-a")),
-            UPLOADS.format("false", upload.format("data-b") + upload.format("other")),
-        ]
-    )
-    wire = Wire(lambda _request: next(pages))
-    assert [found.key for found in wire.attached().list_uploads("data")] == ["data-a", "data-b"]
-    _, first, second = (parse_qs(request.url.partition("?")[2]) for request in wire.requests)
-    assert first["prefix"] == second["prefix"] == ["run/one/"]
-    assert second["key-marker"] == ["opaque"]
-    assert "upload-id-marker" not in second
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.stores.bodies import BodyTests
+from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
 from cloudckpt.stores.base import Part
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing.servers import reserved_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 MIB = 1 << 20
 CALLS: dict[str, Callable[[S3Store], object]] = {
@@ -52,18 +53,15 @@ def test_each_call_is_made_once(scripted: Any, operation: str) -> None:
     assert error.key.startswith("s3://bucket")
 
 
-def test_a_wrong_port_names_the_endpoint() -> None:
-    """ "Could not connect" without saying to what sends people to the wrong machine."""
-    with reserved_port() as port:
-        options = {"endpoint_url": f"http://127.0.0.1:{port}", "access_key_id": "a", "secret_access_key": "b"}
-        store = S3Store("bucket", "", storage_options=options, timeout_s=5, connections=1)
-        error = refuse(lambda: CALLS["put"](store), errors.TransientStoreError)
-    assert f"http://127.0.0.1:{port}" in str(error)
-    assert "Connection refused" in str(error)
-
-
 class TestBodies(BodyTests):
     """Of answers that carry an object."""
+
+
+class TestTLS(TLSTests):
+    """The storage option `ca_bundle` names the certificates that are trusted."""
+
+    def trust(self, certificate: Path, _monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+        return {"ca_bundle": str(certificate)}
 
 
 def test_an_early_refusal_of_a_large_body_is_heard(scripted: Any) -> None:

@@ -144,14 +144,6 @@ def test_what_was_found_out_is_kept_to(scripted: Any) -> None:
     assert list(bucket.objects) == ["/bucket/run/manifest.json"]
 
 
-def test_checksums_that_nobody_compares_are_found_out(scripted: Any) -> None:
-    """Bytes damaged on the way would be said to be refused by a store that takes them."""
-    bucket, server = served(scripted, verifies=False)
-    found = server.store().probe()
-    assert (found.conditional_create, found.verifies_crc32c) == (True, False)
-    assert bucket.objects == {}
-
-
 def test_a_missing_permission_is_named_and_nothing_else_is_said(
     scripted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,24 +180,3 @@ def test_a_lost_answer_is_not_taken_for_another(scripted: Any, lost: int) -> Non
     again = lost < 3  # the last put only informs, and the delete is repeated by itself
     assert len({request.path for request in server.requests}) == (2 if again else 1)
     assert bucket.num_requests == (lost + 1 + 1 + 5 if again else 6 if lost == 4 else 5)
-
-
-@pytest.mark.parametrize("conflict", [(409, "ConditionalRequestConflict"), (503, "SlowDown")])
-def test_a_passing_refusal_proves_nothing(scripted: Any, conflict: tuple[int, str]) -> None:
-    """A busy moment of the store would be taken for what it always does."""
-    bucket = SmallS3(scripted)
-    server = scripted.serve(scripted.error(*conflict), bucket)
-    with pytest.raises(errors.TransientStoreError):
-        server.store().probe()
-    assert server.requests[-1].method == "DELETE"
-    assert server.store().probe().conditional_create
-
-
-def test_a_name_that_seems_taken_is_not_believed_at_once(scripted: Any) -> None:
-    """A proxy that sends a put twice makes the second answer 412: the save would be refused for good."""
-    bucket = SmallS3(scripted)
-    server = scripted.serve(scripted.error(412, "PreconditionFailed"), bucket)
-    assert retried(server.store()).conditional_create
-    always = scripted.serve(scripted.error(412, "PreconditionFailed"))
-    with pytest.raises(errors.TransientStoreError, match=r"drawn at random.*unconditional"):
-        retried(always.store())

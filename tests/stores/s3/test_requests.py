@@ -96,24 +96,6 @@ def test_every_option_is_on_every_request_it_belongs_to(
         assert found == (headers if name in calls else dict.fromkeys(headers)), name
 
 
-def test_the_customer_key_is_on_every_request_of_a_large_copy(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects above 5 GiB under a customer key could not be copied."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 8)
-    server = scripted.serve(scripted.any_s3(size_bytes=20))
-    store = server.store(sse_customer_key=KEY, tags={"a": "b"})
-    store.copy_from(store.url("k"), "k2")
-    head, create, *parts, complete = server.requests
-    parts.sort(key=lambda part: int(part.query["partNumber"]))
-    assert head.method == "HEAD"
-    assert create.headers["x-amz-tagging"] == "a=b"
-    assert [part.headers["x-amz-copy-source-range"] for part in parts] == ["bytes=0-7", "bytes=8-15", "bytes=16-19"]
-    for request in (head, create, *parts, complete):
-        assert CUSTOMER.items() <= request.headers.items()
-    for part in parts:
-        assert part.headers["x-amz-copy-source-server-side-encryption-customer-algorithm"] == "AES256"
-    assert complete.body.count(b"<PartNumber>") == 3
-
-
 def tried_at_once(request: Callable[[], Any], /) -> Any:
     """Once more, as a retrier does it, without its waits."""
     with contextlib.suppress(errors.TransientStoreError):
@@ -149,18 +131,6 @@ def test_one_request_of_a_large_copy_that_fails_is_made_again_alone(
     expected = {"head": 1, "create": 1, "part": 1, "another part": 9, "complete": 1}
     assert {kind: made.count(kind) for kind in made} == {**expected, failing: 2}
     assert made[-1] == "complete", "it was aborted"
-
-
-def test_a_large_copy_whose_completion_lost_its_answer_is_to_be_looked_at(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A copy that was made would be made once more; or one that somebody aborted would be taken for made."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 10)
-    ok, gone = scripted.any_s3(size_bytes=20), scripted.error(404, "NoSuchUpload")
-    server = scripted.serve(ok, ok, ok, ok, scripted.hang_up, gone)
-    store = server.store()
-    assert store.copy_from(store.url("k"), "k2", tried=tried_at_once) is None
-    assert [request.method for request in server.requests] == ["HEAD", "POST", "PUT", "PUT", "POST", "POST"]
 
 
 def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

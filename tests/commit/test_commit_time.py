@@ -143,30 +143,6 @@ def test_a_manager_takes_the_later_of_one_second(
     assert restored.step == 8
 
 
-def test_an_overwrite_is_later_than_what_it_replaces(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, a machine whose clock is behind overwrites a checkpoint with one that is no newer."""
-    set_clock(monkeypatch, BEGIN_NS)
-    save(memory.uri("a"))
-    set_clock(monkeypatch, BEGIN_NS - 10**12, in_new_process=True)
-    save(memory.uri("a"), overwrite=True)
-    assert manifest_at(memory.at("a"), "manifest.1.json")["committed_at_ns"] > BEGIN_NS
-
-
-def test_one_small_read_shows_a_time_and_a_manager_remembers_it(memory: Memory) -> None:
-    """If this fails, each look at a run reads whole manifests, or reads the same ones again and again."""
-    manager = CheckpointManager(memory.root, async_=False)
-    for step in (1, 2):
-        manager.save(step, state_of(float(step)))
-    for _ in range(3):
-        newest = manager.latest()
-        assert newest is not None
-        assert newest.step == 2
-        for name in ("step-1", "step-2"):
-            store = memory.at(name)
-            assert [call.num_bytes for call in store.calls if call.operation == "read_into"] == [256]
-            assert store.count("read") == 0
-
-
 def test_manifests_without_a_time_have_that_of_the_store(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, a run that began with format 1.0 loses its order, or cannot be listed."""
     moments = {"step-9": 2, "step-10": 1, "step-8": 1}
@@ -220,16 +196,6 @@ def test_a_head_that_cannot_be_read(memory: Memory, error: Callable[[], Exceptio
         assert look() == (SECOND if expected == "store" else committed_at)
     if times < 99:
         assert look() == committed_at, "a failure is remembered"
-
-
-def test_a_damaged_head_has_the_time_of_the_store(memory: Memory) -> None:
-    """If this fails, one damaged manifest makes a run's listing fail."""
-    for name in ("step-1", "step-2"):
-        save(memory.uri(name))
-    body = b"x" * 300
-    memory.at("step-1").inner.put("manifest.json", [memoryview(body)], crc32c=crc32c(body))
-    (info,) = (info for info in cloudckpt.list_checkpoints(memory.root) if info.name == "step-1")
-    assert info.committed_at == SECOND
 
 
 def test_copies_keep_the_order() -> None:

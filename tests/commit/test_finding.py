@@ -46,7 +46,6 @@ from cloudckpt.uri import parse_location
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
-_Act = Callable[[], None]
 examples = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -56,18 +55,6 @@ def retrier() -> Retrier:
 
 def put(store: Store, key: str, body: bytes) -> None:
     store.put(key, [memoryview(body)], crc32c=crc32c(body))
-
-
-class Ticking(WrappedStore):
-    """Calls `tick` before each call."""
-
-    def __init__(self, inner: Store, tick: Callable[[Call], None]) -> None:
-        super().__init__(inner)
-        self._tick = tick
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        self._tick(call)
-        return action()
 
 
 class Lying(WrappedStore):
@@ -275,23 +262,6 @@ def test_a_wrong_size_in_a_listing_changes_nothing(name: str, size_bytes: int) -
     assert found(Lying(store, size_bytes)) == found(store)
     if size_bytes <= 128:
         assert read_log(Lying(store, size_bytes), retrier()).counting == read_log(store, retrier()).counting
-
-
-def test_manifests_listed_with_no_bytes_are_found_by_all(memory: Memory) -> None:
-    """If this fails, ``restore``, ``latest`` or a save says that nothing is there, for one number in a listing."""
-    cloudckpt.save(state_of(1.0), memory.uri("step-1"))
-    options = make_options(wrap_store=lambda store: Lying(store, 0))
-    latest = cloudckpt.latest(memory.root, options=options)
-    assert latest is not None
-    assert latest.name == "step-1"
-    assert [one.state for one in cloudckpt.list_checkpoints(memory.root, options=options, all=True)] == ["committed"]
-    with pytest.raises(CheckpointExistsError):
-        cloudckpt.save(state_of(2.0), memory.uri("step-1"), options=options)
-    state = state_of(-1.0)
-    with CheckpointManager(memory.root, no_dist=True, options=options) as manager:
-        assert manager.restore(state) is not None
-        assert [info.step for info in manager.steps()] == [1]
-    assert_holds(state, 1.0)
 
 
 # Manifests that no reader takes memory for.

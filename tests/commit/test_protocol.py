@@ -11,7 +11,6 @@ from tests.commit.actors import (
     collector,
     committed,
     counting_in,
-    data_key_of,
     deleter,
     fence,
     reader,
@@ -92,13 +91,6 @@ def winners_of(result: Result) -> set[tuple[str, ...]]:
         tuple(sorted(outcome.split()[0] for outcome in outcomes if outcome.endswith(" committed")))
         for outcomes in result.outcomes
     }
-
-
-def test_of_two_writers_exactly_one_wins() -> None:
-    """If this fails, two jobs with one URI destroy each other's checkpoint, or neither gets one (G2)."""
-    result = checked([saver("A"), saver("B")], attempts="AB")
-    assert winners_of(result) == {("A",), ("B",)}
-    assert result.num_schedules > 20
 
 
 def test_of_three_writers_exactly_one_wins_and_readers_see_it_or_nothing() -> None:
@@ -291,21 +283,3 @@ def test_collecting_beside_a_deletion(others: list[Actor], num_kills: int) -> No
     world = tuple(sorted((*committed(0, "A"), *written_by("B"))))
     result = Check([collector(), deleter(), *others], inspect_both, world=world, num_kills=num_kills).run()
     assert any(outcomes[1] == "deleted" for outcomes in result.outcomes)
-
-
-def test_only_what_counts_is_left_behind() -> None:
-    """If this fails, gc leaves garbage, or takes what it should not; or a second gc does other work than the first."""
-    ends: list[World] = []
-
-    def remember(world: World, before: Sequence[Progress], after: Sequence[Progress]) -> None:
-        if all(progress.outcome is not None for progress in after):
-            ends.append(world)
-
-    foreign = ("data/of-somebody-else", b"kept")
-    start = (*committed(0, "old"), *committed(1, "A"), *written_by("B", "C"), foreign)
-    Check([collector()], remember, world=tuple(sorted(start))).run()
-    (world,) = ends
-    assert {key for key, _ in world} == {"manifest.1.json", "manifest.2.json", data_key_of("A"), foreign[0]}
-    assert counting_in(world) == counting_in(tuple(sorted(start)))
-    Check([collector()], remember, world=world).run()
-    assert ends[1:] in ([], [world])  # a list and a look at the fence, and nothing else

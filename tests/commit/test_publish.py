@@ -11,8 +11,6 @@ from tests.commit.actors import data_key_of, manifest_for
 from tests.wrapped import FaultyStore, permanent
 
 from cloudckpt.commit.manifest_log import (
-    MOST_LOOKS,
-    holds_torch_checkpoint,
     list_entries,
     manifest_key,
     resolve,
@@ -21,9 +19,7 @@ from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
-    CheckpointChangedError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CommitUnknownError,
     CredentialsError,
     InvalidManifestError,
@@ -69,21 +65,6 @@ def what_counts(store: FaultyStore) -> tuple[int, str]:
     return found.number, found.manifest.attempt
 
 
-def test_a_commit_is_one_conditional_put_and_a_look(store: FaultyStore) -> None:
-    """If this fails, a commit costs more than it need, or is made without its condition."""
-    commit(store)
-    assert [(call.operation, call.key) for call in store.calls] == [("put", "manifest.json"), ("list", "manifest")]
-    assert what_counts(store) == (0, "ours")
-
-
-def test_a_lost_answer_is_found_out(store: FaultyStore) -> None:
-    """If this fails, a save whose commit arrived is reported as lost to itself, and its data removed."""
-    store.fail("put", after=True)
-    commit(store)
-    assert store.count("put") == 2
-    assert what_counts(store) == (0, "ours")
-
-
 @pytest.mark.parametrize("how", ["damaged", "not found"])
 def test_what_cannot_be_read_back_after_a_lost_answer_may_be_ours(store: FaultyStore, how: str) -> None:
     """If this fails, a save removes the data of its own commit: what it replaced is hidden by a checkpoint without."""
@@ -118,13 +99,6 @@ def test_a_refusal_after_a_lost_answer_is_not_the_whole_truth(store: FaultyStore
     else:
         with pytest.raises(CommitUnknownError, match="could not be found out"):
             commit(store)
-
-
-def test_a_refusal_is_a_failure(store: FaultyStore) -> None:
-    """If this fails, a missing permission looks like an unknown outcome, and data is left that nobody needs."""
-    store.fail("put", error=lambda: AccessDeniedError("no", key="k", operation="put"))
-    with pytest.raises(AccessDeniedError):
-        commit(store)
 
 
 @pytest.mark.parametrize("error", [AccessDeniedError, CredentialsError, BucketNotFoundError, StoreError])
@@ -285,43 +259,9 @@ def test_the_highest_number_counts(store: FaultyStore) -> None:
     assert what_counts(store) == (10, "c")
 
 
-def test_nothing_there_is_told_from_something_unfinished(store: FaultyStore) -> None:
-    """If this fails, a user whose save was killed looks for a typing error in the URI, or the other way round."""
-    with pytest.raises(CheckpointNotFoundError, match="nothing lies there"):
-        resolve(store, retrier())
-    store.fail("list_directories", error=lambda: permanent("list_directories"))
-    with pytest.raises(CheckpointNotFoundError, match="check the URI"):  # what it says instead is a hint
-        resolve(store, retrier())
-    put(store, "data/a/0-0.safetensors", b"x")
-    with pytest.raises(CheckpointNotFoundError, match="unfinished or failed save"):
-        resolve(store, retrier())
-
-
-def test_a_manifest_that_vanishes_each_time_is_an_error(store: FaultyStore) -> None:
-    """If this fails, a load beside endless overwrites never ends."""
-    put_commit(store, 0, "a")
-
-    def overwrite(number: int) -> None:
-        put_commit(store, number + 1, "b")
-        store.inner.delete([manifest_key(number)])
-
-    for number in range(MOST_LOOKS):
-        store.once_before("read", manifest_key(number), lambda number=number: overwrite(number))  # type: ignore[misc]  # mypy cannot see the default
-    with pytest.raises(CheckpointChangedError, match="again and again"):
-        resolve(store, retrier())
-
-
 def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
     """If this fails, a load silently takes an older checkpoint than the one that was asked for."""
     put_commit(store, 0, "a")
     put(store, "manifest.1.json", encode(manifest_for("b"))[:-5])
     with pytest.raises(InvalidManifestError, match=r"manifest\.1\.json is truncated"):
         resolve(store, retrier())
-
-
-def test_torchs_checkpoints_are_told_by_their_metadata(store: FaultyStore) -> None:
-    """If this fails, torch's own checkpoints are not found, or others are taken for them."""
-    put(store, ".metadata.tmp", b"x")
-    assert not holds_torch_checkpoint(store, retrier())
-    put(store, ".metadata", b"x")
-    assert holds_torch_checkpoint(store, retrier())

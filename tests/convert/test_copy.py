@@ -6,14 +6,12 @@ import itertools
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from awscrt.checksums import crc32c
 from tests.convert.conftest import Root
 from tests.convert.states import bits, contents, loaded, save, small, store_at
@@ -25,7 +23,7 @@ from cloudckpt.stores.base import Tried, once
 from cloudckpt.stores.s3 import store as s3_store
 from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Denied, Faults, FlippedBits, Rule, SlowDown, Tell, WrappedStore
+from cloudckpt.testing.faults import Call, Faults, FlippedBits, Rule, Tell, WrappedStore
 
 _PAIRS = [
     ("path", "path"),
@@ -120,17 +118,6 @@ def test_a_source_that_goes_meanwhile_is_not_called_damaged(root_of: Root, how: 
     assert contents(target) == {}
 
 
-def test_what_cannot_be_copied_is_explained(tmp_path: Path) -> None:
-    """If this fails, "not found" is all that is said of a checkpoint that is there."""
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    for rank in (0, 1):
-        save({"w": torch.full((10,), rank)}, f"{tmp_path}/ranks/rank-{rank}")
-    for name, words in (("torchs", "import"), ("ranks", "each has a checkpoint.*rank-0"), ("c", "nothing lies there")):
-        with pytest.raises(cloudckpt.CheckpointNotFoundError, match=words):
-            cloudckpt.copy(tmp_path / name, tmp_path / "b")
-    assert not (tmp_path / "b").exists()
-
-
 @pytest.mark.parametrize("times", [1, None])
 def test_bits_that_flip_on_the_way_are_not_copied(root_of: Root, times: int | None) -> None:
     """If this fails, a bit that flips on the network is copied; or flips once, and costs all that was sent before."""
@@ -188,66 +175,6 @@ def test_what_the_service_copies_is_not_believed(root_of: Root, copy: Callable[.
     assert report.num_read_back_bytes == (report.num_bytes if is_kept else 0)
     assert bits(loaded(state, f"{root}/b")) == bits(state)
     assert len(contents(f"{root}/b")) == 2, "the bad copy is still there"
-
-
-class _Choosy(WrappedStore):
-    """Copies by its service, but for the `refused`-th object, of which it says `error`."""
-
-    def __init__(self, inner: Any, refused: int, error: type[cloudckpt.errors.StoreError]) -> None:
-        super().__init__(inner)
-        self.refused, self.error, self.num_asked = refused, error, 0
-
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
-        self.num_asked += 1
-        if self.num_asked == self.refused:
-            raise self.error("not this one", key=self.inner.url(target_key), operation="copy_from")
-        return self.inner.copy_from(source_url, target_key, tried=tried)
-
-
-@pytest.mark.parametrize("error", [cloudckpt.errors.AccessDeniedError, cloudckpt.errors.ObjectNotFoundError])
-def test_one_object_that_the_service_does_not_copy_ends_nothing_else(
-    root_of: Root, error: type[cloudckpt.errors.StoreError]
-) -> None:
-    """If this fails, one object under a key of its own makes all others go through this machine; or an upload that
-    somebody has aborted is told as damage of the source.
-    """
-    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
-    state = {f"w{number}": torch.full((500,), float(number)) for number in range(20)}
-    save(state, source, object_bytes=KIB)
-    stores: list[_Choosy] = []
-
-    def choosy(inner: Any) -> _Choosy:
-        stores.append(_Choosy(inner, 3, error))
-        return stores[-1]
-
-    report = cloudckpt.copy(source, target, target_options=make_options(wrap_store=choosy, connections=1))
-    assert [store.num_asked for store in stores] == [20]
-    assert report.num_service_bytes == report.num_bytes // 20 * 19
-    assert bits(loaded(state, target)) == bits(state)
-
-
-def test_a_copy_by_the_service_that_is_throttled_is_tried_again(root_of: Root) -> None:
-    """If this fails, one answer to slow down ends a copy, or has its bytes read and written after all."""
-    root = root_of("memory")
-    save(small(), f"{root}/a")
-    faults = Faults(Rule(fault=SlowDown(), operations={"copy_from"}, times=1))
-    report = cloudckpt.copy(f"{root}/a", f"{root}/b", target_options=make_options(wrap_store=faults))
-    assert (report.num_service_bytes, report.num_retries) == (report.num_bytes, 1)
-
-
-@pytest.mark.parametrize("side", ["source", "target"])
-def test_the_side_that_denies_is_named(root_of: Root, side: str) -> None:
-    """If this fails, a user with two sets of credentials does not know which of them is wrong."""
-    source, target = f"{root_of('memory')}/a", f"{root_of('path')}/b"
-    save(small(), source)
-    denied = make_options(
-        wrap_store=Faults(Rule(fault=Denied(), operations={"read_into", "put", "upload_part"}, times=None))
-    )
-    which = {"options": denied} if side == "source" else {"target_options": denied}
-    with pytest.raises(cloudckpt.errors.AccessDeniedError) as caught:
-        cloudckpt.copy(source, target, **which)
-    assert caught.value.key.startswith(source if side == "source" else target)
-    assert contents(target) == {}
 
 
 @pytest.mark.parametrize(
@@ -331,35 +258,6 @@ def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, a
     assert num_died > 5
 
 
-_KILLED = """
-import os, signal, sys
-import cloudckpt
-from cloudckpt.options import Options
-from cloudckpt.testing.faults import Faults, Rule, Tell
-kill = Tell(before=lambda call: os.kill(os.getpid(), signal.SIGKILL))
-faults = Faults(Rule(fault=kill, operations={sys.argv[3]}, skip=1))
-cloudckpt.copy(sys.argv[1], sys.argv[2], target_options=Options(wrap_store=faults, connections=1))
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_leaves_what_gc_removes(tmp_path: Path) -> None:
-    """If this fails, temporary files of a copy stay for ever, or a half of it is loaded."""
-    source, target = tmp_path / "a", tmp_path / "b"
-    save({f"w{i}": torch.full((5000,), i) for i in range(6)}, str(source), object_bytes=MIB // 32)
-    script = tmp_path / "killed.py"
-    script.write_text(_KILLED)
-    done = subprocess.run([sys.executable, script, source, target, "put"], check=False, timeout=120)
-    assert done.returncode == -9
-    with pytest.raises(cloudckpt.CheckpointNotFoundError):
-        cloudckpt.verify(target)
-    assert [path for path in target.rglob("*") if path.is_file()]
-    cloudckpt.gc(target, older_than=0, dry_run=False)
-    assert not [path for path in target.rglob("*") if path.is_file() and path.name != "manifest.json"]
-    cloudckpt.copy(source, target)
-    cloudckpt.verify(target)
-
-
 _MEASURED = """
 import resource, sys
 import cloudckpt
@@ -389,35 +287,6 @@ def test_it_holds_no_more_than_it_may(tmp_path: Path) -> None:
     assert int(answer.stdout) < 64 * MIB + 24 * MIB, "the buffers, and what the allocator and threads take"
 
 
-def test_of_two_copies_to_one_place_one_wins(root_of: Root) -> None:
-    """If this fails, two copies that run at once make a checkpoint of both, or both are told that theirs is there."""
-    root, target = root_of("path"), f"{root_of('memory')}/step-1"
-    states = [{f"w{i}": torch.full((3000,), 10 * number + i) for i in range(4)} for number in range(2)]
-    for number, state in enumerate(states):
-        save(state, f"{root}/{number}", object_bytes=20 * KIB)
-    both_have_looked = threading.Barrier(2)
-    outcomes: dict[int, Any] = {}
-
-    def copy(number: int) -> None:
-        met = Tell(before=lambda _call: both_have_looked.wait(60))
-        options = make_options(wrap_store=Faults(Rule(fault=met, operations={"put"}, key="data/")))
-        try:
-            outcomes[number] = cloudckpt.copy(f"{root}/{number}", target, target_options=options)
-        except cloudckpt.CloudckptError as error:
-            outcomes[number] = error
-
-    threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    (winner,) = (number for number in outcomes if isinstance(outcomes[number], cloudckpt.types.CopyReport))
-    assert isinstance(outcomes[1 - winner], cloudckpt.CheckpointExistsError)
-    assert bits(loaded(states[winner], target)) == bits(states[winner])
-    (attempt,) = outcomes[winner].attempts
-    assert {key.split("/")[1] for key in contents(target) if key.startswith("data/")} == {attempt}
-
-
 @pytest.mark.parametrize("kind", ["s3"])
 def test_a_large_object_is_copied_by_the_service_in_parts(
     root_of: Root, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -445,46 +314,6 @@ def test_a_large_object_is_copied_by_the_service_in_parts(
     ]
     assert bits(loaded(state, f"{root}/b")) == bits(state)
     assert not list(store_at(f"{root}/b").list_uploads())
-
-
-_INTERRUPTED = """
-import os, signal, sys
-from cloudckpt.cli import convert, main
-from cloudckpt.testing.faults import Faults, Rule, Tell
-import dataclasses
-
-command, source, target, operation, skip = sys.argv[1:6]
-interrupt = Tell(before=lambda call: os.kill(os.getpid(), signal.SIGINT))
-faults = Faults(Rule(fault=interrupt, operations={operation}, skip=int(skip)))
-of_both = convert.options_of_both
-
-def faulty(*arguments, **more):
-    one, other = of_both(*arguments, **more)
-    return one, dataclasses.replace(other, wrap_store=faults, connections=2)
-
-convert.options_of_both = faulty
-main([command, source, target, *sys.argv[6:]])
-"""
-
-
-@pytest.mark.parametrize(("command", "skip"), [("cp", 2), ("export", 2), ("import", 0)])
-@pytest.mark.slow
-def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path, command: str, skip: int) -> None:
-    """If this fails, a command that is interrupted hangs, or leaves a half of what it was to make."""
-    state = {f"w{i}": torch.full((5000,), i) for i in range(6)}
-    save(state, f"{tmp_path}/step-1", object_bytes=20 * KIB)
-    source = tmp_path / "step-1"
-    if command == "import":
-        cloudckpt.export_checkpoint(source, tmp_path / "hub", max_shard_bytes=50_000)
-        source = tmp_path / "hub"
-    more = ["--max-shard-size", "50kB"] if command == "export" else []
-    script = tmp_path / "interrupted.py"
-    script.write_text(_INTERRUPTED)
-    at = [command, str(source), str(tmp_path / "out"), "put", str(skip), *more]
-    ended = subprocess.run([sys.executable, script, *at], check=False, capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stdout) == (130, ""), ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not contents(str(tmp_path / "out"))
 
 
 def _manifest(objects: dict[str, bytes]) -> dict[str, Any]:

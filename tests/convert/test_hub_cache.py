@@ -71,16 +71,6 @@ def test_a_checkpoint_that_was_downloaded_as_a_snapshot_loads(tmp_path: Path) ->
     assert [each.name for each in cloudckpt.list_checkpoints(snapshot.parent)] == ["step-1"]
 
 
-@pytest.mark.parametrize("place", ["models--org--name", "models--org--name/snapshots", "."])
-def test_the_folder_of_a_model_names_its_snapshots(tmp_path: Path, place: str) -> None:
-    """If this fails, who names the model's folder is told that there is no model."""
-    snapshot = _hub(tmp_path)
-    folder = tmp_path / "hub" / place
-    with pytest.raises(cloudckpt.CheckpointNotFoundError) as caught:
-        cloudckpt.import_checkpoint(folder, tmp_path / "out")
-    assert f"its folders {str(snapshot.relative_to(folder))!r} hold some" in str(caught.value)
-
-
 def _to_another_model(snapshot: Path) -> str:
     other = snapshot.parents[2] / "models--other" / "blobs"
     other.mkdir(parents=True)

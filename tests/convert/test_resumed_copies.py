@@ -14,7 +14,7 @@ from tests.convert.states import bits, contents, loaded, save, store_at
 from tests.options import make_options
 
 import cloudckpt
-from cloudckpt.options import KIB, MIB, Options
+from cloudckpt.options import KIB, MIB
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Call, Faults, Rule, Tell, WrappedStore
 
@@ -99,34 +99,6 @@ def test_a_copy_that_is_killed_at_any_object_goes_on(root_of: Root, one: str, ot
         cloudckpt.verify(target)
 
 
-def test_a_copy_by_the_service_is_asked_for_again(root_of: Root) -> None:
-    """If this fails, a service's copy that was killed cannot be finished with ``resume``."""
-    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
-    state = saved(source)
-    died(source, target, 2, after=True)
-    report = cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
-    assert report.num_service_bytes == report.num_bytes
-    assert bits(loaded(state, target)) == bits(state)
-
-
-@pytest.mark.parametrize("how", ["overwritten", "deleted"])
-def test_what_is_replaced_while_it_is_compared_is_not_called_damaged(root_of: Root, how: str) -> None:
-    """If this fails, a copy tells to delete what another job has just saved, or replaces it unasked."""
-    source, target = f"{root_of('memory')}/step-1", f"{root_of('memory')}/step-1"
-    saved(source)
-    cloudckpt.copy(source, target, target_options=Options(resume=True))
-
-    def act(_call: Call) -> None:
-        if how == "deleted":
-            cloudckpt.delete(target)
-        else:
-            saved(target, 2, overwrite=True)
-
-    seen = Faults(Rule(fault=Tell(before=act), operations={"head"}, key="data/", times=1))
-    with pytest.raises(cloudckpt.errors.CheckpointChangedError, match="while it was being compared"):
-        cloudckpt.copy(source, target, overwrite=True, target_options=make_options(resume=True, wrap_store=seen))
-
-
 @pytest.mark.parametrize(("one", "other"), [("memory", "path"), ("path", "s3")])
 @pytest.mark.parametrize("how", ["bit", "short", "gone"])
 def test_what_is_there_and_is_not_right_is_copied_again(root_of: Root, one: str, other: str, how: str) -> None:
@@ -159,17 +131,6 @@ def test_nothing_of_another_save_is_used(root_of: Root, *, same: bool) -> None:
     state = saved(source, 1 if same else 2, overwrite=True)
     report = cloudckpt.copy(source, target, target_options=make_options(**OPTIONS))
     assert report.num_reused_bytes == 0
-    assert bits(loaded(state, target)) == bits(state)
-
-
-def test_what_gc_took_between_two_tries_is_copied_again(root_of: Root) -> None:
-    """If this fails, a copy is committed whose data gc has removed."""
-    root = root_of("path")
-    source, target = f"{root_of('memory')}/a", f"{root}/b"
-    state = saved(source)
-    died(source, target, 3, after=True)
-    cloudckpt.gc(root, older_than=0, dry_run=False)
-    assert cloudckpt.copy(source, target, target_options=make_options(**OPTIONS)).num_reused_bytes == 0
     assert bits(loaded(state, target)) == bits(state)
 
 

@@ -282,45 +282,6 @@ def test_what_is_copied_to_counts_as_shared_too(*, is_packed: bool) -> None:
     assert consumers.are_copied()[:2] == [True, False]
 
 
-@pytest.mark.parametrize("view", [torch.Tensor.detach, torch.Tensor.t], ids=["tied", "transposed"])
-def test_of_two_that_fill_one_memory_the_last_is_there(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """If this fails, tied weights that were not tied when they were saved are loaded as a mixture of both."""
-    memory = torch.zeros(2, 2)
-    location = ItemLocation(object_index=0, begin=16, end=32, dtype="float32", lengths=(2, 2), transforms=())
-    others = [
-        Consumer(
-            whole_item(name, [2, 2]), location, new_block_target(location, Box((0, 0), (2, 2)), view(memory)), memory
-        )
-        for name in "cd"
-    ]
-    consumers = consumers_of_wholes(memory, memory, others=others)
-    consumers.wants(max_gap_bytes=0)
-    consumers.keep_apart()
-    for number in (3, 0, 2, 1):
-        source = torch.full((4,), float(number + 1)).view(torch.uint8)
-        consumers.targets[number].copy_from(source, 0 if number < 2 else 16)
-    assert memory.tolist() == [[4.0, 4.0], [4.0, 4.0]]
-    consumers = consumers_of_wholes(memory, memory)
-    consumers.keep_apart()
-    for number in (1, 0):
-        consumers.targets[number].copy_from(torch.full((4,), float(number)).view(torch.uint8), 0)
-    assert memory.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-
-
-class Kept:
-    """Something of the user's that is a ``Stateful``."""
-
-    def __init__(self) -> None:
-        self.tensor = torch.zeros(3)
-        self.loaded = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensor": self.tensor}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = True
-
-
 @pytest.mark.parametrize("shape", [(4,), (2,), (3, 1)], ids=str)
 def test_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     """If this fails, a load fills a tensor with a part of the stored one, and says nothing."""
@@ -329,20 +290,6 @@ def test_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> Non
     with pytest.raises(StateDictMismatchError, match=r"'w' was saved with shape \(3,\), not"):
         cloudckpt.load({"w": target, "step": 0}, tmp_path / "c")
     assert torch.equal(target, torch.full(shape, -1.0))
-
-
-def test_stateful_objects_are_asked_and_told(tmp_path: Path) -> None:
-    """If this fails, objects with a state of their own are loaded as plain values, or do not get their state."""
-    kept, fresh, marked = Kept(), Kept(), torch.ones(2)
-    kept.tensor = torch.ones(3)
-    marked.state_dict = dict  # type: ignore[attr-defined]  # which alone makes no Stateful
-    cloudckpt.save({"kept": kept, "marked": marked, "step": 1}, tmp_path / "c")
-    target = {"kept": fresh, "marked": torch.zeros(2), "step": 0}
-    cloudckpt.load(target, tmp_path / "c")
-    assert fresh.loaded
-    assert torch.equal(fresh.tensor, torch.ones(3))
-    assert torch.equal(target["marked"], torch.ones(2))  # type: ignore[arg-type]  # a tensor
-    assert target["step"] == 1
 
 
 def test_values_are_put_back_after_success_alone(tmp_path: Path) -> None:

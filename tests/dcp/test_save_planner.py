@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
-from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks, state_of
+from cloudckpt.dcp.save_planner import BalancedSavePlanner, ReplicatedItem, assign_ranks
 from cloudckpt.errors import StateDictMismatchError
 
 
@@ -156,18 +156,3 @@ def test_what_is_tied_on_one_rank_alone_is_saved_under_each_name() -> None:
         assert sorted(item.index.fqn for plan in plans for item in plan.items) == ["a", "b"]
         if len(states[1]) == 2:
             assert [len(plan.items) for plan in plans] == [1, 1]
-
-
-def test_stateful_objects_are_asked_for_their_state() -> None:
-    """If this fails, objects with a state_dict() of their own are pickled whole, instead of what they want saved."""
-
-    class Counter:
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": torch.tensor([7])}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            raise AssertionError(state_dict)
-
-    planner = BalancedSavePlanner()
-    planner.set_up_planner({"counter": state_of(Counter())}, is_coordinator=True)
-    assert [item.index.fqn for item in planner.create_local_plan().items] == ["counter.count"]

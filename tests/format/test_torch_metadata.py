@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pickle
 from array import array
 from typing import Any
 
@@ -27,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from cloudckpt.errors import IncompleteSaveError, UnsupportedValueError
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.codec import decode, encode
-from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt, StoredRange
-from cloudckpt.format.torch_metadata import StoredRanges, make_metadata
+from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
+from cloudckpt.format.torch_metadata import make_metadata
 
 
 class ItemReceipt(msgspec.Struct):
@@ -244,48 +242,8 @@ def test_planner_data_that_json_cannot_hold_is_refused(planner_data: Any) -> Non
         made(metadata, receipts_of(metadata, 1))
 
 
-def test_the_users_metadata_is_kept_as_json() -> None:
-    """If this fails, what the user noted beside a checkpoint is not what another program reads there."""
-    notes = {"loss": 0.5, "tags": ("a", "b"), "nested": {"step": 3, "none": None}}
-    document = encode(made(sample(), receipts_of(sample(), 1), user_metadata=notes))
-    assert json.loads(document)["metadata"] == {"loss": 0.5, "tags": ["a", "b"], "nested": {"step": 3, "none": None}}
-
-
 @pytest.mark.parametrize("notes", [{"x": object()}, {"x": torch.ones(2)}, {"x": "\ud800"}, {"x": 1j}])
 def test_metadata_that_is_no_json_is_refused_before_the_commit(notes: dict[str, Any]) -> None:
     """If this fails, the coordinator fails in the middle of the commit, and nobody knows whether it was made."""
     with pytest.raises(UnsupportedValueError, match=r"Options\(metadata=…\)"):
         made(sample(), receipts_of(sample(), 1), user_metadata=notes)
-
-
-@given(num_ranks=st.integers(1, 4))
-def test_ranges_are_those_of_the_receipts(num_ranks: int) -> None:
-    """If this fails, the metadata that a save returns says of some item that it lies elsewhere than it does."""
-    receipts = receipts_of(sample(), num_ranks)
-    expected = {
-        index: StoredRange(key=receipt.stored_in.key, begin=receipt.begin, end=receipt.end)
-        for of_rank in receipts
-        for index, receipt in of_rank.items()
-    }
-    columns = [of_object for of_rank in receipts for of_object in columns_of(of_rank)]
-    ranges = StoredRanges(columns)
-    for given_ranges in (ranges, pickle.loads(pickle.dumps(ranges)), StoredRanges(pickle.loads(pickle.dumps(columns)))):
-        assert given_ranges == expected
-        assert repr(given_ranges) == repr(dict(given_ranges))
-        assert len(given_ranges) == len(expected)
-        with pytest.raises(KeyError, match="absent"):
-            given_ranges[MetadataIndex("absent")]
-    assert MetadataIndex("w") not in ranges  # of a tensor's chunks, none is meant
-
-
-def test_of_two_items_of_one_index_the_later_counts() -> None:
-    """If this fails, the metadata that a save returns and its manifest tell of different bytes."""
-    early, late = receipts_of(sample(), 1)[0], receipts_of(sample(), 1)[0]
-    for index, receipt in late.items():
-        late[index] = msgspec.structs.replace(
-            receipt, stored_in=dataclasses.replace(receipt.stored_in, key="data/attempt/1-0.safetensors")
-        )
-    manifest = made(sample(), [early, late])
-    assert [stored.key for stored in manifest.objects] == ["data/attempt/1-0.safetensors"]
-    ranges = StoredRanges([*columns_of(early), *columns_of(late)])
-    assert {place.key for place in ranges.values()} == {"data/attempt/1-0.safetensors"}

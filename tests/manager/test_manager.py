@@ -176,30 +176,11 @@ def test_what_was_restored_is_not_saved_once_more(memory: Memory, caplog: pytest
     assert_holds(state, 20.0)
 
 
-def test_a_last_step_that_failed_is_saved_again(memory: Memory) -> None:
-    """If this fails, the save at a program's end is skipped because of one that came to nothing."""
-    manager = CheckpointManager(memory.root)
-    memory.at("step-10").fail("put", key_part="data/", error=lambda: permanent("put"), times=100)
-    first = manager.save(10, state_of(10.0))
-    assert isinstance(first, AsyncSave)
-    assert isinstance(first.exception(WAIT_S), cloudckpt.errors.StoreError)
-    memory.at("step-10")._faults.clear()
-    assert manager.save(10, state_of(10.0), force=True) is not first
-    manager.close(WAIT_S)
-    assert numbers(manager) == [10]
-
-
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True, None, 10**18])
 def test_what_is_no_step_is_refused(memory: Memory, step: Any) -> None:
     """If this fails, a checkpoint gets a name under which nothing finds it again."""
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="a step must be a whole number"):
         CheckpointManager(memory.root).save(step, state_of())
-
-
-def test_steps_of_numpy_and_torch_are_steps(memory: Memory) -> None:
-    """If this fails, a counter that lies in a tensor cannot be used."""
-    save_all(CheckpointManager(memory.root), np.int64(3), torch.tensor(4), 10**18 - 1)  # type: ignore[arg-type]
-    assert numbers(CheckpointManager(memory.root)) == [3, 4, 10**18 - 1]
 
 
 @pytest.mark.parametrize(
@@ -276,18 +257,6 @@ def test_an_error_in_the_loop_is_not_masked(memory: Memory, caplog: pytest.LogCa
     assert numbers(manager) == [1]
 
 
-def test_waiting_has_a_bound(memory: Memory) -> None:
-    """If this fails, a job hangs at its end for a store that does."""
-    gate = Gate()
-    manager = CheckpointManager(memory.root, options=at_event("save.committing", gate))
-    manager.save(1, state_of())
-    assert gate.reached.wait(WAIT_S)
-    with pytest.raises(TimeoutError, match="and continues"):
-        manager.close(0.01)
-    gate.opened.set()
-    manager.close(WAIT_S)
-
-
 # --- metrics
 
 
@@ -322,37 +291,6 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
     assert [info.step if info else None for info in best] == [1, 2, 1, None]
 
 
-def test_a_manifest_is_read_once(memory: Memory) -> None:
-    """If this fails, asking for the best step downloads every manifest each time; or an overwrite goes unnoticed."""
-    manager = CheckpointManager(memory.root)
-    save_all(manager, 1, 2, metrics={"loss": 1.0})
-    reader = CheckpointManager(memory.root)
-    reader.steps()
-    num_reads = memory.at("step-1").count("read")
-    reader.steps()
-    reader.best("loss")
-    assert memory.at("step-1").count("read") == num_reads
-    save_all(manager, 1, overwrite=True, metrics={"loss": 0.0})
-    best = reader.best("loss")
-    assert best is not None
-    assert (best.step, best.metrics["loss"]) == (1, 0.0)
-
-
-def test_a_damaged_manifest_has_no_metrics(memory: Memory) -> None:
-    """If this fails, one bad object keeps a job from finding its other checkpoints."""
-    manager = CheckpointManager(memory.root)
-    save_all(manager, 1, 2, metrics={"loss": 1.0})
-    text = b"x" * 300
-    memory.at("step-2").inner.put("manifest.json", [memoryview(text)], crc32c=crc32c_of([memoryview(text)]))
-    assert [(info.step, dict(info.metrics)) for info in manager.steps()] == [
-        (1, {"loss": 1.0}),
-        (2, {}),
-    ]
-    best = manager.best("loss")
-    assert best is not None
-    assert best.step == 1
-
-
 @pytest.mark.parametrize(
     "metrics",
     [
@@ -374,12 +312,6 @@ def test_what_is_no_metric_is_refused(memory: Memory, metrics: Any) -> None:
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="metrics must be"):
         CheckpointManager(memory.root).save(1, state_of(), metrics=metrics)
     assert memory.stores == {}
-
-
-def test_modes_are_checked(memory: Memory) -> None:
-    """If this fails, a slip in a word gives the worst checkpoint for the best."""
-    with pytest.raises(cloudckpt.errors.InvalidOptionError, match="mode must be"):
-        CheckpointManager(memory.root).best("loss", "lowest")  # type: ignore[arg-type]
 
 
 # --- restoring
@@ -632,36 +564,6 @@ def test_damage_is_raised_where_that_is_asked_for(memory: Memory) -> None:
     assert restored.step == 4
 
 
-def test_one_that_is_gone_is_not_damaged(memory: Memory) -> None:
-    """If this fails, a job with on_damaged='raise' stops because another one has removed an old step."""
-    save_all(CheckpointManager(memory.root), 1)
-
-    def moves_on() -> None:
-        cloudckpt.save(state_of(2.0), memory.uri("step-2"))
-        cloudckpt.delete(memory.uri("step-1"))
-
-    memory.at("step-1").once_before("read_into", "data/", moves_on)
-    restored = CheckpointManager(memory.root, on_damaged="raise").restore(state_of(-1.0))
-    assert restored is not None
-    assert restored.step == 2
-
-
-def test_damage_in_a_step_that_was_asked_for_is_known_too(memory: Memory) -> None:
-    """If this fails, a job that goes back behind the damaged step that it asked for removes the whole one before it, or
-    fails when it comes to that step again.
-    """
-    save_all(CheckpointManager(memory.root), 1, 2, 3)
-    break_data(memory, "step-3")
-    manager = CheckpointManager(memory.root, keep_last=2, on_damaged="replace")
-    with pytest.raises(cloudckpt.CorruptCheckpointError):
-        manager.restore(state_of(-1.0), step=3)
-    manager.restore(state_of(-1.0), step=2)
-    save_all(manager, 4)
-    assert numbers(manager) == [2, 3, 4]
-    save_all(manager, 3)
-    cloudckpt.verify(memory.uri("step-3"))
-
-
 def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
     """If this fails, a job whose checkpoints are all damaged trains from nothing, and nobody knows."""
     save_all(CheckpointManager(memory.root), 1)
@@ -725,18 +627,6 @@ def test_the_manifest_goes_first_and_only_after_the_commit(memory: Memory) -> No
     assert seen[-2:] == ["manifest", "data"]
 
 
-def test_what_another_job_removes_meanwhile_is_no_error(memory: Memory) -> None:
-    """If this fails, two jobs on one root take each other for trouble."""
-    manager = CheckpointManager(memory.root, keep_last=1)
-    save_all(CheckpointManager(memory.root), 1, 2)
-    memory.at("step-1").once_before("list", "manifest", lambda: cloudckpt.delete(memory.uri("step-1")))
-    memory.at("step-2").once_before("put", "manifest.1", lambda: cloudckpt.delete(memory.uri("step-2")))
-    save_all(manager, 3)
-    assert manager.retention is not None
-    assert manager.retention.failed == ()
-    assert numbers(manager) == [3]
-
-
 def test_what_is_being_overwritten_is_left_alone(memory: Memory) -> None:
     """If this fails, retention ends the save of another job that comes to an old step once more."""
     save_all(CheckpointManager(memory.root), 1, 2)
@@ -791,22 +681,6 @@ def test_a_refusal_does_not_fail_the_training(memory: Memory, caplog: pytest.Log
         assert numbers(manager) == [4]
 
 
-@pytest.mark.parametrize("best", [None, ("loss", "min", 1)])
-def test_a_step_that_may_not_be_looked_at_keeps_no_other(memory: Memory, best: Any) -> None:
-    """If this fails, one step's folder that is closed keeps all others, until the store is full; or it goes unseen."""
-    save_all(CheckpointManager(memory.root), 1, 2, 3)
-    memory.at("step-2").fail("list", error=lambda: denied("list"), times=1000)
-    manager = CheckpointManager(memory.root, keep_last=1, keep_best=best)
-    save_all(manager, 4)
-    report = manager.retention
-    assert report is not None
-    assert names(report.removed) == ["step-1", "step-3"]
-    assert names(report.kept) == ["step-4"]
-    assert names(report.failed) == ["step-2"]
-    cloudckpt.verify(memory.root + "/step-4")
-    assert memory.data_keys("step-2")
-
-
 def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) -> None:
     """If this fails, the best step goes because nobody may know that it is, or no other ever goes because of it."""
     for step, loss in enumerate((0.5, 0.1, 0.3)):
@@ -820,20 +694,6 @@ def test_a_step_whose_metrics_may_not_be_read_may_be_the_best(memory: Memory) ->
     assert names(manager.retention.failed) == ["step-1"]
     with pytest.raises(AccessDeniedError):
         manager.best("loss")
-
-
-def test_steps_that_may_not_be_removed_keep_no_other(memory: Memory) -> None:
-    """If this fails, some steps that are protected against removal keep all others, until the store is full."""
-    num_protected = 11
-    save_all(CheckpointManager(memory.root), *range(num_protected + 2))
-    for step in range(num_protected):
-        memory.at(f"step-{step}").fail("put", key_part="manifest", error=lambda: denied("put"), times=1000)
-    manager = CheckpointManager(memory.root, keep_last=1)
-    save_all(manager, 100)
-    assert manager.retention is not None
-    assert 0 < len(manager.retention.failed) < num_protected, "a role that may remove nothing would try all, each time"
-    save_all(manager, 101)
-    assert numbers(manager) == [*range(num_protected), 101]
 
 
 def test_a_listing_that_fails_removes_nothing(memory: Memory) -> None:
@@ -885,20 +745,6 @@ def test_what_was_just_committed_stays_whatever_the_clock_says(memory: Memory, m
     assert numbers(manager) == [4], "it has seen the other by now, and is later"
     save_all(begin_process(minutes_ahead=-20), 300)
     assert numbers(manager) == [4, 300]
-
-
-def test_traces_of_deleted_steps_go_after_a_day(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, each removed step leaves an object for ever, and every listing of the root gets longer."""
-    manager = CheckpointManager(memory.root, keep_last=1)
-    save_all(manager, 1, 2, 3)
-    assert memory.all_keys("step-1") == ["manifest.1.json"]
-    num_lists = memory.at("step-1").count("list")
-    save_all(manager, 4)
-    assert memory.at("step-1").count("list") == num_lists, "what is known to be gone is looked at again and again"
-    monkeypatch.setattr("cloudckpt.manager.retention._ALIVE", timedelta(0))
-    fresh = CheckpointManager(memory.root, keep_last=1)  # a restart: it finds them by itself
-    save_all(fresh, 5)
-    assert memory.all_keys("step-1") == memory.all_keys("step-2") == []
 
 
 def test_what_is_half_removed_goes_a_day_later(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -998,19 +844,6 @@ def ranks_faked(num_ranks: int) -> Iterator[None]:
 def save_rank(memory: Memory, step: int, rank: int) -> None:
     """As that rank saves it on its own."""
     cloudckpt.save(state_of(float(step)), memory.uri(f"step-{step}/rank-{rank}"), no_dist=True)
-
-
-@pytest.mark.parametrize(
-    ("is_saved_alone", "mode"), [(True, "use_collectives=False on 1 rank"), (False, "use_collectives=True")]
-)
-def test_steps_in_the_other_mode_are_no_fresh_start(memory: Memory, mode: str, *, is_saved_alone: bool) -> None:
-    """If this fails, a job that is started again with another use_collectives trains from nothing."""
-    save_all(CheckpointManager(memory.root, use_collectives=not is_saved_alone), 7, 12)
-    state = state_of(-1.0)
-    words = rf"a manager with {mode} has saved the steps 7, 12\. Restore them with such a manager"
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=words):
-        CheckpointManager(memory.root, use_collectives=is_saved_alone).restore(state)
-    assert_holds(state, -1.0)
 
 
 def test_steps_of_fewer_ranks_on_their_own_are_no_fresh_start(memory: Memory) -> None:

@@ -10,24 +10,8 @@ import pytest
 from tests.commit.gc.leftovers import at, put, save
 
 import cloudckpt
-from cloudckpt.commit.manifest_log import parse_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
-
-@pytest.mark.parametrize(
-    ("folders", "ranks"),
-    [
-        ([], []),
-        (["rank-1", "rank-0", "data"], [0, 1]),
-        (["rank-8", "rank-16"], []),
-        (["rank-00", "rank-", "rank-x", "rank-1"], []),
-        (["rank-0", "rank-0/rank-1", "rank-10"], [0, 10]),
-    ],
-)
-def test_ranks_begin_at_0(folders: list[str], ranks: list[int]) -> None:
-    """If this fails, somebody's checkpoints with names such as rank-8 are taken for parts of another one."""
-    assert parse_ranks(folders) == ranks
 
 
 def test_checkpoints_with_names_like_ranks_are_left_alone(root: str) -> None:

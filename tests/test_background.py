@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import cloudckpt
 from cloudckpt import Options
 from cloudckpt.options import KIB, MIB
-from cloudckpt.tensors import copying, snapshot_plan
+from cloudckpt.tensors import snapshot_plan
 
 WAIT_S = 60.0
 SIZE_BYTES = 4 * MIB
@@ -119,17 +119,6 @@ def test_a_save_is_cancelled_while_a_request_hangs(memory: Memory, operation: st
     assert fill_at(memory.uri()) == 2
 
 
-def test_a_save_is_cancelled_when_all_is_written(memory: Memory) -> None:
-    """If this fails, there is a moment before the commit in which `cancel` says yes and the checkpoint appears."""
-    gate = Gate()
-    options = options_of(on_event=gate.at_event("save.written"))
-    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options)
-    assert gate.reached.wait(WAIT_S)
-    assert handle.cancel()
-    gate.opened.set()
-    assert_cancelled(handle, memory)
-
-
 def test_a_commit_that_has_begun_is_not_cancelled(memory: Memory) -> None:
     """If this fails, `cancel` says yes and the checkpoint is there, or a commit is torn."""
     gate = Gate()
@@ -143,21 +132,6 @@ def test_a_commit_that_has_begun_is_not_cancelled(memory: Memory) -> None:
     assert not handle.cancel()
     assert not handle.cancelled()
     assert fill_at(memory.uri()) == 1
-
-
-def test_what_is_retried_is_given_up_at_once(memory: Memory) -> None:
-    """If this fails, a cancelled save goes on knocking at a store that does not answer."""
-    refused = threading.Event()
-
-    def note(event: cloudckpt.Event) -> None:
-        if event.name == "retry":
-            refused.set()
-
-    memory.at().fail("upload_part", times=10_000)
-    handle = cloudckpt.async_save(state_of(1), memory.uri(), options=options_of(on_event=note, retries=10_000))
-    assert refused.wait(WAIT_S)
-    assert handle.cancel()
-    assert_cancelled(handle, memory)
 
 
 def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
@@ -294,23 +268,6 @@ def test_saves_that_two_threads_begin_at_once_follow_each_other(memory: Memory) 
     assert {int(value) for tensor in nested["m"].values() for value in tensor.unique()} == {1}
 
 
-def test_a_save_that_is_begun_while_this_thread_begins_one_is_refused(memory: Memory) -> None:
-    """If this fails, a save in a signal handler, or of an object that saves itself, waits for itself for ever."""
-
-    class Saving:
-        def state_dict(self) -> dict[str, Any]:
-            cloudckpt.async_save(state_of(1), memory.uri("inner"))
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise NotImplementedError
-
-    with pytest.raises(cloudckpt.errors.SaveInFlightError, match="this thread is still beginning"):
-        cloudckpt.async_save({"m": Saving()}, memory.uri("outer"))
-    cloudckpt.async_save(state_of(2), memory.uri("outer")).result(WAIT_S)
-    assert memory.all_keys("inner") == []
-
-
 def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None:
     """If this fails, a save waits for its own end, and the interpreter for the save, for ever."""
     refused: list[str] = []
@@ -324,19 +281,6 @@ def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None
 
     cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of(on_event=close)).result(WAIT_S)
     assert refused == [memory.uri("first")] * 2
-
-
-def test_the_futures_of_a_save_cannot_be_cancelled_apart_from_it(memory: Memory) -> None:
-    """If this fails, ``asyncio.wait_for`` on one makes its outcome, and every later save, a ``CancelledError``."""
-    gate = Gate()
-    memory.at("first").once_before("upload_part", "", gate)
-    handle = cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of())
-    assert gate.reached.wait(WAIT_S)
-    assert not handle.committed.cancel()
-    assert not handle.staged.cancel()
-    gate.opened.set()
-    handle.result(WAIT_S)
-    cloudckpt.async_save(state_of(2), memory.uri("second")).result(WAIT_S)
 
 
 class GatedCopies:
@@ -375,30 +319,6 @@ def test_parts_are_sent_while_later_ones_are_copied_and_none_before(
     copies.gate.opened.set()
     handle.staged.result(WAIT_S)
     handle.result(WAIT_S)
-    assert fill_at(memory.uri()) == 2
-
-
-def test_nothing_is_sent_beside_a_copy_that_takes_all_cores_and_is_waited_for(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, training is blocked several times as long as the copy takes, for uploads in its cores."""
-    waits: list[bool] = []
-    original = copying.Staging.wait
-
-    def wait(self: Any, address: int, num_bytes: int) -> None:
-        original(self, address, num_bytes)
-        waits.append(self.completed.done())
-
-    copies = GatedCopies(monkeypatch)
-    set_up = threading.Event()
-    monkeypatch.setattr(copying.Staging, "wait", wait)
-    monkeypatch.setattr(copying, "num_cores_of_rank", lambda: 1)  # all of which copy
-    options = options_of(on_event=lambda event: set_up.set() if event.name == "save.set_up" else None)
-    opener = threading.Thread(target=lambda: (set_up.wait(WAIT_S), copies.gate.opened.set()))
-    opener.start()
-    cloudckpt.async_save(state_of(2), memory.uri(), options=options).result(WAIT_S)
-    opener.join(WAIT_S)
-    assert all(waits)
     assert fill_at(memory.uri()) == 2
 
 

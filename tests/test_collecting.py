@@ -51,19 +51,6 @@ def test_the_thresholds_come_back(before: tuple[int, int, int]) -> None:
     assert gc.get_threshold() == before
 
 
-@pytest.mark.parametrize("verb", ["save", "load"])
-def test_a_call_on_the_main_thread_changes_them(
-    verb: str, changes: list[threading.Thread], before: tuple[int, ...]
-) -> None:
-    """If this fails, saves and loads of many small tensors take twice the processor time."""
-    cloudckpt.save(STATE, "memory://collecting/c", overwrite=True)
-    if verb == "load":
-        changes.clear()
-        cloudckpt.load(dict(STATE), "memory://collecting/c")
-    assert changes
-    assert gc.get_threshold() == before
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_background_save_leaves_them_alone(
     changes: list[threading.Thread], before: tuple[int, ...], *, overlap: bool

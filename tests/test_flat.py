@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from cloudckpt.errors import UnsupportedValueError
-from cloudckpt.format.nesting import Nesting, assign, flatten, path_from_json, path_to_json, unflatten
+from cloudckpt.format.nesting import Nesting, flatten, path_from_json, path_to_json, unflatten
 
 URI = "memory://flat"
 PLAIN = torch.zeros(2)
@@ -104,21 +104,6 @@ def test_what_was_made_flat_is_nested_as_it_was(state: dict[Any, Any]) -> None:
     assert form(rebuilt) == form(state)
 
 
-@given(state=states)
-def test_a_value_is_put_where_it_came_from(state: dict[Any, Any]) -> None:
-    """If this fails, a loaded value stands beside the entry that it is of, under the text of its key."""
-    try:
-        flat = flatten(state, uri=URI)
-    except UnsupportedValueError:
-        return
-    fresh = {name: torch.zeros(1) for name in flat.entries}
-    for name, value in fresh.items():
-        assign(state, flat.paths[name], value)
-    again = flatten(state, uri=URI).entries
-    assert list(again) == list(fresh)
-    assert all(again[name] is value for name, value in fresh.items())
-
-
 @pytest.mark.parametrize(
     ("key", "restored"),
     [
@@ -184,21 +169,3 @@ def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
     rebuilt = unflatten({"a.0": 1, "a.1": 1, "x.1.y": 2}, {**both, **both.typed}, both.empty)
     assert rebuilt == {"a": {0: 1, 1: 1}, "e": {}, "x": [{}, {"y": 2}]}
     assert len(both.empty) == 2
-
-
-@pytest.mark.parametrize(
-    "paths",
-    [
-        {"a": ("x", 0), "b": ("x", "k")},
-        {"a": ("x", "k"), "b": ("x", 0)},
-        {"a": ("x",), "b": ("x", "k")},
-        {"a": ("x", "k"), "b": ("x",)},
-        {"a": ("x", (1,)), "b": ("x", (True,))},
-        {"a": (0,), "b": ("b",)},
-    ],
-    ids=["list and dict", "dict and list", "value and dict", "dict and value", "equal keys", "no dict"],
-)
-def test_paths_that_contradict_each_other_are_an_error(paths: dict[str, tuple[Any, ...]]) -> None:
-    """If this fails, of two entries that stand at one place one is lost without a word."""
-    with pytest.raises(ValueError, match=r"\['x'\]|the state dict is"):
-        unflatten({"a": PLAIN, "b": PLAIN}, paths)

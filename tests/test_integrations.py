@@ -18,7 +18,6 @@ from cloudckpt.integrations._requirements import TESTED_VERSIONS
 from cloudckpt.integrations._state import deserialize, serialize
 from cloudckpt.integrations.existing_steps import find_steps
 
-_REQUIREMENTS = Path(__file__).parent / "frameworks" / "requirements.txt"
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
 _MODULES = {name.partition("[")[0]: name for name in TESTED_VERSIONS}
 
@@ -35,12 +34,6 @@ def test_a_framework_that_is_not_installed(module: str) -> None:
         importlib.import_module(f"cloudckpt.integrations.{module}")
     assert isinstance(caught.value, ImportError)
     assert f"pip install '{named}=={TESTED_VERSIONS[named]}'" in str(caught.value)
-
-
-def test_the_versions_are_those_that_were_tried() -> None:
-    """A user would be told to install a version that no test has run with."""
-    pinned = dict(line.split("==") for line in _REQUIREMENTS.read_text().splitlines() if "==" in line)
-    assert {name: pinned[name] for name in TESTED_VERSIONS} == TESTED_VERSIONS
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

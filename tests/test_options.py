@@ -55,12 +55,6 @@ def test_what_cannot_work_is_refused_by_name_and_value(name: str, value: Any) ->
     assert isinstance(caught.value, ValueError)
 
 
-def test_advanced_options_are_not_a_dict() -> None:
-    """If this fails, a misspelt advanced option is ignored."""
-    with pytest.raises(InvalidOptionError, match="advanced must be an AdvancedOptions"):
-        Options(advanced={"part_bytes": 64 * MIB})  # type: ignore[arg-type]
-
-
 def test_wrong_storage_options_are_not_repeated() -> None:
     """If this fails, a secret passed in the wrong shape stands in the log."""
     with pytest.raises(InvalidOptionError, match="storage_options must be a mapping, not a list") as caught:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from awscrt.checksums import crc32c
 from tests.in_memory import Memory
 
 import cloudckpt
@@ -111,11 +110,3 @@ def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, mon
     with contextlib.suppress(cloudckpt.errors.CloudckptError):
         cloudckpt.save(_state(1), tmp_path / "c")
     assert _loaded(str(tmp_path / "c")) == 1
-
-
-@pytest.mark.parametrize("odd", ["a?b", "a#b", "line\nbreak", "escape\x1b[2J"])
-def test_directories_that_no_checkpoint_can_be_called_are_left_out(memory: Memory, odd: str) -> None:
-    """One object of another tool's would keep a job from finding its checkpoints, or write to its terminal."""
-    cloudckpt.save(_state(1), f"{memory.uri('run')}/step-1")
-    memory.at("run").inner.put(f"{odd}/manifest.json", [memoryview(b"{}")], crc32c=crc32c(b"{}"))
-    assert [info.name for info in cloudckpt.list_checkpoints(memory.uri("run"))] == ["step-1"]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.convert.states import contents
@@ -209,35 +208,6 @@ def test_an_optimizer_goes_on_where_it_was(tmp_path: Path, name: str) -> None:
             cloudckpt.save({"optimizer": optimizer.state_dict()}, tmp_path / "next", overwrite=True)
 
 
-def test_torchs_own_calls_keep_keys_once_enabled(tmp_path: Path) -> None:
-    """If this fails, ``enable()`` saves and loads less of a state dict than `save` and `load`."""
-    uri = f"file://{tmp_path}/c"
-    saved = {"optimizer": trained(OPTIMIZERS["SparseAdam"], 3, sparse=True)[0].state_dict(), "list": [{}, {"best": 1}]}
-    saved["pair"] = (torch.ones(1), 1)
-    target = {"optimizer": trained(OPTIMIZERS["SparseAdam"], 1, sparse=True)[0].state_dict(), "list": [{}, {"best": 0}]}
-    target["pair"] = (torch.zeros(1), 0)
-    cloudckpt.enable()
-    try:
-        dcp.save(saved, checkpoint_id=uri)
-        dcp.load(target, checkpoint_id=uri)
-        with pytest.raises(StateDictMismatchError):
-            raise causes_of(lambda: dcp.load({"missing": 1}, checkpoint_id=uri))
-        kept = {"optimizer": {"state": {"0": {"step": None}}}}
-        dcp.load(kept, checkpoint_id=uri, planner=DefaultLoadPlanner(flatten_sharded_tensors=False))
-    finally:
-        cloudckpt.disable()
-    assert shown(target) == shown(saved)
-    assert kept == {"optimizer": {"state": {"0": {"step": 3}}}}
-    cloudckpt.export_checkpoint(tmp_path / "c", tmp_path / "x.pt", format="torch")
-    assert list(torch.load(tmp_path / "x.pt")["optimizer"]["state"]) == [0]
-
-
-def causes_of(call: Callable[[], object]) -> BaseException:
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        call()
-    return caught.value.failures[0][0]
-
-
 @pytest.mark.parametrize("is_partial", [False, True])
 @pytest.mark.parametrize(
     ("name", "value", "told"),
@@ -259,51 +229,3 @@ def test_a_tensor_and_a_value_do_not_take_each_others_place(name: str, value: An
         cloudckpt.load(target, uri, planner=planner)
     assert "missing" not in str(caught.value).partition("is to take it")[0]
     assert target[name] is value
-
-
-@pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), [torch.ones(1)], None], ids=["module", "list", "nothing"])
-def test_what_is_no_state_dict_is_refused_before_anything(tmp_path: Path, given: Any) -> None:
-    """If this fails, ``save(module)`` says that 'Linear' object has no attribute 'items'."""
-    uri = str(tmp_path / "step-1")
-    manager = cloudckpt.CheckpointManager(str(tmp_path))
-    calls: dict[str, Callable[[], object]] = {
-        "saving": lambda: cloudckpt.save(given, uri),
-        "saving in the background": lambda: cloudckpt.async_save(given, uri),
-        "saving a step": lambda: manager.save(1, given),
-        "loading": lambda: cloudckpt.load(given, uri),
-        "loading the latest": lambda: cloudckpt.load_latest(given, str(tmp_path)),
-        "loading a step": lambda: manager.restore(given, step=1),
-        "loading the last step": lambda: manager.restore(given),
-    }
-    advice = r"Pass \{'model': model\}" if isinstance(given, torch.nn.Module) else "not a"
-    for doing, call in calls.items():
-        with pytest.raises(TypeError, match=rf"{doing.split()[0]} takes a state dict.*{advice}"):
-            call()
-    assert list(tmp_path.iterdir()) == []
-
-
-class Kept:
-    """A ``Stateful`` with values under keys that are no text."""
-
-    def __init__(self, number: int) -> None:
-        self.state = {0: {"step": number}, "more": [{}, {"n": number}]}
-        self.told: Any = None
-
-    def state_dict(self) -> dict[Any, Any]:
-        return copy.deepcopy(self.state)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.told = state_dict
-
-
-def test_stateful_objects_get_their_own_keys(mesh: DeviceMesh) -> None:
-    """If this fails, an object in the state dict is given values under other keys than those that it has."""
-    uri = a_place()
-    cloudckpt.save({"kept": Kept(5), 7: 1, "w": distribute_tensor(torch.ones(2), mesh, [Shard(0)])}, uri)
-    kept = Kept(0)
-    target: dict[Any, Any] = {"kept": kept, 7: 0, "w": distribute_tensor(torch.zeros(2), mesh, [Shard(0)])}
-    cloudckpt.load(target, uri)
-    assert kept.told == Kept(5).state
-    assert target["kept"] is kept
-    assert target[7] == 1
-    assert shown(target["w"]) == ("DTensor", [1.0, 1.0])

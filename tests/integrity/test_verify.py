@@ -33,6 +33,21 @@ def test_every_byte_is_read_once(memory: Memory) -> None:
     assert report.bytes_per_s > 0
 
 
+def test_what_a_load_does_not_read_only_verify_sees(memory: Memory) -> None:
+    """If this fails, either loads read what nobody asked for, or `verify` sees no more than a load does."""
+    options = make_options(tile_bytes=4096)
+    cloudckpt.save({"a": torch.ones(MIB), "b": torch.ones(MIB)}, memory.uri(), options=options)
+    (key,) = memory.data_keys()
+    good = memory.at().inner.read(key, max_bytes=2**30)
+    for damaged in (bytes([good[0] ^ 1]) + good[1:], good[:20] + bytes([good[20] ^ 8]) + good[21:], good + b"\0"):
+        memory.at().inner.put(key, [memoryview(damaged)], crc32c=crc32c_of([memoryview(damaged)]))
+        state = {"b": torch.zeros(MIB)}
+        cloudckpt.load(state, memory.uri(), options=options)
+        assert bool((state["b"] == 1).all())
+        with pytest.raises(CorruptCheckpointError, match=f"{key}.*(header|bytes were added)"):
+            cloudckpt.verify(memory.uri(), options=options)
+
+
 @pytest.mark.parametrize("tile_bytes", [4096, 16 * MIB])
 def test_memory_is_bounded_by_the_option(memory: Memory, tile_bytes: int) -> None:
     """If this fails, verifying a checkpoint takes memory as its tiles are large, whatever the user allows."""

@@ -35,15 +35,13 @@ class Clock:
 class Line:
     """A request that waits on a real connection until the other end says something, or somebody closes it."""
 
-    def __init__(self, *, has_connection: bool = True) -> None:
+    def __init__(self) -> None:
         self.here, self.there = socket.socketpair()
         self.here.settimeout(_TIMEOUT_S)
         self.waits = threading.Event()
-        self._has_connection = has_connection
 
     def ask(self) -> str:
-        if self._has_connection:
-            follow(self.here)
+        follow(self.here)
         self.waits.set()
         answer = self.here.recv(100)
         if not answer:
@@ -59,8 +57,8 @@ class Line:
 
 
 @contextmanager
-def lines(number: int, *, has_connection: bool = True) -> Iterator[list[Line]]:
-    made = [Line(has_connection=has_connection) for _ in range(number)]
+def lines(number: int) -> Iterator[list[Line]]:
+    made = [Line() for _ in range(number)]
     try:
         yield made
     finally:

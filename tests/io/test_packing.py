@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudckpt.format.safetensors import pack
 from cloudckpt.io.upload import plan_parts
-from cloudckpt.options import GIB, MIB
 from cloudckpt.stores.base import Limits, Part
-
-S3_LIMITS = Limits(min_part_bytes=5 * MIB, max_part_bytes=5 * GIB, max_parts=10_000, max_put_bytes=5 * GIB)
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(1, 120))
@@ -74,11 +70,3 @@ def test_parts_are_refused_only_where_there_are_none(
         assert not possible_steps
     else:
         assert_accepted(parts, size_bytes, tile_bytes, limits)
-
-
-def test_an_object_that_is_too_large_is_refused_in_words() -> None:
-    """If this fails, a save sends terabytes before the store says that it cannot take them."""
-    largest_bytes = S3_LIMITS.max_part_bytes * S3_LIMITS.max_parts
-    assert len(plan_parts(largest_bytes, part_bytes=MIB, tile_bytes=MIB, limits=S3_LIMITS)) == 10_000
-    with pytest.raises(ValueError, match=rf"{largest_bytes + 1} bytes does not fit into 10000 parts"):
-        plan_parts(largest_bytes + 1, part_bytes=MIB, tile_bytes=MIB, limits=S3_LIMITS)

@@ -148,27 +148,6 @@ def test_every_plain_value_comes_back_and_of_others_a_save_warns(value: Any) -> 
         assert not is_warned_of(value)
 
 
-@pytest.mark.parametrize(
-    ("value", "path", "named"),
-    [
-        ({"a": [1, Color.RED]}, "v.a.1", "Color"),
-        ((Point(1, 2),), "v.0", "Point"),
-        ([{"best": np.array([{}])}], "v.0.best", "dtype object"),
-        (Holder(Color.RED), "v", "Holder"),
-    ],
-    ids=["enum", "namedtuple", "array", "object"],
-)
-def test_a_warning_names_the_path_and_the_class_and_what_to_do(value: Any, path: str, named: str) -> None:
-    """If this fails, the user of a large state dict has to guess which of its values will not load."""
-    with pytest.warns(
-        UserWarning, match=rf"^'{path}' .*{named}.* a load refuses it without allow_pickle=True"
-    ) as caught:
-        check_value(value, "v", uri="memory://a")
-    (text,) = [str(each.message) for each in caught]
-    assert "\n" not in text
-    assert ("add_safe_globals" in text) == (named != "dtype object")
-
-
 class Asks:
     """Pickles as a call, which may give a state to what it made."""
 

@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-from benchmarks.results.bars import LOCAL, SLOW, verdicts
-from benchmarks.results.model import parsed
-from benchmarks.results.plots import margin_of
+from benchmarks.results.bars import LOCAL, SLOW
 from tests.benchmarks.test_results import MIB, cell, document
 
 from benchmarks import plot as command
@@ -21,21 +18,6 @@ RUN = document(
     cell("cloudckpt-path", "load", [1.0, 1.0], place=LOCAL),
     cell("s3fs", "save", [], place=SLOW, failed="not installed: <s3fs> & more"),
 )
-
-
-def test_margins_say_how_far_a_bar_is_reached() -> None:
-    """If this fails, a bar that was missed is drawn as one that was reached."""
-    margins = {
-        (one.bar.name, one.bar.formula.partition(",")[0]): margin_of(one)
-        for one in verdicts(parsed(RUN))
-        if one.found is not None
-    }
-    assert margins["save, HTTP", "GB/s ÷ s3torchconnector's"] == pytest.approx((4.0 + 4.0 / 1.1) / 2 / 3)
-    assert margins["save, HTTP", "CPU s/GB"] == pytest.approx(0.30 / 0.25)
-    assert margins["save, memory", "most MiB over the tensors"] == pytest.approx(0.5)
-    assert margins["save, HTTP", "GB/s ÷ bare sockets'"] < 1  # only a stretch
-    nothing = document(cell("cloudckpt", "save", [1.0, 1.0], cpu_s=1.0, peak_bytes=0))
-    assert [margin_of(one) for one in verdicts(parsed(nothing)) if one.bar.name == "save, memory"] == [16.0]
 
 
 def test_the_command_writes_all_of_it(tmp_path: Path, capsys: Any) -> None:

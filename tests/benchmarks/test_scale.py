@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.scaling.growth import exponent, growth_of, verdicts
+from benchmarks.scaling.growth import growth_of, verdicts
 from benchmarks.scaling.simulate import BUILD, DECODE, ENCODE, GLOBAL_PLAN, MANIFEST_BYTES
 
 from benchmarks import scale
@@ -20,13 +20,6 @@ def size_of(num_chunks: int, seconds: float) -> dict[str, Any]:
         "phases": {name: {"cpu_s": seconds, "peak_bytes": 1} for name in (BUILD, ENCODE, DECODE)},
         "sizes_bytes": {MANIFEST_BYTES: 50 * num_chunks},
     }
-
-
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_an_exponent_is_found(power: float) -> None:
-    """If this fails, quadratic growth is reported as linear."""
-    assert exponent([(x, 3 * x**power) for x in (10, 100, 1000, 2000)]) == pytest.approx(power)
-    assert exponent([(10, 1)]) is None
 
 
 def test_quadratic_growth_misses_the_bar() -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 from benchmarks.outcomes import Outcome, Settings
 from benchmarks.payloads import KIB, uniform
-from benchmarks.relay import Line
 from benchmarks.results.bars import CAPPED, verdicts
-from benchmarks.results.model import MIB, parsed
+from benchmarks.results.model import parsed
 from benchmarks.results.report import text
 from benchmarks.state import State
 from benchmarks.systems import system_named
@@ -22,18 +18,6 @@ from benchmarks import training
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(training, "ALONE_S", 0.2)
-
-
-def test_the_line_is_shared():
-    """More connections would get more than the rate, and the systems be measured at different rates."""
-    line = Line(8 * MIB)
-    started_s = time.monotonic()
-    senders = [threading.Thread(target=line.carry, args=(MIB,)) for _ in range(4)]
-    for sender in senders:
-        sender.start()
-    for sender in senders:
-        sender.join(60)
-    assert time.monotonic() - started_s >= 0.5
 
 
 def test_bars_of_saves_in_the_background():

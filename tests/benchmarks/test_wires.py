@@ -56,11 +56,6 @@ def assert_goes_there_and_back(limit, uri):
     state.verify()
 
 
-def test_bare_sockets_move_all_the_bytes(moto):
-    """The limit would be that of moving fewer bytes, or others."""
-    assert_goes_there_and_back(limit_at(moto.endpoint_url), f"{moto.uri}/limit")
-
-
 @needs_haproxy
 def test_tls_is_checked_with_the_runs_own_authority(moto, certificates):
     """Clients would be measured without checking certificates, or in clear text."""

@@ -71,26 +71,6 @@ def fleets(tmp_path):
         yield start
 
 
-@pytest.mark.multirank
-def test_two_ranks_save_and_load(fleets, tmp_path):
-    """The ranks would not meet, or each would save all of the tensors instead of its half."""
-    rendezvous = str(tmp_path / "rendezvous")
-    fleet = fleets(*(spec(num_ranks=2, rank=rank, rendezvous_path=rendezvous) for rank in range(2)))
-    assert "torch" in fleet.versions()
-    uri = str(tmp_path / "checkpoint")
-    fleet.configure(dataclasses.replace(SETTINGS, no_dist=False))
-    fleet.prepare(PAYLOAD, "sharded")
-    saved = fleet.measure("save", uri)
-    fleet.do("zero")
-    fleet.measure("load", uri)
-    fleet.do("verify")
-    assert len(saved) == 2
-    assert all(one.usage.wall_s > 0 for one in saved)
-    sizes = [path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.distcp")]
-    assert len(sizes) == 2
-    assert all(3 * 32 * KIB <= size < 3 * 64 * KIB for size in sizes)
-
-
 def test_failure_of_a_worker_is_told(fleets, tmp_path):
     """A failed load would be counted, or its cause be lost with the process; or the worker could not go on."""
     fleet = fleets(spec())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,9 @@ import pytest
 import torch
 from tests.cli.conftest import Run, save
 from tests.e2e.places import LocalPlace
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 import cloudckpt
 from cloudckpt.inspect import comparison
-from cloudckpt.io.boxes import Box
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "1.0" / "once"
 
@@ -128,68 +123,6 @@ def test_sharding_makes_no_difference(tmp_path: Path, run: Run, monkeypatch: pyt
     }
 
 
-@pytest.mark.parametrize("name", ["bool", "uint8", "int64", "bfloat16", "float8_e4m3fn", "complex64"])
-def test_dtypes_of_each_kind_can_be_compared(tmp_path: Path, name: str) -> None:
-    """If this fails, one tensor of a rare dtype ends the comparison, or its changes go unseen."""
-    dtype = getattr(torch, name)
-    raw = torch.arange(64, dtype=torch.uint8) % (2 if dtype is torch.bool else 64)
-    other = raw.clone()
-    other[dtype.itemsize] ^= 1  # in the second element
-    save(str(tmp_path / "a"), {"w": raw.view(dtype)})
-    save(str(tmp_path / "b"), {"w": other.view(dtype)})
-    assert cloudckpt.compare(tmp_path / "a", tmp_path / "a").is_same
-    (difference,) = cloudckpt.compare(tmp_path / "a", tmp_path / "b").differences
-    assert (difference.num_different, difference.num_elements) == (1, 64 // dtype.itemsize)
-
-
-class RowsPlanner(DefaultSavePlanner):
-    """Saves the tensor ``w`` in blocks of so many rows."""
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self._num_rows = num_rows
-
-    def create_local_plan(self) -> SavePlan:
-        tensor = self.state_dict["w"]
-        items = []
-        for begin in range(0, len(tensor), self._num_rows):
-            offsets = torch.Size((begin, 0))
-            sizes = torch.Size((min(self._num_rows, len(tensor) - begin), tensor.shape[1]))
-            data = TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-                properties=TensorProperties.create_from_tensor(tensor),
-                size=tensor.size(),
-            )
-            items.append(WriteItem(MetadataIndex("w", offsets), WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items, planner_data={"w": ("w",)})
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        begin = index.offset[0] if index.offset is not None else 0
-        return self.state_dict["w"][begin : begin + self._num_rows]
-
-    def transform_object(self, write_item: WriteItem, object: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's
-        return object
-
-
-def test_blocks_that_overlap_in_part_are_compared_where_they_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, checkpoints of three and of two ranks are compared row by wrong row."""
-    monkeypatch.setattr(comparison, "_BATCH_BYTES", 16)
-    whole = torch.arange(33.0).view(11, 3)
-    for name, num_rows in (("a", 4), ("b", 3)):
-        cloudckpt.save({"w": whole}, tmp_path / name, planner=RowsPlanner(num_rows), no_dist=True)
-        (tensor,) = cloudckpt.describe(tmp_path / name).tensors
-        assert tensor.num_chunks == math.ceil(11 / num_rows)
-    assert cloudckpt.compare(tmp_path / "a", tmp_path / "b").is_same
-    changed = whole.clone()
-    changed[7, 1] += 0.5
-    cloudckpt.save({"w": changed}, tmp_path / "c", planner=RowsPlanner(3), no_dist=True)
-    (difference,) = cloudckpt.compare(tmp_path / "a", tmp_path / "c").differences
-    assert (difference.num_different, difference.max_absolute) == (1, 0.5)
-
-
 def test_damage_is_damage_and_no_difference(local: LocalPlace, run: Run) -> None:
     """If this fails, flipped bits on the store pass for a change that training made."""
     save(local.uri("a"))
@@ -229,18 +162,3 @@ class Loud:
 def _loaded(value: int) -> Loud:
     Loud.num_loaded += 1
     return Loud(value)
-
-
-def test_blocks_cover_each_element_once() -> None:
-    """If this fails, some part of a large tensor is never compared."""
-    for lengths in ((7,), (5, 6), (3, 4, 5), (1, 1, 9)):
-        box = Box(tuple(2 for _ in lengths), lengths)
-        for most in (1, 2, 5, 11, 1000):
-            seen = torch.zeros([2 + length for length in lengths], dtype=torch.int64)
-            for block in comparison._cut(box, most):
-                assert math.prod(block.lengths) <= most
-                slices = tuple(slice(at, at + n) for at, n in zip(block.offsets, block.lengths, strict=True))
-                seen[slices] += 1
-            inside = tuple(slice(2, None) for _ in lengths)
-            assert bool((seen[inside] == 1).all())
-            assert int(seen.sum()) == math.prod(lengths)

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 import typer.main
 from tests.cli.conftest import Run, save
 from tests.e2e.places import S3Place
@@ -139,14 +137,6 @@ def test_hints_name_flags_that_the_command_has() -> None:
     assert set(_FLAGS.values()) <= {name for each in commands for parameter in each.params for name in parameter.opts}
 
 
-def test_an_error_of_a_load_is_one_line(tmp_path: Path, run: Run) -> None:
-    """If this fails, the reason stands in a second line, behind the steps and ranks of a load that nobody asked for."""
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "torchs", no_dist=True)
-    ended = run("import", f"{tmp_path}/torchs", f"{tmp_path}/a", "--format", "dcp")
-    assert (ended.code, len(ended.err.splitlines())) == (2, 1)
-    assert "is a pickle" in ended.err
-
-
 def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, s3_application: FlakyS3, run: Run) -> None:
     """If this fails, a lacking permission or a store that is busy looks like a missing checkpoint."""
     assert run("ls", "s3://there-is-no-such-bucket/run").code == 3
@@ -180,34 +170,6 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:
             finally:
                 running.kill()
     assert (running.returncode, told) == (130, "Interrupted.\n")
-
-
-_CLEANING = """
-import os, signal, sys, threading
-from cloudckpt.cli import _errors
-_errors.handle_signals()
-try:
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(100)
-finally:
-    print("cleaning", flush=True)
-    threading.Event().wait()
-"""
-
-
-def test_a_second_signal_ends_it_at_once() -> None:
-    """If this fails, who presses Ctrl-C twice has to wait all the same, or is not told that something may be left."""
-    command = [sys.executable, "-c", _CLEANING]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout is not None
-            assert running.stdout.readline() == "cleaning\n"
-            running.send_signal(signal.SIGINT)
-            _, told = running.communicate(timeout=120)
-        finally:
-            running.kill()
-    assert running.returncode == 130, told
-    assert told == "Interrupted again: ended without cleaning up; cloudckpt gc removes what is left.\n"
 
 
 @pytest.mark.parametrize(

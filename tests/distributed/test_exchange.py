@@ -96,16 +96,6 @@ def test_all_that_is_published_arrives_through_a_ring_much_smaller(rings: list[S
         exchange.close()
 
 
-def test_what_failed_is_left_to_each_rank(rings: list[SharedMemoryRing]) -> None:
-    """If this fails, a rank waits for bytes that another could not read."""
-    both = pair(rings, 8)
-    for segment in both[0].segments:
-        if both[0].reads(segment):
-            with pytest.raises(LookupError), both[0].reserve(segment):
-                raise LookupError
-    assert set(received_by(both[1]).values()) == {None}
-
-
 @pytest.mark.parametrize("has_come", [True, False])
 def test_a_rank_that_leaves_is_not_waited_for(rings: list[SharedMemoryRing], has_come: bool) -> None:  # noqa: FBT001  # pytest's
     """If this fails, ranks wait all of their patience for one that failed, or that never came to read."""
@@ -146,37 +136,6 @@ def test_a_rank_that_hangs_is_given_up_and_gets_no_wrong_bytes_when_it_goes_on(r
     assert not thread.is_alive()
     assert fill is not None
     assert not fill([memoryview(bytearray(SEGMENT_BYTES))])
-
-
-def test_memory_that_cannot_be_mapped_is_done_without(
-    rings: list[SharedMemoryRing], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If this fails, a rank that has no memory to map another's ring cannot load at all."""
-    mapped = SharedMemoryRing.map
-
-    def fails_for_peers(self: SharedMemoryRing, num_segments: int, *, ring_bytes: int) -> None:
-        if self not in rings:
-            raise OSError(12, "no memory")
-        mapped(self, num_segments, ring_bytes=ring_bytes)
-
-    monkeypatch.setattr(SharedMemoryRing, "map", fails_for_peers)
-    other = pair(rings, 20, slots=2)[1]
-    publish_all(other)
-    assert set(received_by(other).values()) == {None}
-
-
-def test_segments_are_received_in_whatever_order_they_come(rings: list[SharedMemoryRing]) -> None:
-    """If this fails, a rank's ring fills up with what the others look at only after what that rank reads later."""
-    reader, receiver = pair(rings, 400)
-    some = [one for one in reader.segments if reader.reads(one)]
-    arrivals = receiver.arrivals(some)
-    with reader.reserve(some[-1]) as publish:
-        publish([memoryview(bytearray(content(some[-1])))])
-    segment, fill = next(arrivals)
-    assert segment.number == some[-1].number
-    assert fill is not None
-    reader.stop()
-    assert {one.number for one, fill in arrivals if fill is None} == {one.number for one in some[:-1]}
 
 
 def test_what_a_rank_has_not_copied_yet_keeps_its_place(rings: list[SharedMemoryRing]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -28,16 +27,6 @@ def bytes_of(some: Sequence[Range]) -> set[Byte]:
 def planned(wanted: Mapping[int, Sequence[Range]], **settings: int) -> list[Segment]:
     defaults = {"segment_bytes": 7, "min_bytes": 1, "min_ranks": 2, "num_segments": 1000}
     return plan_segments(wanted, **defaults | settings)
-
-
-@given(ranges)
-def test_merging_keeps_every_byte_once(some: list[Range]) -> None:
-    """If this fails, a rank says that it wants other bytes than it does."""
-    found = merge_ranges(some)
-    assert bytes_of(found) == bytes_of(some)
-    assert sum(end - begin for _, begin, end in found) == len(bytes_of(some))
-    assert found == sorted(found)
-    assert all(left[0] != right[0] or left[2] < right[1] for left, right in itertools.pairwise(found))
 
 
 @given(wanted_by_ranks, st.integers(1, 9), st.integers(2, 4), st.integers(1, 6))
@@ -67,16 +56,6 @@ def test_each_byte_that_enough_ranks_want_is_read_once_by_one_of_them(
     assert places == sorted(places)
     repeated = sum(map(len, wants.values())) - len(wants)
     assert count_repeated_bytes(wanted.values()) == repeated
-
-
-def test_all_ranks_read_about_as_much() -> None:
-    """If this fails, one rank reads what all the others wait for."""
-    wanted = {rank: merge_ranges([(0, 0, 1000), (1, rank * 100, rank * 100 + 50 * rank)]) for rank in range(4)}
-    segments = planned(wanted, segment_bytes=10)
-    num_bytes = Counter({rank: 50 * rank for rank in range(4)})
-    for segment in segments:
-        num_bytes[segment.reader] += segment.end - segment.begin
-    assert max(num_bytes.values()) - min(num_bytes.values()) <= 10
 
 
 def test_what_is_beyond_the_bounds_is_left_to_each_rank() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from tests.options import make_options
 
 from cloudckpt.distributed.shared_reads.plan import Range
 from cloudckpt.distributed.shared_reads.ring import RingAddress
@@ -45,12 +44,6 @@ def test_ranks_of_one_machine_share_where_it_pays(offers: list[ShareOffer | None
     groups = groups_of(offers)
     members = {rank: set(group.offers) for rank, group in groups.items()}
     assert members == {rank: group for group in expected for rank in group}
-
-
-def test_ranks_read_for_themselves_where_the_memory_holds_no_whole_tiles() -> None:
-    """If this fails, a load with a small read_bytes exceeds it, or shares segments of no bytes."""
-    options = make_options(tile_bytes=MIB, request_bytes=MIB, read_bytes=31 * MIB)
-    assert group_offers([offer_of("a")] * 4, tile_bytes=MIB, options=options) == {}
 
 
 def test_a_plan_carries_its_group_and_no_offer() -> None:

@@ -32,7 +32,8 @@ def kib(name):
 
 warnings.simplefilter("ignore")
 uri, num_mib = sys.argv[1], int(sys.argv[2])
-options = cloudckpt.Options(part_bytes=8 << 20, staging_bytes=16 << 20, read_bytes=16 << 20, request_bytes=4 << 20)
+advanced = cloudckpt.AdvancedOptions(part_bytes=8 << 20, request_bytes=4 << 20)
+options = cloudckpt.Options(staging_bytes=16 << 20, read_bytes=16 << 20, advanced=advanced)
 small = {"x": torch.ones(4)}
 cloudckpt.save(small, uri + "/warm", options=options)
 cloudckpt.load(small, uri + "/warm", options=options)

@@ -72,6 +72,21 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken == []
 
 
+def test_paths_of_modules_exist() -> None:
+    """If this fails, a document names a module that was renamed or removed; `test_links_lead_somewhere` sees links."""
+    package = ROOT / "src" / "cloudckpt"
+    folders = "|".join(path.name for path in package.iterdir() if path.is_dir())
+    named = re.compile(rf"`((?:src/cloudckpt|tests|{folders})/[\w/]+\.py)\b[^`\n]*`")
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    gone = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in paths
+        for name in named.findall(path.read_text())
+        if not (ROOT / name).is_file() and not (package / name).is_file()
+    ]
+    assert gone == []
+
+
 def test_guarantees_name_tests_that_exist() -> None:
     """If this fails, a guarantee is said to be shown by a test that was renamed or removed."""
     path = ROOT / "docs" / "guarantees.md"

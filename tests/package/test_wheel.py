@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -62,21 +61,6 @@ def test_the_wheel_holds_the_package_and_no_more(wheel: Path) -> None:
     assert f"cloudckpt-{cloudckpt.__version__}.dist-info/licenses/LICENSE" in names
     modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "cloudckpt").rglob("*.py")}
     assert modules <= names
-
-
-def test_the_sdist_can_be_tested() -> None:
-    """If this fails, a distribution that builds from the sdist cannot run its tests."""
-    (sdist,) = DIST.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "README.md", "Makefile", "constraints.txt", "tests/conftest.py"} <= names
-
-
-def test_the_readme_is_the_long_description() -> None:
-    """If this fails, the page of the package index is empty."""
-    metadata = importlib.metadata.metadata("cloudckpt")
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert (ROOT / "README.md").read_text().splitlines()[0] in str(metadata.get_payload())
 
 
 def test_it_imports_with_what_it_depends_upon_alone() -> None:

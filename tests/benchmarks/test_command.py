@@ -121,22 +121,3 @@ def test_a_given_bucket_is_left_as_it_was(sweep, tmp_path, bucket):
     }
     assert [found["Key"] for found in bucket.list_objects_v2(Bucket="theirs")["Contents"]] == ["precious"]
     assert "Uploads" not in bucket.list_multipart_uploads(Bucket="theirs")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--endpoint-url", "http://127.0.0.1:1"], "--endpoint-url needs --bucket"),
-        (["--uri", "s3://bucket", "--bucket", "bucket"], "say the same"),
-        (["--repetitions", "0"], "--repetitions must be at least 1"),
-        (["--option", "connections"], "not of the form NAME=VALUE"),
-        (["--cells", "no-such-cell"], "no cell of short is left"),
-        (["--sweep", "none"], "invalid choice"),
-    ],
-)
-def test_bad_arguments(arguments, message, capsys):
-    """A wrong command line would end in a traceback, or in a run of something else."""
-    with pytest.raises(SystemExit) as ended:
-        command.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err

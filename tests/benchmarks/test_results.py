@@ -12,7 +12,7 @@ import pytest
 from benchmarks.results.bars import LARGE, verdicts
 from benchmarks.results.comparison import compare, compared
 from benchmarks.results.model import MIB, Place, parsed
-from benchmarks.results.report import failures, text
+from benchmarks.results.report import text
 from benchmarks.runner import Row
 from benchmarks.sweeps import SWEEPS
 
@@ -69,9 +69,6 @@ def verdict(results: dict[str, Any], name: str, formula: str) -> Any:
     return found
 
 
-# --- reading
-
-
 # --- tables
 
 
@@ -97,13 +94,6 @@ def test_ratios_are_taken_within_a_repetition() -> None:
     )
     assert "cloudckpt ÷ s3torchconnector | 4.00 (2.00–4.00) | 0.25 (0.25–0.25)" in " ".join(shown.split())
     assert "cloudckpt ÷ limit | 0.50 (0.50–1.00)" in " ".join(shown.split())
-
-
-def test_what_failed_is_said() -> None:
-    """If this fails, a rival that could not be measured is not in the tables, and nobody knows why."""
-    broken = document(cell("s3fs", "save", [], failed="not installed:\n  s3fs"))
-    assert failures(parsed(broken)) == ["s3fs, save, 64x32MiB, fasts3, http, 1 process: not installed: s3fs"]
-    assert "not installed: s3fs" in text(broken)
 
 
 # --- bars

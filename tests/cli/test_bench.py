@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Run
-from tests.e2e.places import Place, S3Place
+from tests.e2e.places import S3Place
 from tests.e2e.servers import FlakyS3
 
 _FEW = ("--size", "1MiB", "--rounds", "2", "--requests", "3", "--tensors", "4")
@@ -26,20 +26,18 @@ def _wait_until_it_measures(running: subprocess.Popen[str], root: Path, *, withi
             pytest.fail(f"it ended by itself, with {running.wait(timeout=0.05)}")
 
 
-@pytest.mark.parametrize("where", ["local", "s3"])
 @pytest.mark.slow
-def test_ranks_measure_together_and_leave_nothing(request: pytest.FixtureRequest, run: Run, where: str) -> None:
+def test_ranks_measure_together_and_leave_nothing(s3: S3Place, run: Run) -> None:
     """If this fails, it cannot be measured what the ranks of a machine get together; or what they wrote stays."""
-    at: Place = request.getfixturevalue(where)
-    ended = run("bench", at.root, *_FEW, "--ranks", "2", "--json")
+    ended = run("bench", s3.root, *_FEW, "--ranks", "2", "--json")
     assert ended.code == 0, ended.err
     document = ended.document
     assert document["num_ranks"] == len(document["ranks"]) == 2
     for what, together in document["checkpoints"].items():
         assert together["number"] == 2
         assert all(0 < one[what]["p50_s"] <= together["p99_s"] for one in document["ranks"])
-    assert at.contents() == {}
-    assert at.num_unfinished_uploads() == 0
+    assert s3.contents() == {}
+    assert s3.num_unfinished_uploads() == 0
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_checkpoint_is_copied(local: LocalPlace, run: Run, tmp_path: Path) -> 
     assert run("cp", local.uri("run/step-1"), local.uri("run/step-1")).code == 2
 
 
-def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> None:
     """If this fails, one damaged checkpoint or a second try keeps a folder from being mirrored, or nobody knows what
     was copied."""
     for number in (1, 2, 3, 4):
@@ -48,7 +48,7 @@ def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run, mon
     local.write(key, bytes(len(local.read(key))))
     local.write("run/step-3/manifest.json", b"{}")
     ended = run("cp", "--all", local.uri("run"), local.uri("there"), "--json")
-    assert ended.code == 1
+    assert (ended.code, list(ended.document[1])) == (1, ["copied", *members_of("cp")])
     assert {one["source"].rpartition("/")[2]: (one["copied"], "problem" in one) for one in ended.document} == {
         "step-1": (False, True),
         "step-2": (True, False),
@@ -58,17 +58,6 @@ def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run, mon
     assert {line.partition("step-")[2][:1] for line in ended.err.splitlines() if "Error" in line} == {"1", "3"}
     assert [one.name for one in cloudckpt.list_checkpoints(local.uri("there"))] == ["step-2", "step-4"]
     assert run("cp", "--all", local.uri("nothing"), local.uri("there")).code == 3
-
-    copy = copying.copy
-
-    def copied(source: str, *arguments: Any, **more: Any) -> Any:
-        if source.endswith("step-4"):
-            raise cloudckpt.errors.CredentialsError("they have expired", key=source, operation="list")
-        return copy(source, *arguments, **more)
-
-    monkeypatch.setattr(copying, "copy", copied)
-    ended = run("cp", "--all", local.uri("there"), local.uri("elsewhere"), "--json")
-    assert (ended.code, [list(one) for one in ended.document]) == (4, [["copied", *members_of("cp")]])
 
 
 def test_a_copy_is_resumed(local: LocalPlace, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

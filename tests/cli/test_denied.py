@@ -34,14 +34,14 @@ def root(run: Run) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def without_rights(root: Path, *closed: str, mode: int = 0) -> Iterator[None]:
+def without_rights(root: Path, *closed: str) -> Iterator[None]:
     """Give all of `root` to another user, run this process as that user, and close the folders `closed` to it."""
     if os.geteuid() == 0:
         for folder, _, names in os.walk(root):
             for path in (folder, *(f"{folder}/{name}" for name in names)):
                 os.chown(path, NOBODY, -1)
     for name in closed:
-        (root / name).chmod(mode)
+        (root / name).chmod(0)
     try:
         with without_roots_rights():
             yield
@@ -50,12 +50,11 @@ def without_rights(root: Path, *closed: str, mode: int = 0) -> Iterator[None]:
             (root / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("mode", [0o000, 0o400])
-def test_gc_goes_on_and_names_what_it_could_not_see(root: Path, run: Run, mode: int) -> None:
+def test_gc_goes_on_and_names_what_it_could_not_see(root: Path, run: Run) -> None:
     """If this fails, one folder of another user keeps all others from being cleaned, or is passed over in silence."""
     for name in ("step-1", "step-2", "step-3"):
         leave_unfinished(LocalPlace(root), name, attempt=OLD_ATTEMPT)
-    with without_rights(root, "step-2", mode=mode):
+    with without_rights(root, "step-2"):
         dry = run("gc", str(root), "--older-than", "0s", "--json")
         done = run("gc", str(root), "--older-than", "0s", "--yes")
     assert (dry.code, dry.document["num_objects"]) == (1, 4)

@@ -183,21 +183,6 @@ def test_ctrl_c_leaves_nothing(place: Place, operation: str) -> None:
     assert place.num_unfinished_uploads() == 0
 
 
-def test_a_lifecycle_rule_is_seen(s3: S3Place) -> None:
-    """If this fails, users with a rule are told to add one."""
-    rule = {
-        "ID": "abort",
-        "Status": "Enabled",
-        "Filter": {},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
-    }
-    s3.client.put_bucket_lifecycle_configuration(Bucket=s3.bucket, LifecycleConfiguration={"Rules": [rule]})
-    s3.client.put_bucket_versioning(Bucket=s3.bucket, VersioningConfiguration={"Status": "Enabled"})
-    report = examine(s3.uri())
-    assert report["lifecycle"].found == "unfinished uploads are aborted after 3 days"
-    assert report["versioning"].found.startswith("on")
-
-
 def test_no_secret_is_shown(s3: S3Place) -> None:
     """If this fails, a report that is sent to somebody holds credentials."""
     key, secret = "AKIDEXAMPLE123456789", "a-very-secret-secret"

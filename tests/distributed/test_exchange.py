@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
@@ -107,21 +104,6 @@ def test_a_rank_that_leaves_is_not_waited_for(rings: list[SharedMemoryRing], has
         rings[0].leave()
         other = pair(rings, 20, slots=2)[1]
     publish_all(other)  # more than the ring holds, and nobody copies it
-    assert set(received_by(other).values()) == {None}
-
-
-@pytest.mark.slow
-def test_a_process_that_has_ended_is_not_waited_for(rings: list[SharedMemoryRing]) -> None:
-    """If this fails, a killed rank holds up those that would have had bytes from it for as long as one that hangs."""
-    script = "from cloudckpt.distributed.heartbeat import own_process; print(own_process(), flush=True); input()"
-    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    process = child.stdout.readline().strip()
-    address = dataclasses.replace(rings[0].address, process=process)
-    child.kill()
-    child.communicate(timeout=WAIT_S)
-    (other,) = pair(rings, 20, slots=2, rank0=address)[1:]
-    publish_all(other)
     assert set(received_by(other).values()) == {None}
 
 

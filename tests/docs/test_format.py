@@ -104,7 +104,7 @@ def test_the_oracle_knows_every_dtype() -> None:
 
 @pytest.mark.multirank
 def test_chunks_of_two_ranks_make_whole_tensors(tmp_path: Path) -> None:
-    """If this fails, a reader that follows the document puts shards together wrongly."""
+    """If this fails, a reader that follows the document mixes up shards, or safetensors opens none of them."""
     run_ranks(save_sharded, str(tmp_path / "c"), world_size=2)
     checkpoint = Checkpoint(tmp_path / "c")
     assert checkpoint.manifest["world_size"] == 2
@@ -119,11 +119,6 @@ def test_chunks_of_two_ranks_make_whole_tensors(tmp_path: Path) -> None:
     names = {name for index in range(len(keys)) for name in entries_of(checkpoint.object_bytes(index))}
     assert {"rows[0:4,0:5]", "rows[4:7,0:5]", "columns[0:60,0:45]", "columns[0:60,45:90]", "shared"} <= names
 
-
-@pytest.mark.multirank
-def test_data_objects_are_safetensors_files(tmp_path: Path) -> None:
-    """If this fails, the promise that anybody can open a shard with the safetensors library is broken."""
-    run_ranks(save_sharded, str(tmp_path / "c"), world_size=2)
     whole = sharded()
     num_entries = 0
     for path in (tmp_path / "c" / "data").rglob("*.safetensors"):

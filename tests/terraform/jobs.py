@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,22 +87,16 @@ def overwrite(place: Place) -> None:
 
 def fail(place: Place) -> None:
     """A save that fails leaves no unfinished upload."""
-    _fail(place, state(), num_objects_done=0)
+    _fail(place, state())
     assert not place.all_keys()
     assert not list(place.store().list_uploads())
-
-
-def fail_late(place: Place) -> None:
-    """A save that fails when one of its objects lies there already leaves nothing either."""
-    _fail(place, {**state(), "v": state(2.0)["w"]}, num_objects_done=1)
-    assert not place.all_keys()
 
 
 def resume(place: Place) -> None:
     """The parts of a save that failed are not sent again."""
 
     uri = f"{place.root}/failing"
-    _fail(place, state(), num_objects_done=0, storage_options=place.owner, resume=True)
+    _fail(place, state(), storage_options=place.owner, resume=True)
     cloudckpt.save(state(), uri, options=place.options(resume=True, **_LAYOUT), no_dist=True)
     assert place.num_parts_sent() == 0
 
@@ -160,42 +153,11 @@ def copy(place: Place) -> None:
     cloudckpt.verify(f"{place.root}/copied", options=place.owners())
 
 
-def copy_in(place: Place) -> None:
-    """From another place."""
-    with _elsewhere() as folder:
-        cloudckpt.save(state(), f"{folder}/saved", no_dist=True)
-        cloudckpt.copy(f"{folder}/saved", f"{place.root}/copied", target_options=place.options())
-    cloudckpt.verify(f"{place.root}/copied", options=place.owners())
-
-
-def copy_out(place: Place) -> None:
-    """To another place."""
-    with _elsewhere() as folder:
-        cloudckpt.copy(_saved(place), f"{folder}/copied", options=place.options(), target_options=Options())
-        cloudckpt.verify(f"{folder}/copied")
-
-
-def export(place: Place) -> None:
-    """Files of other programs beside the checkpoint."""
-    options = place.options()
-    report = cloudckpt.export_checkpoint(
-        _saved(place), f"{place.root}/exported", skip_non_tensors=True, options=options, target_options=options
-    )
-    assert report.num_tensors == 1
-
-
 def examine(place: Place) -> None:
     """All that saves and loads rely on, but for what is a comfort."""
     report = cloudckpt.doctor.examine(place.root, options=place.options())
     assert report.is_healthy, str(report)
     assert not place.all_keys()
-
-
-def examine_reading(place: Place) -> None:
-    """All that loads rely on."""
-    _saved(place)
-    report = cloudckpt.doctor.examine(place.root, read_only=True, options=place.options())
-    assert report.is_healthy, str(report)
 
 
 def put_data(place: Place) -> None:
@@ -224,7 +186,6 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
         save,
         overwrite,
         fail,
-        fail_late,
         resume,
         load,
         list_checkpoints,
@@ -233,11 +194,7 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
         gc,
         manage,
         copy,
-        copy_in,
-        copy_out,
-        export,
         examine,
-        examine_reading,
         put_data,
         leave_the_prefix,
     )
@@ -268,12 +225,6 @@ def _restored(place: Place) -> int:
     return int(found["step"])
 
 
-@contextlib.contextmanager
-def _elsewhere() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder
-
-
 def _saved(place: Place) -> str:
     uri = f"{place.root}/saved"
     cloudckpt.save(small(), uri, options=place.owners(), no_dist=True)
@@ -288,23 +239,22 @@ def _fail(
     place: Place,
     state_dict: dict[str, Any],
     *,
-    num_objects_done: int,
     storage_options: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """A save whose uploads cannot be completed, but for the first few."""
+    """A save whose uploads cannot be completed."""
     watched = []
 
     def failing(store: Store) -> FaultyStore:
         watched.append(FaultyStore(store))
         complete = "complete_multipart"
-        watched[-1].fail(complete, error=lambda: permanent(complete), skip=num_objects_done, times=9)
+        watched[-1].fail(complete, error=lambda: permanent(complete), times=9)
         return watched[-1]
 
     options = place._options(storage_options or place.role, wrap_store=failing, **_LAYOUT, **more)
     with contextlib.suppress(cloudckpt.CloudckptError, CheckpointException):  # as it should
         cloudckpt.save(state_dict, f"{place.root}/failing", options=options, no_dist=True)
-    assert sum(store.count("complete_multipart") for store in watched) == num_objects_done + 1
+    assert sum(store.count("complete_multipart") for store in watched) == 1
 
 
 def _begin_upload(place: Place) -> str:

@@ -1,4 +1,4 @@
-"""Scan the modules for what is unsafe, and check how they are formatted: ``make terraform``.
+"""Scan the modules for what is unsafe: ``make terraform``.
 
 Runs in the scanner's own environment, so it imports nothing of this project.
 """
@@ -6,8 +6,6 @@ Runs in the scanner's own environment, so it imports nothing of this project.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 
 TERRAFORM_DIR = Path(__file__).parents[2] / "terraform"
 _SCAN_S = 300.0
-_FORMAT_S = 60.0
 
 
 def problems_of(answer: dict[str, Any]) -> list[str]:
@@ -49,27 +46,12 @@ def scan(directory: Path) -> tuple[dict[str, Any], list[str]]:
     return answer, problems_of(answer)
 
 
-def is_formatted(directory: Path, terraform: str) -> bool:
-    """By Terraform's own word, which it prints where it is not."""
-    command = [terraform, "fmt", "-check", "-recursive", "-diff", str(directory)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
-    environment["CHECKPOINT_DISABLE"] = "1"
-    return subprocess.run(command, env=environment, timeout=_FORMAT_S, check=False).returncode == 0
-
-
 def main(arguments: list[str]) -> int:
     """1 where anything is wrong."""
     directory = Path(arguments[0]) if arguments else TERRAFORM_DIR
     answer, problems = scan(directory)
     summary = answer.get("summary", answer)
     print(f"checkov {summary['checkov_version']}: {summary['passed']} checks of {summary['resource_count']} resources")
-    terraform = shutil.which("terraform") or shutil.which("tofu")
-    if terraform is None:
-        print("NOT RUN: `terraform fmt -check`, for there is no terraform or tofu here.")
-    elif is_formatted(directory, terraform):
-        print("terraform fmt: in order")
-    else:
-        problems.append("not formatted: run `terraform fmt -recursive terraform`")
     print("NOT RUN: `terraform validate` and `plan`, which need the providers' plugins.")
     for problem in problems:
         print(f"FAILED: {problem}")

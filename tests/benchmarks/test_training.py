@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 from benchmarks.outcomes import Outcome, Settings
 from benchmarks.payloads import KIB, uniform
-from benchmarks.results.bars import CAPPED, verdicts
-from benchmarks.results.model import parsed
-from benchmarks.results.report import text
 from benchmarks.state import State
 from benchmarks.systems import system_named
-from tests.benchmarks.test_results import cell, document
 
 from benchmarks import training
 
@@ -18,33 +14,6 @@ from benchmarks import training
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(training, "ALONE_S", 0.2)
-
-
-def test_bars_of_saves_in_the_background():
-    """A run would be held to other ratios than it should be: of other systems, or upside down."""
-    alone = {"steps_per_s_alone": 100.0}
-    rows = [
-        cell("cloudckpt", "async_blocking", [9.0, 2.0, 2.0], blocking_s=0.22, copy_s=0.2),
-        cell("cloudckpt-process", "async_blocking", [9.0, 2.0, 2.0], blocking_s=0.3, copy_s=0.2),
-        cell("cloudckpt", "async_training", [9.0, 9.0], place=CAPPED, steps_per_s=96.0, **alone),
-        cell(
-            "cloudckpt-process", "async_training", [9.0, 9.0], place=CAPPED, steps_per_s=97.0, steps_per_s_alone=100.0
-        ),
-    ]
-    results = document(*rows) | {"sweep": "background"}
-    found = {
-        (one.bar.name, one.bar.sense): (round(one.found.value, 3), one.is_met) for one in verdicts(parsed(results))
-    }
-    assert found == {
-        ("async save, thread", "≤"): (1.1, True),
-        ("async save, process", "≤"): (1.5, False),
-        ("async save, thread", "≥"): (0.96, True),
-        ("async save, process", "≥"): (0.97, False),
-    }
-    said = text(results)
-    assert "Of 4 bars 2 are met, 2 missed and 0 not measured" in said
-    assert "training's pace" in said
-    assert "0.220" in said
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

@@ -172,6 +172,34 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:
     assert (running.returncode, told) == (130, "Interrupted.\n")
 
 
+_CLEANING = """
+import os, signal, sys, threading
+from cloudckpt.cli import _errors
+_errors.handle_signals()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(100)
+finally:
+    print("cleaning", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    """If this fails, who presses Ctrl-C twice has to wait all the same, or is not told that something may be left."""
+    command = [sys.executable, "-c", _CLEANING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "cleaning\n"
+            running.send_signal(signal.SIGINT)
+            _, told = running.communicate(timeout=120)
+        finally:
+            running.kill()
+    assert running.returncode == 130, told
+    assert told == "Interrupted again: ended without cleaning up; cloudckpt gc removes what is left.\n"
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [

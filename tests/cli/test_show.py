@@ -42,19 +42,6 @@ def test_names_do_not_command_the_terminal(tmp_path: Path, run: Run) -> None:
     assert r"\x1b[31mred\x07[bold]x\nmodel.fake" in shown
 
 
-def test_a_folder_of_checkpoints_is_told_from_nothing(local: LocalPlace, run: Run) -> None:
-    """If this fails, who names the folder and not the checkpoint, or the reverse of it, hears that nothing is there."""
-    for number in range(7):
-        save(local.uri(f"run/step-{number}"), {"a": 1})
-    shown = run("show", local.uri("run"))
-    assert (shown.code, "it has the folders step-0, step-1, step-2, step-3, step-4 and more" in shown.err) == (3, True)
-    listed = run("ls", local.root)
-    assert (listed.code, listed.out, "It has the folder run" in listed.err) == (0, "", True)
-    nothing = run("show", local.uri("nothing"))
-    assert (nothing.code, "nothing lies there" in nothing.err) == (3, True)
-    assert run("ls", local.uri("nothing"), "--json").document == []
-
-
 def test_verify_names_every_damaged_object(local: LocalPlace, run: Run) -> None:
     """If this fails, damage goes unseen, or who sees it does not know where it is."""
     state = {f"t{number}": tensor for number, tensor in enumerate(state_of()["model"].values())}

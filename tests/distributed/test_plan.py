@@ -58,14 +58,6 @@ def test_each_byte_that_enough_ranks_want_is_read_once_by_one_of_them(
     assert count_repeated_bytes(wanted.values()) == repeated
 
 
-def test_what_is_beyond_the_bounds_is_left_to_each_rank() -> None:
-    """If this fails, a plan outgrows the memory in which ranks say what has become of it."""
-    wanted = {key: [(0, 0, 1000), (1, 0, 4)] for key in range(3)}
-    assert len(planned(wanted, segment_bytes=10, num_segments=5)) == 5
-    assert all(segment.object_index == 0 for segment in planned(wanted, min_bytes=5))
-    assert planned(wanted, min_ranks=4) == []
-
-
 @given(wanted_by_ranks, ranges)
 def test_wants_are_divided_between_the_segments_and_the_rest(wanted_lists: list[list[Range]], own: list[Range]) -> None:
     """If this fails, some bytes of a tensor are not filled, or filled twice."""

@@ -8,7 +8,7 @@ import pytest
 
 from cloudckpt.distributed.shared_reads.plan import Range
 from cloudckpt.distributed.shared_reads.ring import RingAddress
-from cloudckpt.distributed.shared_reads.session import RankPlanData, ShareGroup, ShareOffer, assign_groups, group_offers
+from cloudckpt.distributed.shared_reads.session import ShareGroup, ShareOffer, group_offers
 from cloudckpt.options import MIB, Options
 
 ALL: list[Range] = [(0, 0, 8 * MIB)]
@@ -44,15 +44,3 @@ def test_ranks_of_one_machine_share_where_it_pays(offers: list[ShareOffer | None
     groups = groups_of(offers)
     members = {rank: set(group.offers) for rank, group in groups.items()}
     assert members == {rank: group for group in expected for rank in group}
-
-
-def test_a_plan_carries_its_group_and_no_offer() -> None:
-    """If this fails, each rank is sent the ranges of all ranks of the job, or ranks load without the commit's check."""
-    ranks = [None, *(RankPlanData(attempt="x", offer=offer_of("a", is_forced=True)) for _ in range(2))]
-    first, *others = assign_groups(ranks, tile_bytes=MIB, options=Options())
-    assert first is None
-    for one in others:
-        assert one is not None
-        assert (one.attempt, one.offer) == ("x", None)
-        assert one.group is not None
-        assert set(one.group.offers) == {1, 2}

@@ -1,4 +1,4 @@
-"""``docs/format.md``: true of what cloudckpt writes, and enough to read it with."""
+"""``docs/format.md``: true of what cloudckpt writes, manifests and fences, and enough to read it with."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import cloudckpt
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
+(FENCE,) = re.findall(r'^\{"format":"cloudckpt-fence".*\}$', FORMAT, re.MULTILINE)
 TILE_BYTES = 4096
 
 pytestmark = [
@@ -86,14 +87,23 @@ def save_alone(directory: str) -> None:
     cloudckpt.save({"rank": torch.tensor(dist.get_rank())}, directory, use_collectives=False)
 
 
+def sealed(members: dict[str, Any]) -> bytes:
+    """A manifest or a fence of these members, with a right checksum."""
+    body = json.dumps({name: value for name, value in members.items() if name != "crc32c"}, separators=(",", ":"))[:-1]
+    return f'{body},"crc32c":"{crc32c(body.encode()):08x}"}}'.encode()
+
+
 def rewritten(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest's members and give it a right checksum again."""
     path = directory / "manifest.json"
     members = json.loads(path.read_bytes())
-    del members["crc32c"]
     change(members)
-    body = json.dumps(members, separators=(",", ":")).encode()[:-1]
-    path.write_bytes(body + b',"crc32c":"%08x"}' % crc32c(body))
+    path.write_bytes(sealed(members))
+
+
+def fence(**changes: object) -> bytes:
+    """The document's fence, changed and sealed anew."""
+    return sealed({**json.loads(FENCE), **changes})
 
 
 def test_the_oracle_knows_every_dtype() -> None:
@@ -131,16 +141,6 @@ def test_chunks_of_two_ranks_make_whole_tensors(tmp_path: Path) -> None:
             assert torch.equal(tensor.view(torch.uint8), block.contiguous().view(torch.uint8)), name
             num_entries += 1
     assert num_entries >= 6
-
-
-@pytest.mark.parametrize(
-    "state", [{}, {"empty": torch.zeros(0, 4)}, {"scalar": torch.tensor(2.5)}, {"value": None}], ids=list
-)
-def test_edge_cases_follow_the_document(tmp_path: Path, state: dict[str, Any]) -> None:
-    """If this fails, a reader that follows the document stumbles over a checkpoint of little or nothing."""
-    expected = {name: bytes_of(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
-    checkpoint = save(state, tmp_path / "c")
-    assert {name: checkpoint.tensor(name) for name in checkpoint.tensors} == expected
 
 
 def test_the_highest_manifest_counts(tmp_path: Path) -> None:
@@ -300,3 +300,62 @@ def test_the_example_is_a_checkpoint(tmp_path: Path) -> None:
     assert state["model"]["weight"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert state["model"]["bias"].tolist() == [1, 2, 3]
     assert state["step"].item() == 100
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A checkpoint with the number 0."""
+    cloudckpt.save({"weight": torch.arange(3.0)}, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def loads(directory: Path) -> bool:
+    state = {"weight": torch.zeros(3)}
+    cloudckpt.load(state, directory)
+    return state["weight"].tolist() == [0, 1, 2]
+
+
+def test_the_documents_fence_is_one(directory: Path) -> None:
+    """If this fails, the fence in the document is not one, or too long, or has another checksum."""
+    assert sealed(json.loads(FENCE)) == FENCE.encode()
+    assert len(fence(keeps=10**18 - 1)) <= 128
+    assert (directory / "manifest.json").stat().st_size > 128
+    (directory / "manifest.json").rename(directory / "manifest.3.json")
+    (directory / "manifest.4.json").write_text(FENCE)
+    assert loads(directory)
+    assert len(Checkpoint(directory).tensor("weight")) == 12
+
+
+@pytest.mark.parametrize("number", [1, 7])
+def test_a_fence_keeps_a_checkpoint_or_ends_it(directory: Path, number: int) -> None:
+    """If this fails, what gc fenced off is lost, or what was deleted is read."""
+    path = directory / f"manifest.{number}.json"
+    path.write_bytes(fence(keeps=0))
+    assert loads(directory)
+    assert Checkpoint(directory).manifest["world_size"] == 1
+    (info,) = cloudckpt.list_checkpoints(directory.parent)
+    committed_at_ns = Checkpoint(directory).manifest["committed_at_ns"]
+    assert info.committed_at.timestamp() == pytest.approx(committed_at_ns / 1e9, abs=1e-5)
+    path.write_bytes(fence(keeps=None))
+    with pytest.raises(FormatError, match="deleted"):
+        Checkpoint(directory)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError):
+        loads(directory)
+    assert cloudckpt.latest(directory.parent) is None
+
+
+def test_what_gc_and_delete_leave_is_what_the_document_says(directory: Path) -> None:
+    """If this fails, the independent reader, and so the document, does not understand what cloudckpt writes."""
+    stray = directory / "data" / "20200101T000000000Z-000000000000" / "0-0.safetensors"
+    stray.parent.mkdir()
+    stray.write_bytes(b"x")
+    cloudckpt.gc(directory, older_than=0, dry_run=False)
+    assert not stray.exists()
+    document = (directory / "manifest.1.json").read_bytes()
+    assert list(json.loads(document)) == ["format", "version", "id", "keeps", "crc32c"]
+    assert sealed(json.loads(document)) == document
+    assert len(Checkpoint(directory).tensor("weight")) == 12
+    cloudckpt.delete(directory)
+    with pytest.raises(FormatError, match="deleted"):
+        Checkpoint(directory)
+    assert [path.name for path in directory.iterdir()] == ["manifest.2.json"]

@@ -135,17 +135,6 @@ def gc(place: Place) -> None:
     cloudckpt.verify(uri, options=place.owners())
 
 
-def manage(place: Place) -> None:
-    """A checkpoint that is superseded goes, and what is left is found again."""
-    with _manager(place) as manager:
-        manager.save(1, small())
-        manager.save(2, small(2.0))
-    assert manager.retention is not None
-    assert not manager.retention.failed
-    assert not any("step-1/" in key and "data/" in key for key in place.all_keys())
-    assert _restored(place) == 2
-
-
 def copy(place: Place) -> None:
     """From one folder to another, which the service is asked to do by itself."""
     options = place.options()
@@ -192,7 +181,6 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
         verify,
         delete,
         gc,
-        manage,
         copy,
         examine,
         put_data,
@@ -209,20 +197,6 @@ def _refusal(look: Callable[[], object]) -> cloudckpt.errors.AccessDeniedError |
     except cloudckpt.errors.AccessDeniedError as error:
         return error
     return None
-
-
-def _manager(place: Place, *, keep_last: int | None = 1) -> cloudckpt.CheckpointManager:
-    return cloudckpt.CheckpointManager(
-        place.root, keep_last=keep_last, async_=False, no_dist=True, options=place.options()
-    )
-
-
-def _restored(place: Place) -> int:
-    """The value of the newest step."""
-    found = small(-1.0)
-    with _manager(place, keep_last=None) as manager:
-        manager.restore(found)
-    return int(found["step"])
 
 
 def _saved(place: Place) -> str:

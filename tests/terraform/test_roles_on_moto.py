@@ -23,8 +23,8 @@ BUCKET = "checkpoints"
 _READING = "load list_checkpoints verify"
 _WRITING = "save put_data copy"
 MAY = {
-    "s3-trainer": f"{_WRITING} {_READING} overwrite fail delete gc manage examine",
-    "s3-trainer-resuming": "save resume overwrite fail delete manage copy",
+    "s3-trainer": f"{_WRITING} {_READING} overwrite fail delete gc examine",
+    "s3-trainer-resuming": "save resume overwrite fail delete copy",
     "s3-trainer-without-delete": f"{_WRITING} {_READING} fail",
     "s3-reader": _READING,
     "s3-janitor": f"{_READING} delete gc",
@@ -33,9 +33,9 @@ MAY = {
 MAY_NOT = {
     "s3-trainer": "resume leave_the_prefix",
     "s3-trainer-resuming": "leave_the_prefix",
-    "s3-trainer-without-delete": "overwrite resume delete gc manage examine leave_the_prefix",
-    "s3-reader": f"{_WRITING} overwrite delete gc manage examine leave_the_prefix",
-    "s3-janitor": f"{_WRITING} overwrite manage examine leave_the_prefix",
+    "s3-trainer-without-delete": "overwrite resume delete gc examine leave_the_prefix",
+    "s3-reader": f"{_WRITING} overwrite delete gc examine leave_the_prefix",
+    "s3-janitor": f"{_WRITING} overwrite examine leave_the_prefix",
 }
 NEEDED_BY = {
     "s3:AbortMultipartUpload": {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -198,8 +197,3 @@ def check_free_space(path: str) -> str:
     if free_bytes < _MIN_FREE_BYTES:
         raise CheckFailed(f"{free_bytes // MIB} MiB are free", "Free some space: saves will fail without it.")
     return f"{free_bytes / GIB:.1f} GiB are free"
-
-
-def check_user() -> str:
-    """Return the user that files will belong to."""
-    return f"user {os.getuid()}" if hasattr(os, "getuid") else "this user"

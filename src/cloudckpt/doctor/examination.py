@@ -216,8 +216,6 @@ def _check_contact(checklist: _Checklist, location: Location, store: Store, plai
             checklist.succeed("bucket", f"{location.authority} exists")
         else:
             checklist.skip("bucket", checklist.skip_reason or "could not be told")
-    elif location.scheme == "file":
-        checklist.run("user", environment.check_user)
     checklist.run(
         "list",
         functools.partial(_raise_or_allow, error),

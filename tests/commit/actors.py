@@ -9,7 +9,7 @@ import re
 from awscrt.checksums import crc32c
 from tests.commit.model import LATER, Actor, Replayed, World
 
-from cloudckpt.commit.collect import Place, collect, delete_checkpoint, walk
+from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, walk
 from cloudckpt.commit.manifest_log import manifest_key, manifest_number, read_log, resolve
 from cloudckpt.commit.publish import OvertakenError, publish, remove_superseded
 from cloudckpt.errors import (
@@ -161,9 +161,9 @@ def collector() -> Actor:
     return act
 
 
-def _place(store: Replayed, retrier: Retrier) -> Place:
+def _place(store: Replayed, retrier: Retrier) -> WalkedLocation:
     inventory = walk(store, retrier, has_hidden_uploads=False, on_unlisted=None)
-    return Place(store=store, root=store, prefix="", found=inventory.at(""))
+    return WalkedLocation(store=store, root=store, prefix="", found=inventory.at(""))
 
 
 def fence(*, keeps: int | None) -> bytes:

@@ -19,7 +19,7 @@ from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB, Options
-from cloudckpt.stores.base import Tried, once
+from cloudckpt.stores.base import RequestRunner, run_once
 from cloudckpt.stores.s3 import store as s3_store
 from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing import damage
@@ -144,8 +144,8 @@ class _Service(WrappedStore):
         super().__init__(inner)
         self._copy = copy
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
-        return tried(lambda: self._copy(self.inner, source_url, target_key))
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
+        return run(lambda: self._copy(self.inner, source_url, target_key))
 
 
 def _silent(inner: Any, source_url: str, target_key: str) -> None:

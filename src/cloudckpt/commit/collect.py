@@ -20,13 +20,13 @@ from cloudckpt.commit.manifest_log import (
     Log,
     check_ours,
     list_entries,
+    look_until_stable,
     manifest_key,
     parse_ranks,
     put_fence,
     read_entry,
     read_log,
     read_manifest,
-    settle,
 )
 from cloudckpt.commit.publish import split_into_batches
 from cloudckpt.errors import (
@@ -46,7 +46,7 @@ _PARTS = ("manifest", "data/", "rank-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WalkedLocation:
     """One location under a root that was walked."""
 
     store: Store
@@ -112,7 +112,7 @@ def walk_checkpoint(store: Store, retrier: Retrier, *, has_hidden_uploads: bool)
         listed = tuple(parse_ranks(retrier.collect(store.list_directories)))
         return inventory, None if inventory.locations and walked == listed else ("ranks", walked, listed)
 
-    inventory = settle(
+    inventory = look_until_stable(
         look, changing=lambda: CheckpointChangedError(f"what lies at {store.uri} changes all the time", uri=store.uri)
     )
     ranks = parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations)
@@ -137,15 +137,19 @@ def _uploads(store: Store, prefixes: Sequence[str]) -> tuple[list[UploadInfo], d
     return found, unlisted
 
 
-def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool = False) -> tuple[Log, RemovalPlan]:
+def judge(
+    walked: WalkedLocation, retrier: Retrier, *, before: datetime, is_fenced: bool = False
+) -> tuple[Log, RemovalPlan]:
     """Read a location's log, and plan what may be removed.
 
     Raises `CheckpointError` where it cannot be told what counts there.
     """
-    plan_with = functools.partial(plan_removal, place.found, location=place.prefix, before=before, is_fenced=is_fenced)
+    plan_with = functools.partial(
+        plan_removal, walked.found, location=walked.prefix, before=before, is_fenced=is_fenced
+    )
     gone: int | None = None
     for _ in range(2):
-        log = read_log(place.store, retrier)
+        log = read_log(walked.store, retrier)
         counting = log.counting
         if counting is not None and counting == gone and all(entry.number != counting for entry in log.entries):
             counting = None  # removed by other means than ours, while a fence keeps it
@@ -155,53 +159,53 @@ def judge(place: Place, retrier: Retrier, *, before: datetime, is_fenced: bool =
             return log, sketch
         references: dict[int, frozenset[str]] = {}
         if counting is not None:
-            manifest = read_manifest(place.store, counting, retrier)
+            manifest = read_manifest(walked.store, counting, retrier)
             if manifest is None:
                 gone = counting
                 continue
             references[counting] = frozenset(stored.key for stored in manifest.objects)
         for entry in log.entries:
             if entry.number != counting and not entry.is_fence:
-                references[entry.number] = _references(place.store, entry, retrier)
+                references[entry.number] = _references(walked.store, entry, retrier)
         plan = plan_with(log.entries, counting=counting, references=references)
         return Log(entries=log.entries, counting=counting), plan
     why = "is being overwritten again and again, or its store lists a manifest that it does not find when it is read"
-    raise CheckpointChangedError(f"{place.store.uri} {why}", uri=place.store.uri)
+    raise CheckpointChangedError(f"{walked.store.uri} {why}", uri=walked.store.uri)
 
 
 def collect(
-    place: Place, retrier: Retrier, *, before: datetime, conditional: bool
+    walked: WalkedLocation, retrier: Retrier, *, before: datetime, conditional: bool
 ) -> tuple[RemovalPlan, list[KeptKey]]:
     """Remove a location's garbage: what was to go, and what of it could not be removed.
 
     May be interrupted at any moment, run again, and run twice at once. Raises what `judge` raises, `StoreError`, and
     `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
     """
-    log, plan = judge(place, retrier, before=before)
+    log, plan = judge(walked, retrier, before=before)
     left = list[KeptKey]()
     if any(item.kind == "data" for item in plan.objects):
         is_fenced = plan.needs_fence and conditional
         top = log.top
         if is_fenced:
             # Whether the number was free does not matter: from here on it is taken.
-            put_fence(place.store, top + 1, keeps=log.counting, retrier=retrier)
-        log, second = judge(place, retrier, before=before, is_fenced=is_fenced)
+            put_fence(walked.store, top + 1, keeps=log.counting, retrier=retrier)
+        log, second = judge(walked, retrier, before=before, is_fenced=is_fenced)
         if is_fenced and log.top <= top:
             raise CheckpointChangedError(
-                f"{place.store.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was removed",
-                uri=place.store.uri,
+                f"{walked.store.url(manifest_key(top + 1))} is not listed, though it was just put: nothing was removed",
+                uri=walked.store.uri,
             )
         # A proxy can answer one of the two reads with another checkpoint's manifest, which names none of the data here.
         agreed = set(plan.objects)
         plan = replace(second, objects=tuple(item for item in second.objects if item in agreed))
     for upload in plan.uploads:
-        left += _abort(place.root, upload, retrier)
-    left_of_log = _remove(place.root, [place.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)
+        left += _abort(walked.root, upload, retrier)
+    left_of_log = _remove(walked.root, [walked.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)
     if left_of_log:  # a manifest stays: so must its data
         return plan, left + left_of_log
-    left += _remove(place.root, [item.key for item in plan.objects], retrier)
-    if plan.lone_fence is not None and not left and _is_alone(place.store, plan.lone_fence, retrier):
-        left += _remove(place.root, [place.prefix + manifest_key(plan.lone_fence.number)], retrier)
+    left += _remove(walked.root, [item.key for item in plan.objects], retrier)
+    if plan.lone_fence is not None and not left and _is_alone(walked.store, plan.lone_fence, retrier):
+        left += _remove(walked.root, [walked.prefix + manifest_key(plan.lone_fence.number)], retrier)
     return plan, left
 
 
@@ -301,30 +305,30 @@ def group_uploads(store: Store, retrier: Retrier, *, is_local: bool) -> Mapping[
 _NUM_FENCES = 8
 
 
-def delete_checkpoint(place: Place, retrier: Retrier, *, conditional: bool) -> bool:
+def delete_checkpoint(walked: WalkedLocation, retrier: Retrier, *, conditional: bool) -> bool:
     """Remove the checkpoint at a location, and all that saves had written there; False where there is none.
 
     With its fence it is gone, at once. Raises `InvalidManifestError` where what lies there is another program's;
     `CheckpointChangedError` where another save's commit came between, which is left untouched; `CommitUnknownError`
     where it is not known whether the fence was laid; `StoreError`.
     """
-    log = read_log(place.store, retrier, is_lenient=True)
+    log = read_log(walked.store, retrier, is_lenient=True)
     if log.counting is None and all(entry.is_fence for entry in log.entries):
         return False
-    if not any(item.kind == "data" for item in place.found):  # beside data of ours it is ours, and damaged
-        check_ours(place.store, log.entries, retrier)
+    if not any(item.kind == "data" for item in walked.found):  # beside data of ours it is ours, and damaged
+        check_ours(walked.store, log.entries, retrier)
     if conditional:
-        log = _fenced_off(place.store, log, retrier)
+        log = _fenced_off(walked.store, log, retrier)
     doomed = [entry.number for entry in log.entries if entry.number < log.top or not conditional]
     for keys in (
-        [place.prefix + manifest_key(number) for number in doomed],
-        sorted(item.key for item in place.found if item.kind == "data"),
+        [walked.prefix + manifest_key(number) for number in doomed],
+        sorted(item.key for item in walked.found if item.kind == "data"),
     ):
         for batch in split_into_batches(keys):
-            retrier.call(place.root.delete, batch)
-    for item in place.found:
+            retrier.call(walked.root.delete, batch)
+    for item in walked.found:
         if item.kind == "upload":
-            retrier.call(place.root.abort_multipart, item.key, item.upload_id)
+            retrier.call(walked.root.abort_multipart, item.key, item.upload_id)
     return True
 
 

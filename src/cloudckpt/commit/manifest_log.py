@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 MANIFEST_PREFIX = "manifest"
 TORCH_METADATA_KEY = ".metadata"
 MOST_LOOKS = 16
-"""The number of looks after which `settle` gives up."""
+"""The number of looks after which `look_until_stable` gives up."""
 MAX_MANIFEST_BYTES = 2**31
 _FREE_BYTES = 64 * 1024 * 1024
 """A manifest of so many bytes is read whatever lies beside it."""
@@ -114,7 +114,7 @@ def parse_entry(key: str, info: ObjectInfo) -> Entry | None:
     return Entry(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
 
 
-def settle(look: Callable[[], tuple[_T, Hashable]], *, changing: Callable[[], CheckpointChangedError]) -> _T:
+def look_until_stable(look: Callable[[], tuple[_T, Hashable]], *, changing: Callable[[], CheckpointChangedError]) -> _T:
     """Return the result of `look` once nothing is missing in it, or the same is missing twice in a row.
 
     `look` returns a result and what it misses, which is falsy where that is nothing. One look takes its time. A job can
@@ -137,7 +137,7 @@ def list_folders(store: Store, retrier: Retrier) -> list[str]:
         names = sorted(retrier.collect(store.list_directories))
         return names, ("folders", *names)
 
-    return settle(look, changing=lambda: _changing(store))
+    return look_until_stable(look, changing=lambda: _changing(store))
 
 
 def list_entries(store: Store, retrier: Retrier) -> tuple[Entry, ...]:
@@ -147,7 +147,7 @@ def list_entries(store: Store, retrier: Retrier) -> tuple[Entry, ...]:
         entries = _listed(store, retrier, "")
         return entries, None if entries else ("no entry",)
 
-    return settle(look, changing=lambda: _changing(store))
+    return look_until_stable(look, changing=lambda: _changing(store))
 
 
 def _listed(store: Store, retrier: Retrier, prefix: str) -> tuple[Entry, ...]:
@@ -172,7 +172,7 @@ def read_log(
         is_none = found.log.counting is None and is_confirmed
         return found, found.log if is_none or found.has_vanished else None
 
-    found = settle(look, changing=lambda: _changing(store, prefix))
+    found = look_until_stable(look, changing=lambda: _changing(store, prefix))
     if found.has_vanished and not is_lenient:
         raise _changing(store, prefix)
     return found.log
@@ -189,7 +189,7 @@ def resolve(store: Store, retrier: Retrier) -> Resolved:
         found = _look(store, retrier, prefix="", opens=True, is_lenient=False)
         return found, None if found.manifest is not None else found.log
 
-    found = settle(look, changing=lambda: _changing(store))
+    found = look_until_stable(look, changing=lambda: _changing(store))
     log = found.log
     if log.counting is None:
         raise _not_found(store, retrier, was_fenced=bool(log.entries))

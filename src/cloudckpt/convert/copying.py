@@ -16,7 +16,7 @@ from cloudckpt._workers import each_done
 from cloudckpt.commit.commit_time import ns_of
 from cloudckpt.commit.manifest_log import manifest_key, read_log, read_manifest, resolve
 from cloudckpt.convert.bodies import CopiedBody
-from cloudckpt.convert.endpoints import TargetJob, check_apart, is_one_service, part_bytes_for, upload_session
+from cloudckpt.convert.endpoints import TargetJob, check_apart, is_one_service, upload_session
 from cloudckpt.convert.reports import CopyReport, OnProgress, Progress
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -35,6 +35,7 @@ from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredO
 from cloudckpt.format.safetensors import list_contents
 from cloudckpt.inspect.verification import has_changed
 from cloudckpt.io.checksum import combine_tile_crc32cs
+from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
@@ -227,7 +228,12 @@ class CopyJob:
         self._job = TargetJob(target, save_id=manifest.save_id or "", copy_of=digest)
         self._done = CopyOutcome()
         budget_bytes = source.options.read_bytes
-        self._part_bytes = part_bytes_for(target, budget_bytes=budget_bytes, tile_bytes=manifest.tile_bytes)
+        self._part_bytes = choose_held_part_bytes(
+            budget_bytes,
+            connections=target.connections,
+            most_bytes=target.options.advanced.part_bytes,
+            tile_bytes=manifest.tile_bytes,
+        )
 
     def run(self, *, overwrite: bool) -> tuple[Manifest, CopyOutcome]:
         """Copy and commit. Return the new manifest and how it was made.
@@ -271,7 +277,7 @@ class CopyJob:
         def ask(number: int) -> None:
             stored = objects[number]
             try:
-                said = target.store.copy_from(source.store.url(stored.key), keys[number], tried=target.retrier.call)
+                said = target.store.copy_from(source.store.url(stored.key), keys[number], run=target.retrier.call)
             # Copies need a permission of their own. A missing object is the source, or an aborted upload: reading the
             # source tells which.
             except (UnsupportedOperationError, AccessDeniedError, ObjectNotFoundError) as error:

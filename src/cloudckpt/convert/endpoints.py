@@ -18,7 +18,6 @@ from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.uri import Location
 
 _SERVICES = ("s3", "gs", "memory")
-_LEAST_PART_BYTES = 64 * 1024
 
 
 def check_apart(source: Location, target: Location, options: Options, target_options: Options) -> None:
@@ -50,12 +49,6 @@ def folder_and_name(location: Location) -> tuple[Location, str]:
     if not name:
         raise InvalidURIError(f"{location.uri} names no file: add a name such as model.pt")
     return dataclasses.replace(location, path=folder or ("/" if location.scheme == "file" else "")), name
-
-
-def part_bytes_for(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
-    """Return the size of parts that are held in memory, so that the budget has one for each connection."""
-    share_bytes = max(budget_bytes // target.connections, min(_LEAST_PART_BYTES, budget_bytes))
-    return max(min(target.options.advanced.part_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 
 def upload_session(

@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from cloudckpt.commit.manifest_log import resolve, settle
+from cloudckpt.commit.manifest_log import look_until_stable, resolve
 from cloudckpt.convert.bodies import CheckpointReader, FileBody, TensorsBody
-from cloudckpt.convert.endpoints import check_apart, folder_and_name, part_bytes_for, upload_session
+from cloudckpt.convert.endpoints import check_apart, folder_and_name, upload_session
 from cloudckpt.convert.reports import (
     Conversion,
     ConversionReport,
@@ -43,6 +43,7 @@ from cloudckpt.errors import (
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
 from cloudckpt.io.resume import Body
+from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores._body import crc32c_of
@@ -368,7 +369,12 @@ class Files:
     @contextlib.contextmanager
     def upload(self, *, budget_bytes: int) -> Iterator[Callable[[str, Callable[[Arena], Body]], None]]:
         """Yield a function that uploads a file of a given name and body. All files exist when the context ends."""
-        part_bytes = part_bytes_for(self._target, budget_bytes=budget_bytes, tile_bytes=_TILE_BYTES)
+        part_bytes = choose_held_part_bytes(
+            budget_bytes,
+            connections=self._target.connections,
+            most_bytes=self._target.options.advanced.part_bytes,
+            tile_bytes=_TILE_BYTES,
+        )
         with (
             contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
             upload_session(
@@ -410,7 +416,7 @@ class Files:
                 uri=self._target.uri,
             )
 
-        return settle(look, changing=changing)
+        return look_until_stable(look, changing=changing)
 
     def _is_there(self, name: str) -> bool:
         try:

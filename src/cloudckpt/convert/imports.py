@@ -25,7 +25,7 @@ from cloudckpt._version import __version__
 from cloudckpt.api import save
 from cloudckpt.commit.commit_time import draw_commit_time_ns
 from cloudckpt.convert.bodies import TensorsBody
-from cloudckpt.convert.endpoints import TargetJob, check_apart, folder_and_name, part_bytes_for, upload_session
+from cloudckpt.convert.endpoints import TargetJob, check_apart, folder_and_name, upload_session
 from cloudckpt.convert.reports import (
     Conversion,
     ConversionReport,
@@ -70,6 +70,7 @@ from cloudckpt.format.model import (
 from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
 from cloudckpt.format.validation import find_problems
 from cloudckpt.io.download import fetch
+from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import ObjectInfo
@@ -247,7 +248,12 @@ def _upload_objects(
     progress: Progress,
 ) -> list[ObjectReceipt]:
     budget_bytes, tile_bytes = plan.options.read_bytes, plan.target_options.advanced.tile_bytes
-    part_bytes = part_bytes_for(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes)
+    part_bytes = choose_held_part_bytes(
+        budget_bytes,
+        connections=target.connections,
+        most_bytes=target.options.advanced.part_bytes,
+        tile_bytes=tile_bytes,
+    )
     leftovers = job.leftovers()
     with (
         contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,

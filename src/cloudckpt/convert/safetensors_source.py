@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, manifest_number, settle
+from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, look_until_stable, manifest_number
 from cloudckpt.convert.bodies import TensorBytes
 from cloudckpt.convert.endpoints import folder_and_name
 from cloudckpt.convert.state_dicts import quote_names
@@ -203,7 +203,7 @@ class SafetensorsSource:
                 f"{self._location.uri} lists other files each time, and no index says which there are. Import again",
                 uri=self._location.uri,
             )
-            keys, here = settle(self._listed, changing=lambda: changing)
+            keys, here = look_until_stable(self._listed, changing=lambda: changing)
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
             if not indices:
                 names = [key for key in here if key.endswith(_SUFFIX)]

@@ -145,16 +145,16 @@ class ObjectStoreWriter(StorageWriter):
                 context.emit("save.set_up")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Attach this save's ticket. Raises `UnsupportedValueError` for a name that no manifest can hold."""
+        """Attach this rank's `AttemptMessage`. Raises `UnsupportedValueError` for a name that no manifest can hold."""
         check_names((item.index.fqn for item in plan.items), uri=self.checkpoint_id)
-        return dataclasses.replace(plan, storage_data=self._require_job().ticket)
+        return dataclasses.replace(plan, storage_data=self._require_job().message)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell all ranks the attempt that they write under."""
         with self.lifecycle.ending_on_error():
             job = self._require_job()
             self._cancellation.check()
-            return [dataclasses.replace(plan, storage_data=job.complete_ticket(plan.storage_data)) for plan in plans]
+            return [dataclasses.replace(plan, storage_data=job.complete_message(plan.storage_data)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items, all of them or none."""

@@ -21,10 +21,10 @@ from cloudckpt.commit.manifest_log import (
     SummaryReader,
     holds_rank_checkpoints,
     list_entries,
+    look_until_stable,
     manifest_key,
     parse_ranks,
     read_log,
-    settle,
 )
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -133,7 +133,7 @@ def list_checkpoints(
         alive_since = datetime.now(timezone.utc) - alive_within
         reader = _StateReader(location, options, retrier, alive_since=alive_since, check=check)
     listing = _Listing(location, options, retrier, reader)
-    settle(lambda: (None, listing.look()), changing=lambda: _changing_error(location))
+    look_until_stable(lambda: (None, listing.look()), changing=lambda: _changing_error(location))
     if listing.denials and len(listing.denials) == len(listing.found):
         raise listing.denials[0]
     found = [info for infos in listing.found.values() for info in infos]

@@ -6,7 +6,7 @@ import math
 import os
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt.commit.collect import KeptKey, Place, collect, delete_checkpoint, judge, walk, walk_checkpoint
+from cloudckpt.commit.collect import KeptKey, WalkedLocation, collect, delete_checkpoint, judge, walk, walk_checkpoint
 from cloudckpt.commit.garbage import Inventory
 from cloudckpt.commit.publish import check_conditional_create
 from cloudckpt.commit.reports import Garbage, GarbageReport, KeptObject, describe_garbage
@@ -109,8 +109,8 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
     _emit("delete.done", location.uri, options)
 
 
-def find_places(location: Location, options: Options) -> tuple[list[Place], Retrier]:
-    """Return the places of the checkpoint, which are several if ranks saved on their own.
+def walk_locations(location: Location, options: Options) -> tuple[list[WalkedLocation], Retrier]:
+    """Return the locations of the checkpoint, which are several if ranks saved on their own.
 
     Raises `NoConditionalCommitError` if the store cannot keep saves away from what is deleted.
     """
@@ -118,15 +118,15 @@ def find_places(location: Location, options: Options) -> tuple[list[Place], Retr
     if options.commit == "conditional":
         check_conditional_create(store, retrier)
     inventory, prefixes = walk_checkpoint(store, retrier, has_hidden_uploads=location.scheme == "file")
-    return [_place(location, store, inventory, prefix, options) for prefix in prefixes], retrier
+    return [_walked_location(location, store, inventory, prefix, options) for prefix in prefixes], retrier
 
 
 def _delete(location: Location, options: Options) -> None:
-    places, retrier = find_places(location, options)
+    locations, retrier = walk_locations(location, options)
     conditional = options.commit == "conditional"
     was_there = False
-    for place in places:
-        was_there |= delete_checkpoint(place, retrier, conditional=conditional)
+    for walked in locations:
+        was_there |= delete_checkpoint(walked, retrier, conditional=conditional)
     if not was_there:
         raise CheckpointNotFoundError(
             f"no checkpoint is committed at {location.uri}, so there is nothing to delete. What failed saves have left "
@@ -188,11 +188,11 @@ class _Collection:
             self._skipped.append(KeptObject(uri=uri, reason=f"what is garbage there cannot be told without {seen}"))
             return
         try:
-            place = _place(self._location, self._store, inventory, prefix, self._options)
+            walked = _walked_location(self._location, self._store, inventory, prefix, self._options)
             if self._dry_run:
-                _, plan = judge(place, self._retrier, before=self._before)
+                _, plan = judge(walked, self._retrier, before=self._before)
             else:
-                plan, left = collect(place, self._retrier, before=self._before, conditional=self._is_conditional)
+                plan, left = collect(walked, self._retrier, before=self._before, conditional=self._is_conditional)
         except (StoreError, CommitUnknownError) as error:
             self._fail(uri, error)
             return
@@ -257,9 +257,11 @@ def _uri_of(location: Location, prefix: str) -> str:
     return f"{location.uri.rstrip('/')}/{prefix.rstrip('/')}" if prefix else location.uri
 
 
-def _place(location: Location, store: Store, inventory: Inventory, prefix: str, options: Options) -> Place:
+def _walked_location(
+    location: Location, store: Store, inventory: Inventory, prefix: str, options: Options
+) -> WalkedLocation:
     own = store
     if prefix:
         # Raises `InvalidURIError` for a folder that no checkpoint can have.
         own = open_store(parse_location(location.child(prefix.rstrip("/")).uri), options)
-    return Place(store=own, root=store, prefix=prefix, found=inventory.at(prefix))
+    return WalkedLocation(store=own, root=store, prefix=prefix, found=inventory.at(prefix))

@@ -23,7 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.io.checksum import compute_tile_crc32cs
 from cloudckpt.io.hedging import Hedger
-from cloudckpt.io.retry import NUM_LOOKS, Attempts, Looks, Retrier
+from cloudckpt.io.retry import NUM_LOOKS, Attempts, Confirmation, Retrier
 from cloudckpt.stores._body import num_bytes
 from cloudckpt.stores.base import Store, Views
 from cloudckpt.telemetry.timeline import Recorder, now_ns
@@ -53,7 +53,7 @@ def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views,
     """
     remaining, position, end = list(views), begin, begin + num_bytes(views)
     read_into = store.read_into if hedger is None else functools.partial(hedger.read_into, store)
-    looks = Looks(retrier)
+    confirmation = Confirmation(retrier)
     with Attempts(retrier) as attempts:
         while True:
             attempts.begin()
@@ -66,7 +66,7 @@ def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views,
                     if not attempts.wait_after(contradiction):
                         raise
                 else:
-                    if not looks.wait_after(error):
+                    if not confirmation.wait_after(error):
                         raise
                     attempts.renew()
             except Exception as error:
@@ -212,7 +212,7 @@ def find_wrong_tiles(
     retrier.recorder.span("checksum", begun_ns, key=key)
     retrier.recorder.spent("stage", begun_ns)
     wrong = {index: values[index] for index in _differing(values, expected_crc32cs)}
-    looks = Looks(retrier, num_looks=NUM_LOOKS - 1)
+    confirmation = Confirmation(retrier, num_looks=NUM_LOOKS - 1)
     while wrong:
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):
@@ -225,7 +225,7 @@ def find_wrong_tiles(
         if wrong:
             retrier.call(_compare, store, key, begin + num_bytes(views), by_read="there")
             error = _WrongBytesError(f"{store.url(key)}: {len(wrong)} tiles have other checksums than were saved")
-            if not looks.wait_after(error):
+            if not confirmation.wait_after(error):
                 break
     return wrong
 

@@ -230,9 +230,11 @@ def _units(reads: Iterable[_Read]) -> Iterator[list[_Read]]:
         yield unit
 
 
-def choose_request_bytes(num_bytes: int, *, connections: int, for_each: int, least_bytes: int, most_bytes: int) -> int:
-    """Choose a size at which `num_bytes` make `for_each` requests for each of `connections`, within bounds.
+def spread_over_connections(
+    num_bytes: int, *, connections: int, num_for_each: int, least_bytes: int, most_bytes: int
+) -> int:
+    """Return the size at which `num_bytes` make `num_for_each` requests for each of `connections`, within bounds.
 
     `most_bytes` holds where it is below `least_bytes`.
     """
-    return min(max(num_bytes // (for_each * connections), least_bytes), most_bytes)
+    return min(max(num_bytes // (num_for_each * connections), least_bytes), most_bytes)

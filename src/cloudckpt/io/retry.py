@@ -99,16 +99,16 @@ class Retrier:
         *,
         num_looks: int = NUM_LOOKS,
     ) -> _T:
-        """Return the result of `look`. Errors of the kinds `doubted` are raised once they are confirmed, see `Looks`.
+        """Return the result of `look`. Errors of the kinds `doubted` are raised once confirmed: see `Confirmation`.
 
         `look` makes its calls with `call`, so that all other errors are tried again there.
         """
-        looks = Looks(self, num_looks=num_looks)
+        confirmation = Confirmation(self, num_looks=num_looks)
         while True:
             try:
                 return look()
             except doubted as error:  # noqa: PERF203  # looks are rare, and requests
-                if not looks.wait_after(error):
+                if not confirmation.wait_after(error):
                     raise
 
     def count_request(self) -> None:
@@ -185,8 +185,8 @@ class Attempts:
         return self._retrier.wait(error, delay_s)
 
 
-class Looks:
-    """The looks at something that may be missing or damaged: each error is only evidence.
+class Confirmation:
+    """Looks again at something that may be missing or damaged: each error is only evidence.
 
     An error is believed once so many looks in a row have the same kind of error. Looks that go on to fail in different
     ways end with a `TransientStoreError`.

@@ -18,12 +18,17 @@ from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.download import measure
 from cloudckpt.io.hedging import Hedger
+from cloudckpt.io.reads import spread_over_connections
 from cloudckpt.io.resume import Body, HeldParts, Leftover, Resumption
 from cloudckpt.io.retry import Attempts, Retrier
 from cloudckpt.stores.base import Limits, Part, Store, UploadedPart, Views
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _log = logging.getLogger("cloudckpt")
+
+_PARTS_PER_CONNECTION = 4
+_SMALL_PART_BYTES = 16 * 1024 * 1024
+_LEAST_HELD_PART_BYTES = 64 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -314,6 +319,30 @@ def open_part(
         recorder.span("checksum", checksum_begun_ns, key=key, part=part.number, size=part.size_bytes)
         recorder.spent("stage", begun_ns)
         yield views, values, whole
+
+
+def choose_part_bytes(num_bytes: int, *, connections: int, most_bytes: int, buffer_bytes: int | None) -> int:
+    """Return the size of the parts of the objects of a save that writes `num_bytes`.
+
+    Parts are as large as possible, since each costs the client some CPU, but there are some for every connection.
+    If they are copied to buffers, which have `buffer_bytes` in all, there is a buffer for every connection. The choice
+    depends on nothing that another run would find different, since parts of another size cannot be resumed.
+    """
+    if buffer_bytes is not None:
+        most_bytes = min(most_bytes, buffer_bytes // connections)
+    return spread_over_connections(
+        num_bytes,
+        connections=connections,
+        num_for_each=_PARTS_PER_CONNECTION,
+        least_bytes=_SMALL_PART_BYTES,
+        most_bytes=most_bytes,
+    )
+
+
+def choose_held_part_bytes(budget_bytes: int, *, connections: int, most_bytes: int, tile_bytes: int) -> int:
+    """Return the size of parts that are held in memory, whole tiles each: the budget has one for each connection."""
+    share_bytes = max(budget_bytes // connections, min(_LEAST_HELD_PART_BYTES, budget_bytes))
+    return max(min(most_bytes, share_bytes) // tile_bytes, 1) * tile_bytes
 
 
 def plan_parts(size_bytes: int, *, part_bytes: int, tile_bytes: int, limits: Limits) -> list[Part]:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt.commit.collect import Place, delete_checkpoint
+from cloudckpt.commit.collect import WalkedLocation, delete_checkpoint
 from cloudckpt.commit.garbage import attempt_time
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import AccessDeniedError, CheckpointError, CloudckptError, StoreError
 from cloudckpt.events import Event
-from cloudckpt.inspect.removal import KeptObject, find_places, gc
+from cloudckpt.inspect.removal import KeptObject, gc, walk_locations
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import RetentionPolicy, StepInfo, find_superseded, sort_newest_first
 from cloudckpt.manager.steps import StepFolder, Steps, parse_step_uri
@@ -226,27 +226,27 @@ def remove_step(uri: str, options: Options, *, alive_since: datetime) -> str | N
     Returns the reason, and removes nothing, if another save has written there since `alive_since`: it overwrites the
     step. A save that begins later fails, because the fence takes its number. Raises as `cloudckpt.delete` does.
     """
-    places, retrier = find_places(parse_location(uri), options)
-    if any(_has_other_writer(place, retrier, alive_since=alive_since) for place in places):
+    locations, retrier = walk_locations(parse_location(uri), options)
+    if any(_has_other_writer(walked, retrier, alive_since=alive_since) for walked in locations):
         return "another save is writing there"
-    for place in places:
-        delete_checkpoint(place, retrier, conditional=options.commit == "conditional")
+    for walked in locations:
+        delete_checkpoint(walked, retrier, conditional=options.commit == "conditional")
     return None
 
 
-def _has_other_writer(place: Place, retrier: Retrier, *, alive_since: datetime) -> bool:
-    attempts = {item.attempt for item in place.found if item.attempt}
+def _has_other_writer(walked: WalkedLocation, retrier: Retrier, *, alive_since: datetime) -> bool:
+    attempts = {item.attempt for item in walked.found if item.attempt}
     if len(attempts) <= 1:
         return False  # the only attempt is the committed one; the manifest, which may be large, need not be read
     try:
-        manifest = resolve(place.store, retrier).manifest
+        manifest = resolve(walked.store, retrier).manifest
     except CheckpointError:
         own: set[str] = set()
     else:
-        named = {place.prefix + stored.key for stored in manifest.objects}
-        own = {item.attempt for item in place.found if item.key in named}
+        named = {walked.prefix + stored.key for stored in manifest.objects}
+        own = {item.attempt for item in walked.found if item.key in named}
     return any(
         max(item.moment, attempt_time(item.attempt)) >= alive_since
-        for item in place.found
+        for item in walked.found
         if item.attempt and item.attempt not in own
     )

@@ -15,11 +15,11 @@ from cloudckpt.commit.manifest_log import (
     MOST_LOOKS,
     Entry,
     holds_torch_checkpoint,
+    look_until_stable,
     manifest_key,
     parse_ranks,
     read_log,
     read_manifest,
-    settle,
 )
 from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, CheckpointError, InvalidOptionError
 from cloudckpt.io.retry import Retrier
@@ -179,7 +179,7 @@ class Steps:
             _raise_if_denied(measured)
             return measured, tuple(one for one, was in zip(measured, folders, strict=True) if one.top != was.top)
 
-        folders = settle(look, changing=self._make_changed_error)
+        folders = look_until_stable(look, changing=self._make_changed_error)
         return sort_newest_first([one.info for one in folders if one.info is not None])
 
     def find_torch_steps(self) -> list[int]:
@@ -243,7 +243,7 @@ class Steps:
             # The names are part of what two looks must agree on, because one listing may lack a folder.
             return folders, (tuple(sorted(names)), tuple(one for one in folders if one.is_missing))
 
-        return settle(look_at_all, changing=self._make_changed_error)
+        return look_until_stable(look_at_all, changing=self._make_changed_error)
 
     def read_metrics(self, folders: Sequence[StepFolder]) -> list[StepFolder]:
         """Add the metrics of the committed steps. Each manifest is read once and remembered.
@@ -292,7 +292,7 @@ class Steps:
             self._run_for_each(names, look_at, retrier)
             return found, (tuple(sorted(names)), tuple(sorted(found.items())))
 
-        found = settle(look_at_all, changing=self._make_changed_error)
+        found = look_until_stable(look_at_all, changing=self._make_changed_error)
         return {parse_step_uri(self._uri_of_folder(name)): found[name] for name in sorted(found)}
 
     def _list_names(self, retrier: Retrier) -> list[str]:

@@ -34,7 +34,7 @@ from cloudckpt.format.model import ItemLocation, Manifest
 from cloudckpt.format.torch_metadata import locate_chunk
 from cloudckpt.io.checksum import compute_tile_crc32cs
 from cloudckpt.io.download import fetch, fetch_and_verify, measure, stage_targets
-from cloudckpt.io.reads import RangeRead, WantedRange, choose_request_bytes, plan_reads
+from cloudckpt.io.reads import RangeRead, WantedRange, plan_reads, spread_over_connections
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.consumers import Consumers, Finisher, LoadItems, consumers_of
 from cloudckpt.pipeline.context import Context
@@ -120,7 +120,7 @@ class LoadJob:
             self._exchange, wants, requests_for=lambda some: self._requests_for(some, request_bytes=_NO_BOUND)
         )
         copied = consumers.are_copied()
-        request_bytes = request_bytes_of(self._context, shares.rest, copied, is_shared=self._exchange is not None)
+        request_bytes = choose_request_bytes(self._context, shares.rest, copied, is_shared=self._exchange is not None)
         rest = self._requests_for(shares.rest, request_bytes=max(request_bytes, self._manifest.tile_bytes))
         return shares, [*shares.to_read, *rest]
 
@@ -440,7 +440,9 @@ def divide_wants(
     return inside, rest
 
 
-def request_bytes_of(context: Context, wants: Sequence[WantedRange], copied: Sequence[bool], *, is_shared: bool) -> int:
+def choose_request_bytes(
+    context: Context, wants: Sequence[WantedRange], copied: Sequence[bool], *, is_shared: bool
+) -> int:
     """Return the size of the reads that bring `wants`; `copied` says which consumers' bytes pass through a buffer.
 
     Reads are as large as possible, since each costs the client some CPU, but there are some for every connection.
@@ -457,10 +459,10 @@ def request_bytes_of(context: Context, wants: Sequence[WantedRange], copied: Seq
         most_bytes = min(most_bytes, options.read_bytes // 4 // min(context.connections, _SHARED_READS))
     elif 2 * copied_bytes > wanted_bytes:  # each has a buffer, and there should be one for each connection
         most_bytes = min(most_bytes, (options.read_bytes - context.hedge_bytes) // context.connections)
-    return choose_request_bytes(
+    return spread_over_connections(
         wanted_bytes,
         connections=context.connections,
-        for_each=_REQUESTS_PER_CONNECTION,
+        num_for_each=_REQUESTS_PER_CONNECTION,
         least_bytes=_SMALL_REQUEST_BYTES,
         most_bytes=most_bytes,
     )

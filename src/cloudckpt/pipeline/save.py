@@ -48,9 +48,8 @@ from cloudckpt.errors import (
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
 from cloudckpt.format.safetensors import lay_out, pack, sort_for_storage
-from cloudckpt.io.reads import choose_request_bytes
 from cloudckpt.io.resume import find_leftovers
-from cloudckpt.io.upload import UploadSession
+from cloudckpt.io.upload import UploadSession, choose_part_bytes
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
@@ -73,8 +72,6 @@ _log = logging.getLogger("cloudckpt")
 
 _NEAR = frozenset({"file", "memory"})
 """Schemes of stores that answer sooner than a thread starts."""
-_PARTS_PER_CONNECTION = 4
-_SMALL_PART_BYTES = 16 * MIB
 # An object's layout needs all of its tensors; meanwhile the object before it is sent.
 _MAX_TENSORS_PER_OBJECT = 4096
 # Transformed tensors are held until the layout of their object is known.
@@ -82,11 +79,11 @@ _MAX_TRANSFORMED_OBJECT_BYTES = 256 * MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class AttemptMessage:
     """A message between a rank and the coordinator, in a plan's ``storage_data``."""
 
     nonce: str
-    """Drawn by the rank for this save. A cached plan brings the ticket of an older save, and so another nonce."""
+    """Drawn by the rank for this save. A cached plan brings the message of an older save, and so another nonce."""
     attempt: str | None = None
     resumed: tuple[str, ...] = ()
     """Attempts whose objects are used again where they are the same."""
@@ -99,11 +96,11 @@ class SaveJob:
     _copy_of: str | None = None  # identifies the source of a copy
 
     def __init__(self, context: Context, *, save_id: str, transforms: WriteTransforms) -> None:
-        self.ticket = Ticket(nonce=new_attempt_id())
+        self.message = AttemptMessage(nonce=new_attempt_id())
         self._context = context
         self._save_id = save_id
         self._transforms = transforms
-        self._attempt = self.ticket.nonce
+        self._attempt = self.message.nonce
         self._resumed: tuple[str, ...] = ()
         self._number = 0
         self._written_keys: list[str] = []
@@ -175,11 +172,11 @@ class SaveJob:
                 uri=shared.uri,
             )
 
-    def complete_ticket(self, ticket: object) -> object:
-        """Return a rank's ticket with the attempt that all ranks write under. For the coordinator."""
-        if not isinstance(ticket, Ticket):
-            return ticket
-        return dataclasses.replace(ticket, attempt=self._attempt, resumed=self._resumed)
+    def complete_message(self, message: object) -> object:
+        """Return a rank's message with the attempt that all ranks write under. For the coordinator."""
+        if not isinstance(message, AttemptMessage):
+            return message
+        return dataclasses.replace(message, attempt=self._attempt, resumed=self._resumed)
 
     def write(
         self,
@@ -195,11 +192,11 @@ class SaveJob:
         part that the store has.
         """
         begun_s = time.monotonic()
-        ticket = plan.storage_data
-        # A cached plan brings the ticket of an older save, whose keys are taken. This rank's own id then takes its
+        message = plan.storage_data
+        # A cached plan brings the message of an older save, whose keys are taken. This rank's own id then takes its
         # place: the manifest names every object by its whole key.
-        if isinstance(ticket, Ticket) and ticket.nonce == self.ticket.nonce and ticket.attempt is not None:
-            self._attempt, self._resumed = ticket.attempt, ticket.resumed
+        if isinstance(message, AttemptMessage) and message.nonce == self.message.nonce and message.attempt is not None:
+            self._attempt, self._resumed = message.attempt, message.resumed
         context, options, recorder = self._context, self._context.options, self._context.recorder
         if on_sent is not None:
             context.on_sent = on_sent
@@ -237,8 +234,12 @@ class SaveJob:
                 del in_object  # the body holds what it still needs, and only until it is sent
                 key = data_key(self._attempt, context.rank, number)
                 found = leftovers.get(key.removeprefix(data_prefix(self._attempt, context.rank)), [])
-                are_copied = 2 * body.copied_bytes > body.size_bytes
-                part_bytes = part_bytes_of(context, sum(sizes_bytes), are_copied=are_copied)
+                part_bytes = choose_part_bytes(
+                    sum(sizes_bytes),
+                    connections=context.connections,
+                    most_bytes=options.advanced.part_bytes,
+                    buffer_bytes=options.staging_bytes if 2 * body.copied_bytes > body.size_bytes else None,
+                )
                 session.submit(key, body, found, part_bytes=part_bytes)
             session.tasks.join()
             objects = session.receipts()
@@ -387,25 +388,6 @@ class SaveJob:
                 self._context.new_retrier().call(store.delete, doomed)
             except StoreError as error:
                 _log.warning("could not remove what a failed save left, gc will: %s", error)
-
-
-def part_bytes_of(context: Context, num_bytes: int, *, are_copied: bool) -> int:
-    """Return the size of an object's parts in a save of `num_bytes`; `are_copied` if they are sent from buffers.
-
-    Parts are as large as possible, since each costs the client some CPU, but there are some for every connection.
-    Depends on nothing that another run would find different, since parts of another size cannot be resumed.
-    """
-    options = context.options
-    most_bytes = options.advanced.part_bytes
-    if are_copied:  # each part in flight has a buffer
-        most_bytes = min(most_bytes, options.staging_bytes // context.connections)
-    return choose_request_bytes(
-        num_bytes,
-        connections=context.connections,
-        for_each=_PARTS_PER_CONNECTION,
-        least_bytes=_SMALL_PART_BYTES,
-        most_bytes=most_bytes,
-    )
 
 
 def _group_items(

@@ -22,15 +22,15 @@ Views = Sequence[memoryview]
 _T = TypeVar("_T")
 
 
-class Tried(Protocol):
+class RequestRunner(Protocol):
     """Runs a request, and perhaps again if it fails."""
 
     def __call__(self, request: Callable[[], _T], /) -> _T:
         """Return the result of `request`, or raise its last failure."""
 
 
-def once(request: Callable[[], _T], /) -> _T:
-    """Run a request one time: a `Tried` without retries."""
+def run_once(request: Callable[[], _T], /) -> _T:
+    """Run a request one time: a `RequestRunner` without retries."""
     return request()
 
 
@@ -216,11 +216,11 @@ class Store(abc.ABC):
             operation="list_parts",
         )
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # for stores that can
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
 
         No byte passes through this process. Returns the CRC32C that the service has computed from the bytes of the
-        copy; None if it says none. One endpoint and one set of credentials must reach both. `tried` runs each request,
+        copy; None if it says none. One endpoint and one set of credentials must reach both. `run` makes each request,
         so that only a request that failed is made again. Raises `UnsupportedOperationError` if this store cannot copy
         from there.
         """
@@ -321,6 +321,6 @@ class ForwardingStore(Store):
         call = Call(operation="list_parts", key=key)
         return self.around_listing(call, lambda: self.inner.list_parts(key, upload_id))
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         call = Call(operation="copy_from", key=target_key)
-        return self.around(call, lambda: self.inner.copy_from(source_url, target_key, tried=tried))
+        return self.around(call, lambda: self.inner.copy_from(source_url, target_key, run=run))

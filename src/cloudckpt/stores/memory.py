@@ -23,12 +23,12 @@ from cloudckpt.stores.base import (
     Limits,
     ObjectInfo,
     Part,
+    RequestRunner,
     Store,
-    Tried,
     UploadedPart,
     UploadInfo,
     Views,
-    once,
+    run_once,
 )
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class MemoryStore(Store):
             crc32c = crc32c_of([memoryview(body)])
             yield FoundPart(number=number, size_bytes=len(body), token=_token(body), crc32c=crc32c, md5=None)
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:  # nothing fails
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         check_key(self, target_key, "copy_from")
         name, _, key = source_url.removeprefix("memory://").partition("/")
         body = MemoryStore(name)._object("copy_from", key).body  # noqa: SLF001  # its own class

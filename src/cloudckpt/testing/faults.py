@@ -37,7 +37,7 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.stores._body import num_bytes, without_first
-from cloudckpt.stores.base import Call, ForwardingStore, Part, Store, Tried, UploadedPart, Views, once
+from cloudckpt.stores.base import Call, ForwardingStore, Part, RequestRunner, Store, UploadedPart, Views, run_once
 
 __all__ = [
     "Absent",
@@ -303,9 +303,9 @@ class WrappedStore(ForwardingStore):
         for key in keys:
             self.around(Call(operation="delete", key=key), functools.partial(self.inner.delete, [key]))
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         call = Call(operation="copy_from", key=target_key)
-        return tried(lambda: self.around(call, lambda: self.inner.copy_from(source_url, target_key)))
+        return run(lambda: self.around(call, lambda: self.inner.copy_from(source_url, target_key)))
 
 
 class FaultyStore(WrappedStore):

@@ -12,7 +12,7 @@ from cloudckpt._workers import each_done
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError, UnsupportedOperationError
 from cloudckpt.options import GIB
 from cloudckpt.stores._body import in_order
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, run_once
 from cloudckpt.stores.gcs import uploads
 from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles
 from cloudckpt.stores.gcs.config import parse_storage_options
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    from cloudckpt.stores.base import Part, Tried, Views
+    from cloudckpt.stores.base import Part, RequestRunner, Views
     from cloudckpt.stores.gcs.client import GCSClient
 
 _MOST_BYTES = 5 * 1024 * GIB  # https://cloud.google.com/storage/quotas
@@ -189,7 +189,7 @@ class GCSStore(HTTPStore):
                         number=number, size_bytes=stored.size_bytes, token=token, crc32c=stored.crc32c, md5=None
                     )
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         """Have the service rewrite the object. A large one takes several calls, each of which goes on from the last."""
         target = self.name_of(target_key, "copy_from")
         bucket, _, source = source_url.removeprefix("gs://").partition("/")
@@ -202,7 +202,7 @@ class GCSStore(HTTPStore):
             return new.rewrite(old, token=token, **client.each_call)[0], new.crc32c
 
         while True:
-            token, crc32c = tried(functools.partial(asking.call, "copy_from", "objects.rewrite", source, rewrite))
+            token, crc32c = run(functools.partial(asking.call, "copy_from", "objects.rewrite", source, rewrite))
             if token is None:
                 return decode_crc32c(crc32c)
 

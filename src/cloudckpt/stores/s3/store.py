@@ -19,7 +19,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores._body import in_order
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, once
+from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, run_once
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore, size_of_range
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from cloudckpt.stores.base import Part, Tried, Views
+    from cloudckpt.stores.base import Part, RequestRunner, Views
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 CHECKED_PART_BYTES = 256 * MIB
@@ -205,31 +205,31 @@ class S3Store(HTTPStore):
                     md5=tag if _MD5.fullmatch(tag) else None,
                 )
 
-    def copy_from(self, source_url: str, target_key: str, *, tried: Tried = once) -> int | None:
+    def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         """Make a CopyObject; above 256 MiB, an UploadPartCopy for each part."""
         session, target = self.session, self.name_of(target_key, "copy_from")
         bucket, _, key = source_url.removeprefix("s3://").partition("/")
         if bucket.startswith("arn:") or is_directory_bucket(bucket) or is_directory_bucket(session.bucket):
             return super().copy_from(source_url, target_key)
         source = S3Session(bucket, session.client_key)
-        size_bytes, _, _ = tried(lambda: _measure(source, "copy_from", key))
+        size_bytes, _, _ = run(lambda: _measure(source, "copy_from", key))
         place = {"Bucket": bucket, "Key": key}
         if size_bytes > CHECKED_PART_BYTES:
-            return self._copy_in_parts(place, target, size_bytes=size_bytes, tried=tried)
-        answer = tried(
+            return self._copy_in_parts(place, target, size_bytes=size_bytes, run=run)
+        answer = run(
             lambda: session.call("copy_from", "CopyObject", target, CopySource=place, ChecksumAlgorithm="CRC32C")
         )
         result = session.require(answer, "CopyObjectResult", "copy_from", "CopyObject", target)
         return decode_crc32c(result.get("ChecksumCRC32C"))
 
-    def _copy_in_parts(self, place: dict[str, str], target: str, *, size_bytes: int, tried: Tried) -> int | None:
+    def _copy_in_parts(self, place: dict[str, str], target: str, *, size_bytes: int, run: RequestRunner) -> int | None:
         """Copy the object at `place` part by part; return the CRC32C of the copy if the service says it.
 
         Returns None too if the upload is gone at its end, because an answer to its completion may have been lost.
         """
 
         def ask(api: str, **members: Any) -> dict[str, Any]:
-            return tried(lambda: self.session.call("copy_from", api, target, **members))
+            return run(lambda: self.session.call("copy_from", api, target, **members))
 
         created = ask("CreateMultipartUpload", ChecksumAlgorithm="CRC32C")
         upload_id = self.session.require(created, "UploadId", "copy_from", "CreateMultipartUpload", target)

@@ -93,8 +93,8 @@ _COMMIT = (
         name="skip-the-fence-of-delete",
         breaks="G1: a save that began before a deletion can still commit after it, without its data.",
         file="inspect/removal.py",
-        old="was_there |= delete_checkpoint(place, retrier, conditional=conditional)",
-        new="was_there |= delete_checkpoint(place, retrier, conditional=False)",
+        old="was_there |= delete_checkpoint(walked, retrier, conditional=conditional)",
+        new="was_there |= delete_checkpoint(walked, retrier, conditional=False)",
         tests=("tests/commit/gc/test_trouble.py::test_a_deletion_that_a_save_overtakes_leaves_the_save_alone",),
     ),
     Mutant(
@@ -102,12 +102,12 @@ _COMMIT = (
         breaks="G1: a deletion that dies in the middle leaves a manifest whose data is gone.",
         file="commit/collect.py",
         old="""\
-        [place.prefix + manifest_key(number) for number in doomed],
-        sorted(item.key for item in place.found if item.kind == "data"),
+        [walked.prefix + manifest_key(number) for number in doomed],
+        sorted(item.key for item in walked.found if item.kind == "data"),
 """,
         new="""\
-        sorted(item.key for item in place.found if item.kind == "data"),
-        [place.prefix + manifest_key(number) for number in doomed],
+        sorted(item.key for item in walked.found if item.kind == "data"),
+        [walked.prefix + manifest_key(number) for number in doomed],
 """,
         tests=("tests/manager/test_manager.py::test_the_manifest_goes_first_and_only_after_the_commit",),
     ),

@@ -13,7 +13,6 @@ from tests import secrets_watch
 from tests.in_memory import Memory
 from tests.leftovers import Leftovers
 from tests.secrets_watch import no_secret_is_shown  # noqa: F401  # for all tests
-from tests.tried import pytest_terminal_summary, tried  # noqa: F401  # for all tests
 
 _numbers = itertools.count()
 secrets_watch.install()

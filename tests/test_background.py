@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import sys
 import threading
@@ -268,21 +267,6 @@ def test_saves_that_two_threads_begin_at_once_follow_each_other(memory: Memory) 
     assert {int(value) for tensor in nested["m"].values() for value in tensor.unique()} == {1}
 
 
-def test_a_save_that_closes_in_its_own_thread_is_refused(memory: Memory) -> None:
-    """If this fails, a save waits for its own end, and the interpreter for the save, for ever."""
-    refused: list[str] = []
-
-    def close(event: cloudckpt.Event) -> None:
-        if event.name == "save.committing":
-            for call in (cloudckpt.close, lambda: cloudckpt.async_save(state_of(2), memory.uri("second"))):
-                with pytest.raises(cloudckpt.errors.SaveInFlightError, match="its own end") as caught:
-                    call()
-                refused.append(caught.value.uri)
-
-    cloudckpt.async_save(state_of(1), memory.uri("first"), options=options_of(on_event=close)).result(WAIT_S)
-    assert refused == [memory.uri("first")] * 2
-
-
 class GatedCopies:
     """Lets the copying of snapshots go on only when the test wants it, but for its first task."""
 
@@ -343,26 +327,6 @@ def test_a_copy_that_fails_fails_the_save(memory: Memory, monkeypatch: pytest.Mo
     monkeypatch.undo()
     cloudckpt.async_save(state_of(2), memory.uri()).result(WAIT_S)
     assert fill_at(memory.uri()) == 2
-
-
-def test_an_interrupt_while_it_is_staged_leaves_no_save_behind(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this fails, Ctrl-C leaves a save that nobody has a handle of, or the next one hangs."""
-    copies = GatedCopies(monkeypatch)
-
-    def interrupt() -> None:
-        assert copies.gate.reached.wait(WAIT_S)
-        # To that very thread: `interrupt_main` does not wake it where it waits.
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        cloudckpt.async_save(state_of(1), memory.uri(), options=options_of())
-    thread.join(WAIT_S)
-    copies.gate.opened.set()
-    cloudckpt.async_save(state_of(2), memory.uri("next")).result(WAIT_S)
-    assert fill_at(memory.uri("next")) == 2
-    assert memory.all_keys() == []
 
 
 SCRIPT = """

@@ -151,14 +151,6 @@ def test_what_is_no_text_is_refused_in_keys(state: dict[str, Any]) -> None:
         Nesting.of(flatten(state, uri=URI), uri=URI)
 
 
-def test_what_holds_itself_is_refused() -> None:
-    """If this fails, a state dict that refers to itself ends in a bare RecursionError."""
-    state: dict[str, Any] = {"w": PLAIN}
-    state["self"] = [state]
-    with pytest.raises(UnsupportedValueError, match="holds itself"):
-        flatten(state, uri=URI)
-
-
 def test_the_nesting_of_several_ranks_is_that_of_all() -> None:
     """If this fails, what other ranks than the first saved cannot be nested again."""
     one, two = (

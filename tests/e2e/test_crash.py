@@ -13,7 +13,6 @@ import pytest
 from tests.e2e.killing import check
 from tests.e2e.kills import ALL_KILLS, KILL_AT_EACH_STEP, KILLS_IN_A_PROCESS, KILLS_ON_A_STORE, WAITING_KILLS, Kill
 from tests.e2e.places import BucketPlace, LocalPlace
-from tests.tried import Tried
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
@@ -25,19 +24,17 @@ if RUNS_ALL:
 
 @pytest.mark.parametrize("kill", KILLS, ids=str)
 def test_a_save_to_a_path_that_dies_leaves_one_whole_checkpoint_or_none(
-    local: LocalPlace, tmp_path: Path, kill: Kill, tried: Tried
+    local: LocalPlace, tmp_path: Path, kill: Kill
 ) -> None:
     """If this fails, a crash mixes two saves, loses both, passes half of one for a whole one, blocks the job that
     starts again, or leaves what gc does not find, or has gc take what is needed.
     """
     check(local, kill, tmp_path / "scratch")
-    tried("kills")
 
 
 @pytest.mark.parametrize("kill", KILLS_ON_A_STORE, ids=str)
 def test_a_save_to_a_bucket_that_dies_leaves_one_whole_checkpoint_or_none(
-    on_server: Callable[[str], BucketPlace], tmp_path: Path, kill: Kill, tried: Tried
+    on_server: Callable[[str], BucketPlace], tmp_path: Path, kill: Kill
 ) -> None:
     """If this fails, what holds on a path does not hold on an object store."""
     check(on_server("moto"), kill, tmp_path / "scratch")
-    tried("kills")

@@ -148,16 +148,6 @@ def test_types_are_converted_as_torch_does(saved: torch.dtype, wanted: torch.dty
     assert torch.equal(tensor, chunk[1:4, 4:9].to(wanted))
 
 
-def test_a_column_reads_its_runs_and_not_the_whole() -> None:
-    """If this fails, every rank of a column-sharded model reads all columns (G8)."""
-    chunk = torch.arange(8 * 1024, dtype=torch.float32).view(8, 1024)
-    column = torch.zeros(8, 64)
-    target = new_block_target(location(0, (8, 1024), torch.float32), Box((0, 512), (8, 64)), column)
-    num_bytes_read = fill(bytes(bytes_view(chunk)), [target], arena=NoArena())
-    assert torch.equal(column, chunk[:, 512:576])
-    assert num_bytes_read == column.numel() * 4
-
-
 def test_what_several_want_is_read_into_one_and_copied() -> None:
     """If this fails, loads of tied weights and of all that lies beside them take a buffer of their size."""
     stored = bytes_for(192, torch.float32)

@@ -19,7 +19,7 @@ from tests.wrapped import permanent, transient
 import cloudckpt
 from cloudckpt import CheckpointManager, Options
 from cloudckpt.commit import commit_time
-from cloudckpt.commit.commit_time import datetime_of, draw_commit_time_ns, note_commit_time_ns
+from cloudckpt.commit.commit_time import datetime_of
 from cloudckpt.errors import AccessDeniedError, ObjectNotFoundError
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
@@ -70,24 +70,6 @@ def rewrite(store: Store, **changes: Any) -> None:
     body = json.dumps(kept, separators=(",", ":")).encode()[:-1]
     document = body + b',"crc32c":"%08x"}' % crc32c(body)
     store.put("manifest.json", [memoryview(document)], crc32c=crc32c(document))
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 10**10), st.none() | st.integers(0, 2**63 - 1)), min_size=1, max_size=20))
-def test_times_only_grow(events: list[tuple[int, int | None]]) -> None:
-    """If this fails, a commit sorts before one that its writer knew, after a clock went back or for no reason."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit_time, "_newest_ns", 0)
-        known: list[int] = []
-        for offset_ns, seen_ns in events:
-            set_clock(patch, BEGIN_NS + offset_ns)
-            note_commit_time_ns(seen_ns)
-            if seen_ns is not None and seen_ns < BEGIN_NS + 9 * 365 * 86_400 * 10**9:
-                known.append(seen_ns)
-            drawn = draw_commit_time_ns()
-            assert all(datetime_of(drawn) > datetime_of(other) for other in known)
-            assert drawn < 2**63
-            known.append(drawn)
 
 
 @settings(deadline=None, max_examples=25)

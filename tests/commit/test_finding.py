@@ -32,7 +32,6 @@ from cloudckpt.errors import (
     CheckpointNotFoundError,
     InvalidManifestError,
     ObjectNotFoundError,
-    StoreError,
     UnsupportedValueError,
 )
 from cloudckpt.format.codec import encode
@@ -408,20 +407,6 @@ def test_what_a_store_raises_is_raised_as_what_it_is(memory: Memory, name: str, 
     state = state_of(-1.0)
     cloudckpt.load(state, memory.uri("step-1"))
     assert_holds(state, 1.0)
-
-
-@pytest.mark.parametrize("key_part", [".metadata", "rank-0/"])
-@pytest.mark.parametrize("load", ["load", "dcp.load"])
-def test_an_error_in_the_look_for_something_else_is_no_absence(memory: Memory, load: str, key_part: str) -> None:
-    """If this fails, a torch checkpoint, or the ranks' own, that could not be looked for counts as nothing."""
-    options = make_options(
-        wrap_store=lambda store: Broken(store, UNFORESEEN["OSError"], lambda call: call.key.startswith(key_part))
-    )
-    with pytest.raises(CheckpointException) as caught:
-        READERS[load](memory.root, options)
-    ((cause, _),) = caught.value.failures.values()
-    assert type(cause) is StoreError
-    assert "OSError: anything at all" in str(cause)
 
 
 def test_torchs_own_load_hears_why_there_is_none(memory: Memory) -> None:

@@ -20,8 +20,6 @@ from tests.options import make_options
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB, Options
 from cloudckpt.stores.base import RequestRunner, run_once
-from cloudckpt.stores.s3 import store as s3_store
-from cloudckpt.stores.s3.client import S3Session
 from cloudckpt.testing import damage
 from cloudckpt.testing.faults import Call, Faults, FlippedBits, Rule, Tell, WrappedStore
 
@@ -285,35 +283,6 @@ def test_it_holds_no_more_than_it_may(tmp_path: Path) -> None:
         text=True,
     )
     assert int(answer.stdout) < 64 * MIB + 24 * MIB, "the buffers, and what the allocator and threads take"
-
-
-@pytest.mark.parametrize("kind", ["s3"])
-def test_a_large_object_is_copied_by_the_service_in_parts(
-    root_of: Root, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """If this fails, objects of more than 5 GiB cannot be copied by S3, which takes no larger ones in one request."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 5 * MIB)
-    ranges: list[str] = []
-    call = S3Session.call
-
-    def counted(self: S3Session, operation: str, api: str, *arguments: Any, **members: Any) -> Any:
-        if api == "UploadPartCopy":
-            ranges.append(members["CopySourceRange"].removeprefix("bytes="))
-        return call(self, operation, api, *arguments, **members)
-
-    monkeypatch.setattr(S3Session, "call", counted)
-    root = root_of(kind)
-    state = {"w": torch.arange(3 * MIB, dtype=torch.int32)}
-    save(state, f"{root}/a")
-    report = cloudckpt.copy(f"{root}/a", f"{root}/b")
-    assert report.num_service_bytes + report.num_read_back_bytes == report.num_bytes
-    assert sorted(ranges, key=lambda each: int(each.partition("-")[0])) == [
-        f"0-{5 * MIB - 1}",
-        f"{5 * MIB}-{10 * MIB - 1}",
-        f"{10 * MIB}-{report.num_bytes - 1}",
-    ]
-    assert bits(loaded(state, f"{root}/b")) == bits(state)
-    assert not list(store_at(f"{root}/b").list_uploads())
 
 
 def _manifest(objects: dict[str, bytes]) -> dict[str, Any]:

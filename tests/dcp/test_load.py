@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +21,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 import cloudckpt
-from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead
-from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher, LoadItems, whole_item
+from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher, whole_item
 from cloudckpt.tensors.load_targets import BytesTarget, find_whole_target, new_block_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -124,32 +122,6 @@ def test_one_of_everything_is_loaded(tmp_path: Path) -> None:
     dcp.load(its, storage_reader=cloudckpt.ObjectStoreReader(tmp_path / "c", options=OPTIONS))
     assert_same(ours, its)
     assert_same(ours, saved)
-
-
-def both_plans(tmp_path: Path, asked: dict[str, Any]) -> tuple[LoadPlan, LoadPlan]:
-    """Return the plan of our planner, as `cloudckpt.load` uses it, and torch's plan."""
-    reader = cloudckpt.ObjectStoreReader(tmp_path / "c")
-    reader.begin_call(DistWrapper(None, use_dist=False, coordinator_rank=0), is_lazy=True)
-    ours, its = ExplainingLoadPlanner("here"), DefaultLoadPlanner()
-    ours.set_up_planner(asked, reader.read_metadata(), is_coordinator=True)
-    its.set_up_planner(asked, cloudckpt.ObjectStoreReader(tmp_path / "c").read_metadata(), is_coordinator=True)
-    return ours.create_local_plan(), its.create_local_plan()
-
-
-@pytest.mark.parametrize("left_out", [(), ("more", "plain")])
-def test_the_items_are_those_that_torch_plans(tmp_path: Path, left_out: tuple[str, ...]) -> None:
-    """If this fails, a load leaves out what torch would load, or sends another rank a plan that it cannot read."""
-    cloudckpt.save(filled(torch.rand), tmp_path / "c")
-    asked = {key: value for key, value in filled(torch.zeros).items() if key not in left_out}
-    ours, its = both_plans(tmp_path, asked)
-    assert isinstance(ours.items, LoadItems)
-    assert len(ours.items.fqns) > len(ours.items.others)
-
-    def by_fqn(items: Any) -> list[ReadItem]:
-        return sorted(items, key=lambda item: item.dest_index.fqn)
-
-    assert by_fqn(ours.items) == by_fqn(its.items)
-    assert pickle.loads(pickle.dumps(ours)) == ours
 
 
 class Telling(DefaultLoadPlanner):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
-    _validate_global_plan,
-    create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, merge_plans
 from cloudckpt.errors import UnsupportedValueError
@@ -89,62 +80,6 @@ def test_the_plan_of_one_rank_is_torchs(state: dict[str, Any]) -> None:
     assert list(metadata.state_dict_metadata) == list(expected_metadata.state_dict_metadata)
     assert list(metadata.planner_data) == list(expected_metadata.planner_data)
     assert pickle.loads(pickle.dumps(plans)) == expected_plans
-
-
-@st.composite
-def shards(draw: st.DrawFn, fqn: str) -> list[WriteItem]:
-    """Of one tensor; now and then they overlap, leave gaps, or reach beyond it."""
-    cuts = sorted(draw(st.sets(st.integers(0, 12), max_size=4)) | {0, 12})
-    bounds = list(itertools.pairwise(cuts))
-    if draw(st.integers(0, 5)) == 0:
-        bounds[-1] = (draw(st.integers(-1, 12)), draw(st.integers(0, 14)))
-    beyond = draw(st.sampled_from([0, 0, 0, 0, 1]))
-    size = torch.Size((12, 2))
-    items = []
-    for begin, end in bounds:
-        chunk = ChunkStorageMetadata(
-            offsets=torch.Size((begin + beyond, 0)), sizes=torch.Size((max(end - begin, 0), 2))
-        )
-        data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=torch.float32), size=size)
-        items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> list[SavePlan]:
-    """The plans of some ranks, each item in one of them."""
-    num_ranks = draw(st.integers(1, 3))
-    items = [item for number in range(draw(st.integers(0, 3))) for item in draw(shards(f"sharded {number}"))]
-    planner = BalancedSavePlanner()
-    state = draw(states.filter(lambda state: all(type(v) in PLAIN for v in state.values())))
-    planner.set_up_planner(state, is_coordinator=True)
-    items = draw(st.permutations(items + planner.create_local_plan().items))
-    ranks = [draw(st.integers(0, num_ranks - 1)) for _ in items]
-    plans = [
-        SavePlan([item for item, its_rank in zip(items, ranks, strict=True) if its_rank == rank], planner_data={})
-        for rank in range(num_ranks)
-    ]
-    return dedup_save_plans(plans)
-
-
-PLAIN = {torch.Tensor, torch.nn.Parameter, int, str}
-
-
-@given(plans=jobs())
-@pytest.mark.slow
-def test_the_plan_of_many_ranks_is_torchs(plans: list[SavePlan]) -> None:
-    """If this fails, shards are lost from a checkpoint, or ones that do not fit together are committed."""
-    expected_plans, expected_metadata = create_default_global_save_plan(plans)
-    verdict: object = _validate_global_plan(expected_plans, expected_metadata)
-    if verdict not in (True, []):
-        shown = ": see" if verdict is False else ": key:sharded"  # torch 2.11 names no problems
-        with pytest.raises(ValueError, match=f"Failed to validate global plan{shown}"):
-            merge_plans(plans)
-        return
-    new_plans, metadata = merge_plans(plans)
-    assert (new_plans, metadata) == (expected_plans, expected_metadata)
-    assert hints_of(new_plans) == hints_of(expected_plans)
-    assert list(metadata.state_dict_metadata) == list(expected_metadata.state_dict_metadata)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,11 @@ HOSTILE: dict[str, tuple[Callable[[Json], None], str]] = {
     "nesting of what is not stored": (put(["x"], "nesting", "ghost"), "nesting names 'ghost'"),
     "nesting in a list without end": (put(["w", 10**9], "nesting", "w"), "lists with more than 100000"),
     "nesting before a list": (put(["w", -1], "nesting", "w"), "has an index outside"),
+    **{
+        f"{member} with the index {index}": (put(nesting, member), "has an index outside")
+        for index in (-1, 2**63)
+        for member, nesting in (("typed_nesting", {"w": ["w", index]}), ("empty_mappings", [["w", index]]))
+    },
     "empty nesting": (put([], "nesting", "w"), "nesting of 'w' is empty"),
     # types
     **{
@@ -180,4 +185,24 @@ def test_many_problems_are_counted() -> None:
     manifest["values"] = {f"v{index}": {"object_index": 9, "begin": 0, "end": 0} for index in range(1000)}
     manifest["nesting"] = None
     with pytest.raises(InvalidManifestError, match="and 990 more"):
+        decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
+
+
+@pytest.mark.timeout(20)
+def test_lists_within_lists_are_counted() -> None:
+    """If this fails, a manifest of a megabyte makes a loader fill the memory with empty places."""
+    num_entries = 3000
+    manifest = as_json()
+    manifest["tensors"] = {}
+    manifest["values"] = {f"v{i}": {"object_index": 0, "begin": 0, "end": 0} for i in range(num_entries)}
+    manifest["nesting"] = {f"v{i}": [i, num_entries - 1] for i in range(num_entries)}
+    with pytest.raises(InvalidManifestError, match="places in all"):
+        decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
+    manifest["nesting"] = {f"v{i}": ["all", i] for i in range(num_entries)}
+    decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
+    manifest["typed_nesting"] = {f"v{i}": [["all"], i] for i in range(num_entries)}
+    manifest["empty_mappings"] = [[[i], [None], num_entries] for i in range(300)]
+    decode(fast_signed(json.dumps(manifest).encode()), uri=URI)
+    manifest["empty_mappings"] += [[[i], num_entries] for i in range(100)]
+    with pytest.raises(InvalidManifestError, match="places in all"):
         decode(fast_signed(json.dumps(manifest).encode()), uri=URI)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -28,19 +28,7 @@ from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
 from cloudckpt.format.torch_metadata import make_metadata
 
-
-class ItemReceipt(msgspec.Struct):
-    """Of one item: a row of what `ItemReceipts` has in columns."""
-
-    stored_in: ObjectReceipt
-    begin: int
-    end: int
-    dtype: str | None
-    lengths: tuple[int, ...]
-    transforms: tuple[str, ...]
-
-
-Receipts = list[dict[MetadataIndex, ItemReceipt]]
+TILE_BYTES = 4096
 
 
 def tensor_entry(rows: list[int], *, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Any:
@@ -53,8 +41,8 @@ def tensor_entry(rows: list[int], *, dtype: torch.dtype = torch.float32, require
     return TensorStorageMetadata(properties=properties, size=torch.Size((sum(rows), 3)), chunks=chunks)
 
 
-def receipts_of(metadata: Metadata, num_ranks: int) -> Receipts:
-    """What ranks that wrote all that was planned, in turn, would report."""
+def receipts_of(metadata: Metadata, num_ranks: int, *, lost: MetadataIndex | None = None) -> list[ItemReceipts]:
+    """What ranks report that wrote all that was planned, in turn, but for what was `lost`."""
     items: list[tuple[MetadataIndex, str | None, tuple[int, ...], int]] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
@@ -64,68 +52,46 @@ def receipts_of(metadata: Metadata, num_ranks: int) -> Receipts:
         for chunk in entry.chunks:
             size_bytes = chunk.sizes.numel() * dtype.itemsize
             items.append((MetadataIndex(fqn, chunk.offsets), str(dtype)[6:], tuple(chunk.sizes), size_bytes))
-    receipts: Receipts = []
+    receipts = []
     for rank in range(num_ranks):
-        placed, position = [], 64
-        for index, dtype, lengths, size_bytes in items[rank::num_ranks]:
-            placed.append((index, position, position + size_bytes, dtype, lengths))
-            position += -(-size_bytes // 64) * 64
-        stored_in = ObjectReceipt(
-            key=f"data/attempt/{rank}-0.safetensors",
-            size_bytes=position,
-            tile_crc32cs=tuple(range(rank, rank - (-position // 4096))),
-        )
+        rows = [item for item in items[rank::num_ranks] if item[0] != lost]
+        room = [-(-size_bytes // 64) * 64 for *_, size_bytes in rows]
+        *begins, size = itertools.accumulate(room, initial=64)
         receipts.append(
-            {
-                index: ItemReceipt(
-                    stored_in=stored_in, begin=begin, end=end, dtype=dtype, lengths=lengths, transforms=()
-                )
-                for index, begin, end, dtype, lengths in placed
-            }
+            ItemReceipts(
+                stored_in=ObjectReceipt(
+                    key=f"data/attempt/{rank}-0.safetensors",
+                    size_bytes=size,
+                    tile_crc32cs=tuple(range(rank, rank - (-size // TILE_BYTES))),
+                ),
+                tile_bytes=TILE_BYTES,
+                fqns=[index.fqn for index, *_ in rows],
+                offsets=[None if index.offset is None else tuple(index.offset) for index, *_ in rows],
+                begins=array("q", begins),
+                ends=array("q", [begin + row[3] for begin, row in zip(begins, rows, strict=True)]),
+                dtypes=[dtype for _, dtype, _, _ in rows],
+                lengths=[lengths for _, _, lengths, _ in rows],
+                transforms=[()] * len(rows),
+            )
         )
     return receipts
 
 
-def made(metadata: Metadata, receipts: Receipts, **changes: Any) -> Manifest:
-    settings: dict[str, Any] = {
-        "uri": URI,
-        "attempt": "attempt",
-        "save_id": "save",
-        "committed_at_ns": 1_795_403_713_245_015_000,
-        "tile_bytes": 4096,
-        "user_metadata": {},
-        **changes,
-    }
+def made(metadata: Metadata, receipts: list[ItemReceipts], **user_metadata: Any) -> Manifest:
     results = [
-        [
-            WriteResult(index=MetadataIndex(columns.stored_in.key), size_in_bytes=0, storage_data=columns)
-            for columns in columns_of(of_rank, settings["tile_bytes"])
-        ]
+        [WriteResult(index=MetadataIndex("an object"), size_in_bytes=0, storage_data=of_rank)] if of_rank.fqns else []
         for of_rank in receipts
     ]
-    return build_manifest(metadata, results, **settings)
-
-
-def columns_of(of_rank: dict[MetadataIndex, ItemReceipt], tile_bytes: int = 4096) -> list[ItemReceipts]:
-    """Of each object, what that rank would send."""
-    objects = {receipt.stored_in.key: receipt.stored_in for receipt in of_rank.values()}
-    made = []
-    for key, stored_in in objects.items():
-        rows = [(index, receipt) for index, receipt in of_rank.items() if receipt.stored_in.key == key]
-        made.append(
-            ItemReceipts(
-                stored_in=stored_in,
-                tile_bytes=tile_bytes,
-                fqns=[index.fqn for index, _ in rows],
-                offsets=[None if index.offset is None else tuple(index.offset) for index, _ in rows],
-                begins=array("q", [receipt.begin for _, receipt in rows]),
-                ends=array("q", [receipt.end for _, receipt in rows]),
-                dtypes=[receipt.dtype for _, receipt in rows],
-                lengths=[receipt.lengths for _, receipt in rows],
-                transforms=[receipt.transforms for _, receipt in rows],
-            )
-        )
-    return made
+    return build_manifest(
+        metadata,
+        results,
+        uri=URI,
+        attempt="attempt",
+        save_id="save",
+        committed_at_ns=1_795_403_713_245_015_000,
+        tile_bytes=TILE_BYTES,
+        user_metadata=user_metadata,
+    )
 
 
 def sample() -> Metadata:
@@ -164,13 +130,23 @@ def test_torchs_metadata_is_rebuilt(
     assert rebuilt.storage_meta is not None
     meta = rebuilt.storage_meta
     assert (meta.checkpoint_id, meta.save_id, meta.load_id) == (URI, "save", "load")
-    written = {index: receipt for of_rank in receipts for index, receipt in of_rank.items()}
-    assert rebuilt.storage_data.keys() == written.keys()
-    for index, location in rebuilt.storage_data.items():
-        receipt = written[index]
-        assert manifest.objects[location.object_index].key == receipt.stored_in.key
-        assert (location.begin, location.end) == (receipt.begin, receipt.end)
-        assert (location.dtype, location.lengths) == (receipt.dtype, receipt.lengths)
+    written = {
+        MetadataIndex(fqn, offsets): (of_rank.stored_in.key, *place)
+        for of_rank in receipts
+        for fqn, offsets, *place in zip(
+            of_rank.fqns,
+            of_rank.offsets,
+            of_rank.begins,
+            of_rank.ends,
+            of_rank.dtypes,
+            of_rank.lengths,
+            strict=True,
+        )
+    }
+    assert written == {
+        index: (manifest.objects[place.object_index].key, place.begin, place.end, place.dtype, place.lengths)
+        for index, place in rebuilt.storage_data.items()
+    }
     assert manifest.world_size == num_ranks
 
 
@@ -178,10 +154,11 @@ def test_the_dtype_that_was_written_counts() -> None:
     """If this fails, a cached plan makes bfloat16 weights load as float32 garbage."""
     metadata = sample()
     receipts = receipts_of(metadata, 1)
-    for index, receipt in receipts[0].items():
-        if index.fqn == "w":
-            halved = receipt.begin + (receipt.end - receipt.begin) // 2
-            receipts[0][index] = msgspec.structs.replace(receipt, dtype="bfloat16", end=halved)
+    (written,) = receipts
+    for row, fqn in enumerate(written.fqns):
+        if fqn == "w":
+            written.dtypes[row] = "bfloat16"
+            written.ends[row] -= (written.ends[row] - written.begins[row]) // 2
     rebuilt = make_metadata(made(metadata, receipts), checkpoint_id=URI, load_id="")
     entry = rebuilt.state_dict_metadata["w"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -192,13 +169,11 @@ def test_the_dtype_that_was_written_counts() -> None:
 def test_each_missing_item_is_named(num_ranks: int) -> None:
     """If this fails, a save in which a rank wrote less than planned is committed (G3)."""
     metadata = sample()
-    for lost in [index for of_rank in receipts_of(metadata, num_ranks) for index in of_rank]:
-        receipts = receipts_of(metadata, num_ranks)
-        for of_rank in receipts:
-            of_rank.pop(lost, None)
+    for fqn, offsets in [("w", (0, 0)), ("w", (2, 0)), ("w", (3, 0)), ("b", (0, 0)), ("step", None)]:
+        lost = MetadataIndex(fqn, offsets)
         with pytest.raises(IncompleteSaveError, match="Nothing was committed") as caught:
-            made(metadata, receipts)
-        named = lost.fqn if lost.offset is None else f"{lost.fqn}{list(lost.offset)}"
+            made(metadata, receipts_of(metadata, num_ranks, lost=lost))
+        named = fqn if offsets is None else f"{fqn}{list(offsets)}"
         assert f"1 planned items of {URI} were not written, or not in their planned shape: {named}." in str(
             caught.value
         )
@@ -208,19 +183,17 @@ def test_another_shape_than_planned_is_refused() -> None:
     """If this fails, a cached plan that no longer fits makes a checkpoint with holes."""
     metadata = sample()
     receipts = receipts_of(metadata, 1)
-    index = next(index for index in receipts[0] if index.fqn == "w")
-    receipts[0][index] = msgspec.structs.replace(receipts[0][index], lengths=(1, 3))
+    receipts[0].lengths[receipts[0].fqns.index("w")] = (1, 3)
     with pytest.raises(IncompleteSaveError, match=r"w\[0, 0\]"):
         made(metadata, receipts)
 
 
-@pytest.mark.parametrize("change", [{"dtype": "float16"}, {"transforms": ("zstd",)}])
-def test_ranks_that_wrote_different_types_are_refused(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("column", "other"), [("dtypes", "float16"), ("transforms", ("zstd",))])
+def test_ranks_that_wrote_different_types_are_refused(column: str, other: Any) -> None:
     """If this fails, some shards of a tensor are read as another type than they were written in."""
     metadata = sample()
     receipts = receipts_of(metadata, 3)
-    index, receipt = next((index, r) for index, r in receipts[1].items() if index.fqn == "w")
-    receipts[1][index] = msgspec.structs.replace(receipt, **change)
+    getattr(receipts[1], column)[receipts[1].fqns.index("w")] = other
     with pytest.raises(UnsupportedValueError, match=r"'w' .* different types"):
         made(metadata, receipts)
 
@@ -246,4 +219,4 @@ def test_planner_data_that_json_cannot_hold_is_refused(planner_data: Any) -> Non
 def test_metadata_that_is_no_json_is_refused_before_the_commit(notes: dict[str, Any]) -> None:
     """If this fails, the coordinator fails in the middle of the commit, and nobody knows whether it was made."""
     with pytest.raises(UnsupportedValueError, match=r"Options\(metadata=…\)"):
-        made(sample(), receipts_of(sample(), 1), user_metadata=notes)
+        made(sample(), receipts_of(sample(), 1), **notes)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 import cloudckpt
 
@@ -101,24 +100,6 @@ def test_the_types_of_keys_are_kept(golden: Path, tmp_path: Path) -> None:
     state = exported["optimizer"]["state"]
     assert [*state] == [0] if isinstance(state, dict) else golden.name == "1.0"
     assert exported.get("callbacks") == (None if golden.name == "1.0" else {})
-
-
-def test_torch_sees_the_same_metadata(golden: Path) -> None:
-    """If this fails, shapes, chunks or names of this version are understood differently than when it was written."""
-    expected = expected_of(golden)
-    reader = cloudckpt.ObjectStoreReader(golden / "once")
-    metadata = reader.read_metadata()
-    entries = metadata.state_dict_metadata
-    assert {name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)} == set(
-        expected["values"]
-    )
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    assert {name: list(entry.size) for name, entry in tensors.items()} == {
-        name: entry["shape"] for name, entry in expected["tensors"].items()
-    }
-    assert len(tensors["model.rows"].chunks) == len(tensors["model.blocks"].chunks) == 4
-    step = 0 if golden.name == "1.0" else "0"  # a list in the first; torch writes every key as text
-    assert metadata.planner_data["optimizer.state.0.step"] == ("optimizer", "state", step, "step")
 
 
 def test_the_highest_number_counts(golden: Path) -> None:

@@ -359,25 +359,6 @@ def test_a_root_that_is_a_checkpoint_is_no_fresh_start(memory: Memory) -> None:
         CheckpointManager(memory.uri("step-5")).restore(state_of())
 
 
-def test_steps_of_torchs_writer_are_no_fresh_start(tmp_path: Path) -> None:
-    """If this fails, a job that moves to the manager in the folder of its old checkpoints trains from nothing."""
-    for step in (100, 20):
-        dcp.save({"w": torch.full((4,), float(step))}, checkpoint_id=tmp_path / f"step-{step}", no_dist=True)
-    manager = CheckpointManager(tmp_path, allow_pickle=True, no_dist=True)
-    state = {"w": torch.zeros(4)}
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match=r"has saved the steps 20, 100\. Import them"):
-        manager.restore(state)
-    restored = manager.restore(state, step=100)
-    assert restored is not None
-    assert (restored.step, restored.skipped) == (100, ())
-    assert state["w"].tolist() == [100.0] * 4
-    manager.save(101, state)
-    manager.wait(WAIT_S)
-    again = manager.restore(state)
-    assert again is not None
-    assert again.step == 101
-
-
 class Hiding(WrappedStore):
     """Its listings come empty where `is_hidden` says so."""
 

@@ -1,4 +1,4 @@
-"""A training loop beside a save: what counts of it, the line it goes over, and what the bars make of both."""
+"""A training loop beside a save."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ from benchmarks.systems import system_named
 from benchmarks import training
 
 
-@pytest.fixture
-def short(monkeypatch):
-    monkeypatch.setattr(training, "ALONE_S", 0.2)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-def test_a_save_beside_training_says_how_fast_it_went(short, tmp_path):
+def test_a_save_beside_training_says_how_fast_it_went(monkeypatch, tmp_path):
     """The cell would be empty, or a save that failed be counted."""
+    monkeypatch.setattr(training, "ALONE_S", 0.2)
     state = State(uniform(2, 64 * KIB), "sharded", None)
     state.fill()
     settings = Settings(endpoint_url=None, region=None, ca_bundle=None, no_dist=True)

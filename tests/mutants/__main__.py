@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,23 +105,23 @@ def run_tests(root: Path, tests: Iterable[str], *arguments: str, limit_s: float 
     return Outcome(exit_code=exit_code, output=output, seconds=time.monotonic() - begun_s)
 
 
-def try_mutant(mutant: Mutant, sound: Path, *, limit_s: float) -> tuple[bool, str]:
-    """Run the tests of `mutant` on a patched copy of `sound`. Returns whether they caught it, and the line to print."""
-    root = copy_checkout(sound, sound.parent / mutant.name)
+def try_mutant(name: str, mutant: Mutant, *, sound: Path) -> tuple[bool, str]:
+    """Run the tests of `mutant` on a patched copy of `sound`. Returns if they caught it, and the line to print."""
+    root = copy_checkout(sound, sound.parent / name)
     try:
         problem = apply_patch(mutant, root)
         if problem:
-            return False, f"{mutant.name}: patch does not apply: {problem}"
-        found = run_tests(root, mutant.tests, "-x", f"--timeout={_TEST_TIMEOUT_S}", limit_s=limit_s)
+            return False, f"{name}: patch does not apply: {problem}"
+        found = run_tests(root, mutant.tests, "-x", f"--timeout={_TEST_TIMEOUT_S}", limit_s=LIMIT_S)
     finally:
         shutil.rmtree(root)
     failed = _FAILED.search(found.output)
     if found.exit_code == 1 and failed is not None:
-        return True, f"{mutant.name}: caught by {failed[1]} in {found.seconds:.0f} s"
+        return True, f"{name}: caught by {failed[1]} in {found.seconds:.0f} s"
     if found.exit_code == 0:
-        return False, f"{mutant.name}: SURVIVED {' '.join(mutant.tests)}"
+        return False, f"{name}: SURVIVED {' '.join(mutant.tests)}"
     ended = "was killed at the time limit" if found.exit_code is None else f"ended with code {found.exit_code}"
-    return False, f"{mutant.name}: not caught, pytest {ended} after {found.seconds:.0f} s:\n{found.output[-2000:]}"
+    return False, f"{name}: not caught, pytest {ended} after {found.seconds:.0f} s:\n{found.output[-2000:]}"
 
 
 def distinct_tests(mutants: Iterable[Mutant]) -> list[str]:
@@ -132,11 +132,11 @@ def distinct_tests(mutants: Iterable[Mutant]) -> list[str]:
     ]
 
 
-def run(mutants: Sequence[Mutant], *, checkout: Path, jobs: int, limit_s: float = LIMIT_S) -> int:
+def run(mutants: Mapping[str, Mutant], *, jobs: int) -> int:
     """Try all `mutants`, `jobs` at a time. Returns 0 if each was caught, 1 if not, 2 if the tests fail without any."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
-        sound = copy_checkout(checkout, Path(directory) / "sound")
-        tests = distinct_tests(mutants)
+        sound = copy_checkout(CHECKOUT, Path(directory) / "sound")
+        tests = distinct_tests(mutants.values())
         in_parallel = ("-n", str(jobs), "--dist", "worksteal") if jobs > 1 else ()
         found = run_tests(sound, tests, *in_parallel)
         if found.exit_code != 0:
@@ -145,7 +145,7 @@ def run(mutants: Sequence[Mutant], *, checkout: Path, jobs: int, limit_s: float 
         print(f"without a mutant: {len(tests)} named tests and files pass in {found.seconds:.0f} s", flush=True)
         num_caught = 0
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            for is_caught, line in pool.map(functools.partial(try_mutant, sound=sound, limit_s=limit_s), mutants):
+            for is_caught, line in pool.map(functools.partial(try_mutant, sound=sound), mutants, mutants.values()):
                 print(line, flush=True)
                 num_caught += is_caught
     print(f"{num_caught} of {len(mutants)} mutants caught")
@@ -158,15 +158,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants to try at the same time; default: %(default)s")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
     settings = parser.parse_args(arguments)
-    mutants = [mutant for mutant in MUTANTS if settings.only is None or mutant.name in settings.only]
-    unknown = set(settings.only or ()) - {mutant.name for mutant in mutants}
+    mutants = {name: mutant for name, mutant in MUTANTS.items() if settings.only is None or name in settings.only}
+    unknown = set(settings.only or ()) - mutants.keys()
     if unknown:
         parser.error(f"no mutant is named {', '.join(sorted(unknown))}; --list prints all names")
     if settings.list:
-        for mutant in mutants:
-            print(f"{mutant.name}: {mutant.breaks}")
+        for name, mutant in mutants.items():
+            print(f"{name}: {mutant.breaks}")
         return 0
-    return run(mutants, checkout=CHECKOUT, jobs=settings.jobs)
+    return run(mutants, jobs=settings.jobs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The declared sweeps, and what is left of one where not all of it is wanted."""
+"""The declared sweeps."""
 
 from __future__ import annotations
 
@@ -18,15 +18,3 @@ def test_each_result_has_a_name_of_its_own(sweep):
         for system in cell.systems
     )
     assert [name for name, count in names.items() if count > 1] == []
-
-
-@pytest.mark.parametrize("sweep", SWEEPS.values(), ids=lambda sweep: sweep.name)
-def test_rows_are_dealt_out_evenly(sweep):
-    """A cell could not be measured, because its tensors do not divide by its ranks."""
-    uneven = [
-        (cell.path, group.name)
-        for cell in sweep.cells
-        for group in cell.payload.tensors
-        if group.shape and group.shape[0] % cell.num_ranks
-    ]
-    assert uneven == []

@@ -117,10 +117,7 @@ def test_tied_tensors_are_named(local: LocalPlace, run: Run) -> None:
     state = {"head": torch.zeros(300, 10)}
     cloudckpt.load(state, local.uri("back"), no_dist=True)
     assert torch.equal(state["head"], state_of()["model"]["w"])
-    for wrong in ("head", "=model.w", "head=none"):
-        assert run("import", local.uri("out"), local.uri("other"), "--tie", wrong).code == 2
-    ended = run("import", local.uri("out"), local.uri("other"), "--tie", "head=model.w", "--tie", "head=model.x")
-    assert (ended.code, "given twice" in ended.err) == (2, True)
+    assert run("import", local.uri("out"), local.uri("other"), "--tie", "head").code == 2
 
 
 def test_torchs_own_formats(local: LocalPlace, run: Run) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from cloudckpt.errors import printable
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
@@ -81,6 +85,12 @@ class Console:
         with progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
             task = bar.add_task(plain_line(what), total=None)
             yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
+
+
+def describe_report(report: DataclassInstance, seconds: float) -> dict[str, Any]:
+    """Return the members of a library's report for ``--json``, with `seconds` in place of its own durations."""
+    members = dataclasses.asdict(report)
+    return {name: members[name] for name in members if not name.endswith("_s")} | {"seconds": seconds}
 
 
 def plain_line(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, count, rate, size
+from cloudckpt.cli._console import Console, count, describe_report, rate, size
 from cloudckpt.cli._errors import NO, message_of
 from cloudckpt.cli._options import (
     AsJSON,
@@ -30,7 +30,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from cloudckpt.convert.reports import ConversionReport, CopyReport
+    from cloudckpt.convert.reports import CopyReport
     from cloudckpt.options import Options
 
 _OF_ONE_CHECKPOINT = (
@@ -109,7 +109,7 @@ def cp(
     if not every:
         report = _copy(console, source, target, both, overwrite=overwrite)
         if as_json:
-            console.document(_document_of(report, report.copy_s))
+            console.document(describe_report(report, report.copy_s))
         return
     documents: list[dict[str, Any]] = []
     try:
@@ -145,7 +145,7 @@ def _copy_unless_there(
     try:
         if overwrite or not is_taken(target, options=options[1]):
             report = _copy(console, source, target, options, overwrite=overwrite)
-            return {"copied": True, **_document_of(report, report.copy_s)}
+            return {"copied": True, **describe_report(report, report.copy_s)}
     except CheckpointExistsError:
         pass
     except _OF_ONE_CHECKPOINT as error:
@@ -234,7 +234,7 @@ def export(
             on_progress=on_progress,
         )
     if as_json:
-        console.document(_document_of(report, report.convert_s))
+        console.document(describe_report(report, report.convert_s))
         return
     console.line(
         f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')} in "
@@ -301,7 +301,7 @@ def import_(
             on_progress=on_progress,
         )
     if as_json:
-        console.document(_document_of(report, report.convert_s))
+        console.document(describe_report(report, report.convert_s))
         return
     console.line(
         f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')}, "
@@ -320,8 +320,3 @@ def _parse_ties(assignments: Sequence[str]) -> dict[str, str]:
             raise typer.BadParameter(f"the name {name!r} is given twice", param_hint="--tie")
         ties[name] = tensor
     return ties
-
-
-def _document_of(report: CopyReport | ConversionReport, seconds: float) -> dict[str, Any]:
-    members = dataclasses.asdict(report)
-    return {name: members[name] for name in members if not name.endswith("_s")} | {"seconds": seconds}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloudckpt.cli._console import Console, count, rate, size
+from cloudckpt.cli._console import Console, count, describe_report, rate, size
 from cloudckpt.cli._errors import NO
 from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
 
@@ -57,21 +57,8 @@ def verify(
             console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
         raise typer.Exit(NO)
     if as_json:
-        console.document(
-            {
-                "uri": report.uri,
-                "is_whole": True,
-                "problems": [],
-                "attempts": list(report.attempts),
-                "num_objects": report.num_objects,
-                "num_tensors": report.num_tensors,
-                "num_values": report.num_values,
-                "num_bytes": report.num_bytes,
-                "num_requests": report.num_requests,
-                "num_retries": report.num_retries,
-                "seconds": report.verify_s,
-            }
-        )
+        found = describe_report(report, report.verify_s)
+        console.document({"uri": report.uri, "is_whole": True, "problems": [], **found})
         return
     console.line(
         f"{report.uri} is whole: {size(report.num_bytes)} in {count(report.num_objects, 'object')}, "

@@ -5,7 +5,6 @@ Not among the tests that every change runs, since it needs Node: ``make azure`` 
 
 from __future__ import annotations
 
-import functools
 import os
 import uuid
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import torch
 import cloudckpt
 from cloudckpt.stores import Store, open_store
 from cloudckpt.testing import StoreContract
-from cloudckpt.testing.contract_base import ODD_KEYS, content, keys, put, run_at_once
+from cloudckpt.testing.contract_base import ODD_KEYS, content, keys, put
 from cloudckpt.testing.servers import Program, answers, clean_environment, reserved_port, running
 
 # Of aiohttp, about adlfs's way of sending: the event loop is adlfs's own, and nothing else waits for it.
@@ -86,16 +85,6 @@ class TestContractOnAzure(StoreContract):
     def test_create_if_absent_is_declared(self, store: Store) -> None:
         """The clauses about it pass without it, too."""
         assert store.capabilities.conditional_create
-
-
-def test_large_objects_are_created_if_absent(connection_string: str, container: str) -> None:
-    """Above 64 MiB a blob is made of blocks, by a request of its own: a large manifest could lose its race."""
-    store = _open(container, connection_string)
-    bodies = [bytes([writer]) * (65 * MIB) for writer in range(3)]
-    results = run_at_once([functools.partial(put, store, "large", body, if_absent=True) for body in bodies])
-    winners = [body for body, result in zip(bodies, results, strict=True) if result is None]
-    assert len(winners) == 1
-    assert content(store, "large") == winners[0]
 
 
 @pytest.mark.parametrize("protocol", ["az", "abfs"])

@@ -12,6 +12,10 @@ from io import BufferedReader
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
+from cloudckpt.errors import StoreError
+
 SOCKET_TIMEOUT_S = 30.0
 
 
@@ -138,3 +142,11 @@ def reply(
 def hang_up(connection: socket.socket, _: Recorded) -> None:
     """End the connection without an answer."""
     connection.shutdown(socket.SHUT_RDWR)
+
+
+def refuse(call: Callable[[], object], expected: type[StoreError]) -> StoreError:
+    """Make `call`, which must raise exactly `expected`, and return the error."""
+    with pytest.raises(expected) as caught:
+        call()
+    assert type(caught.value) is expected
+    return caught.value

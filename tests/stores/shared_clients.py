@@ -54,19 +54,6 @@ class ClientTests:
         assert sizes == [10] * 8
         assert len(self.cache) == 1
 
-    def test_a_client_is_made_of_the_environment_that_it_is_filed_under(
-        self, scripted: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A store opened in a test's environment, and first used after it, would lead later tests to the real one."""
-        here, there = scripted.serve(scripted.any_store()), scripted.serve(scripted.any_store())
-        monkeypatch.setenv(self.endpoint_variable, here.endpoint_url)
-        early = self.opened()
-        monkeypatch.setenv(self.endpoint_variable, there.endpoint_url)
-        early.head("k")
-        monkeypatch.setenv(self.endpoint_variable, here.endpoint_url)
-        self.opened().head("k")
-        assert (len(here.requests), len(there.requests)) == (1, 1)
-
     def test_without_its_sdk_the_extra_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A ModuleNotFoundError would not say which of cloudckpt's extras to install."""
         monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)

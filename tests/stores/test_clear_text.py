@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,26 +12,9 @@ from google.auth.credentials import AnonymousCredentials, Credentials
 from cloudckpt import errors
 from cloudckpt.stores import http_clients
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.gcs import client as gcs_clients
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3 import client as s3_clients
-from cloudckpt.testing.servers import clean_environment
 
 CLEAR = "http://store.example:9000"
-
-
-@pytest.fixture(autouse=True)
-def _nowhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is asked here, and nothing remembered."""
-    clean = clean_environment()
-    for name in set(os.environ) - set(clean):
-        monkeypatch.delenv(name)
-    for name, value in clean.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(http_clients, "_warned_endpoints", set())
-    yield
-    s3_clients.S3Session.cache.clear()
-    gcs_clients.GCSSession.cache.clear()
 
 
 def s3_client(**options: Any) -> Any:
@@ -56,7 +37,6 @@ class Token(Credentials):
     ("make", "options", "variable"),
     [
         (s3_client, {"endpoint_url": CLEAR}, None),
-        (s3_client, {}, "AWS_ENDPOINT_URL"),
         (s3_client, {}, "AWS_ENDPOINT_URL_S3"),
         (gcs_client, {"endpoint_url": CLEAR, "anonymous": True}, None),
         (gcs_client, {"endpoint_url": CLEAR, "credentials": Token()}, None),

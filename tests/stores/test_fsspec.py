@@ -14,18 +14,14 @@ import json
 import ssl
 import types
 import uuid
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
 import fsspec
 import pytest
-import urllib3.exceptions
 from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from cloudckpt.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
     CredentialsError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -36,7 +32,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.stores import fsspec_store
 from cloudckpt.stores.fsspec_errors import translate
-from cloudckpt.stores.fsspec_store import FsspecStore, _modified_at
+from cloudckpt.stores.fsspec_store import FsspecStore
 from cloudckpt.testing import StoreContract
 from cloudckpt.testing.contract_base import content, crc, keys, put, run_at_once
 from cloudckpt.uri import Location
@@ -141,44 +137,19 @@ def bucket():
 class TestFailuresInTheMiddle:
     """A write that breaks off leaves nothing, not even once the file object is collected."""
 
-    def test_a_buffered_upload_is_not_completed(self, bucket):
-        """fsspec's files complete themselves in close() and in their destructor: a truncated object would appear."""
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_a_buffered_upload_is_not_completed(self, bucket, existing):
+        """fsspec's files complete themselves in close() and in their destructor: a truncated object would appear, or
+        what lay there before be removed with what this write left.
+        """
+        if existing:
+            put(bucket, "a", b"old")
         good = b"x" * 5000
         with pytest.raises(StoreError, match="network is gone"):
             bucket.put("a", [memoryview(good), memoryview(b"poison" * 1000)], crc32c=crc(good + b"poison" * 1000))
         gc.collect()
-        assert keys(bucket) == []
-
-    def test_an_older_object_survives_a_failed_overwrite(self, bucket):
-        """Cleaning up must remove what this write left, not what lay there before."""
-        put(bucket, "a", b"old")
-        with pytest.raises(StoreError):
-            put(bucket, "a", b"poison" * 1000)
-        assert content(bucket, "a") == b"old"
-
-    @pytest.mark.parametrize("existing", [False, True])
-    def test_a_full_disk_leaves_no_half_file(self, tmp_path, monkeypatch, existing):
-        """The same on files, where fsspec writes to a temporary file and moves it."""
-        store = _open("file", "", f"{tmp_path}/run")
-        if existing:
-            put(store, "data/a", b"old")
-        written: list[int] = []
-        real_open = LocalFileSystem._open
-
-        def open_(self, path, mode="rb", **kwargs):
-            file = real_open(self, path, mode, **kwargs)
-            if "w" in mode:
-                file.f = _Full(file.f, written)
-            return file
-
-        monkeypatch.setattr(LocalFileSystem, "_open", open_)
-        monkeypatch.setattr(fsspec_store, "_CHUNK_BYTES", 10)
-        with pytest.raises(StoreError, match="No space left"):
-            put(store, "data/a", b"x" * 100)
-        gc.collect()
-        assert written == [10, 10]
-        assert keys(store) == (["data/a"] if existing else [])
-        assert not existing or content(store, "data/a") == b"old"
+        assert keys(bucket) == (["a"] if existing else [])
+        assert not existing or content(bucket, "a") == b"old"
 
 
 class _Full(io.RawIOBase):
@@ -274,18 +245,14 @@ class TestErrors:
         [
             (FileNotFoundError("x"), ObjectNotFoundError),
             (FileExistsError("x"), ObjectExistsError),
-            (PermissionError("x"), AccessDeniedError),
             (ConnectionResetError("x"), TransientStoreError),
             (TimeoutError("x"), StoreTimeoutError),
             (asyncio.TimeoutError(), StoreTimeoutError),
             (NotImplementedError("x"), UnsupportedOperationError),
             (OSError(28, "No space left on device"), StoreError),
-            (OSError(113, "No route to host"), TransientStoreError),
-            (OSError("the answer ended early"), TransientStoreError),
             (http.client.IncompleteRead(b""), TransientStoreError),
             (json.JSONDecodeError("no JSON", "<html>", 0), TransientStoreError),
             (ssl.SSLError(1, "bad record mac"), TransientStoreError),
-            (urllib3.exceptions.ProtocolError("x"), TransientStoreError),
             (ValueError("x"), StoreError),
             (_foreign("RefreshError", "google.auth.exceptions", "GoogleAuthError"), CredentialsError),
             (_foreign("HttpResponseError", "azure.core.exceptions", status_code=409), TransientStoreError),
@@ -299,14 +266,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("cause", "kind"),
         [
-            (KeyError("x"), ObjectNotFoundError),
             (StopIteration(), ObjectNotFoundError),
-            (FileNotFoundError(2, "x"), ObjectNotFoundError),
             (ftplib.error_perm("550 no such file"), ObjectNotFoundError),  # noqa: S321  # an error alone
-            (ftplib.error_temp("421 closing"), TransientStoreError),  # noqa: S321
             (ConnectionResetError("x"), TransientStoreError),
             (asyncio.TimeoutError(), StoreTimeoutError),
-            (PermissionError("x"), AccessDeniedError),
             (ValueError("no size"), StoreError),
         ],
         ids=repr,
@@ -377,35 +340,6 @@ class TestErrors:
         found = translate(error, key="k", operation="put", options=options)
         assert "hunter2" not in str(found)
         assert "hosthost" in str(found)
-
-
-@pytest.mark.parametrize(
-    ("info", "expected"),
-    [
-        ({"mtime": 0.0}, datetime.fromtimestamp(0, tz=timezone.utc)),
-        ({"last_modified": datetime(2026, 1, 2)}, datetime(2026, 1, 2, tzinfo=timezone.utc)),  # noqa: DTZ001
-        ({"updated": "2026-01-02T03:04:05.678Z"}, datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=timezone.utc)),
-        (
-            {"mtime": None, "created": datetime(2026, 1, 2, tzinfo=timezone.utc)},
-            datetime(2026, 1, 2, tzinfo=timezone.utc),
-        ),
-    ],
-)
-def test_times_are_read_in_every_spelling(info, expected):
-    """Garbage is told by its age, under whichever name a file system gives it. Of unknown age, it is young."""
-    assert _modified_at(info) == expected
-    assert datetime.now(tz=timezone.utc) - _modified_at({"modified": "yesterday"}) < timedelta(minutes=1)
-
-
-def test_a_missing_bucket_is_said_in_words(bucket, monkeypatch):
-    """Writing does not look for an object, so “not found” can only mean what should hold it."""
-
-    def open_(self, path, mode="rb", **kwargs):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(BucketFileSystem, "_open", open_)
-    with pytest.raises(BucketNotFoundError, match="Create it, or correct its name"):
-        put(bucket, "a", b"body")
 
 
 def test_large_objects_are_streamed(bucket, monkeypatch):

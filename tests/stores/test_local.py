@@ -20,7 +20,6 @@ from tests.rights import without_roots_rights
 import cloudckpt
 from cloudckpt.errors import (
     AccessDeniedError,
-    CheckpointNotFoundError,
     ChecksumRefusedError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -342,28 +341,18 @@ class TestLinks:
 class TestBadPlaces:
     """What is in the way, and what to do about it."""
 
-    def test_a_file_where_a_directory_is_needed(self, store, tmp_path):
-        """The message names the file that is in the way, not the object below it alone."""
-        put(store, "a", b"body")
-        with pytest.raises(StoreError, match=rf"at {tmp_path}/root/a\).*A file is where a directory is needed"):
-            put(store, "a/b/c", b"body")
-        with pytest.raises(StoreError, match="A file is where a directory is needed"):
-            content(store, "a/b")
-        below = LocalStore(tmp_path / "root" / "a")
-        with pytest.raises(StoreError, match="A file is where a directory is needed"):
-            keys(below)
-        store.delete(["a/b"])
-        assert keys(store) == ["a"]
-
     @pytest.mark.parametrize("if_absent", [True, False])
-    def test_a_directory_where_a_file_is_needed(self, store, if_absent):
-        """It is no object, so “exists already” would send the user the wrong way."""
-        put(store, "a/b", b"body")
+    def test_a_file_and_a_directory_are_not_taken_for_each_other(self, store, tmp_path, if_absent):
+        """A message that “exists already”, or one that names the object alone, would send the user the wrong way."""
+        put(store, "a", b"body")
+        put(store, "d/e", b"body")
+        with pytest.raises(StoreError, match=rf"at {tmp_path}/root/a\).*A file is where a directory is needed"):
+            put(store, "a/b/c", b"body", if_absent=if_absent)
         with pytest.raises(StoreError, match="A directory is where a file is needed") as caught:
-            put(store, "a", b"body", if_absent=if_absent)
+            put(store, "d", b"body", if_absent=if_absent)
         assert not isinstance(caught.value, ObjectExistsError)
-        store.delete(["a"])
-        assert keys(store) == ["a/b"]
+        store.delete(["a/b", "d"])
+        assert keys(store) == ["a", "d/e"]
 
     @pytest.mark.parametrize(
         ("function", "number", "kind", "advice"),
@@ -438,15 +427,3 @@ def test_a_file_systems_own_folder_hides_no_checkpoint():
             assert [info.name for info in cloudckpt.list_checkpoints(above)] == ["step-1"]
             assert cloudckpt.latest(above).name == "step-1"
             assert not cloudckpt.gc(above, quiet=True).failed
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_in_the_manifests_place_fails_the_save_for_certain(tmp_path, overwrite):
-    """If this fails, a save that cannot have been committed says that it may have been, and keeps its data."""
-    (tmp_path / "c" / "manifest.json").mkdir(parents=True)
-    with pytest.raises(UnsupportedOperationError, match=r"manifest.json: Is a directory.*remove it"):
-        cloudckpt.save({"step": 1}, tmp_path / "c", no_dist=True, overwrite=overwrite)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    with pytest.raises(CheckpointNotFoundError):
-        cloudckpt.load({"step": 0}, tmp_path / "c", no_dist=True)
-    assert cloudckpt.list_checkpoints(tmp_path) == []

@@ -6,7 +6,6 @@ They have one defect that some real store, proxy or client has been seen to have
 from __future__ import annotations
 
 import contextlib
-import posixpath
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -14,7 +13,6 @@ from typing import TypeVar
 from cloudckpt.errors import (
     AccessDeniedError,
     ObjectExistsError,
-    ShortObjectError,
     StoreError,
     TransientStoreError,
 )
@@ -55,14 +53,6 @@ class Broken(MemoryStore):
 def _meet(barrier):
     with contextlib.suppress(threading.BrokenBarrierError):
         barrier.wait(_MEET_S)
-
-
-@fails("test_keys_that_could_leave_the_root_are_refused")
-class ResolvesDots(Broken):
-    """Takes a key for a path, and goes wherever it leads."""
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        super().put(posixpath.normpath(f"/{key}").strip("/") or "x", views, crc32c=crc32c, if_absent=if_absent)
 
 
 @fails("test_the_wrong_checksum_is_refused")
@@ -115,31 +105,6 @@ class NeverAborts(Broken):
 
     def abort_multipart(self, key, upload_id):
         pass
-
-
-@fails("test_unfinished_uploads_are_listed")
-class ListsAllUploads(Broken):
-    """The prefix is not looked at: one checkpoint's clean-up aborts another's save."""
-
-    def list_uploads(self, prefix=""):
-        return super().list_uploads()
-
-
-@fails("test_ranges_are_half_open")
-class ClosedRanges(Broken):
-    """Off by one."""
-
-    def read_into(self, key, offset_bytes, views):
-        super().read_into(key, max(0, offset_bytes - 1), views)
-
-
-@fails("test_a_range_past_the_end_is_a_short_object")
-class ReadsWhatThereIs(Broken):
-    """A short object fills what it can, without a word."""
-
-    def read_into(self, key, offset_bytes, views):
-        with contextlib.suppress(ShortObjectError):
-            super().read_into(key, offset_bytes, views)
 
 
 @fails("test_listings_follow_writes_and_deletes_at_once")

@@ -17,11 +17,10 @@ from cloudckpt.stores.base import Store
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.testing import StoreContract, contract_wire
+from cloudckpt.testing import StoreContract
 from cloudckpt.testing.servers import moto_server
 from cloudckpt.testing.wire import S3_ACCESS_DENIED, Wire, WireRule
 
-SILENCE = "test_silence_ends_in_time"
 BUCKET = "strict"
 
 
@@ -121,18 +120,6 @@ def test_a_store_with_a_defect_fails_the_clause_about_it(kind, storage_options, 
     assert found
     mistakes = [error for error in found if isinstance(error, (AttributeError, NameError, TypeError))]
     assert not mistakes, "the broken store cannot be run"
-
-
-def test_a_client_that_waits_for_ever_fails_the_clause_about_silence(storage_options, refusing, monkeypatch):
-    """If this fails, a client may hang, and the job with it, when a server falls silent."""
-    monkeypatch.setattr(contract_wire, "_SLACK_S", 0.5)
-
-    def patient(far: Store, direct: Store) -> Store:
-        endpoint_url = far.session.client_key.config.endpoint_url
-        return suite.opened(urlsplit(far.uri).path, endpoint_url=endpoint_url, timeout_s=600.0)
-
-    suite = _S3(storage_options, patient, refusing)
-    assert len(failures(suite, SILENCE, suite.new_store)) == len(parameters_of(clauses()[SILENCE]))
 
 
 def test_without_a_defect_no_clause_fails(storage_options, refusing):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 
 import pytest
 
@@ -207,35 +204,3 @@ def test_rules_count_what_they_match(inner: MemoryStore) -> None:
     assert [(key, outcome_of(store, key)) for key, _ in wanted] == wanted
     assert faults.num_injected == {"SlowDown": 2, "Denied": 1, "ServerError": 2}
     assert faults.num_calls == {"put": len(wanted)}
-
-
-def outcomes_by_key(seed: int, inner: Store, names: Sequence[str], *, threads: int) -> list[list[str]]:
-    """Make four puts for each key, its thread beside others, and return their outcomes."""
-    rules = [
-        Rule(fault=SlowDown(), probability=0.2, times=None),
-        Rule(fault=BrokenConnection(carried_out=True), probability=0.2, times=None),
-    ]
-    store = pickle.loads(pickle.dumps(Faults(*rules, seed=seed)))(inner)
-    start = threading.Barrier(threads)
-
-    def work(mine: Sequence[str]) -> list[tuple[str, list[str]]]:
-        start.wait(_WAIT_S)
-        return [(name, [outcome_of(store, name) for _ in range(4)]) for name in mine]
-
-    with ThreadPoolExecutor(threads) as pool:
-        results = pool.map(work, [names[n::threads] for n in range(threads)], timeout=_WAIT_S)
-        found = dict(pair for result in results for pair in result)
-    return [found[name] for name in names]
-
-
-def test_the_same_seed_gives_the_same_faults_whatever_threads_do(inner: MemoryStore) -> None:
-    """If this fails, a failure that a seed found cannot be found again in another process, order or attempt."""
-    attempts = ("20260131T235959123Z-1f2e3d4c5b6a", "20270131T235959123Z-000000000000")
-    names, again = ([f"data/{attempt}/{n}-0.safetensors" for n in range(100)] for attempt in attempts)
-    first = outcomes_by_key(5, inner, names, threads=1)
-    assert first == outcomes_by_key(5, inner, names, threads=8)
-    assert first == outcomes_by_key(5, inner, again, threads=8)
-    assert first != outcomes_by_key(6, inner, names, threads=1)
-    told = [outcome for outcomes in first for outcome in outcomes]
-    assert 50 < told.count("ThrottledError") < 110
-    assert 40 < told.count("TransientStoreError") < 95

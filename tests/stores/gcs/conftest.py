@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import uuid
 from collections.abc import Iterator
@@ -16,10 +15,8 @@ from awscrt.checksums import combine_crc32c, crc32c
 from google.auth.credentials import Credentials
 from tests.stores.scripted import Answer, Recorded, ScriptedServer, hang_up, reply
 
-from cloudckpt.stores import probe
 from cloudckpt.stores.gcs import GCSStore
-from cloudckpt.stores.gcs.client import GCSSession
-from cloudckpt.testing.servers import GCSServer, clean_environment, fake_gcs_server
+from cloudckpt.testing.servers import GCSServer, fake_gcs_server
 
 
 @pytest.fixture(scope="session")
@@ -28,33 +25,11 @@ def gcs_server() -> Iterator[GCSServer]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def _no_ambient_google(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The developer's own Google configuration must not decide what a test sees."""
-    clean = clean_environment()
-    for name in set(os.environ) - set(clean):
-        monkeypatch.delenv(name)
-    _forget_clients()  # of tests elsewhere
-    yield
-    _forget_clients()
-
-
-def _forget_clients() -> None:
-    GCSSession.cache.clear()
-    probe._found.clear()  # the next test's server may get this one's port
-
-
 @pytest.fixture
 def bucket(gcs_server: GCSServer) -> str:
     name = f"test-{uuid.uuid4().hex}"
     gcs_server.create_bucket(name)
     return name
-
-
-@pytest.fixture
-def store(gcs_server: GCSServer, bucket: str) -> GCSStore:
-    options = gcs_server.storage_options
-    return GCSStore(bucket, "runs/one", storage_options=options, timeout_s=30, connections=4)
 
 
 class Tokens(Credentials):

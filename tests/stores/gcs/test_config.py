@@ -17,11 +17,8 @@ def test_every_problem_is_told_at_once() -> None:
                 "endpoint": "http://x",
                 "anonymous": "yes",
                 "endpoint_url": "storage.example",
-                "read_timeout_s": 0,
                 "credentials": "a token",
-                "credentials_file": 7,
                 "storage_class": "NEAR LINE",
-                "kms_key_name": "",
             }
         )
     text = str(caught.value)
@@ -29,11 +26,8 @@ def test_every_problem_is_told_at_once() -> None:
     for words in (
         "anonymous must be True or False",
         "endpoint_url must look like https://host",
-        "read_timeout_s must be a positive number",
         "credentials must be a google.auth.credentials.Credentials, not a str",
-        "credentials_file must be the path",
         "storage_class holds white space",
-        "kms_key_name must be a non-empty string",
     ):
         assert words in text
     assert "a token" not in text

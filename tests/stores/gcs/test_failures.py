@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from awscrt.checksums import crc32c
 from tests.stores.bodies import BodyTests
+from tests.stores.scripted import refuse
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
@@ -45,14 +46,6 @@ CALLS: dict[str, Callable[[GCSStore], object]] = {
     "head": lambda store: store.head("k"),
     "copy_from": lambda store: store.copy_from(store.url("k"), "k2"),
 }
-LISTINGS = ("list", "list_directories", "list_uploads", "abort_multipart")
-
-
-def refuse(call: Callable[[], object], expected: type[errors.StoreError]) -> errors.StoreError:
-    with pytest.raises(expected) as caught:
-        call()
-    assert type(caught.value) is expected
-    return caught.value
 
 
 @pytest.mark.parametrize("operation", sorted(CALLS))
@@ -76,29 +69,21 @@ def test_each_call_is_made_once(
     assert error.key.startswith("gs://bucket")
 
 
-@pytest.mark.parametrize(
-    ("operation", "expected"),
-    [
-        ("read_into", errors.ObjectNotFoundError),
-        ("read", errors.ObjectNotFoundError),
-        ("head", errors.ObjectNotFoundError),
-        ("copy_from", errors.ObjectNotFoundError),
-        ("complete_multipart", errors.ObjectNotFoundError),
-        ("put", errors.StoreError),
-    ],
-)
-@pytest.mark.parametrize("may_list", [True, False])
-def test_a_missing_key_in_a_bucket_that_is_there(
-    scripted: Any, operation: str, expected: type[errors.StoreError], *, may_list: bool
-) -> None:
-    """ "Create the bucket" would be wrong advice, and where listing is denied, a missing key must stay one."""
-    listing = scripted.json({"kind": "storage#objects"}) if may_list else scripted.error(403, "forbidden")
+@pytest.mark.parametrize("operation", ["read_into", "read", "head", "copy_from", "complete_multipart", "put"])
+@pytest.mark.parametrize("listing", ["empty", "denied", "missing"])
+def test_a_missing_bucket_is_told_from_a_missing_key(scripted: Any, operation: str, listing: str) -> None:
+    """GCS says 404 to both: a misspelt bucket would look like a missing checkpoint, or "create the bucket" be the
+    advice; and where listing is denied, a missing key must stay one.
+    """
+    missing = scripted.error(404, "notFound")
+    listings = {"empty": scripted.json({"kind": "storage#objects"}), "denied": scripted.error(403, "forbidden")}
 
     def answer(connection: Any, request: Any) -> None:
-        found = listing if request.path.endswith("/b/bucket/o") and request.method == "GET" else missing
-        found(connection, request)
+        is_listing = request.path.endswith("/b/bucket/o") and request.method == "GET"
+        (listings.get(listing, missing) if is_listing else missing)(connection, request)
 
-    missing = scripted.error(404, "notFound")
+    of_a_key = errors.StoreError if operation == "put" else errors.ObjectNotFoundError
+    expected = errors.BucketNotFoundError if listing == "missing" else of_a_key
     refuse(lambda: CALLS[operation](scripted.serve(answer).store()), expected)
 
 

@@ -12,9 +12,8 @@ from cloudckpt import errors
 TOKEN, REFRESH, CLIENT = "ya29.a/token+of=" + 30 * "HUSH", "1//refresh-HUSH", "client-HUSH"
 
 
-@pytest.mark.parametrize("call", ["head", "read_into", "list"])
 @pytest.mark.parametrize("kind", ["own", "plain", "page", "range"])
-def test_no_secret_that_a_store_echoes_is_repeated(scripted: Any, call: str, kind: str) -> None:
+def test_no_secret_that_a_store_echoes_is_repeated(scripted: Any, kind: str) -> None:
     """If this fails, an error in a training log gives the bucket away."""
     words = f"Bearer {TOKEN} {REFRESH} {CLIENT}"
     answers = {
@@ -28,13 +27,8 @@ def test_no_secret_that_a_store_echoes_is_repeated(scripted: Any, call: str, kin
         token=TOKEN, refresh_token=REFRESH, client_id="id", client_secret=CLIENT, token_uri=server.endpoint_url
     )
     store = server.store(credentials=credentials, project="p")
-    calls = {
-        "head": lambda: store.head("k"),
-        "read_into": lambda: store.read_into("k", 0, [memoryview(bytearray(4))]),
-        "list": lambda: list(store.list()),
-    }
     with pytest.raises(errors.StoreError) as caught:
-        calls[call]()
+        store.read_into("k", 0, [memoryview(bytearray(4))])
     assert server.requests[0].headers["authorization"] == f"Bearer {TOKEN}"
     assert "HUSH" not in f"{caught.value} {vars(caught.value)!r} {store!r}"
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from awscrt.checksums import crc32c
+from tests.stores.scripted import refuse
 
 from cloudckpt import errors
 from cloudckpt.stores.base import Part, UploadedPart
 from cloudckpt.stores.gcs import GCSStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 X = [memoryview(b"x")]
 CRC = crc32c(b"x")
@@ -24,13 +22,6 @@ DONE = UploadedPart(part=PART, token=f"{TRY}-7", crc32c=CRC)
 
 def complete(store: GCSStore) -> None:
     store.complete_multipart("k", store.create_multipart("k"), [DONE])
-
-
-def refuse(call: Callable[[], object], expected: type[errors.StoreError]) -> errors.StoreError:
-    with pytest.raises(expected) as caught:
-        call()
-    assert type(caught.value) is expected
-    return caught.value
 
 
 # What was stored, and what was meant to be.
@@ -107,21 +98,6 @@ def test_a_try_that_was_given_up_and_arrives_late_does_no_harm(scripted: Any) ->
     assert len(gcs.objects) == 2
     store.complete_multipart("k", upload_id, [done])
     assert set(gcs.objects) == {"k"}
-
-
-def test_a_part_that_arrives_after_an_abort_does_not_stay(scripted: Any) -> None:
-    """The request was under way as the upload ended: nobody would remove what it leaves before the next gc."""
-    gcs = scripted.any_gcs()
-
-    def end_meanwhile(connection: Any, request: Any) -> None:
-        if request.path.startswith("/upload/"):
-            store.abort_multipart("k", upload_id)  # the part lands once the others are gone
-        gcs(connection, request)
-
-    store = scripted.serve(end_meanwhile).store()
-    upload_id = store.create_multipart("k")
-    refuse(lambda: store.upload_part("k", upload_id, PART, X, crc32c=CRC), errors.ObjectNotFoundError)
-    assert gcs.objects == {}
 
 
 def test_an_abort_removes_what_was_composed_on_the_way(scripted: Any) -> None:

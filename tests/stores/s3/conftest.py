@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import socket
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import boto3
 import pytest
 from botocore.loaders import create_loader
-from moto.server import DomainDispatcherApplication, create_backend_app
-from tests.stores.scripted import SOCKET_TIMEOUT_S, Answer, Recorded, ScriptedServer, hang_up, reply
-from werkzeug.serving import make_server
+from tests.stores.scripted import Answer, Recorded, ScriptedServer, hang_up, reply
 
-from cloudckpt.stores import probe
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3.client import S3Session
-from cloudckpt.testing.servers import S3Server, clean_environment, moto_server
+from cloudckpt.testing.servers import S3Server, moto_server
 
 
 @pytest.fixture(scope="session")
@@ -40,73 +32,11 @@ def _one_loader() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _no_ambient_aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The developer's own AWS configuration must not decide what a test sees."""
-    clean = clean_environment()
-    for name in set(os.environ) - set(clean):
-        monkeypatch.delenv(name)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_EC2_METADATA_DISABLED"):
-        monkeypatch.setenv(name, clean[name])
-    _forget_clients()  # of tests elsewhere
-    yield
-    _forget_clients()
-
-
-def _forget_clients() -> None:
-    S3Session.cache.clear()
-    probe._found.clear()  # the next test's server may get this one's port
-
-
 @pytest.fixture
 def bucket(s3_server: S3Server) -> str:
     name = f"test-{uuid.uuid4().hex}"
     s3_server.create_bucket(name)
     return name
-
-
-@pytest.fixture
-def store(s3_server: S3Server, bucket: str) -> S3Store:
-    options = s3_server.storage_options
-    return S3Store(bucket, "runs/one", storage_options=options, timeout_s=30, connections=4)
-
-
-Middleware = Callable[[Any, Any, dict[str, Any]], Any]
-"""From moto's application, ``start_response`` and the request's environment to an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gateway:
-    """moto behind something that changes what it is asked."""
-
-    endpoint_url: str
-    client: Any
-
-    @property
-    def storage_options(self) -> dict[str, Any]:
-        credentials = {"access_key_id": "a", "secret_access_key": "b"}
-        return {"endpoint_url": self.endpoint_url, "region": "us-east-1", **credentials}
-
-
-@pytest.fixture
-def gateway_of() -> Iterator[Callable[[Middleware], Gateway]]:
-    with contextlib.ExitStack() as stack:
-
-        def serve(middleware: Middleware) -> Gateway:
-            moto = DomainDispatcherApplication(create_backend_app)
-            server = make_server("127.0.0.1", 0, lambda environ, start: middleware(moto, start, environ), threaded=True)
-            thread = threading.Thread(target=server.serve_forever, daemon=True)
-            thread.start()
-            stack.callback(server.server_close)
-            stack.callback(thread.join, SOCKET_TIMEOUT_S)
-            stack.callback(server.shutdown)
-            url = f"http://127.0.0.1:{server.server_port}"
-            credentials = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
-            client = boto3.client("s3", endpoint_url=url, **credentials)
-            stack.callback(client.close)
-            return Gateway(endpoint_url=url, client=client)
-
-        yield serve
 
 
 class S3ScriptedServer(ScriptedServer):

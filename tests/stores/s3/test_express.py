@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import parse_qs
 
-import pytest
 from botocore.awsrequest import AWSResponse
 
-from cloudckpt import errors
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.contract_base import keys, put
 
@@ -107,24 +105,3 @@ def test_finding_manifests_lists_no_data() -> None:
     assert keys(store, "rank-") == ["rank-0/manifest.json"]
     assert len(wire.requests) == 4
     assert all("prefix=run%2Fone%2F" in request.url for request in wire.requests[1:])
-
-
-@pytest.mark.parametrize(
-    ("option", "named"),
-    [
-        ({"tags": {"a": "b"}}, "tags"),
-        ({"storage_class": "STANDARD_IA"}, "storage_class"),
-        ({"sse": "aws:kms:dsse"}, "sse='aws:kms:dsse'"),
-        ({"sse_customer_key": b"k" * 32}, "sse_customer_key"),
-        ({"request_payer": True}, "request_payer"),
-        ({"anonymous": True}, "anonymous"),
-        ({"path_style": True}, "path_style"),
-        ({"endpoint_url": "https://s3.us-east-1.amazonaws.com"}, "endpoint_url"),
-    ],
-)
-@pytest.mark.parametrize("bucket", [BUCKET, "point--use1-az4--xa-s3"])
-def test_options_that_cannot_work_are_refused_at_once(bucket: str, option: dict[str, Any], named: str) -> None:
-    """The service would refuse each request, after the model has been prepared for saving, and in its own words."""
-    with pytest.raises(errors.InvalidOptionError, match=rf"directory bucket .*: {re.escape(named)}"):
-        S3Store(bucket, "run", storage_options=option, timeout_s=20, connections=1)
-    S3Store("bucket", "run", storage_options=option, timeout_s=20, connections=1)

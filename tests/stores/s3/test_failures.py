@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.stores.bodies import BodyTests
+from tests.stores.scripted import refuse
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
@@ -34,13 +35,6 @@ CALLS: dict[str, Callable[[S3Store], object]] = {
     "delete": lambda store: store.delete(["k"]),
     "head": lambda store: store.head("k"),
 }
-
-
-def refuse(call: Callable[[], object], expected: type[errors.StoreError]) -> errors.StoreError:
-    with pytest.raises(expected) as caught:
-        call()
-    assert type(caught.value) is expected
-    return caught.value
 
 
 @pytest.mark.parametrize("operation", sorted(CALLS))

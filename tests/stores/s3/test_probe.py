@@ -16,6 +16,7 @@ from cloudckpt import errors
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.stores.s3.config import is_amazons
 from cloudckpt.testing.contract_base import put
 
 if TYPE_CHECKING:
@@ -180,3 +181,39 @@ def test_a_lost_answer_is_not_taken_for_another(scripted: Any, lost: int) -> Non
     again = lost < 3  # the last put only informs, and the delete is repeated by itself
     assert len({request.path for request in server.requests}) == (2 if again else 1)
     assert bucket.num_requests == (lost + 1 + 1 + 5 if again else 6 if lost == 4 else 5)
+
+
+AMAZONS = [
+    "https://s3.amazonaws.com",
+    "https://s3.eu-west-1.amazonaws.com",
+    "https://S3.eu-west-1.amazonaws.com.:443",
+    "https://s3express-use1-az4.us-east-1.amazonaws.com",
+    "https://bucket.vpce-1a2b3c4d-5e6f.s3.us-east-1.vpce.amazonaws.com",
+    "https://s3.cn-north-1.amazonaws.com.cn",
+]
+OTHERS = [
+    "https://s3.example.com",
+    "https://s3.amazonaws.com.example.com",
+    "https://s3-gateway-1234567890.us-east-1.elb.amazonaws.com",
+    "https://vpce-1a2b-3c4d.vpce-svc-5e6f.us-east-1.vpce.amazonaws.com",
+    "https://account.r2.cloudflarestorage.com",
+    "http://127.0.0.1:9000",
+]
+
+
+@pytest.mark.parametrize(
+    ("endpoint_url", "amazons"), [(url, True) for url in AMAZONS] + [(url, False) for url in OTHERS]
+)
+def test_amazons_own_endpoints_are_told_from_others(endpoint_url: str, amazons: bool) -> None:  # noqa: FBT001
+    """A server behind Amazon's load balancer would be trusted as S3 is; or S3 itself be asked needlessly."""
+    assert is_amazons(endpoint_url) is amazons
+
+
+@pytest.mark.parametrize("region", ["eu-west-1", "cn-north-1", "us-gov-west-1", "us-iso-east-1"])
+def test_amazon_is_not_asked(monkeypatch: pytest.MonkeyPatch, region: str) -> None:
+    """Each process of each save would cost six requests and a permission to delete that it may not have."""
+    monkeypatch.setattr("cloudckpt.stores.s3.client.S3Session.call", lambda *_, **__: pytest.fail("a request"))
+    options = {"region": region, "access_key_id": "a", "secret_access_key": "b"}
+    store = S3Store("bucket", "run", storage_options=options, timeout_s=20, connections=1)
+    assert store.probe() == store.capabilities
+    assert store.capabilities.conditional_create

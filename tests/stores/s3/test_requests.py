@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,41 +94,22 @@ def test_every_option_is_on_every_request_it_belongs_to(
         assert found == (headers if name in calls else dict.fromkeys(headers)), name
 
 
-def tried_at_once(request: Callable[[], Any], /) -> Any:
-    """Once more, as a retrier does it, without its waits."""
-    with contextlib.suppress(errors.TransientStoreError):
-        return request()
-    return request()
-
-
-@pytest.mark.parametrize("failing", ["head", "create", "part", "complete"])
-def test_one_request_of_a_large_copy_that_fails_is_made_again_alone(
-    scripted: Any, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    """One SlowDown among thousands of requests would begin the copy of 500 GB anew, or end it."""
-    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 2)
-    usual, lock, failed = scripted.any_s3(size_bytes=20), threading.Lock(), list[bool]()
-
-    def kind_of(request: Any) -> str:
-        if request.method == "HEAD":
-            return "head"
-        if request.method == "PUT":
-            return "part" if request.query["partNumber"] == "3" else "another part"
-        return "create" if "uploads" in request.query else "complete"
-
-    def answer(connection: Any, request: Any) -> None:
-        with lock:
-            is_due = kind_of(request) == failing and not failed
-            failed.extend([True] * is_due)
-        (scripted.error(503, "SlowDown") if is_due else usual)(connection, request)
-
-    server = scripted.serve(answer)
-    store = server.store()
-    store.copy_from(store.url("k"), "k2", tried=tried_at_once)
-    made = [kind_of(request) for request in server.requests]
-    expected = {"head": 1, "create": 1, "part": 1, "another part": 9, "complete": 1}
-    assert {kind: made.count(kind) for kind in made} == {**expected, failing: 2}
-    assert made[-1] == "complete", "it was aborted"
+def test_the_customer_key_is_on_every_request_of_a_large_copy(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects above 5 GiB under a customer key could not be copied."""
+    monkeypatch.setattr(s3_store, "CHECKED_PART_BYTES", 8)
+    server = scripted.serve(scripted.any_s3(size_bytes=20))
+    store = server.store(sse_customer_key=KEY, tags={"a": "b"})
+    store.copy_from(store.url("k"), "k2")
+    head, create, *parts, complete = server.requests
+    parts.sort(key=lambda part: int(part.query["partNumber"]))
+    assert head.method == "HEAD"
+    assert create.headers["x-amz-tagging"] == "a=b"
+    assert [part.headers["x-amz-copy-source-range"] for part in parts] == ["bytes=0-7", "bytes=8-15", "bytes=16-19"]
+    for request in (head, create, *parts, complete):
+        assert CUSTOMER.items() <= request.headers.items()
+    for part in parts:
+        assert part.headers["x-amz-copy-source-server-side-encryption-customer-algorithm"] == "AES256"
+    assert complete.body.count(b"<PartNumber>") == 3
 
 
 def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +118,7 @@ def test_a_large_copy_that_fails_is_aborted(scripted: Any, monkeypatch: pytest.M
     ok = scripted.any_s3(size_bytes=20)
     server = scripted.serve(ok, ok, scripted.error(403, "AccessDenied"))
     with pytest.raises(errors.AccessDeniedError, match="s3:PutObject"):
-        server.store().copy_from("s3://bucket/k", "k2", tried=tried_at_once)
+        server.store().copy_from("s3://bucket/k", "k2")
     assert [request.method for request in server.requests] == ["HEAD", "POST", "PUT", "DELETE"]
 
 
@@ -251,17 +230,3 @@ def test_a_store_without_batches_deletes_singly(scripted: Any, refusal: tuple[in
     server = scripted.serve(scripted.error(*refusal), scripted.reply(204), scripted.error(404, "NoSuchKey"))
     server.store().delete([f"k{n}" for n in range(20)])
     assert [request.method for request in server.requests] == ["POST"] + ["DELETE"] * 20
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tags": {"a": "b"}}, "s3:PutObject, s3:PutObjectTagging"),
-        ({"kms_key_id": "k"}, "s3:PutObject, kms:GenerateDataKey and kms:Decrypt"),
-    ],
-)
-def test_a_denial_names_what_the_options_need_besides(scripted: Any, options: dict[str, Any], words: str) -> None:
-    """A trainer that may put objects but not tags would be told to grant what it has."""
-    server = scripted.serve(scripted.error(403, "AccessDenied"))
-    with pytest.raises(errors.AccessDeniedError, match=words):
-        CALLS["PutObject"](server.store(**options))

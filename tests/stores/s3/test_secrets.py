@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -27,23 +26,7 @@ def _options(_patch: pytest.MonkeyPatch, _: Path) -> dict[str, Any]:
     return {"access_key_id": KEY, "secret_access_key": SECRET, "session_token": TOKEN}
 
 
-def _profile(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
-    (folder / "credentials").write_text(
-        f"[trainer]\naws_access_key_id={KEY}\naws_secret_access_key={SECRET}\naws_session_token={TOKEN}\n"
-    )
-    patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
-    return {"profile": "trainer"}
-
-
-def _process(patch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
-    given = {"AccessKeyId": KEY, "SecretAccessKey": SECRET, "SessionToken": TOKEN, "Expiration": "2100-01-01T00:00:00Z"}
-    (folder / "give.py").write_text(f"import json\nprint(json.dumps({ {'Version': 1, **given}!r}))\n")
-    (folder / "config").write_text(f"[profile trainer]\ncredential_process = {sys.executable} {folder}/give.py\n")
-    patch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
-    return {"profile": "trainer"}
-
-
-@pytest.mark.parametrize("configure", [_environment, _options, _profile, _process])
+@pytest.mark.parametrize("configure", [_environment, _options])
 @pytest.mark.parametrize("as_sent", [str, lambda text: quote(text, safe="")], ids=["plain", "quoted"])
 @pytest.mark.parametrize("kind", ["own", "foreign", "range"])
 def test_no_secret_that_a_store_echoes_is_repeated(

@@ -1,0 +1,32 @@
+"""No test of stores sees the developer's own configuration, or a client that another test made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from cloudckpt.stores import http_clients, probe
+from cloudckpt.stores.gcs.client import GCSSession
+from cloudckpt.stores.s3.client import S3Session
+from cloudckpt.testing.servers import clean_environment
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ambient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    clean = clean_environment()
+    for name in set(os.environ) - set(clean):
+        monkeypatch.delenv(name)
+    for name, value in clean.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(http_clients, "_warned_endpoints", set())
+    _forget_clients()  # of tests elsewhere
+    yield
+    _forget_clients()
+
+
+def _forget_clients() -> None:
+    S3Session.cache.clear()
+    GCSSession.cache.clear()
+    probe._found.clear()  # the next test's server may get this one's port

@@ -46,13 +46,6 @@ def test_lightning_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
     assert resumed == pytest.approx(whole[len(whole) - len(resumed) :], rel=1e-5)
 
 
-def test_fabric(place: str, jobs: Jobs) -> None:
-    """`fabric.save` and `fabric.load` would not take a URI, or shards under Fabric would not go on from there."""
-    found = jobs.at(place, "fabric")
-    for kind in ("ddp", "fsdp2"):
-        assert found[kind]["part"] + found[kind]["resumed"] == found[kind]["whole"]
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_accelerate(kind: str, place: str, jobs: Jobs) -> None:
     """Something of what an accelerator prepared would be lost: weights, optimizer, scheduler, generators, objects."""
@@ -99,23 +92,6 @@ def test_transformers_trainer_keeps_the_best(kind: str, place: str, jobs: Jobs) 
     assert found["part"] == found["resumed"] == found["saved"]
     assert found["saved"] != found["last"]
     assert found["uri"] == f"{jobs.root_of(place, 'trainer')}/{kind}-best/step-4"
-
-
-def test_transformers_trainer_does_not_begin_where_steps_are(place: str, jobs: Jobs) -> None:
-    """A Trainer started without resume would find out at its first save, hours later, or replace another run's steps;
-    or a smaller batch would meet the steps of the larger one.
-    """
-    found = jobs.at(place, "trainer")["again"]
-    root = f"{jobs.root_of(place, 'trainer')}/again"
-    assert (
-        f"training starts from scratch, but {root} already has steps 2, 4. Continue from the newest step (resume"
-        in found["anew"]
-    )
-    assert f"training continues from step 2, but {root} already has step 4." in found["earlier"]
-    assert found["untouched"] == [2, 4]
-    assert found["num_overwrites"] == [1, 0]
-    assert found["smaller"]["steps"] == [2, 4, 6, 8]
-    assert found["smaller"]["batch"] < 4
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])

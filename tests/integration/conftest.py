@@ -64,9 +64,3 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], str]:
 def rgw(servers: Servers) -> Server:
     """Ceph's RADOS Gateway; what is killed is the gateway, and the data stay."""
     return servers.up("rgw")
-
-
-@pytest.fixture
-def rclone(servers: Servers) -> Server:
-    """rclone's S3, which ignores ``If-None-Match``."""
-    return servers.up("rclone")

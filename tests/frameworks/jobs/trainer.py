@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,6 @@ class ScoredTrainer(CloudTrainer):
         return metrics
 
 
-class OutOfMemory(TrainerCallback):
-    """Once, after the first save."""
-
-    has_been = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3 and not self.has_been:
-            self.has_been = True
-            raise RuntimeError("CUDA out of memory.")
-
-
 def sharding_of(kind: str) -> dict[str, Any]:
     if kind == "ddp":
         return {}
@@ -121,8 +109,6 @@ def short(
     *,
     resume: bool | int | None = None,
     stop_at: int | None = None,
-    callback: TrainerCallback | None = None,
-    overwrite: bool = False,
     **more: Any,
 ) -> Any:
     """A trainer that has trained eight steps, and saved each second one."""
@@ -140,16 +126,14 @@ def short(
         **sharding_of(kind),
         **more,
     )
-    callbacks = [Losses(stop_at), *([callback] if callback is not None else [])]
     dataset = [{"x": x} for x in data()]
     trainer = ScoredTrainer(
         Model(),
         args,
         train_dataset=dataset,
         eval_dataset=dataset,
-        callbacks=callbacks,
+        callbacks=[Losses(stop_at)],
         cloud_root=root,
-        cloud_overwrite=overwrite,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -191,32 +175,6 @@ def best(root: str, kind: str) -> dict[str, Any]:
     }
 
 
-def anew(root: str) -> dict[str, Any]:
-    """Training that begins where there are steps, or before some."""
-    short(root, "ddp", stop_at=4)
-
-    def refused(resume: int | None) -> str:
-        try:
-            short(root, "ddp", resume=resume)
-        except cloudckpt.CheckpointExistsError as error:
-            return str(error)
-        return ""
-
-    result: dict[str, Any] = {"anew": refused(None), "earlier": refused(2), "untouched": steps_under(root)}
-    short(root, "ddp", stop_at=2, overwrite=True)
-    # Not by which is the latest: two commits may lie in one second, which is all that S3's clock tells.
-    result["num_overwrites"] = [cloudckpt.describe(f"{root}/step-{step}").num_overwrites for step in (2, 4)]
-    smaller = f"{root}-smaller"
-    short(smaller, "ddp", callback=OutOfMemory(), auto_find_batch_size=True)
-    found = {"trainer": ""}
-    cloudckpt.load(found, f"{smaller}/step-2")
-    result["smaller"] = {
-        "steps": steps_under(smaller),
-        "batch": json.loads(found["trainer"])["train_batch_size"],
-    }
-    return result
-
-
 def steps_under(root: str) -> list[int]:
     return [info.step for info in cloudckpt.CheckpointManager(root).steps()]
 
@@ -237,7 +195,6 @@ for place, root in places():
         result[kind] = {"whole": whole, "steps": steps, "resumed": resumed, "kept": steps_under(under)}
     if NUM_RANKS == 2:
         result["best"] = {kind: best(f"{root}/{kind}-best", kind) for kind in ("ddp", "fsdp1", "fsdp2")}
-        result["again"] = anew(f"{root}/again")
     result["left"] = sorted(path.name for path in Path("out").glob("*"))
     tell(place, result)
 end()

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from tests.integration.servers.ceph import ceph_rgw
 from tests.integration.servers.gcp_emulator import gcp_storage_emulator
 from tests.integration.servers.ministack import ministack
-from tests.integration.servers.rclone import rclone
 
 from cloudckpt.testing.servers import Server, fake_gcs_server, moto_server
 
@@ -22,7 +21,6 @@ SERVERS: dict[str, Callable[[], AbstractContextManager[Server]]] = {
     "moto": moto_server,
     "rgw": ceph_rgw,
     "ministack": ministack,
-    "rclone": rclone,
     "fake-gcs": functools.partial(fake_gcs_server, keeps_data=True),
     "gcp-emulator": gcp_storage_emulator,
 }

@@ -26,17 +26,13 @@ from tests.e2e.models import assert_same
 from tests.e2e.places import BucketPlace, Place, S3Place
 from tests.options import make_options
 from tests.wrapped import Call, WrappedStore
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.wire import Seen, Wire, WireCallback, WireRule
 
-_TIMEOUT_S = 5.0
-_GRACE_S = 40.0
-"""How long those have who find out for themselves, within `_TIMEOUT_S`, on a machine that may be busy."""
-_WAIT_S = 100.0  # a process that saves has to import torch first, on a machine that may be busy
+_WAIT_S = 100.0
 _SEEDS: Mapping[Version, int] = {"old": 1, "new": 2, "again": 3}
 _WRITES = frozenset({"PUT", "POST", "DELETE"})
 _WRITING_CALLS = frozenset({"put", "complete_multipart", "delete"})
@@ -80,7 +76,7 @@ class Job:
             part_bytes=self.sizes.part_bytes,
             tile_bytes=self.sizes.tile_bytes,
             connections=1,
-            timeout_s=_TIMEOUT_S if self.kill.others == "wait" else 60.0,
+            timeout_s=60.0,
             **more,
         )
 
@@ -115,9 +111,6 @@ class Killer:
     num_seen: int = 0
 
     def __call__(self, event: cloudckpt.Event) -> None:
-        if event.name in ("save.begun", "save.staged", "save.done", "save.failed"):
-            return  # by process, the training process reports these, which is not to die
-        enlist(self.job, event.rank)
         kill = self.job.kill
         if event.rank != kill.watching_rank or event.name != kill.moment.event:
             return
@@ -131,11 +124,6 @@ class Killer:
 
 def _armed(job: Job) -> Path:
     return job.scratch / "armed"
-
-
-def enlist(job: Job, rank: int) -> None:
-    """Leave the id of the process that saves, for whoever kills."""
-    (job.scratch / f"{rank}.{os.getpid()}").touch()
 
 
 def kill_victims(job: Job) -> None:
@@ -167,42 +155,24 @@ class Deadly(WrappedStore):
         return result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wrap:
-    """Puts `Deadly` in front of a store; an object of a module's own, for saves in another process."""
-
-    job: Job
-
-    def __call__(self, store: Store) -> Store:
-        return Deadly(store, self.job)
-
-
 def save_and_die(job: Job) -> None:
     """On each rank: the old version, if there is to be one, and then the new one, in which some die."""
     kill, rank = job.kill, dist.get_rank()
     if kill.overwrite:
         cloudckpt.save(job.values("old"), job.uri, options=job.options())
-    if kill.how != "process":
-        enlist(job, rank)
+    (job.scratch / f"{rank}.{os.getpid()}").touch()
     dist.barrier()
     more: dict[str, Any] = {"on_event": Killer(job=job)}
     if rank == kill.watching_rank and kill.moment.when != "at once":
         if job.has_wire:
             more["storage_options"] = job.storage_options
         else:
-            more["wrap_store"] = Wrap(job=job)
+            more["wrap_store"] = lambda store: Deadly(store, job)
     options = job.options(**more)
     if kill.how == "save":
         cloudckpt.save(job.values("new"), job.uri, overwrite=kill.overwrite, options=options)
         return
-    handle = cloudckpt.async_save(
-        job.values("new"),
-        job.uri,
-        overwrite=kill.overwrite,
-        options=options,
-        async_checkpointer_type=AsyncCheckpointerType[kill.how.upper()],
-    )
-    handle.result(_WAIT_S)
+    cloudckpt.async_save(job.values("new"), job.uri, overwrite=kill.overwrite, options=options).result(_WAIT_S)
 
 
 def save_again(job: Job, overwrite: bool) -> None:  # noqa: FBT001
@@ -260,38 +230,20 @@ def _kill_by_wire(seen: Seen, job: Job) -> None:
 
 
 def die(job: Job) -> None:
-    """Every victim is gone, every other rank has heard of it, and none believes that all is well."""
+    """Every victim is gone, and none of the others, which are ended too as torchrun does, believes that all is well."""
     kill = job.kill
     # Nobody is ended while victims are still being killed, one after the other.
-    ends_others = kill.others == "end" and kill.who != "all ranks"
+    grace_s = 40.0 if kill.who == "all ranks" else 0.0
     with pytest.raises(RankError) as caught:
-        run_ranks(save_and_die, job, world_size=kill.world_size, grace_s=0.0 if ends_others else _GRACE_S)
+        run_ranks(save_and_die, job, world_size=kill.world_size, grace_s=grace_s)
     ends = dict(
         re.findall(r"^--- rank (\d+) (raised|did not report \(exit code \S+\))", str(caught.value), re.MULTILINE)
     )
-    # The process that saves dies, and the rank whose it is lives to tell.
-    killed = frozenset() if kill.how == "process" else kill.victims
     ended = {f"did not report (exit code -{number})" for number in (signal.SIGTERM.value, signal.SIGKILL.value)}
-    lives = {"raised"} | (ended if kill.others == "end" else set())
     for rank in range(kill.world_size):
-        ways = {"did not report (exit code -9)"} if rank in killed else lives
+        ways = {"did not report (exit code -9)"} if rank in kill.victims else {"raised", *ended}
         assert ends.get(str(rank)) in ways, str(caught.value)
     assert kill.moment.when == "at once" or _armed(job).exists(), str(caught.value)
-    if kill.how == "process":
-        assert all(not _is_alive(pid) for pid in _victims_pids(job)), str(caught.value)
-
-
-def _victims_pids(job: Job) -> list[int]:
-    ends = [path.name.split(".") for path in job.scratch.glob("*.*")]
-    return [int(pid) for rank, pid in ends if int(rank) in job.kill.victims]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def version_there(job: Job) -> Version | None:

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from cloudckpt.events import EventName
 
 Who = Literal["the coordinator", "another rank", "all ranks"]
-How = Literal["save", "thread", "process"]
+How = Literal["save", "thread"]
 Version = Literal["old", "new", "again"]
 
 
@@ -72,13 +72,10 @@ class Kill:
     how: How = "save"
     overwrite: bool = False
     world_size: int = 2
-    others: Literal["end", "wait"] = "end"
-    """The ranks that live are ended too, as torchrun does; or left to find out for themselves."""
 
     def __str__(self) -> str:
         kind = "overwrite" if self.overwrite else "fresh"
-        others = f", others {self.others}" if self.who != "all ranks" else ""
-        return f"{self.step}, {self.who} of {self.world_size}{others}, {kind}, {self.how}"
+        return f"{self.step}, {self.who} of {self.world_size}, {kind}, {self.how}"
 
     @property
     def moment(self) -> Step:
@@ -104,11 +101,11 @@ class Kill:
 
 
 def _kills_at(name: str, world_sizes: Iterator[int]) -> list[Kill]:
-    """Return each way to die at a step, of which nobody learns but by waiting: each on as many ranks as comes next."""
+    """Return each way to die at a step, each on as many ranks as comes next."""
     step = STEPS[name]
     return [
         Kill(step=name, who=who, how=how, overwrite=overwrite, world_size=next(world_sizes))
-        for who, overwrite, how in itertools.product(get_args(Who), (False, True), ("save", "thread"))
+        for who, overwrite, how in itertools.product(get_args(Who), (False, True), get_args(How))
         if not (step.of_coordinator and who == "another rank") and (overwrite or not step.of_overwrite)
     ]
 
@@ -129,17 +126,3 @@ KILLS_ON_A_STORE = [
     Kill(step="between manifests and data", how="thread", overwrite=True, who="all ranks"),
 ]
 """One for each state in which a store can be left."""
-
-WAITING_KILLS = [
-    Kill(step="middle part", who="another rank", world_size=3, others="wait"),
-    Kill(step="all written", how="thread", overwrite=True, others="wait"),
-    Kill(step="manifest put carried out", overwrite=True, others="wait"),
-]
-
-KILLS_IN_A_PROCESS = [
-    Kill(step="manifest put carried out", how="process", overwrite=True, others="wait"),
-    Kill(step="middle part", who="another rank", how="process", overwrite=True, others="wait"),
-    Kill(step="before the manifest", how="process", others="wait"),
-    Kill(step="between manifests and data", how="process", overwrite=True, others="wait"),
-]
-"""A save in a process of its own takes seconds to start, and its rank lives to tell."""

@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.killing import check
-from tests.e2e.kills import ALL_KILLS, KILL_AT_EACH_STEP, KILLS_IN_A_PROCESS, KILLS_ON_A_STORE, WAITING_KILLS, Kill
+from tests.e2e.kills import ALL_KILLS, KILL_AT_EACH_STEP, KILLS_ON_A_STORE, Kill
 from tests.e2e.places import BucketPlace, LocalPlace
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 
-RUNS_ALL = os.environ.get("CLOUDCKPT_KILLS") == "all"
-KILLS = [*KILL_AT_EACH_STEP, *WAITING_KILLS, KILLS_IN_A_PROCESS[0]]
-if RUNS_ALL:
-    KILLS = [*ALL_KILLS, *WAITING_KILLS, *KILLS_IN_A_PROCESS]
+KILLS = ALL_KILLS if os.environ.get("CLOUDCKPT_KILLS") == "all" else KILL_AT_EACH_STEP
 
 
 @pytest.mark.parametrize("kill", KILLS, ids=str)

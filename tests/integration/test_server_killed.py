@@ -62,14 +62,8 @@ BEFORE_COMMIT = Moment(rank=0, event="save.committing")
 AFTER_COMMIT = Moment(rank=0, event="save.committed")
 WHILE_DATA_IS_READ = Moment(rank=1, event="load.range_read", connections=2)
 
-UNCOMMITTED = {
-    "while parts go up": WHILE_PARTS_GO_UP,
-    "before the commit": BEFORE_COMMIT,
-}
-
-
-def each(moments: Mapping[str, Moment]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("moment", moments.values(), ids=moments)
+UNCOMMITTED = {"while parts go up": WHILE_PARTS_GO_UP, "before the commit": BEFORE_COMMIT}
+before_the_commit = pytest.mark.parametrize("moment", UNCOMMITTED.values(), ids=UNCOMMITTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +72,7 @@ class Job:
 
     uri: str
     storage_options: Mapping[str, Any]
-    patience: Mapping[str, Any]
-    connections: int
+    connections: int = 1
     killer: Killer | None = None
 
     def options(self) -> cloudckpt.Options:
@@ -89,7 +82,7 @@ class Job:
             part_bytes=PART_BYTES,
             object_bytes=MIB,
             on_event=self.killer,
-            **self.patience,
+            **(PATIENT if self.killer is None or self.killer.restarts else IMPATIENT),
         )
 
 
@@ -124,11 +117,6 @@ def save(job: Job, version: float) -> Told:
     return told_of(lambda: cloudckpt.save(values(version), job.uri, overwrite=True, options=job.options()))
 
 
-def assert_saved(job: Job, version: float) -> None:
-    told = save(job, version)
-    assert told.error is None, told.error
-
-
 def load(job: Job, version: float) -> Told:
     """Into other values; after a success they are those of `version`."""
     state = values(-1.0)
@@ -139,12 +127,12 @@ def load(job: Job, version: float) -> Told:
 
 
 def save_and_lose_a_save(calm: Job, fatal: Job) -> Told:
-    assert_saved(calm, 1.0)
+    assert save(calm, 1.0).error is None
     return save(fatal, 2.0)
 
 
 def save_and_lose_a_load(calm: Job, fatal: Job) -> Told:
-    assert_saved(calm, 1.0)
+    assert save(calm, 1.0).error is None
     return load(fatal, 1.0)
 
 
@@ -162,7 +150,7 @@ def version_there(job: Job) -> float | None:
 
 def version_there_before_the_next_save(job: Job) -> float | None:
     found = version_there(job)
-    assert_saved(job, 3.0)
+    assert save(job, 3.0).error is None
     assert version_there(job) == 3.0
     return found
 
@@ -184,21 +172,15 @@ class Scene:
         forgets_uploads = self.server.name == "ministack"
         return self.server.keeps_data and not (forgets_uploads and moment.event == "save.part_uploaded")
 
-    def job(self, *, patience: Mapping[str, Any] = PATIENT, connections: int = 1, killer: Killer | None = None) -> Job:
-        return Job(
-            uri=f"{self.server.scheme}://{self.bucket}/run/step-1",
-            storage_options=self.server.storage_options,
-            patience=patience,
-            connections=connections,
-            killer=killer,
-        )
+    def job(self, **more: Any) -> Job:
+        uri = f"{self.server.scheme}://{self.bucket}/run/step-1"
+        return Job(uri=uri, storage_options=self.server.storage_options, **more)
 
     def fatal_job(self, moment: Moment, *, restarts: bool) -> Job:
         killer = Killer(
             address=self.switch.address, rank=moment.rank, moment=moment.event, nth=moment.nth, restarts=restarts
         )
-        patience = PATIENT if restarts else IMPATIENT
-        return self.job(patience=patience, connections=moment.connections, killer=killer)
+        return self.job(connections=moment.connections, killer=killer)
 
     def run(self, what: Callable[[Job, Job], Told], fatal: Job) -> list[Told]:
         """On two ranks, with a job that nothing disturbs, and one that loses its server."""
@@ -238,7 +220,7 @@ def check_all_failed(scene: Scene, answers: list[Told]) -> None:
         assert told.classes & {"TransientStoreError", "CommitUnknownError"}
 
 
-@each(UNCOMMITTED)
+@before_the_commit
 def test_a_save_whose_server_stays_dead_fails_and_keeps_the_old(scene: Scene, moment: Moment) -> None:
     """If this fails, a store that dies hangs the job, or takes the last good checkpoint with it."""
     check_all_failed(scene, scene.run(save_and_lose_a_save, scene.fatal_job(moment, restarts=False)))
@@ -246,7 +228,7 @@ def test_a_save_whose_server_stays_dead_fails_and_keeps_the_old(scene: Scene, mo
     scene.check_afterwards(there=1.0)
 
 
-@each(UNCOMMITTED)
+@before_the_commit
 def test_a_save_whose_server_comes_back_is_committed(scene: Scene, moment: Moment) -> None:
     """If this fails, a restart of the store costs a save, or a save is called committed whose data is gone."""
     answers = scene.run(save_and_lose_a_save, scene.fatal_job(moment, restarts=True))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cloudckpt
@@ -37,25 +37,17 @@ class Model(nn.Module):
         return outputs
 
 
-def state_of(kind: str, *, seed: int, is_tied: bool = True) -> tuple[nn.Module | None, dict[str, Any]]:
+def state_of(kind: str, *, seed: int, is_tied: bool = True) -> tuple[nn.Module, dict[str, Any]]:
     model = Model(seed=seed, is_tied=is_tied)
     if kind == "fsdp2":
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         fully_shard(model, mesh=mesh)
         return model, get_model_state_dict(model)
-    if kind == "replicated":
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        made: dict[int, DTensor] = {}
-        state = {
-            name: made.setdefault(tensor.data_ptr(), distribute_tensor(tensor, mesh, [Replicate()]))
-            for name, tensor in model.state_dict().items()
-        }
-        return None, state
     wrapped = DistributedDataParallel(model)
     return wrapped, {"module." + name: tensor for name, tensor in model.state_dict().items()}
 
 
-KINDS = ("ddp", "fsdp2", "replicated")
+KINDS = ("ddp", "fsdp2")
 
 
 def save_and_load(root: str) -> dict[str, int]:

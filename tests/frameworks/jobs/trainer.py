@@ -68,57 +68,16 @@ def sharding_of(kind: str) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": config}
 
 
-def fit(root: str, kind: str, *, resume: bool | int | None, stop_at: int | None = None) -> dict[str, Any]:
+def train(
+    trainer_class: type[Any], root: str, kind: str, *, resume: bool | int | None, stop_at: int | None, **more: Any
+) -> tuple[Any, Losses]:
+    """The trainer that has trained, and the callback that it was given."""
     begin_anew()
     torch.manual_seed(5)
     args = TrainingArguments(
         output_dir="out",
         use_cpu=True,
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_train_epochs=3,
-        logging_steps=1,
-        save_steps=2,
-        save_total_limit=3,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        restore_callback_states_from_checkpoint=True,
-        seed=5,
-        accelerator_config={"use_seedable_sampler": True},
-        **sharding_of(kind),
-    )
-    losses = Losses(stop_at)
-    dataset = [{"x": x} for x in data()]
-    trainer = CloudTrainer(Model(), args, train_dataset=dataset, callbacks=[losses], cloud_root=root)
-    trainer.train(resume_from_checkpoint=resume)
-    found = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Losses))
-    weights = get_model_state_dict(trainer.model_wrapped, options=StateDictOptions(full_state_dict=True))
-    return {
-        "losses": losses.losses or found.losses,
-        "num_steps": found.num_steps,
-        "history": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
-        "weights": weights["inner.last.bias"].tolist() if weights else None,
-        "model": type(trainer.model_wrapped).__name__,
-    }
-
-
-def short(
-    root: str,
-    kind: str,
-    *,
-    resume: bool | int | None = None,
-    stop_at: int | None = None,
-    **more: Any,
-) -> Any:
-    """A trainer that has trained eight steps, and saved each second one."""
-    begin_anew()
-    torch.manual_seed(5)
-    args = TrainingArguments(
-        output_dir="out",
-        use_cpu=True,
-        per_device_train_batch_size=4,
-        max_steps=8,
         save_steps=2,
         learning_rate=1e-2,
         report_to=[],
@@ -126,17 +85,35 @@ def short(
         **sharding_of(kind),
         **more,
     )
+    losses = Losses(stop_at)
     dataset = [{"x": x} for x in data()]
-    trainer = ScoredTrainer(
-        Model(),
-        args,
-        train_dataset=dataset,
-        eval_dataset=dataset,
-        callbacks=[Losses(stop_at)],
-        cloud_root=root,
+    trainer = trainer_class(
+        Model(), args, train_dataset=dataset, eval_dataset=dataset, callbacks=[losses], cloud_root=root
     )
     trainer.train(resume_from_checkpoint=resume)
-    return trainer
+    return trainer, losses
+
+
+def fit(root: str, kind: str, *, resume: bool | int | None, stop_at: int | None = None) -> dict[str, Any]:
+    """Train for three epochs."""
+    wanted = {
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3,
+        "logging_steps": 1,
+        "save_total_limit": 3,
+        "restore_callback_states_from_checkpoint": True,
+        "seed": 5,
+        "accelerator_config": {"use_seedable_sampler": True},
+    }
+    trainer, losses = train(CloudTrainer, root, kind, resume=resume, stop_at=stop_at, **wanted)
+    found = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Losses))
+    return {
+        "losses": losses.losses or found.losses,
+        "num_steps": found.num_steps,
+        "history": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "weights": bias_of(trainer) or None,
+        "model": type(trainer.model_wrapped).__name__,
+    }
 
 
 def bias_of(trainer: Any) -> list[float]:
@@ -154,6 +131,7 @@ def bias_at(uri: str) -> list[float]:
 def best(root: str, kind: str) -> dict[str, Any]:
     """The best model, found before training was interrupted and loaded after it went on."""
     wanted = {
+        "max_steps": 8,
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_total_limit": 1,
@@ -161,8 +139,8 @@ def best(root: str, kind: str) -> dict[str, Any]:
         "metric_for_best_model": "score",
         "greater_is_better": True,
     }
-    part = short(root, kind, resume=True, stop_at=6, **wanted)
-    resumed = short(root, kind, resume=True, **wanted)
+    part, _ = train(ScoredTrainer, root, kind, resume=True, stop_at=6, **wanted)
+    resumed, _ = train(ScoredTrainer, root, kind, resume=True, stop_at=None, **wanted)
     saved = cloudckpt.CheckpointManager(root)
     return {
         "part": bias_of(part),

@@ -7,9 +7,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+import pytest
 from awscrt.checksums import crc32c
 from tests.stores.scripted import SOCKET_TIMEOUT_S
 
@@ -265,3 +266,39 @@ def check_foreign(tape: Tape, call: Callable[[], object], *, may_succeed: tuple[
             if not is_transient and (got != whole or (is_lasting and name not in may_succeed)):
                 wrong.append((name, is_lasting, got))
     assert wrong == [], f"{len(wrong)}; the whole answer: {whole}"
+
+
+class BrokenAnswerTests:
+    """A subclass says which calls are made, and has the store's server in the fixture `http_server`.
+
+    Its fixture `taped` is the arguments of each call.
+    """
+
+    calls: ClassVar[dict[str, Callable[[Any, Any], object]]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        metafunc.parametrize("name", self.calls)
+
+    @pytest.fixture
+    def tape(self, http_server: Any) -> Iterator[Tape]:
+        tape = Tape(http_server.endpoint_url)
+        yield tape
+        tape.close()
+
+    def test_a_broken_answer_is_tried_again(self, tape: Tape, taped: tuple[Any, Any], name: str) -> None:
+        """If this fails, a connection that breaks ends a save or a load, for a wrong reason; or half an answer is taken
+        for a whole one: nothing is there, a part has another ETag, an object is shorter than it is.
+        """
+        assert check_broken(tape, lambda: self.calls[name](*taped), ["chunks"], every=EVERY) > 10
+
+    @pytest.mark.faults
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a body whose head botocore refuses
+    def test_every_broken_answer_is_tried_again(self, tape: Tape, taped: tuple[Any, Any], name: str) -> None:
+        """If this fails, it does for a byte, or a framing, that the short form of the test leaves out."""
+        assert check_broken(tape, lambda: self.calls[name](*taped), ["length", "chunks", "close"], every=1) > 100
+
+    def test_what_the_store_has_not_said_is_not_believed(self, tape: Tape, taped: tuple[Any, Any], name: str) -> None:
+        """If this fails, a web page or a load balancer's 404 says that a checkpoint is missing, damaged or written."""
+        removes = name.startswith(("delete", "abort"))
+        may_succeed = ("200 empty", "204 empty") if removes else ()
+        check_foreign(tape, lambda: self.calls[name](*taped), may_succeed=may_succeed)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -142,6 +143,26 @@ def reply(
 def hang_up(connection: socket.socket, _: Recorded) -> None:
     """End the connection without an answer."""
     connection.shutdown(socket.SHUT_RDWR)
+
+
+class Scripting:
+    """Tests of failures are written in this; each store's directory adds its server and its answers."""
+
+    server_type: ClassVar[type[Any]]
+    reply = staticmethod(reply)
+    hang_up = staticmethod(hang_up)
+
+    def __init__(self) -> None:
+        self._servers: list[ScriptedServer] = []
+
+    def serve(self, *answers: Answer, **settings: Any) -> Any:
+        server = self.server_type(answers, **settings)
+        self._servers.append(server)
+        return server
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
 
 
 def refuse(call: Callable[[], object], expected: type[StoreError]) -> StoreError:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from awscrt.checksums import combine_crc32c, crc32c
 from google.auth.credentials import Credentials
-from tests.stores.scripted import Answer, Recorded, ScriptedServer, hang_up, reply
+from tests.stores.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
 
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.servers import GCSServer, fake_gcs_server
@@ -168,29 +168,20 @@ def _range_of(request: Recorded, size_bytes: int) -> Answer:
     return reply(206, bytes(end - begin), {"Content-Range": f"bytes {begin}-{end - 1}/{size_bytes}"})
 
 
-@dataclass
-class Scripting:
-    """What tests of failures are written in."""
+class GCSScripting(Scripting):
+    """Answers of GCS, and servers that give them."""
 
-    servers: list[GCSScriptedServer] = field(default_factory=list)
-    reply = staticmethod(reply)
+    server_type = GCSScriptedServer
     json = staticmethod(json_reply)
     error = staticmethod(error_reply)
-    hang_up = staticmethod(hang_up)
     any_store = any_gcs = AnyGCS
     inserted = staticmethod(inserted)
     encoded = staticmethod(encoded)
     tokens = Tokens
 
-    def serve(self, *answers: Answer, **settings: Any) -> GCSScriptedServer:
-        server = GCSScriptedServer(answers, **settings)
-        self.servers.append(server)
-        return server
-
 
 @pytest.fixture
-def scripted() -> Iterator[Scripting]:
-    scripting = Scripting()
+def scripted() -> Iterator[GCSScripting]:
+    scripting = GCSScripting()
     yield scripting
-    for server in scripting.servers:
-        server.close()
+    scripting.close()

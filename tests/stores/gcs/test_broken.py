@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.stores import broken
-from tests.stores.broken import CRC, EVERY, PART, VIEWS, Tape, check_broken, check_foreign
+from tests.stores.broken import CRC, PART, VIEWS, BrokenAnswerTests, Tape
 
 from cloudckpt.stores.base import UploadedPart
 from cloudckpt.stores.gcs import GCSStore
@@ -31,45 +31,21 @@ CALLS: dict[str, Callable[[GCSStore, UploadedPart], object]] = {
 }
 
 
-@pytest.fixture
-def tape(gcs_server: GCSServer) -> Iterator[Tape]:
-    tape = Tape(gcs_server.endpoint_url)
-    yield tape
-    tape.close()
+class TestBrokenAnswers(BrokenAnswerTests):
+    calls = CALLS
 
+    @pytest.fixture
+    def http_server(self, gcs_server: GCSServer) -> GCSServer:
+        return gcs_server
 
-@pytest.fixture
-def taped(tape: Tape, gcs_server: GCSServer, bucket: str) -> tuple[GCSStore, UploadedPart]:
-    """A store behind the tape with objects and an upload, whose part comes with it."""
-    options = {**gcs_server.storage_options, "endpoint_url": tape.url}
-    store = GCSStore(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
-    for key in ("k", "a/b", "gone"):
-        store.put(key, VIEWS, crc32c=CRC)
-    upload_id = store.create_multipart("multi")
-    store.upload_part("multi", upload_id, PART, VIEWS, crc32c=CRC)
-    (found,) = store.list_parts("multi", upload_id)
-    return store, UploadedPart(part=PART, token=found.token, crc32c=CRC)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_broken_answer_is_tried_again(tape: Tape, taped: tuple[GCSStore, UploadedPart], name: str) -> None:
-    """If this fails, a connection that breaks ends a save or a load, for a wrong reason; or half an answer is taken for
-    a whole one: nothing is there, an object is shorter than it is.
-    """
-    assert check_broken(tape, lambda: CALLS[name](*taped), ["chunks"], every=EVERY) > 10
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("name", CALLS)
-def test_every_broken_answer_is_tried_again(tape: Tape, taped: tuple[GCSStore, UploadedPart], name: str) -> None:
-    """If this fails, it does for a byte, or a framing, that the short form of the test leaves out."""
-    assert check_broken(tape, lambda: CALLS[name](*taped), ["length", "chunks", "close"], every=1) > 100
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_the_store_has_not_said_is_not_believed(
-    tape: Tape, taped: tuple[GCSStore, UploadedPart], name: str
-) -> None:
-    """If this fails, a web page or a load balancer's 404 says that a checkpoint is missing, damaged or written."""
-    removes = name.startswith(("delete", "abort"))
-    check_foreign(tape, lambda: CALLS[name](*taped), may_succeed=("200 empty", "204 empty") if removes else ())
+    @pytest.fixture
+    def taped(self, tape: Tape, http_server: GCSServer, bucket: str) -> tuple[GCSStore, UploadedPart]:
+        """A store behind the tape with objects and an upload, whose part comes with it."""
+        options = {**http_server.storage_options, "endpoint_url": tape.url}
+        store = GCSStore(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
+        for key in ("k", "a/b", "gone"):
+            store.put(key, VIEWS, crc32c=CRC)
+        upload_id = store.create_multipart("multi")
+        store.upload_part("multi", upload_id, PART, VIEWS, crc32c=CRC)
+        (found,) = store.list_parts("multi", upload_id)
+        return store, UploadedPart(part=PART, token=found.token, crc32c=CRC)

@@ -6,12 +6,10 @@ import re
 import socket
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from botocore.loaders import create_loader
-from tests.stores.scripted import Answer, Recorded, ScriptedServer, hang_up, reply
+from tests.stores.scripted import Answer, Recorded, ScriptedServer, Scripting, reply
 
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.servers import S3Server, moto_server
@@ -102,25 +100,16 @@ def _range_of(request: Recorded, size_bytes: int) -> Answer:
     return reply(206, bytes(end - begin), {**_MODIFIED, "Content-Range": f"bytes {begin}-{end - 1}/{size_bytes}"})
 
 
-@dataclass
-class Scripting:
-    """What tests of failures are written in."""
+class S3Scripting(Scripting):
+    """Answers of S3, and servers that give them."""
 
-    servers: list[S3ScriptedServer] = field(default_factory=list)
-    reply = staticmethod(reply)
+    server_type = S3ScriptedServer
     error = staticmethod(error_reply)
-    hang_up = staticmethod(hang_up)
     any_store = any_s3 = staticmethod(any_s3)
-
-    def serve(self, *answers: Answer, **settings: Any) -> S3ScriptedServer:
-        server = S3ScriptedServer(answers, **settings)
-        self.servers.append(server)
-        return server
 
 
 @pytest.fixture
-def scripted() -> Iterator[Scripting]:
-    scripting = Scripting()
+def scripted() -> Iterator[S3Scripting]:
+    scripting = S3Scripting()
     yield scripting
-    for server in scripting.servers:
-        server.close()
+    scripting.close()

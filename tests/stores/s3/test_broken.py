@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.stores import broken
-from tests.stores.broken import CRC, EVERY, PART, VIEWS, Tape, check_broken, check_foreign
+from tests.stores.broken import CRC, PART, VIEWS, BrokenAnswerTests, Tape
 
 from cloudckpt.stores.base import UploadedPart
 from cloudckpt.stores.s3 import S3Store
@@ -37,43 +37,20 @@ CALLS: dict[str, Callable[[S3Store, str], object]] = {
 }
 
 
-@pytest.fixture
-def tape(s3_server: S3Server) -> Iterator[Tape]:
-    tape = Tape(s3_server.endpoint_url)
-    yield tape
-    tape.close()
+class TestBrokenAnswers(BrokenAnswerTests):
+    calls = CALLS
 
+    @pytest.fixture
+    def http_server(self, s3_server: S3Server) -> S3Server:
+        return s3_server
 
-@pytest.fixture
-def taped(tape: Tape, s3_server: S3Server, bucket: str) -> tuple[S3Store, str]:
-    """A store behind the tape with an object and an upload, whose id comes with it."""
-    options = {**s3_server.storage_options, "endpoint_url": tape.url}
-    store = S3Store(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
-    for key in ("k", "a/b", "a/c"):
-        store.put(key, VIEWS, crc32c=CRC)
-    upload_id = store.create_multipart("multi")
-    store.upload_part("multi", upload_id, PART, VIEWS, crc32c=CRC)
-    return store, upload_id
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_broken_answer_is_tried_again(tape: Tape, taped: tuple[S3Store, str], name: str) -> None:
-    """If this fails, a connection that breaks ends a save or a load, for a wrong reason; or half an answer is taken for
-    a whole one: nothing is there, a part has another ETag, an object is shorter than it is.
-    """
-    assert check_broken(tape, lambda: CALLS[name](*taped), ["chunks"], every=EVERY) > 10
-
-
-@pytest.mark.faults
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a body whose head botocore refuses
-@pytest.mark.parametrize("name", CALLS)
-def test_every_broken_answer_is_tried_again(tape: Tape, taped: tuple[S3Store, str], name: str) -> None:
-    """If this fails, it does for a byte, or a framing, that the short form of the test leaves out."""
-    assert check_broken(tape, lambda: CALLS[name](*taped), ["length", "chunks", "close"], every=1) > 100
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_the_store_has_not_said_is_not_believed(tape: Tape, taped: tuple[S3Store, str], name: str) -> None:
-    """If this fails, a web page or a load balancer's 404 says that a checkpoint is missing, damaged or written."""
-    removes = name.startswith(("delete", "abort"))
-    check_foreign(tape, lambda: CALLS[name](*taped), may_succeed=("200 empty", "204 empty") if removes else ())
+    @pytest.fixture
+    def taped(self, tape: Tape, http_server: S3Server, bucket: str) -> tuple[S3Store, str]:
+        """A store behind the tape with an object and an upload, whose id comes with it."""
+        options = {**http_server.storage_options, "endpoint_url": tape.url}
+        store = S3Store(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
+        for key in ("k", "a/b", "a/c"):
+            store.put(key, VIEWS, crc32c=CRC)
+        upload_id = store.create_multipart("multi")
+        store.upload_part("multi", upload_id, PART, VIEWS, crc32c=CRC)
+        return store, upload_id

@@ -8,7 +8,6 @@ from cloudckpt.report import LoadReport, SaveProgress, SaveReport, SkippedCheckp
 
 if TYPE_CHECKING:
     from cloudckpt.background.handle import AsyncSave
-    from cloudckpt.commit.reports import Garbage, GarbageReport, KeptObject
     from cloudckpt.convert.reports import ConversionReport, CopyReport
     from cloudckpt.dcp.protocol import SavedMetadata
     from cloudckpt.inspect.catalog import CheckpointInfo
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
         TensorDescription,
         ValueDescription,
     )
+    from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
     from cloudckpt.manager.preemption import Preemption, PreemptionReport
     from cloudckpt.manager.restore import Restored
     from cloudckpt.manager.retention import RetentionReport
@@ -54,12 +54,12 @@ __all__ = [
 
 _LAZY = {
     "cloudckpt.background.handle": "AsyncSave",
-    "cloudckpt.commit.reports": "Garbage GarbageReport KeptObject",
     "cloudckpt.convert.reports": "ConversionReport CopyReport",
     "cloudckpt.dcp.protocol": "SavedMetadata",
     "cloudckpt.inspect.catalog": "CheckpointInfo",
     "cloudckpt.inspect.comparison": "Comparison Difference",
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription",
+    "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",
     "cloudckpt.manager.restore": "Restored",
     "cloudckpt.manager.retention": "RetentionReport",

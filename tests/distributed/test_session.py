@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from cloudckpt.distributed.shared_reads.exchange import ShareGroup, ShareOffer, group_offers
 from cloudckpt.distributed.shared_reads.plan import Range
 from cloudckpt.distributed.shared_reads.ring import RingAddress
-from cloudckpt.distributed.shared_reads.session import ShareGroup, ShareOffer, group_offers
 from cloudckpt.options import MIB, Options
 
 ALL: list[Range] = [(0, 0, 8 * MIB)]

@@ -31,8 +31,7 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.stores import fsspec_store
-from cloudckpt.stores.fsspec_errors import translate
-from cloudckpt.stores.fsspec_store import FsspecStore
+from cloudckpt.stores.fsspec_store import FsspecStore, translate
 from cloudckpt.testing import StoreContract
 from cloudckpt.testing.contract_base import content, crc, keys, put, run_at_once
 from cloudckpt.uri import Location

@@ -18,7 +18,7 @@ from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
-from cloudckpt.distributed.shared_reads.session import RankPlanData, ShareSession, assign_groups
+from cloudckpt.distributed.shared_reads.exchange import RankPlanData, ShareSession, assign_groups
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Manifest

@@ -21,7 +21,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.telemetry.subscribers import fields
+from cloudckpt.telemetry import fields
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _T = TypeVar("_T")

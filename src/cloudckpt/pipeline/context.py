@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from cloudckpt import _forks
+from cloudckpt import _forks, telemetry
 from cloudckpt._workers import num_cores_of_rank, ranks_of_host
 from cloudckpt.errors import SaveCancelledError
 from cloudckpt.events import LEVELS, Event, EventName
@@ -21,8 +21,7 @@ from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
-from cloudckpt.telemetry import subscribers
-from cloudckpt.telemetry.subscribers import fields
+from cloudckpt.telemetry import fields
 from cloudckpt.telemetry.timeline import Recorder
 from cloudckpt.uri import Location
 
@@ -82,7 +81,7 @@ class Context:
         """Hand an event to all listeners. Raises what the user's `Options.on_event` raises."""
         if name == "save.part_uploaded":
             self.on_sent(num_bytes)
-        if self.options.on_event is None and not subscribers.is_watched():
+        if self.options.on_event is None and not telemetry.is_watched():
             return
         event = Event(
             name=name,
@@ -94,7 +93,7 @@ class Context:
             error="" if error is None else type(error).__name__,
             message="" if error is None else str(error),
         )
-        subscribers.tell(event)
+        telemetry.tell(event)
         if self.options.on_event is not None:
             self.options.on_event(event)
 
@@ -189,7 +188,7 @@ def tell(event: Event, options: Options, *, words: str) -> None:
     )
     if event.name in LEVELS:
         _log.log(LEVELS[event.name], "%s", words, extra=extra)
-    subscribers.tell(event)
+    telemetry.tell(event)
     if options.on_event is not None:
         try:
             options.on_event(event)

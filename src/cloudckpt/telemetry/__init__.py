@@ -6,12 +6,15 @@ Events come from the pipeline, the manager and garbage collection. A subscriber 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cloudckpt.errors import MissingDependencyError
 from cloudckpt.events import Event
-from cloudckpt.telemetry import subscribers
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
@@ -19,8 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = ["instrument", "subscribe", "uninstrument"]
 
+_log = logging.getLogger("cloudckpt")
+_log.addHandler(logging.NullHandler())  # otherwise Python prints warnings if the program has set up no logging
+
+FIELDS = ("event", "uri", "rank", "operation", "attempt", "key", "num_bytes", "seconds", "error")
+"""The fields that a log record can have besides its text."""
+
 _ends: list[Callable[[], None]] = []
 """The function that ends the instrumentation, if there is one."""
+
+
+class _Subscriber(NamedTuple):
+    """The functions of one subscriber. The thread in which something happens calls them."""
+
+    on_event: Callable[[Any], object]
+    step: Callable[[str, str], AbstractContextManager[None]] | None
+
+
+_subscribers: dict[object, _Subscriber] = {}
 
 
 def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
@@ -29,7 +48,7 @@ def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
     The thread that makes the step calls it, or one that waits for it, so it must be quick. Its exceptions are logged
     and change nothing; use `Options.on_event` to stop a save.
     """
-    return subscribers.watch(on_event)
+    return _watch(on_event)
 
 
 def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
@@ -46,10 +65,70 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
         ) from error
     made = Instrumentation(tracer_provider, meter_provider)
     uninstrument()
-    _ends.append(subscribers.watch(made.on_event, made.step))
+    _ends.append(_watch(made.on_event, made.step))
 
 
 def uninstrument() -> None:
     """Undo `instrument`."""
     while _ends:
         _ends.pop()()
+
+
+def is_watched() -> bool:
+    """Return True if there is a subscriber."""
+    return bool(_subscribers)
+
+
+def tell(event: Any) -> None:
+    """Deliver `event` to all subscribers. Their exceptions are logged."""
+    for subscriber in list(_subscribers.values()):
+        with _logging_failures(event.name):
+            subscriber.on_event(event)
+
+
+@contextlib.contextmanager
+def step(operation: str, name: str) -> Iterator[None]:
+    """Keep all subscribers in the step while the context lasts. Their exceptions are logged."""
+    with contextlib.ExitStack() as stack:
+        for subscriber in list(_subscribers.values()):
+            if subscriber.step is not None:
+                with _logging_failures(name):
+                    context = subscriber.step(operation, name)
+                    context.__enter__()
+                    stack.push(functools.partial(_leave, name, context))
+        yield
+
+
+def _leave(name: str, context: AbstractContextManager[None], *failure: Any) -> None:
+    with _logging_failures(name):
+        context.__exit__(*failure)
+
+
+@contextlib.contextmanager
+def _logging_failures(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # noqa: BLE001  # a subscriber must not fail a save
+        _log.exception("a subscriber of cloudckpt's events failed at %s; the operation goes on", name)
+
+
+def fields(**known: object) -> dict[str, object]:
+    """Return the known ones of `FIELDS`, for a log record's ``extra``."""
+    return {name: value for name, value in known.items() if value not in ("", None)}
+
+
+def _watch(
+    on_event: Callable[[Any], object], step: Callable[[str, str], AbstractContextManager[None]] | None = None
+) -> Callable[[], None]:
+    """Call `on_event` with each event, until the returned function is called.
+
+    `step(operation, name)`, if given, returns a context that is entered and left with a step of an operation, in the
+    thread that makes the step.
+    """
+    key = object()
+    _subscribers[key] = _Subscriber(on_event, step)
+
+    def end() -> None:
+        _subscribers.pop(key, None)
+
+    return end

@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from typing_extensions import ParamSpec
 
+from cloudckpt import telemetry
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.telemetry import subscribers
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -93,7 +93,7 @@ class Recorder:
         """Record this context as a span, and write the timeline at its end, also after an exception."""
         begun_ns, more = now_ns(), {}
         try:
-            with subscribers.step(self.operation, name):
+            with telemetry.step(self.operation, name):
                 yield
         except BaseException as error:
             more = {"error": type(error).__name__}

@@ -1,7 +1,4 @@
-"""Saves that go on from what a killed one has left: they send what is missing, and are as whole as any.
-
-On other servers: ``tests/integration/test_resume.py``.
-"""
+"""Saves that go on from what a killed one has left: they send what is missing, and are as whole as any."""
 
 from __future__ import annotations
 

@@ -187,12 +187,9 @@ def test_what_is_no_step_is_refused(memory: Memory, step: Any) -> None:
     ("settings", "words"),
     [
         ({"save_every": 0}, "save_every must be"),
-        ({"save_every": 2.0}, "save_every must be"),
         ({"save_every": True}, "save_every must be"),
-        ({"save_every": torch.tensor(2)}, "save_every must be"),
         ({"keep_last": 0}, "keep_last must be"),
         ({"on_damaged": "mend"}, "on_damaged must be one of 'raise', 'skip', 'replace', not 'mend'"),
-        ({"on_damaged": None}, "on_damaged must be one of"),
         ({"options": Options(metadata={"step": 1})}, "must not contain 'step'"),
         ({"options": Options(metadata={"metrics": {}})}, "must not contain 'metrics'"),
     ],
@@ -295,15 +292,10 @@ def test_metrics_lie_in_the_manifest(memory: Memory) -> None:
     "metrics",
     [
         {"loss": "0.5"},
-        {1: 0.5},
-        {"loss": None},
         {"loss": torch.zeros(2)},
-        {"loss": np.zeros(2)},
         {"loss": torch.zeros((), device="meta")},
-        {"loss": 1j},
         {"loss": 10**400},
         {"\ud800": 1.0},
-        [("loss", 0.5)],
         "loss",
     ],
 )

@@ -10,7 +10,6 @@ from typing import Any
 _NEEDED = {
     "X": {"name", "cat", "ts", "dur", "pid", "tid"},
     "C": {"name", "ts", "pid", "args"},
-    "i": {"name", "ts", "pid", "tid", "s"},
     "M": {"name", "pid", "args"},
 }
 _METADATA = {"process_name", "thread_name", "thread_sort_index"}
@@ -58,8 +57,6 @@ def problems_of(event: dict[str, Any]) -> list[str]:
         problems.append(f"a counter counts numbers: {event}")
     if kind == "M" and event["name"] not in _METADATA:
         problems.append(f"no such metadata: {event}")
-    if kind == "i" and event["s"] not in {"g", "p", "t"}:
-        problems.append(f"no such scope: {event}")
     return problems
 
 

@@ -233,9 +233,6 @@ class BucketNotFoundError(StoreError):
 class AccessDeniedError(StoreError):
     """The credentials are valid, and lack a permission."""
 
-    unlisted: tuple[str, ...] = ()
-    """The key prefixes, each with its slash, that a listing could not read. It returned all other keys."""
-
 
 class CredentialsError(StoreError):
     """There are no credentials, or they are unknown to the store or expired."""

@@ -50,18 +50,17 @@ def without_rights(root: Path, *closed: str) -> Iterator[None]:
             (root / name).chmod(0o755)
 
 
-def test_gc_goes_on_and_names_what_it_could_not_see(root: Path, run: Run) -> None:
-    """If this fails, one folder of another user keeps all others from being cleaned, or is passed over in silence."""
+def test_gc_names_what_it_cannot_see_and_removes_nothing(root: Path, run: Run) -> None:
+    """If this fails, gc passes over a folder of another user in silence."""
     for name in ("step-1", "step-2", "step-3"):
         leave_unfinished(LocalPlace(root), name, attempt=OLD_ATTEMPT)
     with without_rights(root, "step-2"):
         dry = run("gc", str(root), "--older-than", "0s", "--json")
         done = run("gc", str(root), "--older-than", "0s", "--yes")
-    assert (dry.code, dry.document["num_objects"]) == (1, 4)
-    assert {f"{root}/step-2" in one["uri"] for one in dry.document["failed"]} == {True}
-    assert (done.code, f"{root}/step-2: failed: permission denied" in done.err) == (1, True)
+    assert (dry.code, done.code) == (4, 4)
+    assert f"{root}/step-2" in done.err
     left = {path.relative_to(root).parts[0] for path in root.rglob(f"data/{OLD_ATTEMPT}/*.safetensors")}
-    assert left == {"step-2"}
+    assert left == {"step-1", "step-2", "step-3"}
     assert all(run("verify", f"{root}/step-{step}").code == 0 for step in (1, 2, 3))
 
 
@@ -77,7 +76,7 @@ def test_gc_removes_nothing_that_it_cannot_judge(root: Path, run: Run, closed: s
     before = LocalPlace(root).contents()
     with without_rights(root, f"step-1/{closed}"):
         ended = run("gc", str(root), "--older-than", "0s", "--yes")
-    assert ended.code == 1
+    assert ended.code == 4
     assert LocalPlace(root).contents() == before
 
 

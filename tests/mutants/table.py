@@ -186,7 +186,7 @@ MUTANTS = {
         breaks="G1: gc deletes the data of a manifest that it could not delete.",
         file="commit/collect.py",
         old="if left_of_log:",
-        new="left += left_of_log\n    if False:",
+        new="left |= left_of_log\n    if False:",
         tests=("tests/commit/gc/test_trouble.py::test_a_manifest_that_cannot_be_removed_keeps_its_data",),
     ),
     "gc-writes-in-a-dry-run": Mutant(
@@ -689,8 +689,8 @@ MUTANTS = {
     "s3-put-without-a-checksum": Mutant(
         breaks="G4: S3 does not check the bytes of an object that is put whole.",
         file="stores/s3/store.py",
-        old="            ChecksumCRC32C=encode_crc32c(crc32c),\n            **condition,",
-        new="            **condition,",
+        old="                ChecksumCRC32C=encode_crc32c(crc32c),\n                **condition,",
+        new="                **condition,",
         tests=("tests/stores/s3/test_requests.py::test_bodies_go_out_unsigned_whole_and_with_their_checksum",),
     ),
     "keys-lead-out-of-the-root": Mutant(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -30,7 +30,6 @@ from cloudckpt.commit.manifest_log import (
 )
 from cloudckpt.commit.publish import split_into_batches
 from cloudckpt.errors import (
-    AccessDeniedError,
     CheckpointChangedError,
     CheckpointError,
     StoreError,
@@ -59,15 +58,6 @@ class WalkedLocation:
     """The items that the walk found there besides the log."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptKey:
-    """Something that could not be removed."""
-
-    key: str
-    """Seen from the root that was walked."""
-    error: Exception
-
-
 def walk(
     store: Store,
     retrier: Retrier,
@@ -78,24 +68,20 @@ def walk(
 ) -> Inventory:
     """List what cloudckpt wrote under `store`: one listing of objects and one of uploads for each of `prefixes`.
 
-    `on_unlisted` is told why unfinished uploads could not be listed; without it, that is an error as any other, and so
-    is a folder that could not be looked into. With it, the inventory has these folders as `Inventory.unlisted`.
+    `on_unlisted` is told why a service does not list unfinished uploads. Without it, and for files, that is an error.
     """
-    inventory = retrier.call(_objects, store, prefixes, has_hidden_uploads=has_hidden_uploads)
+    inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
+    for info in retrier.call(lambda: [found for prefix in prefixes for found in store.list(prefix)]):
+        inventory.add_object(info)
     try:
-        found, unlisted = retrier.call(_uploads, store, prefixes)
-        for upload in found:
+        for upload in retrier.call(lambda: [found for prefix in prefixes for found in store.list_uploads(prefix)]):
             inventory.add_upload(upload)
-        inventory.unlisted.update(unlisted)
     except UnsupportedOperationError:
         pass  # then none can be open
     except StoreError as error:
-        if on_unlisted is None:
+        if on_unlisted is None or has_hidden_uploads:  # beside an upload that is not seen, data looks dead
             raise
         on_unlisted(error)
-    for prefix, denied in inventory.unlisted.items():
-        if on_unlisted is None or not prefix:
-            raise denied
     return inventory
 
 
@@ -118,23 +104,6 @@ def walk_checkpoint(store: Store, retrier: Retrier, *, has_hidden_uploads: bool)
     ranks = parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations)
     own = {"", *(f"rank-{rank}/" for rank in ranks)}
     return inventory, [prefix for prefix in inventory.locations if prefix in own]
-
-
-def _objects(store: Store, prefixes: Sequence[str], *, has_hidden_uploads: bool) -> Inventory:
-    inventory = Inventory(has_hidden_uploads=has_hidden_uploads)
-    for prefix in prefixes:
-        with note_unlisted(inventory.unlisted):
-            for info in store.list(prefix):
-                inventory.add_object(info)
-    return inventory
-
-
-def _uploads(store: Store, prefixes: Sequence[str]) -> tuple[list[UploadInfo], dict[str, StoreError]]:
-    found, unlisted = list[UploadInfo](), dict[str, StoreError]()
-    for prefix in prefixes:
-        with note_unlisted(unlisted):
-            found.extend(store.list_uploads(prefix))  # by what there is before an error
-    return found, unlisted
 
 
 def judge(
@@ -175,14 +144,14 @@ def judge(
 
 def collect(
     walked: WalkedLocation, retrier: Retrier, *, before: datetime, conditional: bool
-) -> tuple[RemovalPlan, list[KeptKey]]:
-    """Remove a location's garbage: what was to go, and what of it could not be removed.
+) -> tuple[RemovalPlan, dict[str, StoreError]]:
+    """Remove a location's garbage. Return the plan, and the errors by the keys that could not be removed.
 
     May be interrupted at any moment, run again, and run twice at once. Raises what `judge` raises, `StoreError`, and
     `CommitUnknownError` where it is not known whether a fence was laid; nothing was removed then.
     """
     log, plan = judge(walked, retrier, before=before)
-    left = list[KeptKey]()
+    left: dict[str, StoreError] = {}
     if any(item.kind == "data" for item in plan.objects):
         is_fenced = plan.needs_fence and conditional
         top = log.top
@@ -199,13 +168,15 @@ def collect(
         agreed = set(plan.objects)
         plan = replace(second, objects=tuple(item for item in second.objects if item in agreed))
     for upload in plan.uploads:
-        left += _abort(walked.root, upload, retrier)
+        failure = _try_removal(retrier, walked.root.abort_multipart, upload.key, upload.upload_id)
+        if failure is not None:
+            left[upload.key] = failure
     left_of_log = _remove(walked.root, [walked.prefix + manifest_key(entry.number) for entry in plan.entries], retrier)
     if left_of_log:  # a manifest stays: so must its data
-        return plan, left + left_of_log
-    left += _remove(walked.root, [item.key for item in plan.objects], retrier)
+        return plan, left | left_of_log
+    left |= _remove(walked.root, [item.key for item in plan.objects], retrier)
     if plan.lone_fence is not None and not left and _is_alone(walked.store, plan.lone_fence, retrier):
-        left += _remove(walked.root, [walked.prefix + manifest_key(plan.lone_fence.number)], retrier)
+        left |= _remove(walked.root, [walked.prefix + manifest_key(plan.lone_fence.number)], retrier)
     return plan, left
 
 
@@ -229,76 +200,45 @@ def _is_alone(store: Store, fence: Entry, retrier: Retrier) -> bool:
     )
 
 
-def _abort(store: Store, upload: FoundItem, retrier: Retrier) -> list[KeptKey]:
-    try:
-        retrier.call(store.abort_multipart, upload.key, upload.upload_id)
-    except StoreError as error:
-        return [KeptKey(key=upload.key, error=error)]
-    return []
-
-
-def _remove(store: Store, keys: Sequence[str], retrier: Retrier) -> list[KeptKey]:
-    """Remove `keys` in their order; where a request fails, its keys one by one."""
-    left: list[KeptKey] = []
+def _remove(store: Store, keys: Sequence[str], retrier: Retrier) -> dict[str, StoreError]:
+    """Remove `keys` in their order; if a request fails, its keys one by one. Return the errors by key."""
+    left: dict[str, StoreError] = {}
     for batch in split_into_batches(keys):
-        if _delete(store, batch, retrier) is None:
+        if _try_removal(retrier, store.delete, batch) is None:
             continue
         num_refused = 0
         for key in batch:
-            error = _delete(store, [key], retrier)
+            error = _try_removal(retrier, store.delete, [key])
             num_refused = num_refused + 1 if error is not None else 0
             if error is not None:
-                left.append(KeptKey(key=key, error=error))
+                left[key] = error
             if num_refused == _MOST_REFUSALS:
                 return left
     return left
 
 
-def _delete(store: Store, keys: Sequence[str], retrier: Retrier) -> StoreError | None:
+def _try_removal(retrier: Retrier, removal: Callable[..., None], *arguments: object) -> StoreError | None:
     try:
-        retrier.call(store.delete, keys)
+        retrier.call(removal, *arguments)
     except StoreError as error:
         return error
     return None
 
 
-@contextlib.contextmanager
-def note_unlisted(unlisted: dict[str, StoreError]) -> Iterator[None]:
-    """A listing that was denied a look into some folders, and has given all else: these are in `unlisted` then."""
-    try:
-        yield
-    except AccessDeniedError as error:
-        if not error.unlisted:
-            raise
-        unlisted.update(dict.fromkeys(error.unlisted, error))
-
-
-def group_uploads(store: Store, retrier: Retrier, *, is_local: bool) -> Mapping[str, list[UploadInfo]]:
+def group_uploads(store: Store, retrier: Retrier) -> Mapping[str, list[UploadInfo]]:
     """Unfinished uploads by the directory that they are for, with keys relative to it; the root's own under ``""``.
 
     Those that may not be listed are left out.
     """
-
-    def look() -> list[UploadInfo]:
-        found = list[UploadInfo]()
-        with note_unlisted({}):
-            found.extend(store.list_uploads())  # extended by what there is before an error
-        return found
-
     by_place: defaultdict[str, list[UploadInfo]] = defaultdict(list)
-    try:
-        for upload in retrier.call(look):
+    with contextlib.suppress(StoreError):
+        for upload in retrier.collect(store.list_uploads):
             name, _, key = upload.key.partition("/")
             if name == "data":
                 by_place[""].append(upload)
             else:
                 relative = UploadInfo(key=key, upload_id=upload.upload_id, started_at=upload.started_at)
                 by_place[name].append(relative)
-    except UnsupportedOperationError:
-        pass  # then none can be open
-    except StoreError:
-        if is_local:
-            raise
     return by_place
 
 

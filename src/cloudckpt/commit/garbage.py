@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 from cloudckpt.commit.attempts import ATTEMPT, parse_number
 from cloudckpt.commit.manifest_log import Entry, parse_entry
-from cloudckpt.errors import StoreError
 from cloudckpt.stores.base import ObjectInfo, UploadInfo
 
 Kind = Literal["data", "upload", "probe"]
@@ -63,8 +62,6 @@ class Inventory:
     def __init__(self, *, has_hidden_uploads: bool) -> None:
         self._has_hidden_uploads = has_hidden_uploads
         self._found: dict[str, list[FoundItem]] = {}
-        self.unlisted: dict[str, StoreError] = {}
-        """The folders that could not be looked into, with their slash, and why."""
 
     def add_object(self, info: ObjectInfo) -> None:
         """An object of a listing; only names that cloudckpt gives are kept."""
@@ -87,10 +84,6 @@ class Inventory:
             folder, slash, _ = info.key.rpartition("/")
             location, attempt = _place(_IN_FOLDER, info.key) or (folder + slash, "")
             self._add(location, FoundItem("upload", info.key, attempt, 0, info.started_at, info.upload_id))
-
-    def unlisted_at(self, location: str) -> list[str]:
-        """Those of `unlisted` that what is garbage at a location depends on."""
-        return sorted(one for one in self.unlisted if location.startswith(one) or one.startswith(f"{location}data/"))
 
     def _add(self, location: str, found: FoundItem) -> None:
         self._found.setdefault(location, []).append(found)

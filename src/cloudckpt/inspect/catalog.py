@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, Literal
 
 from cloudckpt._workers import each_done
-from cloudckpt.commit.collect import group_uploads, note_unlisted
+from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.commit_time import CommitTimes, commit_order, datetime_of
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
 from cloudckpt.commit.manifest_log import (
@@ -179,7 +179,8 @@ class _Listing:
         names = [name for name in retrier.collect(store.list_directories) if is_openable(self._root, name)]
         places, uploads = list(names), dict[str, list[UploadInfo]]()
         if self._reader is not None:
-            uploads.update(group_uploads(store, retrier, is_local=self._root.scheme == "file"))
+            if self._root.scheme != "file":  # there, each folder is listed by itself: some may be closed
+                uploads.update(group_uploads(store, retrier))
             if "data" in names or read_log(store, retrier, is_confirmed=False, is_lenient=True).entries:
                 places.append("")
         for name in self._missing:
@@ -250,19 +251,22 @@ class _StateReader:
     def _read_once(
         self, location: Location, store: Store, uploads: Iterable[UploadInfo], vanished: set[tuple[int, int | None]]
     ) -> list[CheckpointInfo]:
-        inventory = self._retrier.call(_list_data, store, is_local=location.scheme == "file")
+        is_local = location.scheme == "file"
+        inventory = Inventory(has_hidden_uploads=is_local)
+        for info in self._retrier.collect(store.list, "data/"):
+            inventory.add_object(info)
+        if is_local:
+            uploads = self._retrier.collect(store.list_uploads, "data/" if location == self._root else "")
         for upload in uploads:
             inventory.add_upload(upload)
         checkpoint, rest = self._read_checkpoint(location, store, inventory.at(""), vanished)
-        denied = [_denied_info(location, error) for error in set(inventory.unlisted.values())]
-        if checkpoint is None and not rest and not denied:
+        if checkpoint is None and not rest:
             others = self._read_other_formats(location, store)
             # The folders of ranks that saved separately at the root are listed as entries of their own.
             return [info for info in others if location != self._root or info.state == "torch"]
         return [
             *([checkpoint] if checkpoint is not None else []),
             *self._describe_attempts(location, rest, checkpoint),
-            *denied,
         ]
 
     def _read_checkpoint(
@@ -370,14 +374,6 @@ class _StateReader:
             return max(info.modified_at for info in infos)
         key = f"rank-0/{manifest_key(entry.number)}"
         return self._times.read(store, key, entry, self._retrier) or entry.modified_at
-
-
-def _list_data(store: Store, *, is_local: bool) -> Inventory:
-    inventory = Inventory(has_hidden_uploads=is_local)
-    with note_unlisted(inventory.unlisted):
-        for info in store.list("data/"):
-            inventory.add_object(info)
-    return inventory
 
 
 def _changing_error(location: Location) -> CheckpointChangedError:

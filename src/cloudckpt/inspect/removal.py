@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
-from cloudckpt.commit.collect import KeptKey, WalkedLocation, collect, delete_checkpoint, judge, walk, walk_checkpoint
+from cloudckpt.commit.collect import WalkedLocation, collect, delete_checkpoint, judge, walk, walk_checkpoint
 from cloudckpt.commit.garbage import Inventory, RemovalPlan
 from cloudckpt.commit.manifest_log import manifest_key
 from cloudckpt.commit.publish import check_conditional_create
@@ -165,14 +165,8 @@ class _Collection:
                 has_hidden_uploads=self._location.scheme == "file",
                 on_unlisted=lambda error: self._fail(self._location.uri, error, "unfinished uploads: "),
             )
-            is_nothing_there = not inventory.locations and not inventory.unlisted
-            if not is_nothing_there:
+            if inventory.locations:
                 break
-        for prefix, error in sorted(inventory.unlisted.items()):
-            uri = _uri_of(self._location, prefix)
-            reason = "permission denied, so that what lies there was not judged. Grant this user access to it"
-            self._failed.append(KeptObject(uri=uri, reason=reason))
-            _emit("gc.failed", uri, self._options, error=error)
         for prefix in inventory.locations:
             self._collect(prefix, inventory)
         return GarbageReport(
@@ -181,16 +175,12 @@ class _Collection:
             locations=tuple(self._found),
             skipped=tuple(self._skipped),
             failed=tuple(self._failed),
-            is_nothing_there=is_nothing_there,
+            is_nothing_there=not inventory.locations,
         )
 
     def _collect(self, prefix: str, inventory: Inventory) -> None:
         uri = _uri_of(self._location, prefix)
-        left: list[KeptKey] = []
-        if unlisted := inventory.unlisted_at(prefix):
-            seen = _uri_of(self._location, unlisted[0])
-            self._skipped.append(KeptObject(uri=uri, reason=f"what is garbage there cannot be told without {seen}"))
-            return
+        left: dict[str, StoreError] = {}
         try:
             walked = _walked_location(self._location, self._store, inventory, prefix, self._options)
             if self._dry_run:
@@ -205,8 +195,8 @@ class _Collection:
             if inventory.at(prefix):
                 self._skipped.append(KeptObject(uri=uri, reason=str(error)))
             return
-        for item in left:
-            self._fail(self._store.url(item.key), item.error)
+        for key, failure in left.items():
+            self._fail(self._store.url(key), failure)
         if plan.is_empty:
             return
         garbage = describe_garbage(uri, prefix, plan)

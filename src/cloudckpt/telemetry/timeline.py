@@ -83,11 +83,6 @@ class Recorder:
         if self.timeline is not None:
             self.timeline.add("X", name, begun_ns, now_ns() - begun_ns, {"key": key, **more} if key else more)
 
-    def instant(self, name: str, *, key: str = "", **more: object) -> None:
-        """Add an instant to the timeline: `name` happened now, in this thread."""
-        if self.timeline is not None:
-            self.timeline.add("i", name, now_ns(), 0, {"key": key, **more} if key else more)
-
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Record this context as a span, and write the timeline at its end, also after an exception."""
@@ -183,8 +178,8 @@ def trace_path(trace: str | os.PathLike[str], *, rank: int, verb: Verb) -> Path:
 class _Event(NamedTuple):
     """An event that waits to be written. A tuple, because there are many."""
 
-    kind: Literal["X", "C", "i"]
-    """A span, a counter's new value, or an instant: the format's phases."""
+    kind: Literal["X", "C"]
+    """A span, or a counter's new value: the format's phases."""
     name: str
     begun_ns: int
     spent_ns: int
@@ -231,9 +226,7 @@ class Timeline:
             self._path, self._rank = path, rank
             self._write(path)
 
-    def add(
-        self, kind: Literal["X", "C", "i"], name: str, begun_ns: int, spent_ns: int, args: Mapping[str, object]
-    ) -> None:
+    def add(self, kind: Literal["X", "C"], name: str, begun_ns: int, spent_ns: int, args: Mapping[str, object]) -> None:
         """Add one event of this thread."""
         thread = threading.current_thread()
         with self._lock:
@@ -281,8 +274,6 @@ class Timeline:
         if event.kind == "X":
             # Both ends are whole microseconds, otherwise spans that nest by the clock would not nest in the file.
             encoded["dur"] = (self._epoch_ns + event.begun_ns + event.spent_ns) // 1000 - begin_us
-        elif event.kind == "i":
-            encoded["s"] = "t"
         return encoded
 
     def _names(self) -> list[dict[str, Any]]:

@@ -212,7 +212,7 @@ def test_amazons_own_endpoints_are_told_from_others(endpoint_url: str, amazons: 
 @pytest.mark.parametrize("region", ["eu-west-1", "cn-north-1", "us-gov-west-1", "us-iso-east-1"])
 def test_amazon_is_not_asked(monkeypatch: pytest.MonkeyPatch, region: str) -> None:
     """Each process of each save would cost six requests and a permission to delete that it may not have."""
-    monkeypatch.setattr("cloudckpt.stores.s3.client.S3Session.call", lambda *_, **__: pytest.fail("a request"))
+    monkeypatch.setattr("cloudckpt.stores.s3.client.S3Client.request_for", lambda *_, **__: pytest.fail("a request"))
     options = {"region": region, "access_key_id": "a", "secret_access_key": "b"}
     store = S3Store("bucket", "run", storage_options=options, timeout_s=20, connections=1)
     assert store.probe() == store.capabilities

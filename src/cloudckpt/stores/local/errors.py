@@ -19,7 +19,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
@@ -66,18 +66,6 @@ def translate(error: OSError, *, key: str, operation: str) -> StoreError:
     is_another = key.startswith(f"{failed}/") or failed.startswith(f"{key.rstrip('/')}/")
     where = f" (at {failed.rstrip('/')})" if is_another else ""
     return kind(f"{operation} {key}: {reason}{where}. {advice}".rstrip(), key=key, operation=operation)
-
-
-def raise_denied(denied: Mapping[str, OSError], *, key: str, operation: str) -> None:
-    """Raise the error at the end of a listing, if it was `denied` a look into some directories."""
-    if denied:
-        first, *others = sorted(denied)
-        error = translate(denied[first], key=key, operation=operation)
-        if others:
-            error.args = (f"{error} Directories that could not be looked into: {len(denied):,}.",)
-        if isinstance(error, AccessDeniedError):
-            error.unlisted = (first, *others)
-        raise error from denied[first]
 
 
 @contextlib.contextmanager

@@ -42,10 +42,6 @@ _OF_THE_FILE_SYSTEM = "lost+found"
 """A directory at the root of a file system, for the user root alone."""
 
 
-Denied = dict[str, PermissionError]
-"""The directories that could not be listed, by their keys with a slash, and the reasons."""
-
-
 def temp_path(path: str, upload_id: str) -> str:
     """Return the path of the upload's bytes until they appear at `path`."""
     directory, name = os.path.split(path)
@@ -248,17 +244,14 @@ def _make_directories(directory: str, *, root: str) -> None:
             fsync_directory(os.path.dirname(path))
 
 
-def list_files(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield key and status of every file whose key starts with `prefix`, without those that vanish meanwhile.
-
-    Adds the directories that could not be listed to `denied`, and yields everything else.
-    """
-    for directory, entries in _directories(root, prefix, denied):
-        yield from _files_in(root, directory, entries, prefix, denied)
+def list_files(root: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield key and status of every file whose key starts with `prefix`, without those that vanish meanwhile."""
+    for directory, entries in _directories(root, prefix):
+        yield from _files_in(root, directory, entries, prefix)
 
 
 def _files_in(
-    root: str, directory: str, entries: Sequence[os.DirEntry[str]], prefix: str, denied: Denied
+    root: str, directory: str, entries: Sequence[os.DirEntry[str]], prefix: str
 ) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files of one directory, beginning with `entries`, a first reading of it.
 
@@ -274,12 +267,8 @@ def _files_in(
             if not key.startswith(prefix) or entry.name in seen:
                 continue
             seen.add(entry.name)
-            try:
-                status = _object_status(entry, root)
-                has_vanished |= status is None and _was_file(entry)
-            except PermissionError as error:  # it may list the directory, and no more
-                denied[directory] = error
-                continue
+            status = _object_status(entry, root)
+            has_vanished |= status is None and _was_file(entry)
             if status:
                 yield key, status
         if has_vanished:
@@ -297,14 +286,17 @@ def list_directories(root: str) -> Iterator[str]:
         return
     for entry in entries:
         if _is_object_directory(entry):
-            denied: Denied = {}  # a listing of the directory raises the reason
-            if next(list_files(root, f"{entry.name}/", denied), None) is not None or denied:
+            try:
+                is_empty = next(list_files(root, f"{entry.name}/"), None) is None
+            except PermissionError:
+                is_empty = False  # a listing of the directory raises the reason
+            if not is_empty:
                 yield entry.name
 
 
-def list_uploads(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yield key, upload id and status (of its begin) of every unfinished upload. `denied` is as for `list_files`."""
-    for directory, entries in _directories(root, prefix, denied):
+def list_uploads(root: str, prefix: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Yield key, upload id and status (of its begin) of every unfinished upload."""
+    for directory, entries in _directories(root, prefix):
         for hidden in entries:
             if not hidden.name.startswith(TEMP_PREFIX) or not hidden.is_dir(follow_symlinks=False):
                 continue
@@ -313,15 +305,12 @@ def list_uploads(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, 
                 status = hidden.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            except PermissionError as error:
-                denied[directory] = error
-                continue
             key = f"{directory}{names[0] if names else UNNAMED}"
             if key.startswith(prefix):
                 yield key, hidden.name[len(TEMP_PREFIX) :], status
 
 
-def _directories(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+def _directories(root: str, prefix: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
     """Yield the key prefix (with its slash) and the entries of each directory that can hold keys with `prefix`."""
     pending = [prefix[: prefix.rfind("/") + 1]]
     while pending:
@@ -330,13 +319,10 @@ def _directories(root: str, prefix: str, denied: Denied) -> Iterator[tuple[str, 
             entries = _entries(f"{root}/{directory}")
         except FileNotFoundError:
             continue
-        except PermissionError as error:
+        except PermissionError:
             if directory.rstrip("/").rpartition("/")[2] == _OF_THE_FILE_SYSTEM:
                 continue
-            if not directory:
-                raise  # a denied look is no absence
-            denied[directory] = error
-            continue
+            raise  # a denied look is no absence
         except NotADirectoryError:
             if directory and not os.path.isfile(root):
                 continue

@@ -24,7 +24,7 @@ from cloudckpt.stores.base import (
     Views,
 )
 from cloudckpt.stores.local import files
-from cloudckpt.stores.local.errors import raise_denied, translated
+from cloudckpt.stores.local.errors import translated
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -155,10 +155,8 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with translated(self.url(prefix), "list"):
-            denied: files.Denied = {}
-            for key, status in files.list_files(self._root, prefix, denied):
+            for key, status in files.list_files(self._root, prefix):
                 yield _info(key, status)
-            raise_denied(denied, key=self.url(prefix), operation="list")
 
     def list_directories(self) -> Iterator[str]:
         with translated(self._root, "list_directories"):
@@ -180,10 +178,8 @@ class LocalStore(Store):
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         with translated(self.url(prefix), "list_uploads"):
-            denied: files.Denied = {}
-            for key, upload_id, status in files.list_uploads(self._root, prefix, denied):
+            for key, upload_id, status in files.list_uploads(self._root, prefix):
                 yield UploadInfo(key=key, upload_id=upload_id, started_at=_time(status))
-            raise_denied(denied, key=self.url(prefix), operation="list_uploads")
 
     def _write(self, operation: str, key: str, temp: str, offset_bytes: int, views: Views, *, crc32c: int) -> None:
         with files.opened(temp, os.O_WRONLY) as file:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +12,7 @@ import pytest
 
 from cloudckpt.distributed.shared_reads.exchange import Exchange
 from cloudckpt.distributed.shared_reads.plan import Segment, plan_segments
-from cloudckpt.distributed.shared_reads.ring import RingAddress, SharedMemoryRing
+from cloudckpt.distributed.shared_reads.ring import RingAddress, SharedMemoryRing, has_ended, own_process
 
 SEGMENT_BYTES = 4096
 WAIT_S = 60.0
@@ -130,3 +132,14 @@ def test_what_a_rank_has_not_copied_yet_keeps_its_place(rings: list[SharedMemory
     assert received_by(receiver) == {one.number: content(one) for one in reader.segments if reader.reads(one)}
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def test_a_process_that_has_ended_is_known() -> None:
+    """If this fails, a rank waits for bytes of one that was killed, or takes one that lives for dead."""
+    script = "from cloudckpt.distributed.shared_reads.ring import own_process; print(own_process())"
+    ended = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.strip()
+    pid, start, namespace = own_process().split(":", 2)
+    assert has_ended(ended)
+    assert not has_ended(own_process())
+    assert has_ended(f"{pid}:{int(start) + 1}:{namespace}")  # another process, under the same number
+    assert not has_ended(f"{ended.partition(':')[0]}:{start}:another-machine:1")

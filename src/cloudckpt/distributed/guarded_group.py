@@ -24,7 +24,7 @@ from cloudckpt.distributed.rendezvous import Rendezvous
 from cloudckpt.errors import RankLostError
 from cloudckpt.telemetry.timeline import meeting
 
-Purpose: TypeAlias = Literal["foreground", "background", "asking"]
+Purpose: TypeAlias = Literal["foreground", "background"]
 """Calls that may run beside one another use process groups of their own."""
 _T = TypeVar("_T")
 
@@ -85,9 +85,6 @@ class GuardedProcessGroup(dist.ProcessGroup):
         # torch broadcasts the largest size before, and scatters the sizes last.
         is_last = outputs[0].dtype is not torch.uint8
         return self._complete(lambda: self._gloo.scatter(outputs, inputs, opts), is_last=is_last)
-
-    def barrier(self, opts: Any = None) -> Any:
-        return self._meet_and_complete(lambda: self._gloo.barrier(opts), is_last=True)
 
     def _guard(self, tensor: torch.Tensor, collective: Callable[[], Any]) -> Any:
         if tensor.dtype is torch.uint8:
@@ -221,32 +218,27 @@ class _Guard:
         return (self._ranks.index(0),) if is_a_ranks and 0 in self._ranks else ()
 
 
-class ProcessGroupCache:
-    """The guards of the process groups that this process has used."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may come while its own thread holds it
-        self._guards: list[_Guard] = []
-
-    def next_call(self, source: dist.ProcessGroup, purpose: Purpose) -> tuple[_Guard, int]:
-        """Return the guard for this purpose, and the number of its next call, which counts even if it fails."""
-        with self._lock:
-            for guard in self._guards:
-                known = guard.source()
-                if known is None or not exists(known):
-                    guard.destroy()
-            self._guards = [one for one in self._guards if (known := one.source()) is not None and exists(known)]
-            for guard in self._guards:
-                if guard.source() is source and guard.purpose == purpose:
-                    break
-            else:
-                guard = _Guard(source, purpose)
-                self._guards.append(guard)
-            guard.num_calls += 1
-            return guard, guard.num_calls
+_guards: list[_Guard] = []
+"""The guards of the process groups that this process has used."""
+_guards_lock = threading.RLock()  # a signal's handler may come while its own thread holds it
 
 
-_guards = ProcessGroupCache()
+def _next_call(source: dist.ProcessGroup, purpose: Purpose) -> tuple[_Guard, int]:
+    """Return the guard for this purpose, and the number of its next call, which counts even if it fails."""
+    with _guards_lock:
+        for guard in list(_guards):
+            known = guard.source()
+            if known is None or not exists(known):
+                guard.destroy()
+                _guards.remove(guard)
+        for guard in _guards:
+            if guard.source() is source and guard.purpose == purpose:
+                break
+        else:
+            guard = _Guard(source, purpose)
+            _guards.append(guard)
+        guard.num_calls += 1
+        return guard, guard.num_calls
 
 
 class CollectiveCall:
@@ -254,7 +246,7 @@ class CollectiveCall:
 
     def __init__(self, source: dist.ProcessGroup, purpose: Purpose, *, doing: str, uri: str, timeout_s: float) -> None:
         self._what, self._uri = f"{doing} {uri}", uri
-        guard, self._number = _guards.next_call(source, purpose)
+        guard, self._number = _next_call(source, purpose)
         self._rendezvous = guard.rendezvous
         try:
             self.group, interrupt = run_in_thread(
@@ -313,19 +305,14 @@ def begin_call(
 
 @contextlib.contextmanager
 def guarded_collectives(
-    process_group: dist.ProcessGroup | None,
-    purpose: Purpose = "foreground",
-    *,
-    doing: str,
-    uri: str,
-    timeout_s: float,
+    process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float
 ) -> Iterator[dist.ProcessGroup | None]:
     """Yield the group for the collectives of one call of DCP: `process_group` itself if it cannot be guarded.
 
     A lost rank fails the call with torch's own exception.
     """
     try:
-        call = begin_call(process_group, purpose, doing=doing, uri=uri, timeout_s=timeout_s)
+        call = begin_call(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
     except RankLostError as error:
         raise as_checkpoint_exception(error) from None
     if call is None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from cloudckpt.distributed.heartbeat import GroupState, Heartbeat, has_ended, own_process
+from cloudckpt.distributed.heartbeat import GroupState, Heartbeat
 from cloudckpt.errors import RankLostError, bounded
 
 _BEATS_WITHIN_TIMEOUT = 8
@@ -23,6 +23,7 @@ _MAX_BEAT_INTERVAL_S = 5.0
 _MIN_POLL_S = 0.0005
 _MAX_POLL_S = 0.05
 _MAX_FAREWELL_S = 2.0
+_STORE_FAREWELL_S = 20 * _MAX_POLL_S
 _MAX_NAMED_RANKS = 16
 _STATE_KEY = "state"
 
@@ -85,9 +86,7 @@ class Rendezvous:
                 raise self._lose_store("has not answered since the call before")
             # Ranks may load from copies on disks of their own; the commit that they find is compared with the plans.
             task = f"{doing}\0{uri if doing != 'loading' else ''}".encode(errors="surrogatepass")
-            self._mine = Heartbeat(
-                beat=self._mine.beat, call=call, task=hashlib.sha256(task).hexdigest()[:16], process=own_process()
-            )
+            self._mine = Heartbeat(beat=self._mine.beat, call=call, task=hashlib.sha256(task).hexdigest()[:16])
             self._failure = self._on_cancel = None
             self._wants_cancel = self._is_ending = self._has_answered = False
             self._answered_s = time.monotonic()
@@ -161,16 +160,12 @@ class Rendezvous:
         if error is not None:
             self.fail(error)
         with self._changed:
-            deadline_s = time.monotonic() + min(self.timeout_s, _MAX_FAREWELL_S)
-            if self.rank in self._store_keeper and self._state.failed_call == call:
-                self._heard_s = dict.fromkeys(self._watched, time.monotonic())
-                self._is_waiting = True  # the store may end with this process: let the others read the failure first
-                self._wake()
-                self._changed.wait_for(self._have_others_ended, deadline_s - time.monotonic())
-                self._is_waiting = False
+            if self.rank in self._store_keeper and (self._failure is not None or self._state.failed_call == call):
+                # The store may end with this process: let the others, who poll, read the failure first.
+                self._changed.wait_for(lambda: self._trouble, min(self.timeout_s, _STORE_FAREWELL_S))
             self._is_ending = True
             self._wake()
-            self._changed.wait_for(lambda: self._thread is not thread, max(0.0, deadline_s - time.monotonic()))
+            self._changed.wait_for(lambda: self._thread is not thread, min(self.timeout_s, _MAX_FAREWELL_S))
 
     @property
     def _watched(self) -> range:
@@ -179,10 +174,6 @@ class Rendezvous:
     def _wake(self) -> None:
         self._is_urgent = True
         self._changed.notify_all()
-
-    def _have_others_ended(self) -> bool:
-        left = {rank for rank, one in self._others.items() if one.has_ended or one.call > self._mine.call}
-        return bool(self._trouble) or len(left | set(self._state.failed_ranks) - {self.rank}) == self.num_ranks - 1
 
     def _raise_if_failed(self) -> None:
         state = self._state
@@ -326,9 +317,6 @@ class Rendezvous:
         gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
         if gone:
             return tuple(gone), f"{_named(gone)} left before the end", False
-        ended = [rank for rank, one in watched if has_ended(one.process)]
-        if ended:
-            return tuple(ended), f"the process of {_named(ended)} has ended", True
         since_s = time.monotonic() - self.timeout_s
         silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from cloudckpt.distributed.heartbeat import has_ended
 from cloudckpt.distributed.shared_reads.plan import Range, Segment, count_repeated_bytes, plan_segments
 from cloudckpt.distributed.shared_reads.ring import (
     FAILED,
@@ -29,6 +28,7 @@ from cloudckpt.distributed.shared_reads.ring import (
     UNKNOWN,
     RingAddress,
     SharedMemoryRing,
+    has_ended,
 )
 from cloudckpt.options import MIB, Options
 from cloudckpt.stores.base import Views

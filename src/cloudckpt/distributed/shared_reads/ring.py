@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from cloudckpt.distributed.heartbeat import has_ended, own_process
 from cloudckpt.stores.base import Views
 
 _RING_OFFSET_BYTES = 1 << 30
@@ -171,3 +171,39 @@ class SharedMemoryRing:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
+
+
+def own_process() -> str:
+    """Identify this process for others on the same machine; "-" if the system cannot."""
+    pid = os.getpid()
+    started = _state_and_start_of(pid)
+    return f"{pid}:{started[1]}:{_process_namespace()}" if started is not None and _process_namespace() else "-"
+
+
+def has_ended(process: str) -> bool:
+    """True if the process that `own_process` identified is known to be gone; False if it is on another machine."""
+    pid, _, rest = process.partition(":")
+    start, _, namespace = rest.partition(":")
+    if not namespace or namespace != _process_namespace():
+        return False
+    found = _state_and_start_of(int(pid))
+    return found is None or found[0] in "ZX" or found[1] != start
+
+
+def _state_and_start_of(pid: int) -> tuple[str, str] | None:
+    try:
+        # The name before it, in brackets, may hold anything (https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html).
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+@functools.cache
+def _process_namespace() -> str:
+    """Identify the boot and the container in which process numbers are unique; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""

@@ -14,7 +14,7 @@ from tests.in_memory import Memory, state_of
 
 import cloudckpt
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.integrations._requirements import TESTED_VERSIONS
+from cloudckpt.integrations import TESTED_VERSIONS
 from cloudckpt.integrations._state import deserialize, serialize
 from cloudckpt.integrations.existing_steps import find_steps
 

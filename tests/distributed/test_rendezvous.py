@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cloudckpt.distributed.heartbeat import GroupState
-from cloudckpt.distributed.rendezvous import Rendezvous
+from cloudckpt.distributed.rendezvous import GroupState, Rendezvous
 from cloudckpt.errors import RankLostError
 
 WAIT_S = 60.0

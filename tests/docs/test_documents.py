@@ -13,8 +13,8 @@ import pytest
 from tests.docs.markdown import anchors_of, links_of, snippets_of
 from tests.docs.tables import ROOT, TABLES, marked
 
-from cloudckpt.stores.gcs.config import PARSERS as GCS_PARSERS
-from cloudckpt.stores.s3.config import ALIASES, PARSERS
+from cloudckpt.stores.gcs.client import PARSERS as GCS_PARSERS
+from cloudckpt.stores.s3.client import ALIASES, PARSERS
 from cloudckpt.testing.servers import S3Server
 
 DOCUMENTS = sorted(

@@ -19,7 +19,7 @@ from awscrt.checksums import crc32c
 from tests.format.samples import as_json, tiles_text
 
 import cloudckpt
-from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
 ROOM_BYTES = 2**29

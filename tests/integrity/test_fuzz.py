@@ -22,8 +22,7 @@ from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.errors import CheckpointError
 from cloudckpt.format.safetensors import LENGTH_BYTES
 from cloudckpt.format.validation import is_safe_key
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
 pytestmark = [

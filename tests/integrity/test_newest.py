@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.errors import AccessDeniedError, CredentialsError, TransientStoreError
-from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import crc32c_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

@@ -13,7 +13,7 @@ from tests.wrapped import permanent, transient
 import cloudckpt
 from cloudckpt import CorruptCheckpointError, Options
 from cloudckpt.errors import StoreError
-from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import crc32c_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

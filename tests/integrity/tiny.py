@@ -16,7 +16,7 @@ from cloudckpt import ObjectStoreReader
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
-from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.uri import parse_location
 

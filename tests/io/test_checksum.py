@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.oracles import slow_crc32c
 
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
-from cloudckpt.stores._body import crc32c_of, num_bytes
+from cloudckpt.stores.base import crc32c_of, num_bytes
 
 RFC_3720_VECTORS = [
     (bytes(32), 0x8A9136AA),

@@ -16,8 +16,7 @@ from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.resume import find_leftovers
 from cloudckpt.io.retry import Retrier
 from cloudckpt.io.upload import UploadSession
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Part, Store, UploadedPart
+from cloudckpt.stores.base import Part, Store, UploadedPart, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
 OLD, NEW = "data/x/0-", "data/y/0-"

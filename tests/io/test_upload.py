@@ -25,8 +25,7 @@ from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.retry import Retrier
 from cloudckpt.io.upload import UploadSession
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Limits, Store, Views
+from cloudckpt.stores.base import Limits, Store, Views, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
 TILE_BYTES = 8

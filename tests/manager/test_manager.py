@@ -24,8 +24,7 @@ import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
 from cloudckpt.commit import commit_time
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.testing.faults import Call, WrappedStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

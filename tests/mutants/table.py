@@ -543,7 +543,7 @@ MUTANTS = {
     ),
     "permit-after-a-failure": Mutant(
         breaks="G3: an interrupt in the instant of a barrier leaves the other ranks in a collective without this one.",
-        file="distributed/heartbeat.py",
+        file="distributed/rendezvous.py",
         old="if self.is_final or self.failed_call >= call or self.permits(call, step):",
         new="if self.permits(call, step):",
         tests=("tests/distributed/test_rendezvous.py::test_decisions_about_a_call_are_made_once",),
@@ -695,7 +695,7 @@ MUTANTS = {
     ),
     "keys-lead-out-of-the-root": Mutant(
         breaks="G6: a key with '..' leads out of a store's root.",
-        file="stores/_body.py",
+        file="stores/base.py",
         old='"." in segments or ".." in segments',
         new='"." in segments',
         tests=("tests/stores/test_memory.py::TestContract::test_keys_that_could_leave_the_root_are_refused",),

@@ -16,8 +16,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 

@@ -17,8 +17,7 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Part, Store
+from cloudckpt.stores.base import Part, Store, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.testing.faults import (
     Absent,

@@ -46,7 +46,7 @@ from cloudckpt.io.resume import Body
 from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.stores._body import crc32c_of
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.uri import Location, parse_location
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations import require
 from cloudckpt.integrations._state import RandomState, deserialize, serialize
 
 with require("accelerate"):

@@ -24,7 +24,7 @@ from cloudckpt.convert.state_dicts import load_whole
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.inspect.description import describe
 from cloudckpt.inspect.removal import delete
-from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations import require
 from cloudckpt.integrations._state import SKELETON, deserialize, flatten, serialize, unflatten
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location

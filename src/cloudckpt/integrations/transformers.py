@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations._requirements import require
+from cloudckpt.integrations import require
 from cloudckpt.integrations._state import RandomState, deserialize, serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps

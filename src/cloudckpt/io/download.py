@@ -24,8 +24,7 @@ from cloudckpt.errors import (
 from cloudckpt.io.checksum import compute_tile_crc32cs
 from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.retry import NUM_LOOKS, Attempts, Confirmation, Retrier
-from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import Store, Views
+from cloudckpt.stores.base import Store, Views, num_bytes
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]

@@ -17,8 +17,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from cloudckpt._forks import is_forked
 from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.options import DEFAULT_CONNECTIONS
-from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views, num_bytes
 from cloudckpt.stores.http_clients import CallScope
 
 _T = TypeVar("_T")

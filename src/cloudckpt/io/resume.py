@@ -21,8 +21,7 @@ from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.download import fetch
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import MIB
-from cloudckpt.stores._body import num_bytes
-from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views, num_bytes
 
 _T = TypeVar("_T")
 _log = logging.getLogger("cloudckpt")

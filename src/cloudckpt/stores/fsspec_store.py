@@ -30,8 +30,21 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.options import MIB
-from cloudckpt.stores._body import batches, check_crc32c, check_key, crc32c_of, num_bytes
-from cloudckpt.stores.base import Capabilities, Limits, ObjectInfo, Part, Store, UploadedPart, UploadInfo, Views
+from cloudckpt.stores.base import (
+    Capabilities,
+    Limits,
+    ObjectInfo,
+    Part,
+    Store,
+    UploadedPart,
+    UploadInfo,
+    Views,
+    batches,
+    check_crc32c,
+    check_key,
+    crc32c_of,
+    num_bytes,
+)
 from cloudckpt.stores.local.errors import ERRNO_TABLE
 from cloudckpt.uri import Location
 

@@ -14,7 +14,7 @@ import sys
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores._body import batches, num_bytes, without_first
+from cloudckpt.stores.base import batches, num_bytes, without_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

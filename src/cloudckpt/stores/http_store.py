@@ -20,8 +20,7 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.stores import probe
-from cloudckpt.stores._body import check_key, num_bytes
-from cloudckpt.stores.base import Capabilities, Store
+from cloudckpt.stores.base import Capabilities, Store, check_key, num_bytes
 from cloudckpt.stores.http_body import BodyEndedError, ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey
 from cloudckpt.stores.http_errors import FailedRequest, mask

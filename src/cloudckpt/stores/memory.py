@@ -16,7 +16,6 @@ from cloudckpt.errors import (
     StoreError,
     UnsupportedOperationError,
 )
-from cloudckpt.stores._body import check_crc32c, check_key, crc32c_of, in_order, num_bytes
 from cloudckpt.stores.base import (
     Capabilities,
     FoundPart,
@@ -28,6 +27,11 @@ from cloudckpt.stores.base import (
     UploadedPart,
     UploadInfo,
     Views,
+    check_crc32c,
+    check_key,
+    crc32c_of,
+    in_order,
+    num_bytes,
     run_once,
 )
 

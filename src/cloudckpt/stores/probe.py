@@ -24,8 +24,7 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.options import MIB
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Capabilities, Part, Store, UploadedPart
+from cloudckpt.stores.base import Capabilities, Part, Store, UploadedPart, crc32c_of
 
 _log = logging.getLogger("cloudckpt")
 

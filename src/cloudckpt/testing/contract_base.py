@@ -12,8 +12,7 @@ from typing import TypeVar
 import pytest
 
 from cloudckpt.errors import StoreError, UnsupportedOperationError
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Part, Store, UploadedPart
+from cloudckpt.stores.base import Part, Store, UploadedPart, crc32c_of
 from cloudckpt.testing.wire import Wire
 
 

@@ -6,8 +6,7 @@ itself never does.
 
 from __future__ import annotations
 
-from cloudckpt.stores._body import crc32c_of
-from cloudckpt.stores.base import Store
+from cloudckpt.stores.base import Store, crc32c_of
 
 __all__ = ["flip_bit", "overwrite", "remove", "truncate"]
 

@@ -36,8 +36,18 @@ from cloudckpt.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from cloudckpt.stores._body import num_bytes, without_first
-from cloudckpt.stores.base import Call, ForwardingStore, Part, RequestRunner, Store, UploadedPart, Views, run_once
+from cloudckpt.stores.base import (
+    Call,
+    ForwardingStore,
+    Part,
+    RequestRunner,
+    Store,
+    UploadedPart,
+    Views,
+    num_bytes,
+    run_once,
+    without_first,
+)
 
 __all__ = [
     "Absent",

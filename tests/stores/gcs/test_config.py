@@ -6,7 +6,7 @@ import pytest
 from google.auth.credentials import AnonymousCredentials
 
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.stores.gcs.config import parse_storage_options
+from cloudckpt.stores.gcs.client import parse_storage_options
 
 
 def test_every_problem_is_told_at_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3.config import S3Config, parse_storage_options
+from cloudckpt.stores.s3.client import S3Config, parse_storage_options
 
 KEY = bytes(range(32))
 

@@ -16,7 +16,7 @@ from cloudckpt import errors
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores import probe as probing
 from cloudckpt.stores.s3 import S3Store
-from cloudckpt.stores.s3.config import is_amazons
+from cloudckpt.stores.s3.client import is_amazons
 from cloudckpt.testing.contract_base import put
 
 if TYPE_CHECKING:

@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any
 from cloudckpt._workers import each_done
 from cloudckpt.errors import ObjectNotFoundError, StoreError, TransientStoreError, UnsupportedOperationError
 from cloudckpt.options import GIB
-from cloudckpt.stores._body import in_order
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, run_once
+from cloudckpt.stores.base import (
+    Capabilities,
+    FoundPart,
+    Limits,
+    ObjectInfo,
+    UploadedPart,
+    UploadInfo,
+    in_order,
+    run_once,
+)
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles
-from cloudckpt.stores.gcs.config import parse_storage_options
+from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles, parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
 from cloudckpt.stores.http_body import decode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk

@@ -22,7 +22,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
-from cloudckpt.stores._body import crc32c_of, num_bytes
+from cloudckpt.stores.base import crc32c_of, num_bytes
 from cloudckpt.stores.gcs.client import CONTENT_TYPE, check_answer
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 

@@ -19,7 +19,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import UnsupportedOperationError
-from cloudckpt.stores._body import batches, crc32c_of, without_first
+from cloudckpt.stores.base import batches, crc32c_of, without_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

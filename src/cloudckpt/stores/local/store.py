@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
-from cloudckpt.stores._body import check_crc32c, check_key, in_order, num_bytes
 from cloudckpt.stores.base import (
     Capabilities,
     Limits,
@@ -22,6 +21,10 @@ from cloudckpt.stores.base import (
     UploadedPart,
     UploadInfo,
     Views,
+    check_crc32c,
+    check_key,
+    in_order,
+    num_bytes,
 )
 from cloudckpt.stores.local import files
 from cloudckpt.stores.local.errors import translated

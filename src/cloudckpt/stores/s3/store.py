@@ -18,13 +18,26 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.options import GIB, MIB
-from cloudckpt.stores._body import in_order
-from cloudckpt.stores.base import Capabilities, FoundPart, Limits, ObjectInfo, UploadedPart, UploadInfo, run_once
+from cloudckpt.stores.base import (
+    Capabilities,
+    FoundPart,
+    Limits,
+    ObjectInfo,
+    UploadedPart,
+    UploadInfo,
+    in_order,
+    run_once,
+)
 from cloudckpt.stores.http_body import ViewsBody, decode_crc32c, encode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
 from cloudckpt.stores.http_store import HTTPStore, size_of_range
-from cloudckpt.stores.s3.client import S3Session
-from cloudckpt.stores.s3.config import check_directory_options, is_amazons, is_directory_bucket, parse_storage_options
+from cloudckpt.stores.s3.client import (
+    S3Session,
+    check_directory_options,
+    is_amazons,
+    is_directory_bucket,
+    parse_storage_options,
+)
 from cloudckpt.stores.s3.errors import translate_code
 
 if TYPE_CHECKING:

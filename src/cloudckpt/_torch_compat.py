@@ -1,4 +1,6 @@
-"""The private names of torch that cloudckpt uses: all of them are here.
+"""The private names of torch that cloudckpt imports. No other module imports one.
+
+Private attributes of objects that torch hands over are used where those objects are handled.
 
 torch may move or drop each one in any release. `PRIVATE_NAMES` says what each is for and what is done without it;
 ``tests/test_torch_compat.py`` says which of them the installed torch has.

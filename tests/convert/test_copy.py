@@ -259,10 +259,10 @@ def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, a
 _MEASURED = """
 import resource, sys
 import cloudckpt
-from cloudckpt.options import MIB, Options
+from cloudckpt.options import MIB, AdvancedOptions, Options
 cloudckpt.copy(sys.argv[1] + "/small", sys.argv[2] + "/small")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-options = Options(read_bytes=64 * MIB, request_bytes=16 * MIB)
+options = Options(read_bytes=64 * MIB, advanced=AdvancedOptions(request_bytes=16 * MIB))
 cloudckpt.copy(sys.argv[1] + "/large", sys.argv[2] + "/large", options=options)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """

@@ -207,7 +207,7 @@ def test_damage_is_found_on_the_way(tmp_path: Path) -> None:
 _MEASURED = """
 import resource, sys
 import cloudckpt
-from cloudckpt.options import MIB, Options
+from cloudckpt.options import MIB, AdvancedOptions, Options
 def convert(name, options):
     cloudckpt.export_checkpoint(f"{sys.argv[1]}/{name}", f"{sys.argv[1]}/{name}-export", options=options)
     yield
@@ -215,7 +215,8 @@ def convert(name, options):
     yield
 list(convert("small", None))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for _ in convert("large", Options(read_bytes=64 * MIB, request_bytes=16 * MIB)):
+options = Options(read_bytes=64 * MIB, advanced=AdvancedOptions(request_bytes=16 * MIB))
+for _ in convert("large", options):
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 

@@ -1,4 +1,7 @@
-"""The load planner of `cloudckpt.load`: torch's default, faster, and with errors that say what to do."""
+"""The load planner of `cloudckpt.load`: torch's default, faster, and with errors that say what to do.
+
+It chooses the stored chunks that a rank needs. `tensors.load_targets` finds the byte ranges in them.
+"""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return sum(stored.size for stored in self.objects)
 
 
-_DECODER = msgspec.json.Decoder(Summary)  # made on import: see `codec`
+_DECODER = msgspec.json.Decoder(Summary)  # made on import
 
 
 def decode_summary(document: bytes, *, uri: str) -> Summary:

@@ -1,4 +1,7 @@
-"""Plan the ranged reads that fetch the wanted byte ranges. Pure functions of values."""
+"""Plan the ranged reads that fetch the wanted byte ranges. Pure functions of values.
+
+`tensors.load_targets` and `io.boxes.find_runs` find the byte ranges that a tensor wants.
+"""
 
 from __future__ import annotations
 

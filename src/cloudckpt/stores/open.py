@@ -1,4 +1,4 @@
-"""From a location to the store that lies there."""
+"""Open the store of a location. "Adding a store" in ``CONTRIBUTING.md`` lists all places that a new store needs."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ class Rule:
 
 
 class Faults:
-    """Wraps stores for `AdvancedOptions.advanced.wrap_store`. All opened stores share these rules and their counts.
+    """Wraps stores for `AdvancedOptions.wrap_store`. All opened stores share these rules and their counts.
 
     The first rule that is due for a call acts; all rules that match count it. A pickled copy in another process, such
     as a spawned rank, has the same rules and seed and counts from the beginning. Safe for use by several threads.

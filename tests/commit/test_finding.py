@@ -263,6 +263,57 @@ def test_a_wrong_size_in_a_listing_changes_nothing(name: str, size_bytes: int) -
         assert read_log(Lying(store, size_bytes), retrier()).counting == read_log(store, retrier()).counting
 
 
+def flip(body: bytes, at: int) -> bytes:
+    return bytes([*body[:at], body[at] ^ 1, *body[at + 1 :]])
+
+
+UNREADABLE = {
+    "damaged": flip(fence(keeps=0), 40),
+    "damaged at its beginning": flip(fence(keeps=0), 12),
+    "of a newer format": fence(keeps=0).replace(b'"version":[1,0]', b'"version":[2,0]'),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_an_unreadable_fence_hides_no_checkpoint(memory: Memory, kind: str) -> None:
+    """If this fails, one flipped bit beside the newest checkpoint makes a job start afresh, or hang."""
+    for name in ("step-1", "step-2"):
+        cloudckpt.save(state_of(1.0), memory.uri(name), no_dist=True)
+    put(memory.at("step-2").inner, manifest_key(1), UNREADABLE[kind])
+    newest = cloudckpt.latest(memory.root)
+    assert newest is not None
+    assert newest.name == "step-2"
+    assert [info.name for info in cloudckpt.list_checkpoints(memory.root)] == ["step-1", "step-2"]
+    with CheckpointManager(memory.root, async_=False) as manager:
+        found = manager.latest()
+    assert found is not None
+    assert found.step == 2
+
+
+@pytest.mark.timeout(60)
+def test_an_unreadable_fence_alone_is_told(memory: Memory) -> None:
+    """If this fails, a manager hangs on a deleted step of which a damaged fence is left."""
+    cloudckpt.save(state_of(1.0), memory.uri("step-1"), no_dist=True)
+    put(memory.at("step-2").inner, manifest_key(0), UNREADABLE["damaged"])
+    assert "step-1" in [info.name for info in cloudckpt.list_checkpoints(memory.root)]
+    with CheckpointManager(memory.root, async_=False) as manager:
+        state = state_of(0.0)
+        restored = manager.restore(state)
+    assert restored is not None
+    assert restored.step == 1
+
+
+def test_a_step_whose_fence_cannot_be_found_hides_no_other(memory: Memory) -> None:
+    """If this fails, one entry that is listed and not found keeps a job from all of its steps."""
+    for name in ("step-1", "step-2"):
+        cloudckpt.save(state_of(1.0), memory.uri(name), no_dist=True)
+    put(memory.at("step-2").inner, manifest_key(1), fence(keeps=0))
+    lost = FaultyStore(memory.at("step-2").inner)
+    lost.fail("read", error=lambda: ObjectNotFoundError("no", key="manifest.1.json", operation="read"), times=99)
+    assert read_log(lost, retrier(), is_lenient=True).counting == 0
+
+
 # Manifests that no reader takes memory for.
 
 

@@ -33,14 +33,11 @@ class Xor(StreamTransformExtension):
         return _Reader(input, self.key)  # type: ignore[return-value]
 
 
-class _Writer(io.RawIOBase):
+class _Writer(io.RawIOBase):  # without `writable`, as a stream of torch's own
     """Takes less than it is given, as raw streams may."""
 
     def __init__(self, output: IO[bytes], key: int) -> None:
         self._output, self._key = output, key
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         taken = bytes(data[:1000])

@@ -31,6 +31,13 @@ MUTANTS = {
         new="if_absent=False)",
         tests=("tests/commit/test_publish.py::test_somebody_else_was_first",),
     ),
+    "unreadable-fence-counts": Mutant(
+        breaks="G10: one flipped bit in a fence hides the newest checkpoint, and a job starts afresh.",
+        file="commit/manifest_log.py",
+        old="return _Look(log=_without_fence(Log(entries=entries, counting=top.number)))",
+        new="return _Look(log=Log(entries=entries, counting=None))",
+        tests=("tests/commit/test_finding.py::test_an_unreadable_fence_hides_no_checkpoint",),
+    ),
     "taken-key-is-success": Mutant(
         breaks="G2: a save whose number another save took is told that it committed.",
         file="commit/publish.py",

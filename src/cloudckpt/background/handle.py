@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -34,16 +35,28 @@ class Outcome(Future[SavedMetadata]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_known = False
+        self._is_known = False
+        self._asking: set[int] = set()
+        """The threads that wait for it, and may not have woken since it is done."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if somebody has got the outcome, or is about to."""
+        return self._is_known or bool(self._asking)
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
         self.exception(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
-        self.is_known = True
-        return error
+        thread = threading.get_ident()
+        self._asking.add(thread)
+        try:
+            error = super().exception(timeout)
+            self._is_known = True
+            return error
+        finally:
+            self._asking.discard(thread)
 
     def failure(self) -> BaseException | None:
         """Return the exception of a future that is done, without taking note."""

@@ -131,13 +131,13 @@ def in_flight_on(
 ) -> tuple[int, str] | None:
     """Return the first rank with a save in flight, and its URI, or None. `mine` is the URI of this rank's.
 
-    Collective, on the group for calls in the foreground: the save uses the one for the background, and ranks that came
-    to different answers would wait for each other. Raises `RankLostError` if not all ranks come.
+    Collective, on a group of its own, because the save may be using the others: ranks that came to different answers
+    would wait for each other. Raises `RankLostError` if not all ranks come.
     """
     uri = redacted(uri)
     try:
         doing = "beginning to save"
-        with guarded_collectives(process_group, doing=doing, uri=uri, timeout_s=timeout_s) as group:
+        with guarded_collectives(process_group, "asking", doing=doing, uri=uri, timeout_s=timeout_s) as group:
             if group is process_group:
                 return None if mine is None else (0, mine)
             answers: list[str | None] = [None] * dist.get_world_size(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from cloudckpt.convert.reports import CopyReport
     from cloudckpt.options import Options
 
+_RANK = re.compile(r"rank-(0|[1-9][0-9]*)")
 _OF_ONE_CHECKPOINT = (
     CheckpointChangedError,
     CheckpointNotFoundError,
@@ -132,6 +134,13 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
     if not checkpoints:
         uri = parse_location(source).uri
         raise CheckpointNotFoundError(f"no checkpoint is committed directly under {uri}", uri=uri)
+    ranks = sorted((int(match[1]) for one in checkpoints if (match := _RANK.fullmatch(one.name))), reverse=True)
+    if len(ranks) == len(checkpoints):  # saved with use_collectives=False: rank 0 comes last, and stands for all
+        missing = sorted(set(range(ranks[0] + 1)) - set(ranks))
+        if missing:
+            uri = parse_location(source).uri
+            raise CheckpointNotFoundError(f"{uri} has no checkpoint of rank {missing[0]}: nothing was copied", uri=uri)
+        checkpoints = sorted(checkpoints, key=lambda one: ranks.index(int(one.name.removeprefix("rank-"))))
     folder = parse_location(target)
     return [(one.uri, folder.child(one.name).uri) for one in checkpoints]
 

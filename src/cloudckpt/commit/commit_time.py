@@ -106,7 +106,8 @@ class CommitTimes:
                 lambda: _read_head(store, key, entry.size_bytes, retrier), (ObjectNotFoundError, _NoHeadError)
             )
         except _NoHeadError:
-            if _is_fence(store, key, retrier):
+            # An entry of a fence's size was opened already: if it counts, it cannot be read.
+            if not entry.is_fence and _is_fence(store, key, retrier):
                 return None
             head = None
         except ObjectNotFoundError:

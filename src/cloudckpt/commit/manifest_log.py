@@ -163,8 +163,9 @@ def read_log(
 
     `prefix` is that of the checkpoint's keys in `store`. That nothing counts is believed from two equal looks alone;
     without `is_confirmed` from one, for a caller that looks again itself, or creates only what is absent. With
-    `is_lenient` a fence that cannot be read counts: it may be a manifest that was cut, and opening it tells what is
-    wrong. Raises `CheckpointChangedError` where fences vanish again and again between the listing and the read.
+    `is_lenient` the highest manifest below a fence that cannot be read counts. If there is none, the fence counts: it
+    may be a manifest that was cut, and opening it tells what is wrong. Raises `CheckpointChangedError` where fences
+    vanish again and again between the listing and the read.
     """
 
     def look() -> tuple[_Look, Hashable]:
@@ -175,7 +176,7 @@ def read_log(
     found = look_until_stable(look, changing=lambda: _changing(store, prefix))
     if found.has_vanished and not is_lenient:
         raise _changing(store, prefix)
-    return found.log
+    return _without_fence(found.log) if found.has_vanished else found.log
 
 
 def resolve(store: Store, retrier: Retrier) -> Resolved:
@@ -230,7 +231,7 @@ def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenien
     except (InvalidManifestError, UnsupportedFormatError):
         if not is_lenient:
             raise
-        return _Look(log=Log(entries=entries, counting=top.number))
+        return _Look(log=_without_fence(Log(entries=entries, counting=top.number)))
     if not isinstance(found, Fence):
         return _Look(log=Log(entries=entries, counting=top.number), manifest=found, has_vanished=found is None)
     log = Log(entries=entries, counting=found.keeps)
@@ -239,6 +240,12 @@ def _look(store: Store, retrier: Retrier, *, prefix: str, opens: bool, is_lenien
     kept = read_entry(store, found.keeps, retrier, prefix=prefix)
     manifest = None if isinstance(kept, Fence) else kept
     return _Look(log=log, manifest=manifest, has_vanished=manifest is None)
+
+
+def _without_fence(log: Log) -> Log:
+    """Return the log as it counts if its highest entry, which looks like a fence, cannot be read."""
+    below = [entry.number for entry in log.entries if not entry.is_fence]
+    return Log(entries=log.entries, counting=max(below, default=log.top))
 
 
 def read_entry(store: Store, number: int, retrier: Retrier, *, prefix: str = "") -> Manifest | Fence | None:

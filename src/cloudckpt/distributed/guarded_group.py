@@ -24,7 +24,7 @@ from cloudckpt.distributed.rendezvous import Rendezvous
 from cloudckpt.errors import RankLostError
 from cloudckpt.telemetry.timeline import meeting
 
-Purpose: TypeAlias = Literal["foreground", "background"]
+Purpose: TypeAlias = Literal["foreground", "background", "asking"]
 """Calls that may run beside one another use process groups of their own."""
 _T = TypeVar("_T")
 
@@ -305,14 +305,19 @@ def begin_call(
 
 @contextlib.contextmanager
 def guarded_collectives(
-    process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float
+    process_group: dist.ProcessGroup | None,
+    purpose: Purpose = "foreground",
+    *,
+    doing: str,
+    uri: str,
+    timeout_s: float,
 ) -> Iterator[dist.ProcessGroup | None]:
     """Yield the group for the collectives of one call of DCP: `process_group` itself if it cannot be guarded.
 
     A lost rank fails the call with torch's own exception.
     """
     try:
-        call = begin_call(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
+        call = begin_call(process_group, purpose, doing=doing, uri=uri, timeout_s=timeout_s)
     except RankLostError as error:
         raise as_checkpoint_exception(error) from None
     if call is None:

@@ -237,11 +237,12 @@ class CheckpointManager:
         if uri != self._steps.uri_of(step):
             _log.warning("saving step %d as %s beside the damaged one", step, uri)
         result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
-        self._last = self._current = saved = _LastSave(step=step, numbers=numbers, result=result)
+        saved = _LastSave(step=step, numbers=numbers, result=result)
         handle_commit = functools.partial(self._handle_commit, uri, starts_retention=is_coordinator)
         if isinstance(result, AsyncSave):
             result.committed.add_done_callback(functools.partial(_handle_end, saved, handle_commit))
-        else:
+        self._last = self._current = saved  # after the callback, for which `close` waits
+        if not isinstance(result, AsyncSave):
             handle_commit()
         return result
 

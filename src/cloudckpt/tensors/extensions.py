@@ -62,7 +62,7 @@ class WriteTransforms:
             for extension in self._extensions:
                 stream = extension.transform_to(stream)
                 if isinstance(stream, io.RawIOBase):
-                    stream = io.BufferedWriter(stream)  # a raw stream may take less than it is given
+                    stream = _WholeWriter(stream)
             stream.write(content)
             stream.close()
         except CloudckptError:
@@ -171,6 +171,34 @@ class _OpenBytesIO(io.BytesIO):
 
     def close(self) -> None:
         pass
+
+
+class _WholeWriter(io.BufferedIOBase):
+    """Makes a raw stream take all that it is given. It may take less, and the next extension may not check that."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self._raw = raw
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        num_bytes = len(rest)
+        while len(rest):
+            num_taken = self._raw.write(rest)
+            if not num_taken:
+                raise BlockingIOError(f"{type(self._raw).__name__} takes no more")
+            rest = rest[num_taken:]
+        return num_bytes
+
+    def flush(self) -> None:
+        if not self._raw.closed:
+            self._raw.flush()
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 class Zstandard(StreamTransformExtension):

@@ -49,7 +49,10 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
         try:
             self.join()
         finally:  # if that is interrupted, the threads still leave after the last task
-            self.put(None)
+            with self.mutex:  # `put` would wait while the queue is full
+                self._put(None)
+                self.unfinished_tasks += 1
+                self.not_empty.notify()
         for thread in self._threads:
             thread.join()
 

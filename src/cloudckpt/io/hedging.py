@@ -288,10 +288,10 @@ class Hedger:
                 self.watch()
 
         thread = threading.Thread(target=keep_watch, name="cloudckpt-watch", daemon=False)
-        # There may be no more threads: then nobody watches.
-        with contextlib.suppress(RuntimeError):
-            thread.start()
         try:
+            # There may be no more threads: then nobody watches.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
             yield
         finally:
             has_ended.set()

@@ -90,8 +90,10 @@ class UploadSession:
         self._started_keys: list[str] = []
 
     def __enter__(self) -> Self:
-        self._context.enter_context(self._hedger.watching())
-        self._context.enter_context(self.tasks)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._hedger.watching())
+            stack.enter_context(self.tasks)
+            self._context = stack.pop_all()
         return self
 
     def __exit__(
@@ -220,7 +222,7 @@ class UploadSession:
     def _send_anew(self, target: _ObjectUpload, error: StoreError) -> None:
         """Send the whole object to its own key, in the thread of its first part that failed."""
         with self._lock:
-            if target.is_given_up:
+            if target.is_given_up or self._failure is not None:
                 return
             target.is_given_up = True
         _log.info("sending %s anew, for %s cannot be completed: %s", target.key, target.target_key, error)

@@ -50,7 +50,7 @@ from cloudckpt.uri import Location
 
 Filesystem = Any  # fsspec.spec.AbstractFileSystem, whose methods have no types
 
-ATOMIC_SCHEMES = ("az", "abfs")
+ATOMIC_SCHEMES = ("az", "abfs", "abfss")
 """The schemes whose ``pipe_file`` makes an object visible whole or not at all, and takes ``overwrite=False`` as the
 condition of a create-if-absent: Put Blob, and Put Block List above 64 MiB, with If-None-Match."""
 _LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)

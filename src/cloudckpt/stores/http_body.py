@@ -11,19 +11,25 @@ import re
 import socket
 import struct
 import sys
+import time
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
 from cloudckpt.stores.base import batches, num_bytes, without_first
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from cloudckpt.stores.base import Views
 
-# The HTTP library gives each piece one timeout to leave: a larger one would time out on a slow line.
-_PIECE_BYTES = 1024 * 1024
+_FIRST_SEND_BYTES = 256 * 1024
+_LEAST_SEND_BYTES = 64 * 1024
+_MOST_SEND_BYTES = 4 * 1024 * 1024
 _JOIN_BELOW_BYTES = 256 * 1024
+_JOIN_TO_BYTES = 1024 * 1024
+_QUICK_S = 0.25
+_SLOW_S = 1.0
+
 _MOST_READ_BYTES = 1024 * 1024
 _MOST_RECEIVED_BYTES = 8 * 1024 * 1024
 _MOST_RECEIVED_VIEWS = 1024  # IOV_MAX
@@ -57,30 +63,37 @@ class ViewsBody:
     ``read(n)`` takes `n` for a hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of calls for a part.
     It returns slices of the views instead, and joins small neighbours, because many small tensors would otherwise leave
     in as many small packets.
+
+    The HTTP library gives each piece a fixed time to leave. Pieces shrink if they leave slowly, so that this time
+    bounds a stall and not a slow line.
     """
 
-    def __init__(self, views: Views) -> None:
+    def __init__(self, views: Views, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._views = [view for view in views if view.nbytes]
         self._size_bytes = num_bytes(self._views)
+        self._clock = clock
+        self._send_bytes = _FIRST_SEND_BYTES
         self._index = self._begin = self._position_bytes = 0
+        self._handed_out_at: float | None = None
 
     def __len__(self) -> int:
         return self._size_bytes
 
     def read(self, _size_hint: int | None = -1, /) -> memoryview | bytes:
         """Return the next piece, of any size; an empty one at the end."""
+        self._adapt_to_pace()
         if self._index == len(self._views):
             return b""
-        pieces, size_bytes = [self._take()], 0
+        if self._views[self._index].nbytes - self._begin >= _JOIN_BELOW_BYTES:
+            return self._take(self._send_bytes)
+        pieces = [self._take(_JOIN_BELOW_BYTES)]
+        room_bytes = min(_JOIN_TO_BYTES, self._send_bytes) - pieces[0].nbytes
         while self._index < len(self._views):
-            size_bytes += pieces[-1].nbytes
-            following = self._views[self._index]
-            if (
-                max(pieces[-1].nbytes, following.nbytes) >= _JOIN_BELOW_BYTES
-                or size_bytes + following.nbytes > _PIECE_BYTES
-            ):
+            next_bytes = self._views[self._index].nbytes
+            if next_bytes >= _JOIN_BELOW_BYTES or next_bytes > room_bytes:
                 break
-            pieces.append(self._take())
+            pieces.append(self._take(next_bytes))
+            room_bytes -= next_bytes
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def tell(self) -> int:
@@ -98,6 +111,7 @@ class ViewsBody:
         while self._index < len(self._views) and self._begin >= self._views[self._index].nbytes:
             self._begin -= self._views[self._index].nbytes
             self._index += 1
+        self._handed_out_at = None
         return self._position_bytes
 
     def readable(self) -> bool:
@@ -108,13 +122,23 @@ class ViewsBody:
         """Return True."""
         return True
 
-    def _take(self) -> memoryview:
-        piece = self._views[self._index][self._begin : self._begin + _PIECE_BYTES]
+    def _take(self, most_bytes: int) -> memoryview:
+        piece = self._views[self._index][self._begin : self._begin + most_bytes]
         self._position_bytes += piece.nbytes
         self._begin += piece.nbytes
         if self._begin == self._views[self._index].nbytes:
             self._index, self._begin = self._index + 1, 0
         return piece
+
+    def _adapt_to_pace(self) -> None:
+        now = self._clock()
+        if self._handed_out_at is not None:
+            elapsed_s = now - self._handed_out_at
+            if elapsed_s < _QUICK_S:
+                self._send_bytes = min(self._send_bytes * 2, _MOST_SEND_BYTES)
+            elif elapsed_s > _SLOW_S:
+                self._send_bytes = max(self._send_bytes // 2, _LEAST_SEND_BYTES)
+        self._handed_out_at = now
 
 
 class WholeHeadResponse(http.client.HTTPResponse):

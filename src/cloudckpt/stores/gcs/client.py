@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,11 +111,11 @@ PARSERS: Mapping[str, Parser] = {
 """Every option by its name."""
 
 
-def find_credentials(config: GCSConfig, *, is_emulator: bool) -> Any:
+def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:
     """Return the credentials of requests: of the options, or the ordinary application-default credentials.
 
     Raises google.auth's `DefaultCredentialsError` if there are none. On a machine outside Google's cloud, that is known
-    only after its metadata address has not answered.
+    only after its metadata address has not answered, within `timeout_s`.
     """
     import google.auth
     from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
@@ -126,7 +127,8 @@ def find_credentials(config: GCSConfig, *, is_emulator: bool) -> Any:
     elif config.anonymous or is_emulator:
         return AnonymousCredentials()
     else:
-        credentials, _ = google.auth.default(scopes=SCOPES)
+        search: Any = _BoundedSearch(min(timeout_s, _LONGEST_SEARCH_S))
+        credentials, _ = google.auth.default(scopes=SCOPES, request=search)
     return with_scopes_if_required(credentials, list(SCOPES))
 
 
@@ -155,7 +157,31 @@ def _from_file(path: str) -> Any:
     )
 
 
+class _BoundedSearch:
+    """Makes google.auth's requests, until the time for all of them is over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        from google.auth.transport.requests import Request
+
+        self._request = Request()
+        self._deadline = time.monotonic() + timeout_s
+
+    @property
+    def session(self) -> Any:
+        """Google's session, to which google.auth may add a client certificate."""
+        return self._request.session
+
+    def __call__(self, url: str, *, timeout: float | None = None, **kwargs: Any) -> Any:
+        from google.auth.exceptions import TransportError
+
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TransportError("no time left to look for credentials")
+        return self._request(url, timeout=min(left_s, timeout or left_s), **kwargs)
+
+
 T = TypeVar("T")
+_LONGEST_SEARCH_S = 20.0  # for Google's own search for credentials
 
 CONTENT_TYPE = "application/octet-stream"
 MOST_HELPERS = 4
@@ -186,7 +212,7 @@ class GCSClient:
         # With a slash at its end, the library's addresses would have two in a row.
         endpoint_url = (config.endpoint_url or emulator).rstrip("/")
         is_emulator = config.endpoint_url is None and bool(emulator)
-        credentials = find_credentials(config, is_emulator=is_emulator)
+        credentials = find_credentials(config, is_emulator=is_emulator, timeout_s=key.timeout_s)
         self.config = config
         self.timeout_s = key.timeouts_s(config.connect_timeout_s, config.read_timeout_s)
         self.each_call: dict[str, Any] = {"timeout": self.timeout_s, "retry": None}

@@ -42,7 +42,7 @@ class LocalStore(Store):
     - A file is written in a hidden sibling directory and fsync'ed; then one ``link`` (which fails if a file exists) or
       one ``rename`` makes it appear, and the directories are fsync'ed.
     - The CRC32C of the bytes is checked on their way into the kernel, 1 MiB at a time; a file is not read back.
-    - Listings pass over directories that they may not read, and end with an error that names them.
+    - A listing fails at a directory that it may not read, with an error that names it.
     - Symbolic links: the root may be one. Below it, listings do not descend into linked directories, and a link that
       leads out of the root is refused, unless it is one of a snapshot in Hugging Face's cache to its ``blobs/``.
     - `probe` tries a hard link on the file system itself, once.

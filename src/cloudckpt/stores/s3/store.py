@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from cloudckpt.stores.base import Part, RequestRunner, Views
+
+_log = logging.getLogger("cloudckpt")
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 CHECKED_PART_BYTES = 256 * MIB
@@ -264,8 +266,10 @@ class S3Store(HTTPStore):
             except ObjectNotFoundError:
                 return None
         except BaseException:
-            with contextlib.suppress(StoreError):  # the first error is raised; gc removes the upload
+            try:
                 self.session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
+            except StoreError as error:  # the first error is raised
+                _log.warning("could not abort a failed copy to %s, gc will: %s", self.url(target), error)
             raise
         return crc32c if is_known else None
 

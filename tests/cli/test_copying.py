@@ -55,6 +55,21 @@ def test_all_checkpoints_of_a_folder_are_copied(local: LocalPlace, run: Run) -> 
     assert run("cp", "--all", local.uri("nothing"), local.uri("there")).code == 3
 
 
+def test_checkpoints_of_single_ranks_are_copied_together(local: LocalPlace, run: Run) -> None:
+    """If this fails, the copy of a job that saved without collectives lacks a rank, and nobody is told."""
+    for rank in (0, 1, 10):
+        save(local.uri(f"run/rank-{rank}"), state_of(float(rank)))
+    ended = run("cp", "--all", local.uri("run"), local.uri("there"))
+    assert (ended.code, "no checkpoint of rank 2" in ended.err) == (3, True)
+    assert cloudckpt.list_checkpoints(local.uri("there")) == []
+    for rank in range(2, 10):
+        save(local.uri(f"run/rank-{rank}"), state_of(float(rank)))
+    ended = run("cp", "--all", local.uri("run"), local.uri("there"), "--json")
+    assert ended.code == 0, ended.err
+    copied = [one["source"].rpartition("/")[2] for one in ended.document]
+    assert copied == [f"rank-{rank}" for rank in range(10, -1, -1)]  # rank 0 last: it stands for all
+
+
 def test_a_copy_that_is_complete_is_no_error_with_resume(local: LocalPlace, run: Run) -> None:
     """If this fails, a script that repeats its copy fails at what it did."""
     uri, there = local.uri("run/step-1"), local.uri("there/step-1")

@@ -130,17 +130,15 @@ def _pairs(source: str, target: str, options: Options) -> list[tuple[str, str]]:
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.uri import parse_location
 
-    checkpoints = list_checkpoints(source, options=options)
+    uri, checkpoints = parse_location(source).uri, list_checkpoints(source, options=options)
     if not checkpoints:
-        uri = parse_location(source).uri
         raise CheckpointNotFoundError(f"no checkpoint is committed directly under {uri}", uri=uri)
-    ranks = sorted((int(match[1]) for one in checkpoints if (match := _RANK.fullmatch(one.name))), reverse=True)
-    if len(ranks) == len(checkpoints):  # saved with use_collectives=False: rank 0 comes last, and stands for all
-        missing = sorted(set(range(ranks[0] + 1)) - set(ranks))
+    by_rank = {int(match[1]): one for one in checkpoints if (match := _RANK.fullmatch(one.name))}
+    if len(by_rank) == len(checkpoints):  # saved with use_collectives=False: rank 0 comes last, and stands for all
+        missing = sorted(set(range(max(by_rank))) - by_rank.keys())
         if missing:
-            uri = parse_location(source).uri
             raise CheckpointNotFoundError(f"{uri} has no checkpoint of rank {missing[0]}: nothing was copied", uri=uri)
-        checkpoints = sorted(checkpoints, key=lambda one: ranks.index(int(one.name.removeprefix("rank-"))))
+        checkpoints = [by_rank[rank] for rank in sorted(by_rank, reverse=True)]
     folder = parse_location(target)
     return [(one.uri, folder.child(one.name).uri) for one in checkpoints]
 

@@ -334,7 +334,7 @@ class ObjectStoreReader(StorageReader):
 
     def _new_job(self, context: Context, plan: LoadPlan, planner: LoadPlanner) -> LoadJob:
         assert self._manifest is not None  # noqa: S101  # read_metadata has found it
-        assert self._metadata is not None  # noqa: S101  # likewise
+        assert self._metadata is not None  # noqa: S101  # read_metadata has made it
         exchange, session = None, None if self._call is None else self._call.session
         if session is not None and isinstance(plan.storage_data, RankPlanData):
             exchange = session.join(plan.storage_data.group, rank=context.rank, timeout_s=self._options.timeout_s)

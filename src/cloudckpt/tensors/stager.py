@@ -337,8 +337,8 @@ class StateDictTree:
             return ShardedTensor._init_from_local_shards_and_global_metadata(  # ShardedTensor.cpu() does it
                 [Shard(entry, shard_metadata) for entry, shard_metadata in zip(entries, placed, strict=True)],
                 sharded_tensor_metadata=metadata,
-                process_group=tensor._process_group,  # likewise
-                init_rrefs=tensor._init_rrefs,  # likewise
+                process_group=tensor._process_group,
+                init_rrefs=tensor._init_rrefs,
             )
 
         self._finish_later(container, key, make)

@@ -17,7 +17,7 @@ class TestStore(StoreContract):
     """Every clause, each under a root of its own."""
 
     target: Any
-    """The `Target` of `cloudckpt.testing.__main__`."""
+    """The `CheckedStore` of `cloudckpt.testing.__main__`."""
     name: str
 
     @pytest.fixture

@@ -269,7 +269,7 @@ class ShareGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlanData:
-    """What travels with the plan of a rank: the commit that it found, its offer, and later the group that it is in."""
+    """Travels with the plan of a rank: the commit that it found, its offer, and later the group that it is in."""
 
     attempt: str
     offer: ShareOffer | None = None

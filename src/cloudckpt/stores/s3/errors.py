@@ -177,7 +177,7 @@ _ROOTS: Mapping[str, tuple[str, ...]] = {
     "ListParts": ("ListParts",),
     "UploadPartCopy": ("CopyPart", "UploadPartCopy"),
 }
-"""How the name of each document's root begins: moto and rclone end some of them in their own way."""
+"""The beginnings of the names of the documents' roots. moto and rclone end some of the names differently."""
 _WITHOUT_DOCUMENT = frozenset(
     {"AbortMultipartUpload", "DeleteObject", "GetObject", "HeadObject", "PutObject", "UploadPart"}
 )

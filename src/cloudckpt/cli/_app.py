@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from cloudckpt._version import __version__
 from cloudckpt.cli import bench, cleanup, convert, diff, doctor, ls, show, verify
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of
+from cloudckpt.cli._options import expand_options
 
 
 class _Commands(TyperGroup):
@@ -90,4 +91,4 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "import": convert.import_,
 }
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(expand_options(_command))

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from cloudckpt.cli._console import Console
 from cloudckpt.stores.storage_options import parse_assignments
 
 if TYPE_CHECKING:
     from cloudckpt.options import Options
-
-StorageOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--storage-option",
-        "-o",
-        metavar="NAME=VALUE",
-        help="An option of the store's client, such as region=eu-west-1; may be given several times. Keep credentials "
-        "out of the command line: they come from the environment, a profile or a role.",
-        show_default=False,
-    ),
-]
-EndpointURL = Annotated[
-    str | None,
-    typer.Option(
-        "--endpoint-url",
-        metavar="URL",
-        help="Short for -o endpoint_url=URL: a server of another provider.",
-    ),
-]
-TargetStorageOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--target-storage-option",
-        metavar="NAME=VALUE",
-        help="As --storage-option, for the second place alone; --storage-option is then for the first alone. Without "
-        "it, that is for both, or for the one of the two that is no path.",
-        show_default=False,
-    ),
-]
-TargetEndpointURL = Annotated[
-    str | None,
-    typer.Option("--target-endpoint-url", metavar="URL", help="Short for --target-storage-option endpoint_url=URL."),
-]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="Longest wait without progress.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/command-line.md).")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result and errors: no progress, no remarks.")]
 
 _MAX_VALUE = 2**63
 _SIZES = {
@@ -66,39 +34,106 @@ _SIZES = {
 _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _WITHOUT_OPTIONS = ("file", "memory")
 
-_Side: TypeAlias = tuple[str, Sequence[str] | None, str | None]
-"""A URI, and the values of --storage-option and --endpoint-url for it."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """The options that every command has, as the user gave them. Each field is one option."""
+
+    storage_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--storage-option",
+            "-o",
+            metavar="NAME=VALUE",
+            help="An option of the store's client, such as region=eu-west-1; may be given several times. Keep "
+            "credentials out of the command line: they come from the environment, a profile or a role.",
+            show_default=False,
+        ),
+    ] = None
+    endpoint_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Short for -o endpoint_url=URL: a server of another provider."),
+    ] = None
+    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest wait without progress.")] = 60.0
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/command-line.md).")] = False
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Only the result and errors: no progress, no remarks.")
+    ] = False
+
+    @property
+    def console(self) -> Console:
+        """The output of the command."""
+        return Console(as_json=self.as_json, quiet=self.quiet)
+
+    def options(self, **more: Any) -> Options:
+        """Return the library's `Options`. Raises `InvalidOptionError`."""
+        return self._options(self.storage_option, self.endpoint_url, **more)
+
+    def _options(self, storage_option: Sequence[str] | None, endpoint_url: str | None, **more: Any) -> Options:
+        from cloudckpt.options import Options
+
+        storage_options = parse_assignments(storage_option or (), flag="--storage-option")
+        if endpoint_url is not None:
+            storage_options["endpoint_url"] = endpoint_url
+        return Options(storage_options=storage_options, timeout_s=self.timeout, **more)
 
 
-def options_of(
-    storage_option: Sequence[str] | None, endpoint_url: str | None, *, timeout_s: float, **more: Any
-) -> Options:
-    """Return the library's `Options`. Raises `InvalidOptionError`."""
-    from cloudckpt.options import Options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairOptions(CommonOptions):
+    """The options of a command with a source and a target."""
 
-    storage_options = parse_assignments(storage_option or (), flag="--storage-option")
-    if endpoint_url is not None:
-        storage_options["endpoint_url"] = endpoint_url
-    return Options(storage_options=storage_options, timeout_s=timeout_s, **more)
+    target_storage_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="As --storage-option, for the second place alone; --storage-option is then for the first alone. "
+            "Without it, that is for both, or for the one of the two that is no path.",
+            show_default=False,
+        ),
+    ] = None
+    target_endpoint_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Short for --target-storage-option endpoint_url=URL.")
+    ] = None
+
+    def options_of_both(self, source: str, target: str) -> tuple[Options, Options]:
+        """Return the library's `Options` for the source and the target, which are URIs.
+
+        Raises `InvalidOptionError` and `InvalidURIError`.
+        """
+        from cloudckpt.uri import parse_location
+
+        given = self.options()
+        if self.target_storage_option or self.target_endpoint_url:
+            return given, self._options(self.target_storage_option, self.target_endpoint_url)
+        source_scheme, target_scheme = (parse_location(uri).scheme for uri in (source, target))
+        if source_scheme == target_scheme:
+            return given, given
+        none = self._options(None, None)
+        if source_scheme in _WITHOUT_OPTIONS and target_scheme not in _WITHOUT_OPTIONS:
+            return none, given
+        return given, none
 
 
-def options_of_both(source: _Side, target: _Side, *, timeout_s: float) -> tuple[Options, Options]:
-    """Return the library's `Options` for the source and the target.
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with the fields of its parameter `common` as parameters, as Typer needs them."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = signature.parameters["common"].annotation
+    hints = get_type_hints(kind, include_extras=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "common"]
+    shared = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(kind)
+    ]
 
-    Raises `InvalidOptionError` and `InvalidURIError`.
-    """
-    from cloudckpt.uri import parse_location
+    @functools.wraps(command)
+    def run(**arguments: Any) -> None:
+        common = kind(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
+        command(**arguments, common=common)
 
-    given = options_of(*source[1:], timeout_s=timeout_s)
-    if any(target[1:]):
-        return given, options_of(*target[1:], timeout_s=timeout_s)
-    source_scheme, target_scheme = (parse_location(side[0]).scheme for side in (source, target))
-    if source_scheme == target_scheme:
-        return given, given
-    none = options_of(None, None, timeout_s=timeout_s)
-    if source_scheme in _WITHOUT_OPTIONS and target_scheme not in _WITHOUT_OPTIONS:
-        return none, given
-    return given, none
+    vars(run)["__signature__"] = signature.replace(parameters=[*own, *shared])
+    return run
 
 
 def parse_size(text: str) -> int:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, count, rate, size
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of, parse_size
+from cloudckpt.cli._console import count, rate, size
+from cloudckpt.cli._options import CommonOptions, parse_size
 
 if TYPE_CHECKING:
     from cloudckpt.cli._measurement import Timing
@@ -32,11 +32,7 @@ def bench(
     ] = 1,
     num_requests: Annotated[int, typer.Option("--requests", min=1, help="Small requests of each kind.")] = 30,
     connections: Annotated[int | None, typer.Option(min=1, help="Requests in flight at once, for each rank.")] = None,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """Measure saves, loads and small requests at a place, and remove everything again.
 
@@ -52,8 +48,8 @@ def bench(
         )
     if num_ranks > 1 and parse_location(uri).scheme == "memory":
         raise typer.BadParameter("several ranks cannot share memory://, which is of one process", param_hint="--ranks")
-    console = Console(as_json=as_json, quiet=quiet)
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout, connections=connections)
+    console = common.console
+    options = common.options(connections=connections)
     with _measurement.scratch_location(uri, options, console) as location:
         console.say(f"Measuring under {location.uri}; everything is removed again.")
         requests = _measurement.measure_requests(location.child("requests"), options, num_requests=num_requests)
@@ -68,7 +64,7 @@ def bench(
             measured = _measurement.measure_checkpoints(job)
     by_rank = measured.by_rank if num_ranks > 1 else ()
     rank_bytes = size_bytes // num_ranks
-    if as_json:
+    if common.as_json:
         console.document(
             {
                 "uri": uri,

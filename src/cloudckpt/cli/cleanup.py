@@ -12,15 +12,7 @@ import typer
 
 from cloudckpt.cli._console import Console, age, count, size
 from cloudckpt.cli._errors import NO, WRONG_USAGE
-from cloudckpt.cli._options import (
-    AsJSON,
-    EndpointURL,
-    Quiet,
-    StorageOptions,
-    Timeout,
-    options_of,
-    parse_duration,
-)
+from cloudckpt.cli._options import CommonOptions, parse_duration
 from cloudckpt.cli.ls import document_of
 
 if TYPE_CHECKING:
@@ -41,11 +33,7 @@ def rm(
     *,
     yes: Yes = False,
     dry_run: DryRun = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """Delete checkpoints, and what saves left beside them. Asks first; without a terminal, --yes is needed.
 
@@ -53,13 +41,13 @@ def rm(
     """
     from cloudckpt.inspect.removal import delete
 
-    console = Console(as_json=as_json, quiet=quiet)
+    console = common.console
     if not (yes or dry_run or console.is_interactive):
         console.warn("Error: there is nobody to ask: pass --yes to delete, or --dry-run to see what would go.")
         raise typer.Exit(WRONG_USAGE)
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    options = common.options()
     doomed = {uri: _find_checkpoint(uri, options) for uri in dict.fromkeys(uris)}
-    if not as_json:
+    if not common.as_json:
         what = "would be deleted" if dry_run else "is to be deleted"
         for one in itertools.chain.from_iterable(doomed.values()):
             objects = f"{size(one.num_bytes or 0)} in {count(one.num_objects or 0, 'object')}"
@@ -76,7 +64,7 @@ def rm(
             document["deleted"] = True
             console.say(f"Deleted {document['uri']}.")
     finally:
-        if as_json:  # a script learns what is gone, whatever ends this
+        if common.as_json:  # a script learns what is gone, whatever ends this
             console.document(documents)
 
 
@@ -120,23 +108,19 @@ def gc(
     ] = "24h",  # type: ignore[assignment]  # Typer parses it
     yes: Yes = False,
     dry_run: DryRun = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """Find what saves that died, failed or were overwritten left, and remove it: with --yes, or after a question.
 
     Example: cloudckpt gc s3://bucket/run --older-than 2d
     """
-    console = Console(as_json=as_json, quiet=quiet)
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    console = common.console
+    options = common.options()
     removes = yes and not dry_run
     report = _collect(root, older_than, options, dry_run=not removes)
     _print_report(console, report)
     if not removes and report.locations:
-        if console.is_interactive and not dry_run and not as_json and console.confirm("Remove it?"):
+        if console.is_interactive and not dry_run and not common.as_json and console.confirm("Remove it?"):
             report = _collect(root, older_than, options, dry_run=False)
             _print_report(console, report)
         else:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cloudckpt.cli._console import Console, count, describe_report, rate, size
 from cloudckpt.cli._errors import NO, message_of
-from cloudckpt.cli._options import (
-    AsJSON,
-    EndpointURL,
-    Quiet,
-    StorageOptions,
-    TargetEndpointURL,
-    TargetStorageOptions,
-    Timeout,
-    options_of_both,
-    parse_size,
-)
+from cloudckpt.cli._options import PairOptions, parse_size
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -31,7 +22,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from cloudckpt.convert.reports import CopyReport
+    from cloudckpt.convert.reports import ConversionReport, CopyReport
     from cloudckpt.options import Options
 
 _RANK = re.compile(r"rank-(0|[1-9][0-9]*)")
@@ -45,26 +36,31 @@ _OF_ONE_CHECKPOINT = (
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="The source.")]
 Target = Annotated[str, typer.Argument(metavar="DST", help="The target.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at the target already.")]
-UnsafePickle = Annotated[
-    bool,
-    typer.Option("--unsafe-pickle", help="Read pickles, which can run any code: only if you trust who wrote them."),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="PATTERN",
-        help="Take only entries with such names ('model.*'); may be given several times.",
-        show_default=False,
-    ),
-]
-ExportFormat = Annotated[
-    str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, or torch (one file).")
-]
-ImportFormat = Annotated[
-    str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, torch (one file), or dcp (torch's own).")
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOptions(PairOptions):
+    """The options of ``cp``, ``export`` and ``import``."""
+
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at the target already.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionOptions(CopyOptions):
+    """The options of ``export`` and ``import``."""
+
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Take only entries with such names ('model.*'); may be given several times.",
+            show_default=False,
+        ),
+    ] = None
+    unsafe_pickle: Annotated[
+        bool,
+        typer.Option("--unsafe-pickle", help="Read pickles, which can run any code: only if you trust who wrote them."),
+    ] = False
 
 
 def cp(
@@ -79,7 +75,6 @@ def cp(
             "that exist in DST. Reports those that are damaged or vanish, and copies the others.",
         ),
     ] = False,
-    overwrite: Overwrite = False,
     resume: Annotated[
         bool,
         typer.Option(
@@ -89,36 +84,26 @@ def cp(
             "written.",
         ),
     ] = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    target_storage_option: TargetStorageOptions = None,
-    target_endpoint_url: TargetEndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CopyOptions,
 ) -> None:
     """Copy a checkpoint to another place, on any store: each byte checked, committed last.
 
     Example: cloudckpt cp s3://bucket/run/step-100 gs://other/run/step-100
     """
-    console = Console(as_json=as_json, quiet=quiet)
-    options, target_options = options_of_both(
-        (source, storage_option, endpoint_url),
-        (target, target_storage_option, target_endpoint_url),
-        timeout_s=timeout,
-    )
+    console = common.console
+    options, target_options = common.options_of_both(source, target)
     both = options, dataclasses.replace(target_options, resume=resume)
     if not every:
-        report = _copy(console, source, target, both, overwrite=overwrite)
-        if as_json:
+        report = _copy(console, source, target, both, overwrite=common.overwrite)
+        if common.as_json:
             console.document(describe_report(report, report.copy_s))
         return
     documents: list[dict[str, Any]] = []
     try:
         for one_source, one_target in _pairs(source, target, options):
-            documents.append(_copy_unless_there(console, one_source, one_target, both, overwrite=overwrite))
+            documents.append(_copy_unless_there(console, one_source, one_target, both, overwrite=common.overwrite))
     finally:
-        if as_json and documents:  # a script learns what was done, whatever ends it
+        if common.as_json and documents:  # a script learns what was done, whatever ends it
             console.document(documents)
     num_failed = sum("problem" in document for document in documents)
     if num_failed:
@@ -192,10 +177,11 @@ def export(
     source: Source,
     target: Target,
     *,
-    format_: ExportFormat = "safetensors",
-    include: Include = None,
+    format_: Annotated[
+        str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, or torch (one file).")
+    ] = "safetensors",
     strip_prefix: Annotated[
-        str, typer.Option("--strip-prefix", metavar="PREFIX", help="Leave this out of the names.", show_default=False)
+        str, typer.Option(metavar="PREFIX", help="Leave this out of the names.", show_default=False)
     ] = "",
     max_shard_size: Annotated[
         int, typer.Option(parser=parse_size, metavar="SIZE", help="Largest safetensors file.")
@@ -203,15 +189,7 @@ def export(
     skip_non_tensors: Annotated[
         bool, typer.Option("--skip-non-tensors", help="Leave out what safetensors files cannot hold.")
     ] = False,
-    overwrite: Overwrite = False,
-    unsafe_pickle: UnsafePickle = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    target_storage_option: TargetStorageOptions = None,
-    target_endpoint_url: TargetEndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: ConversionOptions,
 ) -> None:
     """Write a checkpoint as files that other programs read: Hugging Face's safetensors, or a file of torch.save.
 
@@ -219,67 +197,42 @@ def export(
     """
     from cloudckpt.convert.exports import export_checkpoint
 
-    console = Console(as_json=as_json, quiet=quiet)
-    options, target_options = options_of_both(
-        (source, storage_option, endpoint_url),
-        (target, target_storage_option, target_endpoint_url),
-        timeout_s=timeout,
+    report = _convert(
+        export_checkpoint,
+        source,
+        target,
+        common,
+        verb="export",
+        format=format_,
+        strip_prefix=strip_prefix,
+        max_shard_bytes=max_shard_size,
+        skip_non_tensors=skip_non_tensors,
     )
-    with console.progress(f"exporting {source}") as on_progress:
-        report = export_checkpoint(
-            source,
-            target,
-            format=format_,  # type: ignore[arg-type]  # it checks the name
-            include=include or (),
-            strip_prefix=strip_prefix,
-            max_shard_bytes=max_shard_size,
-            skip_non_tensors=skip_non_tensors,
-            overwrite=overwrite,
-            allow_pickle=unsafe_pickle,
-            options=options,
-            target_options=target_options,
-            on_progress=on_progress,
-        )
-    if as_json:
-        console.document(describe_report(report, report.convert_s))
-        return
-    console.line(
-        f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')} in "
-        f"{count(len(report.files), 'file')}, {size(report.num_bytes)}"
-    )
-    if report.left_out:
-        console.say(f"Left out {count(len(report.left_out), 'value')}: {', '.join(report.left_out)}")
-    console.say(f"Exported in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+    if report.left_out and not common.as_json:
+        common.console.say(f"Left out {count(len(report.left_out), 'value')}: {', '.join(report.left_out)}")
 
 
 def import_(
     source: Source,
     target: Target,
     *,
-    format_: ImportFormat = "safetensors",
-    include: Include = None,
+    format_: Annotated[
+        str,
+        typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, torch (one file), or dcp (torch's own)."),
+    ] = "safetensors",
     add_prefix: Annotated[
-        str, typer.Option("--add-prefix", metavar="PREFIX", help="Put this before the names.", show_default=False)
+        str, typer.Option(metavar="PREFIX", help="Put this before the names.", show_default=False)
     ] = "",
     tie: Annotated[
         list[str] | None,
         typer.Option(
-            "--tie",
             metavar="NAME=TENSOR",
             help="Give a tensor of safetensors files another name, too ('lm_head.weight=model.embed_tokens.weight'); "
             "may be given several times.",
             show_default=False,
         ),
     ] = None,
-    overwrite: Overwrite = False,
-    unsafe_pickle: UnsafePickle = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    target_storage_option: TargetStorageOptions = None,
-    target_endpoint_url: TargetEndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: ConversionOptions,
 ) -> None:
     """Save files of other programs as a checkpoint: Hugging Face's safetensors, or torch's own formats.
 
@@ -287,34 +240,50 @@ def import_(
     """
     from cloudckpt.convert.imports import import_checkpoint
 
-    console = Console(as_json=as_json, quiet=quiet)
-    options, target_options = options_of_both(
-        (source, storage_option, endpoint_url),
-        (target, target_storage_option, target_endpoint_url),
-        timeout_s=timeout,
+    _convert(
+        import_checkpoint,
+        source,
+        target,
+        common,
+        verb="import",
+        format=format_,
+        add_prefix=add_prefix,
+        tie=_parse_ties(tie or ()),
     )
-    with console.progress(f"importing {source}") as on_progress:
-        report = import_checkpoint(
+
+
+def _convert(
+    convert: Callable[..., ConversionReport],
+    source: str,
+    target: str,
+    common: ConversionOptions,
+    *,
+    verb: str,
+    **arguments: Any,
+) -> ConversionReport:
+    console = common.console
+    options, target_options = common.options_of_both(source, target)
+    with console.progress(f"{verb}ing {source}") as on_progress:
+        report = convert(
             source,
             target,
-            format=format_,  # type: ignore[arg-type]  # it checks the name
-            include=include or (),
-            add_prefix=add_prefix,
-            tie=_parse_ties(tie or ()),
-            overwrite=overwrite,
-            allow_pickle=unsafe_pickle,
+            include=common.include or (),
+            overwrite=common.overwrite,
+            allow_pickle=common.unsafe_pickle,
             options=options,
             target_options=target_options,
             on_progress=on_progress,
+            **arguments,
         )
-    if as_json:
+    if common.as_json:
         console.document(describe_report(report, report.convert_s))
-        return
+        return report
     console.line(
-        f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')}, "
-        f"{size(report.num_bytes)}"
+        f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')} in "
+        f"{count(len(report.files), 'file' if verb == 'export' else 'object')}, {size(report.num_bytes)}"
     )
-    console.say(f"Imported in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+    console.say(f"{verb.capitalize()}ed in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
+    return report
 
 
 def _parse_ties(assignments: Sequence[str]) -> dict[str, str]:

@@ -11,16 +11,7 @@ import typer
 
 from cloudckpt.cli._console import Console, count, size
 from cloudckpt.cli._errors import NO, NOT_FOUND
-from cloudckpt.cli._options import (
-    AsJSON,
-    EndpointURL,
-    Quiet,
-    StorageOptions,
-    TargetEndpointURL,
-    TargetStorageOptions,
-    Timeout,
-    options_of_both,
-)
+from cloudckpt.cli._options import PairOptions
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.comparison import Comparison, Difference
@@ -38,13 +29,7 @@ def diff(
     ] = None,
     rtol: Annotated[float, typer.Option(min=0, help="Ignore changes of up to this share of A's value.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Ignore changes of up to this much.")] = 0.0,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    target_storage_option: TargetStorageOptions = None,
-    target_endpoint_url: TargetEndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: PairOptions,
 ) -> None:
     """Compare two checkpoints by value, however they are sharded; exit with 1 if they differ.
 
@@ -52,12 +37,8 @@ def diff(
     """
     from cloudckpt.inspect.comparison import compare
 
-    console = Console(as_json=as_json, quiet=quiet)
-    options, options_after = options_of_both(
-        (before, storage_option, endpoint_url),
-        (after, target_storage_option, target_endpoint_url),
-        timeout_s=timeout,
-    )
+    console = common.console
+    options, options_after = common.options_of_both(before, after)
     patterns = name or ["*"]
     with console.progress("comparing") as on_progress:
         found = compare(
@@ -70,7 +51,7 @@ def diff(
             options_after=options_after,
             on_progress=on_progress,
         )
-    if as_json:
+    if common.as_json:
         console.document(_document_of(found))
     else:
         _print(console, found)

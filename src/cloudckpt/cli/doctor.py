@@ -9,7 +9,7 @@ import typer
 
 from cloudckpt.cli._console import Console
 from cloudckpt.cli._errors import NO
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
+from cloudckpt.cli._options import CommonOptions
 
 if TYPE_CHECKING:
     from cloudckpt.doctor import DoctorReport
@@ -24,11 +24,7 @@ def doctor(
     deadline: Annotated[
         float, typer.Option("--deadline", min=0.1, metavar="SECONDS", help="Begin no check after this time.")
     ] = 60.0,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 10.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """Find out if saves to URI will work: credentials, clock, bucket, permissions, promises of the store.
 
@@ -38,12 +34,12 @@ def doctor(
     """
     from cloudckpt.doctor import examine
 
-    console = Console(as_json=as_json, quiet=quiet)
-    if not as_json:
+    console = common.console
+    if not common.as_json:
         console.say(f"Examining {uri} …")
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    options = common.options()
     report = examine(uri, read_only=read_only, deadline_s=deadline, options=options)
-    if as_json:
+    if common.as_json:
         checks = [dataclasses.asdict(check) for check in report.checks]
         console.document({"uri": report.uri, "is_healthy": report.is_healthy, "checks": checks})
     else:

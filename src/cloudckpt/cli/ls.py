@@ -11,7 +11,7 @@ import typer
 
 from cloudckpt.cli._console import Console, age, count, size
 from cloudckpt.cli._errors import DENIED
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of, parse_duration
+from cloudckpt.cli._options import CommonOptions, parse_duration
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo
@@ -37,11 +37,7 @@ def ls(
     check: Annotated[
         bool, typer.Option("--check", help="Look at all that each manifest says: what show refuses is damaged.")
     ] = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """List the checkpoints in ROOT, oldest first: committed, damaged, in progress, garbage, and more.
 
@@ -49,10 +45,10 @@ def ls(
     """
     from cloudckpt.inspect.catalog import list_checkpoints
 
-    console = Console(as_json=as_json, quiet=quiet)
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    console = common.console
+    options = common.options()
     found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
-    if not (found or as_json or quiet):
+    if not (found or common.as_json or common.quiet):
         console.say(_nothing_in(root, options))
         return
     _tell(console, root, found, long=long)

@@ -11,7 +11,7 @@ import typer
 
 from cloudckpt.cli._console import Console, count, size
 from cloudckpt.cli._errors import NOT_FOUND
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
+from cloudckpt.cli._options import CommonOptions
 
 if TYPE_CHECKING:
     from cloudckpt.inspect.description import CheckpointDescription, TensorDescription
@@ -31,11 +31,7 @@ def show(
     values: Annotated[
         bool, typer.Option("--values", help="Also read what is no tensor, and show it. Nothing that lies there is run.")
     ] = False,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """Show what is in a checkpoint: tensors with their shapes and sharding, values, metadata.
 
@@ -43,14 +39,14 @@ def show(
     """
     from cloudckpt.inspect.description import describe
 
-    console = Console(as_json=as_json, quiet=quiet)
-    options = options_of(storage_option, endpoint_url, timeout_s=timeout)
+    console = common.console
+    options = common.options()
     found = describe(uri, options=options)
     patterns = name or ["*"]
     tensors = [one for one in found.tensors if _fits(one.name, patterns)]
     others = [one for one in found.values if _fits(one.name, patterns)]
     read = _read_values(found.uri, [one.name for one in others], options) if values else {}
-    if as_json:
+    if common.as_json:
         console.document(
             {
                 **_head_of(found),

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloudckpt.cli._console import Console, count, describe_report, rate, size
+from cloudckpt.cli._console import count, describe_report, rate, size
 from cloudckpt.cli._errors import NO
-from cloudckpt.cli._options import AsJSON, EndpointURL, Quiet, StorageOptions, Timeout, options_of
+from cloudckpt.cli._options import CommonOptions
 
 if TYPE_CHECKING:
     from cloudckpt.events import Event
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 def verify(
     uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint.")],
     *,
-    storage_option: StorageOptions = None,
-    endpoint_url: EndpointURL = None,
-    timeout: Timeout = 60.0,
-    as_json: AsJSON = False,
-    quiet: Quiet = False,
+    common: CommonOptions,
 ) -> None:
     """Read every byte of a checkpoint and compare it with what was saved; exit with 1 if anything is damaged.
 
@@ -30,7 +26,7 @@ def verify(
     from cloudckpt.errors import CorruptCheckpointError
     from cloudckpt.inspect.verification import verify as verify_checkpoint
 
-    console = Console(as_json=as_json, quiet=quiet)
+    console = common.console
     problems: list[str] = []
     with console.progress("verifying") as show_progress:
         done_bytes = total_bytes = 0
@@ -43,20 +39,20 @@ def verify(
                 done_bytes += event.num_bytes
             show_progress(done_bytes, total_bytes)
 
-        options = options_of(storage_option, endpoint_url, timeout_s=timeout, on_event=on_event)
+        options = common.options(on_event=on_event)
         try:
             report = verify_checkpoint(uri, options=options)
         except CorruptCheckpointError as error:
             problems += error.problems
     if problems:
-        if as_json:
+        if common.as_json:
             console.document({"uri": uri, "is_whole": False, "problems": problems})
         else:
             for problem in problems:
                 console.line(problem)
             console.say(f"{uri} is damaged: {count(len(problems), 'problem')}. Load an older checkpoint.")
         raise typer.Exit(NO)
-    if as_json:
+    if common.as_json:
         found = describe_report(report, report.verify_s)
         console.document({"uri": report.uri, "is_whole": True, "problems": [], **found})
         return

@@ -11,13 +11,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.integration.servers.packages import from_debian
+from tests.wire import Throttle, Wire, WireRule
 
 from benchmarks import relay
 from benchmarks.certificates import HOST, Certificates
 from benchmarks.servers import START_TIMEOUT_S
 from benchmarks.training import kept_off_the_loops_core
 from cloudckpt.testing.servers import Program, clean_environment, reserved_port, running
-from cloudckpt.testing.wire import Delay, Throttle, Wire, WireRule
 
 _TERMINATOR = """\
 global
@@ -60,11 +60,8 @@ def tls(endpoint_url: str, certificates: Certificates, *, cipher: str | None = N
 def slow(endpoint_url: str, *, latency_s: float, bytes_per_s: float) -> Iterator[str]:
     """The address of a proxy that holds each request back, and each connection to a rate."""
     _host_and_port(endpoint_url)
-    throttle = Throttle(request_bytes_per_s=bytes_per_s, answer_bytes_per_s=bytes_per_s)
-    with (
-        Wire(endpoint_url, WireRule(action=throttle, times=None)) as rate,
-        Wire(rate.url, WireRule(action=Delay(delay_s=latency_s), times=None)) as line,
-    ):
+    throttle = Throttle(bytes_per_s=bytes_per_s, delay_s=latency_s)
+    with Wire(endpoint_url, WireRule(action=throttle, times=None)) as line:
         yield line.url
 
 

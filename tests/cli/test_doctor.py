@@ -12,6 +12,7 @@ import pytest
 from tests.cli.conftest import Run
 from tests.e2e.places import Place, S3Place
 from tests.options import make_options
+from tests.wire import Reply, Wire, WireRule
 from tests.wrapped import FaultyStore, WrappedStore
 
 from cloudckpt import Options
@@ -19,7 +20,6 @@ from cloudckpt.doctor import DoctorReport, environment, examine
 from cloudckpt.errors import AccessDeniedError, StoreError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Call
-from cloudckpt.testing.wire import Reply, Wire, WireRule
 
 WRITTEN_MARK = ".cloudckpt-probe-"
 MOTO = {"checksums", "lifecycle"}

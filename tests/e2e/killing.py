@@ -25,12 +25,12 @@ from tests.e2e.kills import Kill, Version
 from tests.e2e.models import assert_same
 from tests.e2e.places import BucketPlace, Place, S3Place
 from tests.options import make_options
+from tests.wire import Seen, Wire, WireCallback, WireRule
 from tests.wrapped import Call, WrappedStore
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.wire import Seen, Wire, WireCallback, WireRule
 
 _WAIT_S = 100.0
 _SEEDS: Mapping[Version, int] = {"old": 1, "new": 2, "again": 3}
@@ -205,7 +205,7 @@ def job_at(place: Place, kill: Kill, scratch: Path) -> Iterator[Job]:
         reached: list[Job] = []
         if has_wire:
             assert isinstance(place, BucketPlace)
-            tell = WireCallback(function=lambda seen: _kill_by_wire(seen, reached[0]), moment="answer")
+            tell = WireCallback(function=lambda seen: _kill_by_wire(seen, reached[0]))
             wire = stack.enter_context(Wire(_endpoint_url(place), WireRule(action=tell, times=None)))
             storage_options = place.options_at(wire.url)
         job = Job(

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tests.e2e.servers import FlakyS3, serve
 from tests.options import make_options
+from tests.wire import StallRequest, Throttle, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.io import hedging
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
-from cloudckpt.testing.wire import StallRequest, Throttle, Wire, WireRule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -88,7 +88,7 @@ def test_a_range_that_stalls_is_read_by_a_second_request(server: Server) -> None
     uri = uri_at(server)
     cloudckpt.save(values(), uri, options=options_at(server, server.endpoint_url))
     method, path = RANGES[server.scheme]
-    rule = WireRule(action=Throttle(answer_bytes_per_s=1000), method=method, path=path, skip=NUM_BEFORE)
+    rule = WireRule(action=Throttle(bytes_per_s=1000), method=method, path=path, skip=NUM_BEFORE)
     loaded = {"w": torch.zeros(10 * MIB)}
     with Wire(server.endpoint_url, rule) as wire:
         report = cloudckpt.load(loaded, uri, options=options_at(server, wire.url))

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.servers import FlakyS3, serve
 from tests.options import make_options
+from tests.wire import Action, StallAnswer, StallRequest, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.options import MIB
 from cloudckpt.testing.servers import Server, fake_gcs_server
-from cloudckpt.testing.wire import Action, StallAnswer, StallRequest, Wire, WireRule
 
 pytestmark = [pytest.mark.faults, pytest.mark.multirank]
 

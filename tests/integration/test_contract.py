@@ -9,18 +9,18 @@ from urllib.parse import urlsplit
 
 import pytest
 from tests.integration.conftest import Servers
+from tests.stores.wire_contract import WireContract
+from tests.wire import GCS_FORBIDDEN, Wire, WireRule
 
 from cloudckpt import Options
 from cloudckpt.errors import ChecksumRefusedError, CredentialsError, TransientStoreError
 from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.contract_base import content, crc, keys, put, read_range
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import GCS_FORBIDDEN, Wire, WireRule
 
 
-class ContractOn(StoreContract):
+class ContractOn(WireContract):
     """Inherit, and name the server."""
 
     server_name: ClassVar[str]

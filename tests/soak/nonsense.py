@@ -20,12 +20,12 @@ from typing import Any
 
 from tests.options import make_options
 from tests.soak.values import SMALL_BYTES, MixedError, empty_state, identity_of, state_of
+from tests.wire import Action, CutSomewhere, LoseAnswer, Reply, Wire, WireRule
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.testing.servers import Server
-from cloudckpt.testing.wire import Action, CutSomewhere, LoseAnswer, Reply, Wire, WireRule
 
 SHARE = 0.05
 _HTML = (("Content-Type", "text/html"),)
@@ -56,7 +56,7 @@ _NONSENSE: tuple[Action, ...] = (
     Reply(status=403, body=b"<html>blocked</html>", headers=_HTML),
     Reply(status=502, body=b"<html>bad gateway</html>", headers=_HTML),
     LoseAnswer(),
-    CutSomewhere(longest_answer_bytes=64 * KIB),
+    CutSomewhere(),
 )
 
 

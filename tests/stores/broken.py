@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 from awscrt.checksums import crc32c
 from tests.stores.scripted import SOCKET_TIMEOUT_S
+from tests.wire import Head, Stream
 
 from cloudckpt.errors import StoreError, TransientStoreError
 from cloudckpt.stores.base import Part
-from cloudckpt.testing.wire import Head, Stream
 
 Outcome = tuple[str, object]
 BODY = b"0123456789"

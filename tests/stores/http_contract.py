@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import pytest
+from tests.stores.wire_contract import WireContract
+from tests.wire import Reply, Wire, WireRule
 
-from cloudckpt.testing.contract import StoreContract
-from cloudckpt.testing.wire import Reply, Wire, WireRule
 
-
-class HTTPStoreContract(StoreContract):
+class HTTPStoreContract(WireContract):
     """A subclass says which store's, and has its server in the fixture `http_server`."""
 
     shared_between_processes = True

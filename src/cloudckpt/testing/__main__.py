@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from cloudckpt.errors import CloudckptError, StoreError
@@ -39,7 +38,7 @@ again. The whole takes a few thousand requests, most of them tiny; --keys and --
 """
 _EPILOG = """\
 exit status: 0 if the store does all of it; 1 if it does not, or if something could not be removed; 2 if the check could
-not be made. Clauses about broken connections run only with an endpoint_url that begins with http://.
+not be made.
 """
 
 
@@ -53,16 +52,9 @@ class CheckedStore:
     num_rounds: int
     num_keys: int
 
-    @property
-    def endpoint_url(self) -> str | None:
-        """The endpoint, if a proxy can stand in for it: that needs HTTP without TLS."""
-        url = str(self.options.storage_options.get("endpoint_url", ""))
-        return url if url.startswith("http://") else None
-
-    def open(self, name: str = "", *, timeout_s: float = 60.0, **storage_options: Any) -> Store:
-        """Open the store at `name` below the root, with storage options that replace the user's."""
-        options = Options(storage_options={**self.options.storage_options, **storage_options}, timeout_s=timeout_s)
-        return open_store(self.root.child(name) if name else self.root, options)
+    def open(self, name: str = "") -> Store:
+        """Open the store at `name` below the root."""
+        return open_store(self.root.child(name) if name else self.root, self.options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,13 +30,3 @@ class TestStore(StoreContract):
         self.name = f"clause-{next(_numbers)}"
         store: Store = target.open(self.name)
         return store
-
-    def endpoint_url(self, store: Store) -> str | None:
-        """Return the user's endpoint."""
-        url: str | None = self.target.endpoint_url
-        return url
-
-    def at(self, store: Store, endpoint_url: str, *, timeout_s: float) -> Store:
-        """Open the same root behind the wire."""
-        far: Store = self.target.open(self.name, timeout_s=timeout_s, endpoint_url=endpoint_url)
-        return far

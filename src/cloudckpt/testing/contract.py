@@ -21,26 +21,22 @@ import pytest
 
 # This must precede the imports: pytest explains failed assertions only in modules that it has rewritten.
 pytest.register_assert_rewrite(
-    *(f"cloudckpt.testing.contract_{topic}" for topic in ("base", "reads", "uploads", "wire", "writes"))
+    *(f"cloudckpt.testing.contract_{topic}" for topic in ("base", "reads", "uploads", "writes"))
 )
 
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.contract_reads import ReadClauses
 from cloudckpt.testing.contract_uploads import UploadClauses
-from cloudckpt.testing.contract_wire import WireClauses
 from cloudckpt.testing.contract_writes import WriteClauses
 
 __all__ = ["StoreContract"]
 
 
-class StoreContract(WriteClauses, UploadClauses, ReadClauses, WireClauses):
+class StoreContract(WriteClauses, UploadClauses, ReadClauses):
     """Inherit under a name that begins with ``Test``, and define the fixture `store`.
 
     ``shared_between_processes``: True if other processes see the store's objects (default False).
     ``num_racing_rounds``, ``num_paging_keys``: the number of rounds and of objects; lower them if calls cost money.
-    ``endpoint_url(store)``, ``at(store, endpoint_url, timeout_s=…)``: for a store that is reached over HTTP, its
-    address, and the same root through another address. The clauses about broken connections need them.
-    ``short_timeout_s``: the timeout of such a store in the clauses about silent servers.
     ``denied(store)``: the same root with credentials that are refused, or may not write.
     ``check_upload_time(info)``: checks the start time of an unfinished upload.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +13,6 @@ import pytest
 
 from cloudckpt.errors import StoreError, UnsupportedOperationError
 from cloudckpt.stores.base import Part, Store, UploadedPart, crc32c_of
-from cloudckpt.testing.wire import Wire
 
 
 class Clauses:
@@ -23,14 +22,6 @@ class Clauses:
     num_racing_rounds = 5
     num_paging_keys = 1005
     """More than one page of a listing or of a batched delete. A page has 1,000 entries on common servers."""
-
-    def endpoint_url(self, store: Store) -> str | None:
-        """Return the endpoint of `store` as ``http://host:port``; ``None`` if it has none."""
-        return None
-
-    def at(self, store: Store, endpoint_url: str, *, timeout_s: float) -> Store | None:
-        """Return a store with the same root at another endpoint; ``None`` if that is impossible."""
-        return None
 
     def denied(self, store: Store) -> Store | None:
         """Return a store with the same root whose credentials are refused or may not write; ``None`` if none exist."""
@@ -62,18 +53,6 @@ class Clauses:
         """Skip the clause if the store does not verify the checksums of uploads."""
         if not store.probe().verifies_crc32c:
             pytest.skip("the store does not verify checksums")
-
-    @contextlib.contextmanager
-    def open_wire(self, store: Store, *, timeout_s: float = 30.0) -> Iterator[tuple[Wire, Store]]:
-        """Yield a wire in front of the store, and the store reached through it; skip if it has no address."""
-        endpoint_url = self.endpoint_url(store)
-        if endpoint_url is None:
-            pytest.skip("the store has no address for which a proxy could stand in")
-        with Wire(endpoint_url) as wire:
-            far = self.at(store, wire.url, timeout_s=timeout_s)
-            if far is None:
-                pytest.skip("the store cannot be reached at another address")
-            yield wire, far
 
 
 WAIT_S = 120.0

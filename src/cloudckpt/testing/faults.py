@@ -11,7 +11,7 @@ same faults in any order of threads, and every injected error names it::
     cloudckpt.save(state_dict, "s3://bucket/run", options=Options(advanced=AdvancedOptions(wrap_store=faults)))
     print(faults.num_injected)
 
-`cloudckpt.testing.wire` breaks the network, and `cloudckpt.testing.damage` breaks stored objects.
+`cloudckpt.testing.damage` breaks stored objects.
 """
 
 from __future__ import annotations

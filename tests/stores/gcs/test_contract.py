@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.stores.http_contract import HTTPStoreContract
+from tests.wire import GCS_FORBIDDEN
 
 from cloudckpt.errors import ChecksumRefusedError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.testing.contract_base import crc, keys, put
-from cloudckpt.testing.wire import GCS_FORBIDDEN
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import GCSServer

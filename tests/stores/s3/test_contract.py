@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.stores.http_contract import HTTPStoreContract
+from tests.wire import S3_ACCESS_DENIED
 
 from cloudckpt.stores.base import UploadInfo
 from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.contract_base import content, put, run_at_once
-from cloudckpt.testing.wire import S3_ACCESS_DENIED
 
 if TYPE_CHECKING:
     from cloudckpt.testing.servers import S3Server

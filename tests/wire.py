@@ -1,14 +1,8 @@
 """A proxy on the loopback interface that breaks or slows down HTTP exchanges by rule.
 
 It forwards every byte to the store's endpoint unchanged, including the Host header, so that signatures remain valid.
-Rules choose requests by counting them or by random numbers with a seed; only delays depend on time::
-
-    with Wire(server.endpoint_url, WireRule(action=LoseAnswer(), method="PUT", path="manifest.json")) as wire:
-        options = Options(storage_options={**server.storage_options, "endpoint_url": wire.url})
-        cloudckpt.save(state_dict, "s3://bucket/run", options=options)  # commits, and has to find out that it did
-        print(wire.requests)
-
-It supports HTTP/1.1 without TLS, and only servers that accept any host name: local servers do, cloud services do not.
+Rules choose requests by counting them or by random numbers with a seed; only delays depend on time. It supports
+HTTP/1.1 without TLS, and only servers that accept any host name.
 """
 
 from __future__ import annotations
@@ -23,52 +17,22 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
 from cloudckpt.testing.faults import draw, without_attempts
 
-__all__ = [
-    "GCS_FORBIDDEN",
-    "GCS_TOO_MANY_REQUESTS",
-    "S3_ACCESS_DENIED",
-    "S3_INTERNAL_ERROR",
-    "S3_SLOW_DOWN",
-    "Action",
-    "CutAnswer",
-    "CutRequest",
-    "CutSomewhere",
-    "Delay",
-    "LoseAnswer",
-    "Reply",
-    "Seen",
-    "StallAnswer",
-    "StallRequest",
-    "Throttle",
-    "Wire",
-    "WireCallback",
-    "WireRule",
-]
-
 _WAIT_S = 30.0
 _HOST = "127.0.0.1"
 _RECEIVE_BYTES = 256 * 1024
 _THROTTLED_BYTES = 16 * 1024
 """Size of the pieces that are forwarded at a limited rate."""
-_SECRET_HEADERS = (
-    "authorization",
-    "cookie",
-    "proxy-authorization",
-    "x-amz-security-token",
-    "x-goog-iam-authorization-token",
-)
-
+_LONGEST_ANSWER_BYTES = 256 * 1024
+"""A cut at a random place in an answer is within this number of bytes."""
 Headers: TypeAlias = tuple[tuple[str, str], ...]
-Moment: TypeAlias = Literal["request", "answer"]
-"""Before the store gets the request, or after it has answered and before the client gets the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +42,8 @@ class Seen:
     method: str
     target: str
     """Path and query as sent."""
-    headers: Headers
-    """Names are in lower case; headers with credentials are left out."""
     action: Action | None = None
     """Action of a rule; ``None`` if the request was forwarded unchanged."""
-
-    def header(self, name: str) -> str | None:
-        """The first value of the header `name`."""
-        return next((value for known, value in self.headers if known == name.lower()), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,30 +95,20 @@ class StallAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireCallback:
-    """Calls `function` in the connection's thread, and forwards the exchange when it has returned.
+    """Calls `function` in the connection's thread, after the store has answered and before the client gets any of it.
 
-    The moment ``"request"`` is before the store gets the request, for example to kill the server. The moment
-    ``"answer"`` is after the store has answered completely and before the client gets any of it, for example to kill
-    the client between a commit and its confirmation.
+    For example, it kills the client between a commit and its confirmation.
     """
 
     function: Callable[[Seen], None]
-    moment: Moment = "request"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delay:
-    """Delays the request by `delay_s`."""
-
-    delay_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throttle:
-    """Limits the rates at which the bodies of the exchange are forwarded; ``None``: no limit."""
+    """Delays the request by `delay_s`, and limits the rate at which each body of the exchange is forwarded."""
 
-    request_bytes_per_s: float | None = None
-    answer_bytes_per_s: float | None = None
+    bytes_per_s: float
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,21 +118,9 @@ class CutSomewhere:
     The `action` of the request's record is the chosen `CutRequest`, `LoseAnswer` or `CutAnswer`.
     """
 
-    longest_answer_bytes: int = 1 << 20
-    """An answer is cut within this number of bytes."""
-
 
 Action: TypeAlias = (
-    Reply
-    | LoseAnswer
-    | CutRequest
-    | CutAnswer
-    | StallRequest
-    | StallAnswer
-    | WireCallback
-    | Delay
-    | Throttle
-    | CutSomewhere
+    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | WireCallback | Throttle | CutSomewhere
 )
 
 
@@ -201,7 +137,6 @@ def _gcs_error(status: int, reason: str, message: str) -> Reply:
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 S3_SLOW_DOWN = _s3_error(503, "SlowDown", "Please reduce your request rate.")
-S3_INTERNAL_ERROR = _s3_error(500, "InternalError", "We encountered an internal error. Please try again.")
 S3_ACCESS_DENIED = _s3_error(403, "AccessDenied", "Access Denied")
 # https://docs.cloud.google.com/storage/docs/json_api/v1/status-codes
 GCS_TOO_MANY_REQUESTS = _gcs_error(429, "rateLimitExceeded", "The rate of requests is too high.")
@@ -231,10 +166,6 @@ class WireRule:
     probability: float = 1.0
     seed: int = 0
 
-    def matches(self, request: Seen) -> bool:
-        """Return True if the rule counts the request."""
-        return self.method in (None, request.method) and re.search(self.path, request.target) is not None
-
 
 class _CountedRule:
     """A rule, and the requests that it has counted."""
@@ -244,30 +175,30 @@ class _CountedRule:
         self._num_matched = 0
         self._num_alike: Counter[tuple[str, str]] = Counter()
 
-    def action_on(self, request: Seen) -> Action | None:
-        """Count `request`, and return the action on it; ``None`` if the rule is not due."""
+    def action_on(self, head: Head) -> Action | None:
+        """Count the request, and return the action on it; ``None`` if the rule is not due."""
         rule = self._rule
-        if not rule.matches(request):
+        if rule.method not in (None, head.method) or not re.search(rule.path, head.target):
             return None
         num_before = self._num_matched
         self._num_matched += 1
-        alike = (request.method, _UPLOAD_ID.sub("", without_attempts(request.target)))
+        alike = (head.method, _UPLOAD_ID.sub("", without_attempts(head.target)))
         self._num_alike[alike] += 1
         if num_before < rule.skip or (rule.times is not None and num_before >= rule.skip + rule.times):
             return None
         event = (rule.seed, *alike, self._num_alike[alike])
         if draw("acts", event) >= rule.probability:
             return None
-        return _choose_cut(rule.action, request, event) if isinstance(rule.action, CutSomewhere) else rule.action
+        return _choose_cut(head, event) if isinstance(rule.action, CutSomewhere) else rule.action
 
 
-def _choose_cut(action: CutSomewhere, request: Seen, event: tuple[object, ...]) -> Action:
+def _choose_cut(head: Head, event: tuple[object, ...]) -> Action:
     kind, place = draw("kind", event), draw("place", event)
     if kind < 1 / 3:
-        return CutRequest(after_bytes=int(place * (int(request.header("content-length") or 0) + 1)))
+        return CutRequest(after_bytes=int(place * ((head.length_bytes or 0) + 1)))
     if kind < 2 / 3:
         return LoseAnswer()
-    return CutAnswer(after_bytes=int(place * action.longest_answer_bytes), reset=draw("reset", event) < 1 / 2)
+    return CutAnswer(after_bytes=int(place * _LONGEST_ANSWER_BYTES), reset=draw("reset", event) < 1 / 2)
 
 
 class Wire:
@@ -279,9 +210,7 @@ class Wire:
 
     def __init__(self, target_url: str, *rules: WireRule) -> None:
         parts = urlsplit(target_url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"Wire supports only plain HTTP. Give http://host:port, not {target_url!r}")
-        self._target = (parts.hostname, parts.port or 80)
+        self._target = (parts.hostname or "", parts.port or 80)
         self._lock = threading.Lock()
         self._rules: list[_CountedRule] = []
         self._requests: list[Seen] = []
@@ -379,12 +308,11 @@ class Wire:
 
     def record(self, head: Head) -> Seen:
         """Record a request, with the action of a rule."""
-        request = Seen(method=head.method, target=head.target, headers=head.public_headers)
         with self._lock:
-            actions = [rule.action_on(request) for rule in self._rules]
-            request = replace(request, action=next((action for action in actions if action is not None), None))
-            self._requests.append(request)
-        return request
+            actions = [rule.action_on(head) for rule in self._rules]
+            due = next((action for action in actions if action is not None), None)
+            self._requests.append(Seen(method=head.method, target=head.target, action=due))
+            return self._requests[-1]
 
     def _listen(self) -> None:
         listener = _bind(port=self._port)
@@ -490,35 +418,26 @@ class _Connection:
         body = self._client.request_body(head)
         if isinstance(action, Reply):
             return self._reply(action, head, body)
-        self._tell("request", seen)
-        if isinstance(action, Delay):
-            self._wire.wait(action.delay_s)
         if isinstance(action, Throttle):
-            body = self._slow_down(body, action.request_bytes_per_s)
+            self._wire.wait(action.delay_s)
+            body = self._slow_down(body, action.bytes_per_s)
         if isinstance(action, CutRequest | StallRequest):
             return self._break_request(action, head, body)
         answer = self._pass_on(head, body)
         pieces = self._reach_store().answer_body(answer, method=head.method)
         if isinstance(action, LoseAnswer | CutAnswer | StallAnswer):
             return self._break_answer(action, answer, pieces)
-        if isinstance(action, WireCallback) and action.moment == "answer":
+        if isinstance(action, WireCallback):
             pieces = iter(list(pieces))  # S3 has carried a completion out when its answer ends, not when it begins
-        self._tell("answer", seen)
+            action.function(seen)
         if isinstance(action, Throttle):
-            pieces = self._slow_down(pieces, action.answer_bytes_per_s)
+            pieces = self._slow_down(pieces, action.bytes_per_s)
         self._client.socket.sendall(answer.raw)
         for piece in pieces:
             self._client.socket.sendall(piece)
         return answer.leaves_open(head)
 
-    def _tell(self, moment: Moment, seen: Seen) -> None:
-        if isinstance(seen.action, WireCallback) and seen.action.moment == moment:
-            seen.action.function(seen)
-
-    def _slow_down(self, pieces: Iterator[bytes], bytes_per_s: float | None) -> Iterator[bytes]:
-        if bytes_per_s is None:
-            yield from pieces
-            return
+    def _slow_down(self, pieces: Iterator[bytes], bytes_per_s: float) -> Iterator[bytes]:
         for piece in pieces:
             for start in range(0, len(piece), _THROTTLED_BYTES):
                 part = piece[start : start + _THROTTLED_BYTES]
@@ -615,11 +534,6 @@ class Head:
     def header(self, name: str) -> str | None:
         """The first value of the header `name`."""
         return next((value for known, value in self.headers if known == name), None)
-
-    @property
-    def public_headers(self) -> Headers:
-        """The headers without those that hold credentials."""
-        return tuple((name, value) for name, value in self.headers if name not in _SECRET_HEADERS)
 
     @property
     def method(self) -> str:

@@ -759,15 +759,15 @@ MUTANTS = {
     "denied-step-is-no-step": Mutant(
         breaks="G4: a restore passes over the newest step because it may not be looked at.",
         file="manager/steps.py",
-        old="                found[name] = StepFolder(uri=self._uri_of_folder(name), denied=error)",
-        new="                pass",
+        old="                folder = StepFolder(uri=self._uri_of_folder(name), denied=error)",
+        new="                folder = StepFolder(uri=self._uri_of_folder(name), info=None)",
         tests=("tests/manager/test_manager.py::test_a_step_that_may_not_be_looked_at_is_not_passed_over",),
     ),
     "one-look-finds-no-other-form": Mutant(
         breaks="G10: one listing that lacks a step of torch's writer, or of the other mode, is a fresh start.",
         file="manager/steps.py",
-        old="        found = look_until_stable(look_at_all, changing=self._make_changed_error)",
-        new="        found, _ = look_at_all()",
+        old='            return answer, ("twice", answer)',
+        new="            return answer, None",
         tests=("tests/manager/test_manager.py::test_one_listing_that_lacks_the_other_form_is_no_fresh_start",),
     ),
     "trouble-is-damage": Mutant(

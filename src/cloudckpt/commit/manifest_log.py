@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -505,18 +506,14 @@ class SummaryReader:
         self._retrier, self._check = retrier, check
         self._one_large = threading.Lock()
 
-    def read(self, store: Store, log: Log) -> Summary | None:
-        """Return the summary of the manifest that counts; None if it has vanished. Raises as `decode_summary`."""
-        number = log.counting
-        assert number is not None  # noqa: S101  # asked for only then
-        size_bytes = max((entry.size_bytes for entry in log.entries if entry.number == number), default=0)
-        try:
-            if size_bytes <= _LARGE_BYTES:
-                return self._retrier.confirm(lambda: self._read(store, number), InvalidManifestError)
-            with self._one_large:  # or so many would take gigabytes together
-                return self._retrier.confirm(lambda: self._read(store, number), InvalidManifestError)
-        except ObjectNotFoundError:
-            return None
+    def read(self, store: Store, entry: Entry) -> Summary | None:
+        """Return the summary of a manifest; None if it has vanished. Raises as `decode_summary`."""
+        # Large ones are read one after the other: many would take gigabytes together.
+        with self._one_large if entry.size_bytes > _LARGE_BYTES else contextlib.nullcontext():
+            try:
+                return self._retrier.confirm(lambda: self._read(store, entry.number), InvalidManifestError)
+            except ObjectNotFoundError:
+                return None
 
     def _read(self, store: Store, number: int) -> Summary | None:
         document, key = read_document(store, number, self._retrier), manifest_key(number)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cloudckpt._workers import each_done
 from cloudckpt.commit.collect import group_uploads
 from cloudckpt.commit.commit_time import CommitTimes, commit_order, datetime_of
 from cloudckpt.commit.garbage import FoundItem, Inventory, attempt_time
 from cloudckpt.commit.manifest_log import (
-    MOST_LOOKS,
     TORCH_METADATA_KEY,
-    Entry,
     SummaryReader,
     holds_rank_checkpoints,
     list_entries,
@@ -31,14 +28,15 @@ from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointError,
     InvalidURIError,
-    StoreError,
     UnsupportedFormatError,
 )
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
-from cloudckpt.stores.base import ObjectInfo, Store, UploadInfo
+from cloudckpt.stores.base import Store, UploadInfo
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
+
+_T = TypeVar("_T")
 
 CheckpointState = Literal["committed", "damaged", "newer", "denied", "in progress", "garbage", "torch"]
 
@@ -128,16 +126,28 @@ def list_checkpoints(
     options = options or Options()
     location = parse_location(root)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    reader = None
-    if all:
-        alive_since = datetime.now(timezone.utc) - alive_within
-        reader = _StateReader(location, options, retrier, alive_since=alive_since, check=check)
-    listing = _Listing(location, options, retrier, reader)
-    look_until_stable(lambda: (None, listing.look()), changing=lambda: _changing_error(location))
-    if listing.denials and len(listing.denials) == len(listing.found):
+    listing = _Listing(
+        location,
+        options,
+        retrier,
+        alive_since=datetime.now(timezone.utc) - alive_within,
+        summaries=SummaryReader(retrier, check=check),
+    )
+    found = look_at_folders(
+        listing.list_places if all else listing.list_names,
+        listing.read_states if all else listing.find_commit,
+        options=options,
+        retrier=retrier,
+        changing=lambda: CheckpointChangedError(
+            f"the checkpoints at {location.uri} change all the time, so that no two looks found the same. List them "
+            "again",
+            uri=location.uri,
+        ),
+    )
+    infos = [info for of_one in found.values() for info in of_one]
+    if listing.denials and len(listing.denials) == len(infos):
         raise listing.denials[0]
-    found = [info for infos in listing.found.values() for info in infos]
-    return sorted(found, key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt))
+    return sorted(infos, key=lambda info: (*commit_order(info.committed_at, info.name), info.attempt))
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
@@ -148,7 +158,40 @@ def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> C
     return next(reversed(list_checkpoints(root, options=options)), None)
 
 
-def is_openable(location: Location, name: str) -> bool:
+def look_at_folders(
+    list_names: Callable[[], Sequence[str]],
+    look: Callable[[str], tuple[_T, Hashable]],
+    *,
+    options: Options,
+    retrier: Retrier,
+    changing: Callable[[], CheckpointChangedError],
+) -> dict[str, _T]:
+    """Return what `look` finds in each folder, by name, once two looks in a row miss the same.
+
+    `look` returns what it finds in a folder and what it misses there, which is falsy where that is nothing. A folder in
+    which something is missing is looked at again. The names of all folders are part of what two looks must agree on,
+    because one listing may lack one. Raises what `changing` makes where no two looks agree.
+    """
+    found: dict[str, tuple[_T, Hashable]] = {}
+
+    def look_at(name: str) -> None:
+        found[name] = look(name)
+
+    def look_at_all() -> tuple[dict[str, _T], Hashable]:
+        names = list_names()
+        for name in [name for name, (_, missing) in found.items() if missing]:
+            del found[name]
+        num_threads = options.connections or DEFAULT_CONNECTIONS
+        new = [name for name in names if name not in found]
+        for _ in each_done(new, look_at, num_threads=num_threads, name="cloudckpt-list", on_failure=retrier.stop):
+            pass
+        missed = tuple((name, missing) for name, (_, missing) in sorted(found.items()) if missing)
+        return {name: one for name, (one, _) in sorted(found.items())}, (tuple(sorted(names)), missed)
+
+    return look_until_stable(look_at_all, changing=changing)
+
+
+def _is_openable(location: Location, name: str) -> bool:
     """Return True if a checkpoint can have this name. Other tools can write folders whose names are no valid URI."""
     try:
         parse_location(location.child(name).uri)
@@ -158,144 +201,86 @@ def is_openable(location: Location, name: str) -> bool:
 
 
 class _Listing:
-    """The checkpoints found so far under one root. Each look adds to them."""
+    """Looks at the folders under one root. Several threads use it."""
 
-    def __init__(self, root: Location, options: Options, retrier: Retrier, reader: _StateReader | None) -> None:
-        self._root, self._options, self._retrier, self._reader = root, options, retrier, reader
+    def __init__(
+        self, root: Location, options: Options, retrier: Retrier, *, alive_since: datetime, summaries: SummaryReader
+    ) -> None:
+        self._root, self._options, self._retrier = root, options, retrier
         self._store = open_store(root.uri, options)
+        self._alive_since, self._summaries = alive_since, summaries
         self._times = CommitTimes()
-        self._missing: dict[str, Hashable] = {}
-        """The folders in which the last look found no checkpoint, with what it found instead."""
-        self.found: dict[str, list[CheckpointInfo]] = {}
-        """By the name of the folder; ``""`` is the root itself."""
+        self._uploads: Mapping[str, Sequence[UploadInfo]] = {}
         self.denials: list[AccessDeniedError] = []
 
-    def look(self) -> Hashable:
-        """Look at every folder in which no checkpoint was found before. Return what two looks in a row must agree on.
+    def list_names(self) -> list[str]:
+        """List the folders under the root."""
+        return [name for name in self._retrier.collect(self._store.list_directories) if _is_openable(self._root, name)]
 
-        These are the names of all folders, because one listing may lack one, and the folders without a checkpoint.
-        """
-        store, retrier = self._store, self._retrier
-        names = [name for name in retrier.collect(store.list_directories) if is_openable(self._root, name)]
-        places, uploads = list(names), dict[str, list[UploadInfo]]()
-        if self._reader is not None:
-            if self._root.scheme != "file":  # there, each folder is listed by itself: some may be closed
-                uploads.update(group_uploads(store, retrier))
-            if "data" in names or read_log(store, retrier, is_confirmed=False, is_lenient=True).entries:
-                places.append("")
-        for name in self._missing:
-            self.found.pop(name, None)
-        self._missing.clear()
+    def list_places(self) -> list[str]:
+        """List the root itself as ``""`` and the folders under it, and group the unfinished uploads by folder."""
+        if self._root.scheme != "file":  # there, each folder is listed by itself: some may be closed
+            self._uploads = group_uploads(self._store, self._retrier)
+        return ["", *self.list_names()]
 
-        def look_at(name: str) -> None:
-            if self._reader is None:
-                self._find_commit(name)
-            else:
-                self._read_states(self._reader, name, uploads.get(name, ()))
-
-        for _ in each_done(
-            [name for name in places if name not in self.found],
-            look_at,
-            num_threads=self._options.connections or DEFAULT_CONNECTIONS,
-            name="cloudckpt-list",
-            on_failure=retrier.stop,
-        ):
-            pass
-        if self._reader is not None and not any(self.found.values()) and "" not in places:
-            look_at("")  # torch's writer leaves nothing by which a listing of folders shows it
-        return tuple(sorted(places)), tuple(sorted(self._missing.items()))
-
-    def _find_commit(self, name: str) -> None:
+    def find_commit(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
+        """Return the checkpoint in a folder, or the log in which none counts."""
         store, retrier = self._store, self._retrier
         log = read_log(store, retrier, prefix=f"{name}/", is_confirmed=False, is_lenient=True)
         entry, time = log.counting_entry, None
         if entry is not None:
             time = self._times.read(store, f"{name}/{manifest_key(entry.number)}", entry, retrier)
         if time is None:
-            self._missing[name] = log
-        else:
-            self.found[name] = [CheckpointInfo(uri=self._root.child(name).uri, name=name, committed_at=time)]
+            return [], log
+        return [CheckpointInfo(uri=self._root.child(name).uri, name=name, committed_at=time)], None
 
-    def _read_states(self, reader: _StateReader, name: str, uploads: Iterable[UploadInfo]) -> None:
+    def read_states(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
+        """Return the states of all that lies in a folder, and what misses where no checkpoint is whole."""
         location = self._root.child(name) if name else self._root
         try:
-            infos = reader.read(location, uploads)
+            store = open_store(location, self._options)
+            inventory = Inventory(has_hidden_uploads=location.scheme == "file")
+            for info in self._retrier.collect(store.list, "data/"):
+                inventory.add_object(info)
+            uploads = self._uploads.get(name, ())
+            if location.scheme == "file":
+                uploads = self._retrier.collect(store.list_uploads, "" if name else "data/")
+            for upload in uploads:
+                inventory.add_upload(upload)
+            checkpoint, rest, vanished = self._read_checkpoint(location, store, inventory.at(""))
+            infos = [*([checkpoint] if checkpoint else []), *self._describe_attempts(location, rest, checkpoint)]
+            infos = infos or self._read_other_formats(location, store)
         except AccessDeniedError as error:
             self.denials.append(error)
-            infos = [_denied_info(location, error)]
-        self.found[name] = infos
-        if {info.state for info in infos}.issubset(_UNCOMMITTED_STATES):
-            self._missing[name] = True
-
-
-class _StateReader:
-    """Reads the state of everything at one location. Several threads use it."""
-
-    def __init__(
-        self, root: Location, options: Options, retrier: Retrier, *, alive_since: datetime, check: bool
-    ) -> None:
-        self._root, self._options, self._retrier = root, options, retrier
-        self._summaries = SummaryReader(retrier, check=check)
-        self._alive_since = alive_since
-        self._times = CommitTimes()
-
-    def read(self, location: Location, uploads: Iterable[UploadInfo]) -> list[CheckpointInfo]:
-        """Return what lies at `location`. A checkpoint that is replaced during the look is looked at again."""
-        store = open_store(location, self._options)
-        vanished: set[tuple[int, int | None]] = set()
-        for _ in range(MOST_LOOKS):
-            with contextlib.suppress(CheckpointChangedError):
-                return self._read_once(location, store, uploads, vanished)
-        raise _changing_error(location)
-
-    def _read_once(
-        self, location: Location, store: Store, uploads: Iterable[UploadInfo], vanished: set[tuple[int, int | None]]
-    ) -> list[CheckpointInfo]:
-        is_local = location.scheme == "file"
-        inventory = Inventory(has_hidden_uploads=is_local)
-        for info in self._retrier.collect(store.list, "data/"):
-            inventory.add_object(info)
-        if is_local:
-            uploads = self._retrier.collect(store.list_uploads, "data/" if location == self._root else "")
-        for upload in uploads:
-            inventory.add_upload(upload)
-        checkpoint, rest = self._read_checkpoint(location, store, inventory.at(""), vanished)
-        if checkpoint is None and not rest:
-            others = self._read_other_formats(location, store)
-            # The folders of ranks that saved separately at the root are listed as entries of their own.
-            return [info for info in others if location != self._root or info.state == "torch"]
-        return [
-            *([checkpoint] if checkpoint is not None else []),
-            *self._describe_attempts(location, rest, checkpoint),
-        ]
+            now = datetime.now(timezone.utc)
+            denied = CheckpointInfo(
+                uri=location.uri, name=location.name, committed_at=now, state="denied", problem=str(error)
+            )
+            return [denied], None
+        return infos, vanished or {info.state for info in infos}.issubset(_UNCOMMITTED_STATES)
 
     def _read_checkpoint(
-        self, location: Location, store: Store, found: Sequence[FoundItem], vanished: set[tuple[int, int | None]]
-    ) -> tuple[CheckpointInfo | None, list[FoundItem]]:
-        """Return the checkpoint, if any, and the data beside it.
+        self, location: Location, store: Store, found: Sequence[FoundItem]
+    ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable]:
+        """Return the checkpoint, if any, the data beside it, and the log if the manifest has vanished since.
 
-        Raises `CheckpointChangedError` if its manifest vanished since the listing. If the same one is in `vanished`,
-        it is damaged instead: no program that follows the protocol removes a manifest that counts.
+        If it has vanished in two looks, it is damaged: no program that follows the protocol removes what counts.
         """
-        log = summary = None
+        log = summary = vanished = None
         problem, state = "", _DAMAGED
         try:
             log = read_log(store, self._retrier, is_confirmed=False)
-            if log.counting is not None:
-                summary = self._summaries.read(store, log) if log.counting_entry is not None else None
-                if summary is None and (log.top, log.counting) not in vanished:
-                    vanished.add((log.top, log.counting))
-                    raise _changing_error(location)
-                if summary is None:
-                    problem = f"{manifest_key(log.counting)} was removed by other means than cloudckpt's"
+            entry = log.counting_entry
+            summary = self._summaries.read(store, entry) if entry is not None else None
+            if log.counting is not None and summary is None:
+                vanished, problem = log, f"{manifest_key(log.counting)} was removed by other means than cloudckpt's"
         except CheckpointChangedError:
             raise
         except UnsupportedFormatError as error:
             problem, state = str(error), _NEWER
         except CheckpointError as error:
             problem = str(error)
-        entry = log.counting_entry if log is not None else None
-        if summary is not None and entry is not None:
+        if log is not None and summary is not None and entry is not None:
             named = {stored.key for stored in summary.objects}
             committed_at_ns = summary.committed_at_ns
             checkpoint = CheckpointInfo(
@@ -310,11 +295,22 @@ class _StateReader:
                 num_overwrites=entry.number,
                 metadata=summary.metadata,
             )
-            return checkpoint, [item for item in found if item.key not in named]
+            return checkpoint, [item for item in found if item.key not in named], None
         if not problem:
-            return None, list(found)
+            return None, found, None
         entries = log.entries if log is not None else list_entries(store, self._retrier)
-        return _unreadable_info(location, entries, found, problem, state), []
+        times = [entry.modified_at for entry in entries] or [item.moment for item in found]
+        unreadable = CheckpointInfo(
+            uri=location.uri,
+            name=location.name,
+            committed_at=max(times, default=datetime.now(timezone.utc)),
+            state=state,
+            num_bytes=sum(item.size_bytes for item in found),
+            num_objects=sum(item.kind == "data" for item in found),
+            num_uploads=sum(item.kind == "upload" for item in found),
+            problem=problem,
+        )
+        return unreadable, (), vanished
 
     def _describe_attempts(
         self, location: Location, found: Iterable[FoundItem], checkpoint: CheckpointInfo | None
@@ -328,7 +324,10 @@ class _StateReader:
             objects = [item for item in items if item.kind == "data"]
             is_alive = last_write >= self._alive_since and (
                 checkpoint is None
-                or (attempt > checkpoint.attempt and _begin_of(attempt, last_write) >= checkpoint.committed_at)
+                or (
+                    attempt > checkpoint.attempt
+                    and (attempt_time(attempt) if attempt else last_write) >= checkpoint.committed_at
+                )
             )
             yield CheckpointInfo(
                 uri=location.uri,
@@ -339,23 +338,33 @@ class _StateReader:
                 num_objects=len(objects),
                 num_uploads=sum(item.kind == "upload" for item in items),
                 attempt=attempt,
-                world_size=len({_rank_of(item.key) for item in items if item.kind != "probe"}),
+                world_size=len(
+                    {item.key.rpartition("/")[2].partition("-")[0] for item in items if item.kind != "probe"}
+                ),
             )
 
     def _read_other_formats(self, location: Location, store: Store) -> list[CheckpointInfo]:
         """Describe what ranks saved separately at `location`, or else what torch's own writer saved there."""
-        infos = self._retrier.call(lambda: [*store.list("rank-"), *store.list(TORCH_METADATA_KEY)])
+        infos = self._retrier.collect(store.list, TORCH_METADATA_KEY)
+        if location != self._root:  # the ranks' folders at the root itself are entries of their own
+            infos += self._retrier.collect(store.list, "rank-")
         inventory = Inventory(has_hidden_uploads=False)
         for info in infos:
             inventory.add_object(info)
         ranks = parse_ranks(prefix.removesuffix("/") for prefix in inventory.locations)
         if ranks and holds_rank_checkpoints(store, self._retrier):
+            # The commit of rank 0, by which a `CheckpointManager` orders such checkpoints, too.
+            entry = read_log(store, self._retrier, prefix="rank-0/", is_confirmed=False, is_lenient=True).counting_entry
+            committed_at = max(info.modified_at for info in infos)
+            if entry is not None:
+                key = f"rank-0/{manifest_key(entry.number)}"
+                committed_at = self._times.read(store, key, entry, self._retrier) or entry.modified_at
             objects = [item for prefix in inventory.locations for item in inventory.at(prefix) if item.kind == "data"]
             return [
                 CheckpointInfo(
                     uri=location.uri,
                     name=location.name,
-                    committed_at=self._read_rank_commit_time(store, infos),
+                    committed_at=committed_at,
                     num_bytes=sum(item.size_bytes for item in objects),
                     num_objects=len(objects),
                     world_size=len(ranks),
@@ -366,55 +375,3 @@ class _StateReader:
             for info in infos
             if info.key == TORCH_METADATA_KEY
         ]
-
-    def _read_rank_commit_time(self, store: Store, infos: Sequence[ObjectInfo]) -> datetime:
-        """Read the commit time of rank 0, by which a `CheckpointManager` orders such checkpoints, too."""
-        entry = read_log(store, self._retrier, prefix="rank-0/", is_confirmed=False, is_lenient=True).counting_entry
-        if entry is None:
-            return max(info.modified_at for info in infos)
-        key = f"rank-0/{manifest_key(entry.number)}"
-        return self._times.read(store, key, entry, self._retrier) or entry.modified_at
-
-
-def _changing_error(location: Location) -> CheckpointChangedError:
-    return CheckpointChangedError(
-        f"the checkpoints at {location.uri} change all the time, so that no two looks found the same. List them again",
-        uri=location.uri,
-    )
-
-
-def _unreadable_info(
-    location: Location, entries: Sequence[Entry], found: Sequence[FoundItem], problem: str, state: CheckpointState
-) -> CheckpointInfo:
-    times = [entry.modified_at for entry in entries] or [item.moment for item in found]
-    return CheckpointInfo(
-        uri=location.uri,
-        name=location.name,
-        committed_at=max(times, default=datetime.now(timezone.utc)),
-        state=state,
-        num_bytes=sum(item.size_bytes for item in found),
-        num_objects=sum(item.kind == "data" for item in found),
-        num_uploads=sum(item.kind == "upload" for item in found),
-        problem=problem,
-    )
-
-
-def _denied_info(location: Location, error: StoreError) -> CheckpointInfo:
-    return CheckpointInfo(
-        uri=location.uri,
-        name=location.name,
-        committed_at=datetime.now(timezone.utc),
-        state="denied",
-        problem=str(error),
-    )
-
-
-def _begin_of(attempt: str, default: datetime) -> datetime:
-    try:
-        return attempt_time(attempt)
-    except ValueError:
-        return default
-
-
-def _rank_of(key: str) -> str:
-    return key.rpartition("/")[2].partition("-")[0]

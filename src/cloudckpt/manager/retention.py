@@ -183,9 +183,7 @@ class Retention:
 
     def _list_folders(self, *, excluded_uris: set[str]) -> list[StepFolder]:
         """List the steps, with metrics if the policy needs them. Raises `StoreError` if all of them are denied."""
-        folders = self._steps.list_folders(excluded_uris=excluded_uris)
-        if self._policy.keep_best is not None:
-            folders = self._steps.read_metrics(folders)
+        folders = self._steps.list_folders(excluded_uris=excluded_uris, with_metrics=self._policy.keep_best is not None)
         denied = [one.denied for one in folders if one.denied is not None]
         if denied and len(denied) == len(folders):
             raise denied[0]

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, SupportsFloat, TypeVar
 
-from cloudckpt._workers import each_done
 from cloudckpt.commit.commit_time import CommitTimes
 from cloudckpt.commit.manifest_log import (
     MOST_LOOKS,
     Entry,
+    SummaryReader,
     holds_torch_checkpoint,
-    look_until_stable,
     manifest_key,
     parse_ranks,
     read_log,
-    read_manifest,
 )
 from cloudckpt.errors import AccessDeniedError, CheckpointChangedError, CheckpointError, InvalidOptionError
+from cloudckpt.inspect.catalog import look_at_folders
 from cloudckpt.io.retry import Retrier
 from cloudckpt.manager.retention_policy import StepInfo, sort_newest_first
-from cloudckpt.options import DEFAULT_CONNECTIONS, Options
+from cloudckpt.options import Options
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location
@@ -35,8 +34,6 @@ METRICS_KEY = "metrics"
 
 _T = TypeVar("_T")
 _FOLDER = re.compile(r"step-(0|[1-9][0-9]{0,17})(?:-again-([1-9][0-9]{0,17}))?")
-_MAX_MANIFESTS = 4
-"""Maximum number of manifests in memory at once: the manifest of a large model takes hundreds of MiB."""
 
 
 def format_folder(step: int, again: int = 0) -> str:
@@ -115,8 +112,6 @@ class StepFolder:
     uri: str
     info: StepInfo | None = None
     """None if nothing is committed there."""
-    number: int | None = None
-    """Number of the manifest that counts."""
     top: int = -1
     """Highest number in its log, or the sum of those of its ranks; -1 for each empty log."""
     fenced_at: datetime | None = None
@@ -145,7 +140,7 @@ class Steps:
 
     def __init__(self, root: Location, options: Options, *, get_num_ranks: Callable[[], int] | None) -> None:
         self.root = root
-        self.times = CommitTimes()
+        self._times = CommitTimes()
         self._options = options
         self._get_num_ranks = get_num_ranks
         self._metrics: dict[tuple[str, int, datetime], dict[str, float]] = {}
@@ -169,17 +164,8 @@ class Steps:
             CheckpointChangedError: No two looks agreed.
 
         """
-
-        def look() -> tuple[list[StepFolder], Hashable]:
-            folders = self.list_folders()
-            _raise_if_denied(folders)
-            if not with_metrics:
-                return folders, None
-            measured = self.read_metrics(folders)
-            _raise_if_denied(measured)
-            return measured, tuple(one for one, was in zip(measured, folders, strict=True) if one.top != was.top)
-
-        folders = look_until_stable(look, changing=self._make_changed_error)
+        folders = self.list_folders(with_metrics=with_metrics)
+        _raise_if_denied(folders)
         return sort_newest_first([one.info for one in folders if one.info is not None])
 
     def find_torch_steps(self) -> list[int]:
@@ -215,150 +201,103 @@ class Steps:
 
         return self._find_foreign(look)
 
-    def list_folders(self, *, step: int | None = None, excluded_uris: Iterable[str] = ()) -> list[StepFolder]:
+    def list_folders(
+        self, *, step: int | None = None, excluded_uris: Collection[str] = (), with_metrics: bool = False
+    ) -> list[StepFolder]:
         """Look at the folders of all steps, or of one.
 
         A missing commit counts only after two equal looks, one after the other: logs only grow, so between the two
         nothing was committed anywhere. Raises `StoreError`, and `CheckpointChangedError` if no two looks agree.
-        """
-        retrier, excluded = self._make_retrier(), set(excluded_uris)
-        found: dict[str, StepFolder] = {}
 
-        def look(name: str) -> None:
-            try:
-                found[name] = self._look_at(name, retrier)
-            except AccessDeniedError as error:
-                found[name] = StepFolder(uri=self._uri_of_folder(name), denied=error)
-
-        def look_at_all() -> tuple[list[StepFolder], Hashable]:
-            names = {
-                name
-                for name in self._list_names(retrier)
-                if self._uri_of_folder(name) not in excluded and step in (None, parse_folder(name))
-            }
-            for name in [name for name, one in found.items() if one.is_missing and name not in names]:
-                del found[name]
-            self._run_for_each([n for n in names if n not in found or found[n].is_missing], look, retrier)
-            folders = [found[name] for name in sorted(found)]
-            # The names are part of what two looks must agree on, because one listing may lack a folder.
-            return folders, (tuple(sorted(names)), tuple(one for one in folders if one.is_missing))
-
-        return look_until_stable(look_at_all, changing=self._make_changed_error)
-
-    def read_metrics(self, folders: Sequence[StepFolder]) -> list[StepFolder]:
-        """Add the metrics of the committed steps. Each manifest is read once and remembered.
-
-        The metrics of a damaged manifest stay unknown, and `problem` says why. A step whose manifest has disappeared is
-        looked at again.
+        With metrics, each manifest is read once and remembered. The metrics of a damaged manifest stay unknown, and
+        `StepFolder.problem` says why.
         """
         retrier = self._make_retrier()
-        found: dict[str, StepFolder] = {one.uri: one for one in folders}
-        committed = [one.uri for one in folders if one.info is not None]
+        summaries = SummaryReader(retrier) if with_metrics else None
 
-        def look(uri: str) -> None:
+        def list_names() -> list[str]:
+            return [
+                name
+                for name in self._list_names(retrier)
+                if self._uri_of_folder(name) not in excluded_uris and step in (None, parse_folder(name))
+            ]
+
+        def look(name: str) -> tuple[StepFolder, Hashable]:
             try:
-                for _ in range(MOST_LOOKS):
-                    info, number = found[uri].info, found[uri].number
-                    if info is None or number is None:
-                        return
-                    metrics = self._read_metrics_of(info, number, retrier)
-                    if metrics is not None:
-                        found[uri] = replace(found[uri], info=replace(info, metrics=metrics))
-                        return
-                    found[uri] = self._look_at(uri.rpartition("/")[2], retrier)
-                raise self._make_changed_error()
+                folder = self._look_at(name, retrier, summaries)
             except AccessDeniedError as error:
-                found[uri] = StepFolder(uri=uri, denied=error)
-            except CheckpointChangedError:
-                raise
-            except CheckpointError as error:
-                found[uri] = replace(found[uri], problem=str(error))
+                folder = StepFolder(uri=self._uri_of_folder(name), denied=error)
+            return folder, folder if folder.is_missing else None
 
-        self._run_for_each(committed, look, retrier, max_threads=_MAX_MANIFESTS)
-        return [found[one.uri] for one in folders]
+        return list(self._look_at_folders(list_names, look, retrier).values())
 
     def _find_foreign(self, look: Callable[[str, Retrier], _T | None]) -> dict[int, _T]:
         """Return the non-None results of `look` by step, once two looks at all folders agree."""
         retrier = self._make_retrier()
 
-        def look_at_all() -> tuple[dict[str, _T], Hashable]:
-            found: dict[str, _T] = {}
-            names = self._list_names(retrier)
+        def look_at(name: str) -> tuple[_T | None, Hashable]:
+            answer = look(name, retrier)
+            return answer, ("twice", answer)
 
-            def look_at(name: str) -> None:
-                if (answer := look(name, retrier)) is not None:
-                    found[name] = answer
+        found = self._look_at_folders(lambda: self._list_names(retrier), look_at, retrier)
+        return {parse_step_uri(name): answer for name, answer in found.items() if answer is not None}
 
-            self._run_for_each(names, look_at, retrier)
-            return found, (tuple(sorted(names)), tuple(sorted(found.items())))
-
-        found = look_until_stable(look_at_all, changing=self._make_changed_error)
-        return {parse_step_uri(self._uri_of_folder(name)): found[name] for name in sorted(found)}
+    def _look_at_folders(
+        self, list_names: Callable[[], list[str]], look: Callable[[str], tuple[_T, Hashable]], retrier: Retrier
+    ) -> dict[str, _T]:
+        return look_at_folders(
+            list_names, look, options=self._options, retrier=retrier, changing=self._make_changed_error
+        )
 
     def _list_names(self, retrier: Retrier) -> list[str]:
         store = open_store(self.root, self._options)
         return [name for name in retrier.collect(store.list_directories) if parse_folder(name) is not None]
 
-    def _run_for_each(
-        self, items: Sequence[str], look: Callable[[str], None], retrier: Retrier, *, max_threads: int | None = None
-    ) -> None:
-        num_threads = self._options.connections or DEFAULT_CONNECTIONS
-        num_threads = min(num_threads, max_threads or num_threads)
-        for _ in each_done(items, look, num_threads=num_threads, name="cloudckpt-steps", on_failure=retrier.stop):
-            pass
+    def _look_at(self, name: str, retrier: Retrier, summaries: SummaryReader | None) -> StepFolder:
+        for _ in range(MOST_LOOKS):
+            folder = self._try_to_look_at(name, retrier, summaries)
+            if folder is not None:
+                return folder
+        raise self._make_changed_error()
 
-    def _look_at(self, name: str, retrier: Retrier) -> StepFolder:
-        while (folder := self._try_to_look_at(name, retrier)) is None:
-            pass  # the manifest was replaced or removed between two requests
-        return folder
-
-    def _try_to_look_at(self, name: str, retrier: Retrier) -> StepFolder | None:
-        store = self._open(name)
+    def _try_to_look_at(self, name: str, retrier: Retrier, summaries: SummaryReader | None) -> StepFolder | None:
+        """Look at the log of a step, or at those of all ranks. None if a manifest was replaced or removed meanwhile."""
+        store, ranks = self._open(name), [""]
         if self._get_num_ranks is not None:
-            return self._try_to_look_at_ranks(name, store, self._get_num_ranks(), retrier)
-        log = read_log(store, retrier, is_confirmed=False, is_lenient=True)
-        if (entry := log.counting_entry) is not None:
-            return self._build_committed(name, store, entry, log.top, retrier)
-        is_fenced = log.counting is None and bool(log.entries)
-        fenced_at = log.entries[-1].modified_at if is_fenced else None
-        return StepFolder(uri=self._uri_of_folder(name), top=log.top, fenced_at=fenced_at)
-
-    def _try_to_look_at_ranks(self, name: str, store: Store, num_ranks: int, retrier: Retrier) -> StepFolder | None:
-        ranks = parse_ranks(retrier.collect(store.list_directories))
-        if not set(range(num_ranks)) <= set(ranks):
-            return StepFolder(uri=self._uri_of_folder(name))
-        logs = [
-            read_log(store, retrier, prefix=f"rank-{rank}/", is_confirmed=False, is_lenient=True)
-            for rank in range(num_ranks)
-        ]
+            ranks = [f"rank-{rank}/" for rank in range(self._get_num_ranks())]
+            if not set(ranks) <= {f"rank-{rank}/" for rank in parse_ranks(retrier.collect(store.list_directories))}:
+                return StepFolder(uri=self._uri_of_folder(name))
+        logs = [read_log(store, retrier, prefix=prefix, is_confirmed=False, is_lenient=True) for prefix in ranks]
         top = sum(log.top for log in logs)
         counting = [log.counting_entry for log in logs if log.counting_entry is not None]
-        if len(counting) == num_ranks:  # the time of rank 0's commit is the step's: one clock orders all steps
-            return self._build_committed(name, self._open(name, 0), counting[0], top, retrier)
+        if len(counting) == len(ranks):  # the time of rank 0's commit is the step's: one clock orders all steps
+            return self._build_committed(name, counting[0], top, retrier, summaries)
         fences = [log.entries[-1].modified_at for log in logs if log.entries and log.counting is None]
-        fenced_at = max(fences) if len(fences) == num_ranks else None
+        fenced_at = max(fences) if len(fences) == len(ranks) else None
         return StepFolder(uri=self._uri_of_folder(name), top=top, fenced_at=fenced_at)
 
-    def _build_committed(self, name: str, store: Store, entry: Entry, top: int, retrier: Retrier) -> StepFolder | None:
-        moment = self.times.read(store, manifest_key(entry.number), entry, retrier)
+    def _build_committed(
+        self, name: str, entry: Entry, top: int, retrier: Retrier, summaries: SummaryReader | None
+    ) -> StepFolder | None:
+        uri = self._uri_of_folder(name)
+        store = self._open(name, None if self._get_num_ranks is None else 0)
+        moment = self._times.read(store, manifest_key(entry.number), entry, retrier)
         if moment is None:
             return None
-        uri = self._uri_of_folder(name)
-        info = StepInfo(step=parse_step_uri(uri), uri=uri, committed_at=moment)
-        return StepFolder(uri=uri, info=info, number=entry.number, top=top)
-
-    def _read_metrics_of(self, info: StepInfo, number: int, retrier: Retrier) -> dict[str, float] | None:
-        """Return the metrics in one manifest, or None if it has disappeared."""
-        key = (info.uri, number, info.committed_at)
-        known = self._metrics.get(key)
-        if known is not None:
-            return known
-        store = self._open(info.uri.rpartition("/")[2], None if self._get_num_ranks is None else 0)
-        manifest = read_manifest(store, number, retrier)
-        if manifest is None:
-            return None
-        self._metrics[key] = parse_metrics(manifest.metadata)
-        return self._metrics[key]
+        metrics: dict[str, float] = {}
+        problem = ""
+        try:
+            if summaries is not None:
+                key = uri, entry.number, moment
+                if key not in self._metrics:
+                    if (summary := summaries.read(store, entry)) is None:
+                        return None
+                    self._metrics[key] = parse_metrics(summary.metadata)
+                metrics = self._metrics[key]
+        except CheckpointError as error:
+            problem = str(error)
+        info = StepInfo(step=parse_step_uri(uri), uri=uri, committed_at=moment, metrics=metrics)
+        return StepFolder(uri=uri, info=info, top=top, problem=problem)
 
     def _uri_of_folder(self, name: str) -> str:
         return self.root.child(name).uri

@@ -35,12 +35,6 @@ def compute_tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
     return values
 
 
-def extend_crc32c(value: int, view: memoryview) -> int:
-    """CRC32C of bytes that have `value`, and of those of `view` after them; of no bytes it is 0."""
-    extended: int = _crc32c(view, value)
-    return extended
-
-
 def combine_tile_crc32cs(values: Sequence[int], *, tile_bytes: int, size_bytes: int) -> int:
     """CRC32C of `size_bytes` bytes whose tiles have `values`."""
     whole = 0

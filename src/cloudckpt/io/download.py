@@ -24,7 +24,7 @@ from cloudckpt.errors import (
 from cloudckpt.io.checksum import compute_tile_crc32cs
 from cloudckpt.io.hedging import Hedger
 from cloudckpt.io.retry import NUM_LOOKS, Attempts, Confirmation, Retrier
-from cloudckpt.stores.base import Store, Views, num_bytes
+from cloudckpt.stores.base import Store, Views, batches, num_bytes, without_first
 from cloudckpt.telemetry.timeline import Recorder, now_ns
 
 _Answer: TypeAlias = Literal["absent", "short", "there"]
@@ -71,7 +71,7 @@ def fetch(store: Store, retrier: Retrier, *, key: str, begin: int, views: Views,
             except Exception as error:
                 received_bytes = error.received_bytes if isinstance(error, InterruptedReadError) else 0
                 position += received_bytes
-                remaining = _skip(remaining, received_bytes)
+                remaining = without_first(remaining, received_bytes)
                 if not attempts.wait_after(error):
                     raise
             else:
@@ -216,7 +216,7 @@ def find_wrong_tiles(
         still_wrong: dict[int, int] = {}
         for first, last in _runs(list(wrong)):
             low, high = first * tile_bytes, last * tile_bytes
-            again = _first(_skip(views, low), high - low)
+            again = next(batches(without_first(views, low), max_bytes=high - low, max_views=len(views)))
             fetch(store, retrier, key=key, begin=begin + low, views=again)
             actual = compute_tile_crc32cs(again, tile_bytes)
             still_wrong |= {first + index: actual[index] for index in _differing(actual, expected_crc32cs[first:last])}
@@ -242,27 +242,6 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((index, index + 1))
     return runs
-
-
-def _first(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    found: list[memoryview] = []
-    for view in views:
-        if num_bytes <= 0:
-            break
-        found.append(view[:num_bytes])
-        num_bytes -= len(view)
-    return found
-
-
-def _skip(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    rest: list[memoryview] = []
-    for view in views:
-        if num_bytes >= len(view):
-            num_bytes -= len(view)
-        else:
-            rest.append(view[num_bytes:] if num_bytes else view)
-            num_bytes = 0
-    return rest
 
 
 @contextlib.contextmanager

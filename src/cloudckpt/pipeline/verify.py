@@ -17,9 +17,9 @@ from cloudckpt.format.safetensors import (
     find_header_problems,
     list_contents,
 )
-from cloudckpt.io.checksum import extend_crc32c
 from cloudckpt.io.download import fetch, find_wrong_tiles, measure
 from cloudckpt.pipeline.context import Context
+from cloudckpt.stores.base import crc32c_of
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import bytes_view
 
@@ -164,7 +164,7 @@ class VerifyJob:
             with self._arena.lend(min(self._read_bytes, unit.end - begin)) as buffer:
                 view = bytes_view(buffer)
                 self._fetch(unit.object_index, begin, view)
-                value = extend_crc32c(value, view)
+                value = crc32c_of([view], value)
         return value
 
     def _judge_header(self, index: int, known: memoryview) -> None:

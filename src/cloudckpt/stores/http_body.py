@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import io
 import os
-import re
 import socket
 import struct
 import sys
@@ -35,9 +34,6 @@ _MOST_RECEIVED_BYTES = 8 * 1024 * 1024
 _MOST_RECEIVED_VIEWS = 1024  # IOV_MAX
 _FEWEST_RECEIVED_BYTES = 256 * 1024
 _SHARE_OF_TIMEOUT = 0.25
-
-# The lines that the standard library's parser takes for a header or for the rest of one.
-_HEADER = re.compile(rb"(?:From |[\041-\071\073-\176]*:|[\t ])[^\r\n]*\r?\n")
 
 
 _CRC32C_BYTES = 4
@@ -148,38 +144,29 @@ class WholeHeadResponse(http.client.HTTPResponse):
     It would believe half a Content-Length, half an ETag, or that there is none.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fp: Any = _HeadReader(self, self.fp)
+    def begin(self) -> None:
+        head: Any = _HeadReader(self.fp)
+        self.fp = head
+        super().begin()
+        self.fp = head.connection
+        # The parser leaves what follows a line that is no header to the body of the head's message.
+        if head.last_line not in (b"\r\n", b"\n") or self.headers.get_payload():
+            raise http.client.IncompleteRead(b"")
 
 
 class _HeadReader:
-    """The file that a head is read from. Gives its place back to the connection's own file at the end of the head."""
+    """Reads the lines of a head, and keeps the last one: a head ends in an empty line."""
 
-    def __init__(self, response: WholeHeadResponse, source: Any) -> None:
-        self._response = response
-        self._source = source
-        self._is_status_due = True
-        self._is_interim = False
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.last_line = b""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        return getattr(self.connection, name)
 
     def readline(self, most_bytes: int) -> bytes:
-        line: bytes = self._source.readline(most_bytes)
-        if self._is_status_due and not line:
-            return line  # http.client raises an error of its own
-        if not line.endswith(b"\n") and len(line) < most_bytes:
-            raise http.client.IncompleteRead(b"")
-        if self._is_status_due:
-            self._is_status_due, self._is_interim = False, line.split()[1:2] == [b"100"]
-        elif line in (b"\r\n", b"\n"):
-            self._is_status_due = self._is_interim
-            if not self._is_interim:
-                self._response.fp = self._source
-        elif line.endswith(b"\n") and not _HEADER.fullmatch(line):
-            raise http.client.IncompleteRead(b"")
-        return line
+        self.last_line = self.connection.readline(most_bytes)
+        return self.last_line
 
 
 class BodyEndedError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -173,7 +174,11 @@ def test_the_next_save_uses_them_again(cuda: FakeCudart) -> None:
             pass
         arena.close()
     assert cuda.num_calls == 2
-    assert source.num_bytes == 7 * MIB
+    assert source.num_bytes == sum(cuda.registered.values()) == 7 * MIB
+    with contextlib.closing(Arena(budget_bytes=8 * MIB, pinned=source)) as arena, arena.lend(5 * MIB) as buffer:
+        assert sum(cuda.registered.values()) <= 8 * MIB
+        assert buffer.data_ptr() in cuda.registered
+    del arena, buffer
     source.close()
     assert source.num_bytes == 0
 

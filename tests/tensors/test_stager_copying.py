@@ -6,12 +6,13 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.host_memory import SnapshotPool
-from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_device_tasks, lay_out_copies
+from cloudckpt.tensors.snapshot_plan import CopyTask, SnapshotPlan, add_tasks, lay_out_copies
 from cloudckpt.tensors.stager import PinnedStager
 
 MIB = 1024 * 1024
@@ -144,8 +145,9 @@ GPU = torch.device("cuda", 0)
 def device_plan(tensors: list[torch.Tensor], *, task_bytes: int) -> SnapshotPlan:
     """The plan of a snapshot of a GPU's tensors, which lie on the CPU here."""
     copies, segments = lay_out_copies(tensors, SnapshotPool(shared=False), reuse_lent=True)
+    segments = [msgspec.structs.replace(segment, is_small=False) for segment in segments]  # as a GPU's never are
     tasks: list[CopyTask] = []
-    ranges = add_device_tasks(tasks, segments, task_bytes=task_bytes)
+    ranges = add_tasks(tasks, segments, device=GPU, task_bytes=task_bytes)
     begins = [segment.block.address + segment.offset for segment in segments]
     return SnapshotPlan(
         copies=copies,

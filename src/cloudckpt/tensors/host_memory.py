@@ -6,9 +6,10 @@ and gives nothing back.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
-import dataclasses
+import itertools
 import logging
 import mmap
 import os
@@ -99,13 +100,23 @@ class Block:
         """True if the memory is registered with CUDA."""
         return self._unpin is not None and self._unpin.alive
 
-    def pin(self) -> None:
-        """Register the memory with CUDA, so that copies run at the link's rate beside other work. Raises `OSError`."""
-        error = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
-        if error:
-            raise OSError(f"cudaHostRegister of {self.num_bytes} bytes failed with error {error}")
-        self._unpin = weakref.finalize(self, _unpin, self.address, self.num_bytes, os.getpid())
+    def pin(self) -> bool:
+        """Register the memory with CUDA, so that copies run at the link's rate beside other work.
+
+        Return False, and log it, if it cannot be: copies are slower then.
+        """
+        try:
+            code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
+            problem = f"cudaHostRegister of {self.num_bytes} bytes failed with error {code}" if code else ""
+        except RuntimeError as error:
+            problem = str(error)
+        if problem:
+            _log.warning("Host memory is not pinned, so copies from the GPU are slower: %s. See ulimit -l.", problem)
+            return False
+        owner = self if self._memory is None else self._memory  # tensors keep the memory, and not this object
+        self._unpin = weakref.finalize(owner, _unpin, self.address, self.num_bytes, os.getpid())
         self._unpin.atexit = False  # CUDA may have ended by then, and unpins everything itself
+        return True
 
     def release(self) -> None:
         """Unpin the memory and let go of it. The last tensor that refers to it frees it."""
@@ -142,7 +153,7 @@ def _unpin(address: int, num_bytes: int, process_id: int) -> None:
 class SnapshotPool:
     """The blocks that hold one snapshot after the other. It grows by what is missing, and frees memory in `close`.
 
-    If every tensor has grown, so that no block has room for them, one new block takes the place of all.
+    If tensors have grown, so that a block would hold nothing, one new block takes the place of all.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -174,25 +185,18 @@ class SnapshotPool:
         memory; the pool can be used after that.
         """
         blocks = [*self._blocks, *self._held]
-        free = [block for block in blocks if reuse_lent or not block.is_lent]
-        placement = place_segments(segments, [block.num_bytes for block in free])
-        if not placement.new_block_bytes:
-            self._held = [block for block in blocks if block not in free]
-            self._blocks = free
-        else:
-            if sum(block.num_bytes for block in free) > sum(num_bytes for _, num_bytes in segments):
-                placement = place_segments(segments, [])  # each block is too small, though together they would do
-                used: list[int] = []
-            else:
-                used = sorted(set(placement.blocks) - {len(free)})
-            self._held = [block for block in blocks if block not in free]
-            self._blocks = [free[number] for number in used]
-            for number in set(range(len(free))).difference(used):
-                free[number].release()
+        self._blocks = [block for block in blocks if reuse_lent or not block.is_lent]
+        self._held = [block for block in blocks if block not in self._blocks]
+        sizes_bytes = [block.num_bytes for block in self._blocks]
+        placement = place_segments(segments, sizes_bytes)
+        if placement.new_block_bytes:
+            leaves_room = len(set(placement.blocks)) <= len(sizes_bytes)  # a block holds nothing
+            if leaves_room or sum(sizes_bytes) > sum(num_bytes for _, num_bytes in segments):
+                placement = place_segments(segments, [])
+                too_small, self._blocks = self._blocks, []
+                for block in too_small:
+                    block.release()
             self._blocks.append(self._new_block(placement.new_block_bytes))
-            positions = {number: position for position, number in enumerate(used)}
-            numbers = [positions.get(number, len(used)) for number in placement.blocks]
-            placement = dataclasses.replace(placement, blocks=numbers)
         for block in self._blocks:
             block.begin_lending()
         return placement
@@ -205,15 +209,9 @@ class SnapshotPool:
 
     def pin(self) -> None:
         """Pin the blocks of the present snapshot, if CUDA is in use. A snapshot that cannot be pinned is slower."""
-        if not (self._can_pin and is_cuda_in_use()):
-            return
-        try:
-            for block in self._blocks:
-                if not block.is_pinned:
-                    block.pin()
-        except (OSError, RuntimeError) as error:
-            self._can_pin = False
-            _log.warning("Snapshots are not pinned, so copies from the GPU are slower: %s. See ulimit -l.", error)
+        for block in self._blocks if is_cuda_in_use() else ():
+            if self._can_pin and not block.is_pinned:
+                self._can_pin = block.pin()
 
     def close(self) -> None:
         """Give up all memory. The pool can be used again, and begins anew."""
@@ -226,82 +224,51 @@ class SnapshotPool:
 class PinnedBuffers:
     """Pinned buffers that outlive a save or load, because pinning takes longer than copying.
 
-    It keeps at most `max_idle_bytes` for the next save. Buffers of other sizes make room when a new one is needed.
-    Safe to use from many threads.
+    At most `_MAX_IDLE_BYTES` of them are kept for the next one. Safe to use from many threads.
     """
 
-    def __init__(self, *, max_idle_bytes: int = _MAX_IDLE_BYTES) -> None:
-        self._max_idle_bytes = max_idle_bytes
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: dict[int, Block] = {}
         self._idle: list[torch.Tensor] = []
         self._can_pin = True
 
     @property
     def num_bytes(self) -> int:
-        """The size of all pinned memory here, lent or idle."""
+        """The size of the buffers that are kept."""
         with self._lock:
-            return sum(block.num_bytes for block in self._blocks.values())
+            return sum(map(len, self._idle))
 
-    def take_idle(self, num_bytes: int, *, max_bytes: int) -> torch.Tensor | None:
-        """Return an idle buffer of `num_bytes` to `max_bytes`, if there is one."""
+    def take(self, *, max_bytes: int) -> list[torch.Tensor]:
+        """Return as many of the kept buffers as have at most `max_bytes` in all."""
         with self._lock:
-            fitting = [buffer for buffer in self._idle if num_bytes <= len(buffer) <= max_bytes]
-            if not fitting:
-                return None
-            smallest = min(fitting, key=len)
-            self._idle = [buffer for buffer in self._idle if buffer is not smallest]
-            return smallest
+            num_taken = _count_within(self._idle, max_bytes)
+            taken, self._idle = self._idle[:num_taken], self._idle[num_taken:]
+        return taken
 
     def new(self, num_bytes: int) -> torch.Tensor:
-        """Return a new ``uint8`` buffer; an ordinary one if memory cannot be pinned."""
+        """Return a new ``uint8`` buffer; an ordinary one if memory cannot be pinned. The last reference frees it."""
         if self._can_pin:
-            self._free_idle(num_bytes)
             block = Block(num_bytes)
-            try:
-                block.pin()
-            except (OSError, RuntimeError) as error:
-                self._can_pin = False
-                _log.warning("Buffers are not pinned, so copies of GPU tensors are slower: %s. See ulimit -l.", error)
-            else:
-                buffer = block.bytes_tensor(0, num_bytes)
-                with self._lock:
-                    self._blocks[buffer.data_ptr()] = block
-                return buffer
+            self._can_pin = block.pin()
+            if self._can_pin:
+                return block.bytes_tensor(0, num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def free(self, buffer: torch.Tensor) -> None:
-        """Unpin and free a buffer."""
+    def keep(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Keep buffers that `new` or `take` returned for the next save or load, within the bound."""
         with self._lock:
-            block = self._blocks.pop(buffer.data_ptr(), None)
-        if block is not None:
-            block.release()
-
-    def keep(self, buffer: torch.Tensor) -> None:
-        """Keep a buffer for the next save or load, within the bound; else free it."""
-        with self._lock:
-            is_ours = buffer.data_ptr() in self._blocks
-            if is_ours and sum(map(len, self._idle)) + len(buffer) <= self._max_idle_bytes:
-                self._idle.append(buffer)
-                return
-        self.free(buffer)
+            if self._can_pin:
+                both = [*self._idle, *buffers]
+                self._idle = both[: _count_within(both, _MAX_IDLE_BYTES)]
 
     def close(self) -> None:
-        """Free all idle buffers."""
-        with self._lock:
-            buffers, self._idle = self._idle, []
-        for buffer in buffers:
-            self.free(buffer)
+        """Free the buffers that are kept."""
+        self.take(max_bytes=_MAX_IDLE_BYTES)
 
-    def _free_idle(self, num_bytes: int) -> None:
-        """Free idle buffers of that many bytes: none of them has the size that is needed."""
-        while num_bytes > 0:
-            with self._lock:
-                if not self._idle:
-                    return
-                buffer = self._idle.pop(0)
-            num_bytes -= len(buffer)
-            self.free(buffer)
+
+def _count_within(buffers: Sequence[torch.Tensor], max_bytes: int) -> int:
+    """Return how many of the first buffers have at most `max_bytes` in all."""
+    return bisect.bisect_right(list(itertools.accumulate(map(len, buffers))), max_bytes)
 
 
 PINNED = PinnedBuffers()
@@ -311,16 +278,16 @@ PINNED = PinnedBuffers()
 class Arena:
     """Lends CPU buffers, together at most `budget_bytes`. A single larger one is lent while no other is.
 
-    It uses buffers again until it is closed. With `pinned`, they come from there and go back there. Safe to use from
-    many threads; a thread must not hold two loans.
+    It uses buffers again until it is closed. With `pinned`, it begins with those that are kept there, and gives its own
+    to them in the end. Safe to use from many threads; a thread must not hold two loans.
     """
 
     def __init__(self, *, budget_bytes: int, pinned: PinnedBuffers | None = None) -> None:
         self._budget_bytes = budget_bytes
         self._pinned = pinned
         self._changed = threading.Condition()
-        self._free: list[torch.Tensor] = []
-        self._held_bytes = 0
+        self._free: list[torch.Tensor] = [] if pinned is None else pinned.take(max_bytes=budget_bytes)
+        self._held_bytes = sum(map(len, self._free))
         self._num_lent = 0
         self._is_closed = False
 
@@ -345,11 +312,9 @@ class Arena:
             buffers, self._free = self._free, []
             self._held_bytes -= sum(map(len, buffers))
         if self._pinned is not None:
-            for buffer in buffers:
-                self._pinned.keep(buffer)
+            self._pinned.keep(buffers)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        idle: torch.Tensor | None = None
         with self._changed:
             while True:
                 fitting = [i for i, buffer in enumerate(self._free) if len(buffer) >= num_bytes]
@@ -358,20 +323,12 @@ class Arena:
                     self._num_lent += 1
                     return self._free.pop(smallest)
                 while self._free and self._held_bytes + num_bytes > self._budget_bytes:
-                    dropped = self._free.pop(0)
-                    self._held_bytes -= len(dropped)
-                    if self._pinned is not None:
-                        self._pinned.free(dropped)
+                    self._held_bytes -= len(self._free.pop(0))
                 if self._held_bytes + num_bytes <= self._budget_bytes or self._num_lent == 0:
-                    if self._pinned is not None:
-                        room_bytes = max(self._budget_bytes - self._held_bytes, num_bytes)
-                        idle = self._pinned.take_idle(num_bytes, max_bytes=room_bytes)
-                    self._held_bytes += num_bytes if idle is None else len(idle)
-                    self._num_lent += 1
                     break
                 self._changed.wait()
-        if idle is not None:
-            return idle
+            self._held_bytes += num_bytes
+            self._num_lent += 1
         try:
             if self._pinned is not None:
                 return self._pinned.new(num_bytes)

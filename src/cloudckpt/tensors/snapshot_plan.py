@@ -30,61 +30,25 @@ _ORDINARY = frozenset(
 )
 
 
-class MemoryCopy(msgspec.Struct, frozen=True, gc=False):
-    """Copies `num_bytes` from one address to another."""
-
-    target: int
-    source: int
-    num_bytes: int
-
-
-class ElementCopy(msgspec.Struct, frozen=True):
-    """Copies the elements of a tensor, however they lie, into `target`, which has the same shape."""
-
-    target: torch.Tensor
-    tensor: int
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy by numpy, which uses this thread alone: torch would start threads of its own for each of ours."""
-        source = tensors[self.tensor].detach().resolve_conj().resolve_neg()
-        as_carrier(self.target).numpy()[...] = as_carrier(source).numpy()
-
-
-class BatchCopy(msgspec.Struct, frozen=True):
-    """Copies many small tensors in one call, during which other threads run."""
-
-    targets: list[torch.Tensor]
-    tensors: list[int]
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> None:
-        copy_each(self.targets, [tensors[number] for number in self.tensors])
-
-
-class DeviceCopy(msgspec.Struct, frozen=True):
-    """Copies a tensor of a GPU into host memory."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-
-
 class CopyTask(msgspec.Struct):
     """Copies that one thread makes in one go.
 
     Tasks of the CPU refer to tensors by their position in the state dict, so that they can be done again.
     """
 
-    copies: list[MemoryCopy | ElementCopy | BatchCopy | DeviceCopy]
+    copies: list[Callable[[Sequence[torch.Tensor]], object]]
+    """Each gets the tensors of the state dict."""
+    small_targets: list[torch.Tensor]
+    small_tensors: list[int]
+    """Many small tensors, which are copied in one call, during which other threads run."""
     num_bytes: int
 
     @torch.no_grad()
     def run(self, tensors: Sequence[torch.Tensor]) -> None:
         for copy in self.copies:
-            if type(copy) is MemoryCopy:
-                ctypes.memmove(copy.target, copy.source, copy.num_bytes)  # other threads run meanwhile
-            elif isinstance(copy, ElementCopy | BatchCopy):
-                copy.run(tensors)
-            elif isinstance(copy, DeviceCopy):
-                copy.target.copy_(copy.source, non_blocking=True)
+            copy(tensors)
+        if self.small_targets:
+            copy_each(self.small_targets, [tensors[number] for number in self.small_tensors])
 
 
 class SnapshotSegment(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,12 +105,11 @@ def plan_snapshot(
     for device in dict.fromkeys(segment.tensor.device for segment in segments):
         of_device = [segment for segment in segments if segment.tensor.device == device]
         first = len(tasks)
+        task_bytes = _DEVICE_TASK_BYTES
         if device == CPU:
             share_bytes = sum(segment.num_bytes for segment in of_device) // (num_threads * _TASKS_PER_THREAD)
             task_bytes = min(max(share_bytes, _MIN_TASK_BYTES), _MAX_TASK_BYTES)
-            ranges = add_cpu_tasks(tasks, of_device, task_bytes=task_bytes)
-        else:
-            ranges = add_device_tasks(tasks, of_device)
+        ranges = add_tasks(tasks, of_device, device=device, task_bytes=task_bytes)
         tasks_of_device[device] = range(first, len(tasks))
         for segment, task_range in zip(of_device, ranges, strict=True):
             begin = segment.block.address + segment.offset
@@ -233,104 +196,64 @@ def lay_out_copies(
     return copies, segments
 
 
-def add_cpu_tasks(tasks: list[CopyTask], segments: Sequence[SnapshotSegment], *, task_bytes: int) -> list[range]:
-    """Add the tasks that fill `segments` from CPU memory. Return for each segment the tasks that fill it."""
-    first, ranges = len(tasks), []
-    for segment in segments:
-        target, source = segment.block.address + segment.offset, segment.source
-        if segment.is_small:
-            task = _open_task(tasks, first, task_bytes)
-            batch = task.copies[-1] if task.copies else None
-            if type(batch) is not BatchCopy:
-                batch = BatchCopy([], [])
-                task.copies.append(batch)
-            batch.targets.append(segment.copied)
-            batch.tensors.append(segment.number)
-            task.num_bytes += segment.num_bytes
-            ranges.append(range(len(tasks) - 1, len(tasks)))
-        elif not source:
-            task = _open_task(tasks, first, task_bytes)
-            task.copies.append(ElementCopy(segment.copied, segment.number))
-            task.num_bytes += segment.num_bytes
-            ranges.append(range(len(tasks) - 1, len(tasks)))
-        else:
-            ranges.append(
-                _split(
-                    tasks,
-                    first,
-                    segment.num_bytes,
-                    unit_bytes=1,
-                    task_bytes=task_bytes,
-                    copy_of=functools.partial(_copy_bytes, target, source),
-                )
-            )
-    return ranges
-
-
-def add_device_tasks(
-    tasks: list[CopyTask], segments: Sequence[SnapshotSegment], *, task_bytes: int = _DEVICE_TASK_BYTES
+def add_tasks(
+    tasks: list[CopyTask], segments: Sequence[SnapshotSegment], *, device: torch.device, task_bytes: int
 ) -> list[range]:
-    """Add the tasks that fill `segments` from one GPU. Return for each segment the tasks that fill it."""
+    """Add the tasks that fill `segments` from one device. Return for each segment the tasks that fill it."""
     first, ranges = len(tasks), []
     for segment in segments:
-        tensor = segment.tensor.detach()
-        if segment.source:
-            storage, storage_offset = tensor.untyped_storage(), segment.source - tensor.untyped_storage().data_ptr()
-            if storage_offset < 0 or storage_offset + segment.num_bytes > storage.nbytes():
-                raise RuntimeError("tensors of different storages share memory of a GPU. Copy one of them first")
-            flat: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            source = flat.set_(storage, storage_offset, (segment.num_bytes,), (1,))
-            target = segment.block.bytes_tensor(segment.offset, segment.num_bytes)
-        else:
-            source, target = tensor.resolve_conj().resolve_neg(), segment.copied
-        # Also what is copied by its elements is split: the GPU makes a copy of them, which must not be large.
-        ranges.append(
-            _split(
-                tasks,
-                first,
-                len(source),
-                unit_bytes=segment.num_bytes // len(source),
-                task_bytes=task_bytes,
-                copy_of=functools.partial(_copy_rows, target, source),
-            )
-        )
+        begin = num_used = 0
+        num_units, copy_units = _find_copy(segment, device)
+        unit_bytes = segment.num_bytes // num_units
+        while begin < num_units:
+            if len(tasks) == first or tasks[-1].num_bytes >= task_bytes:
+                tasks.append(CopyTask(copies=[], small_targets=[], small_tensors=[], num_bytes=0))
+            task = tasks[-1]
+            end = min(begin + max((task_bytes - task.num_bytes) // unit_bytes, 1), num_units)
+            if segment.is_small:
+                task.small_targets.append(segment.copied)
+                task.small_tensors.append(segment.number)
+            else:
+                task.copies.append(functools.partial(copy_units, begin, end))
+            task.num_bytes += (end - begin) * unit_bytes
+            num_used += 1
+            begin = end
+        ranges.append(range(len(tasks) - num_used, len(tasks)))
     return ranges
 
 
-def _open_task(tasks: list[CopyTask], first: int, task_bytes: int) -> CopyTask:
-    """Return the last of the tasks from `first` on, or a new one if that is full."""
-    if len(tasks) == first or tasks[-1].num_bytes >= task_bytes:
-        tasks.append(CopyTask(copies=[], num_bytes=0))
-    return tasks[-1]
+def _find_copy(segment: SnapshotSegment, device: torch.device) -> tuple[int, Callable[..., object]]:
+    """Return the number of units that a segment is split into, and what copies units ``[begin, end)`` of it."""
+    if device == CPU:
+        if segment.is_small or not segment.source:
+            return 1, functools.partial(_copy_elements, segment.copied, segment.number)
+        address = segment.block.address + segment.offset
+        return segment.num_bytes, functools.partial(_copy_memory, address, segment.source)
+    tensor = segment.tensor.detach()
+    if not segment.source:
+        # It is split too: the GPU makes a copy of the elements, which must not be large.
+        return len(tensor), functools.partial(_copy_rows, segment.copied, tensor.resolve_conj().resolve_neg())
+    storage, storage_offset = tensor.untyped_storage(), segment.source - tensor.untyped_storage().data_ptr()
+    if storage_offset < 0 or storage_offset + segment.num_bytes > storage.nbytes():
+        raise RuntimeError("tensors of different storages share memory of a GPU. Copy one of them first")
+    flat: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    source = flat.set_(storage, storage_offset, (segment.num_bytes,), (1,))
+    target = segment.block.bytes_tensor(segment.offset, segment.num_bytes)
+    return segment.num_bytes, functools.partial(_copy_rows, target, source)
 
 
-def _split(
-    tasks: list[CopyTask],
-    first: int,
-    num_units: int,
-    *,
-    unit_bytes: int,
-    task_bytes: int,
-    copy_of: Callable[[int, int], MemoryCopy | DeviceCopy],
-) -> range:
-    """Add copies of units ``[0, num_units)`` to tasks of about `task_bytes`. Return the tasks that have them."""
-    begin, first_used = 0, -1
-    while begin < num_units:
-        task = _open_task(tasks, first, task_bytes)
-        end = min(begin + max((task_bytes - task.num_bytes) // unit_bytes, 1), num_units)
-        task.copies.append(copy_of(begin, end))
-        task.num_bytes += (end - begin) * unit_bytes
-        first_used = len(tasks) - 1 if first_used < 0 else first_used
-        begin = end
-    return range(first_used, len(tasks))
+def _copy_memory(target: int, source: int, begin: int, end: int, _: Sequence[torch.Tensor]) -> None:
+    ctypes.memmove(target + begin, source + begin, end - begin)  # other threads run meanwhile
 
 
-def _copy_bytes(target: int, source: int, begin: int, end: int) -> MemoryCopy:
-    return MemoryCopy(target + begin, source + begin, end - begin)
+def _copy_elements(target: torch.Tensor, number: int, _: int, __: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy by numpy, which uses this thread alone: torch would start threads of its own for each of ours."""
+    source = tensors[number].detach().resolve_conj().resolve_neg()
+    as_carrier(target).numpy()[...] = as_carrier(source).numpy()
 
 
-def _copy_rows(target: torch.Tensor, source: torch.Tensor, begin: int, end: int) -> DeviceCopy:
-    return DeviceCopy(target[begin:end], source[begin:end])
+def _copy_rows(target: torch.Tensor, source: torch.Tensor, begin: int, end: int, _: Sequence[torch.Tensor]) -> None:
+    target[begin:end].copy_(source[begin:end], non_blocking=True)
 
 
 def _key_of_values(tensor: torch.Tensor, address: int) -> Hashable:

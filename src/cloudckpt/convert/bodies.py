@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
-import math
-import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 
 from cloudckpt.errors import CorruptCheckpointError, ObjectNotFoundError
 from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest, StoredObject
+from cloudckpt.format.model import StoredObject
 from cloudckpt.format.safetensors import ObjectContents
-from cloudckpt.format.torch_metadata import dtype_of
-from cloudckpt.inspect.blocks import BlockReader, ChunkPart, chunk_parts
-from cloudckpt.io.boxes import Box, split_into_boxes
+from cloudckpt.inspect.blocks import TensorBytes
 from cloudckpt.io.download import fetch_and_verify
 from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.host_memory import Arena
@@ -74,16 +67,6 @@ class CopiedBody:
                     uri=self._source.uri,
                 ) from error
             yield [view]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorBytes:
-    """Bytes ``[begin, end)`` of one tensor in row-major order, and the ``uint8`` memory to read them into."""
-
-    name: str
-    begin: int
-    end: int
-    buffer: torch.Tensor
 
 
 class TensorReader(Protocol):
@@ -158,78 +141,3 @@ class FileBody:
             if num_bytes != len(view):
                 raise OSError(f"{self._path} has become shorter while it was read")
             yield [view]
-
-
-_CONNECTIONS_OF_EACH = 2
-ChunkName: TypeAlias = tuple[str, tuple[int, ...]]
-"""The name of a tensor, and the offsets of one of its chunks."""
-
-
-class CheckpointReader:
-    """Reads tensors of one manifest, and checks each byte. Each call holds at most `budget_bytes` beside the buffers.
-
-    A chunk that was saved through an extension can only be unpacked whole. If parts of it are wanted, one chunk is
-    unpacked at a time, and kept for the reads of the next parts.
-    """
-
-    def __init__(self, context: Context, manifest: Manifest, *, budget_bytes: int) -> None:
-        advanced = context.options.advanced
-        request_bytes = max(min(advanced.request_bytes, budget_bytes), advanced.tile_bytes)
-        options = dataclasses.replace(
-            context.options,
-            connections=_CONNECTIONS_OF_EACH,
-            read_bytes=max(budget_bytes, advanced.tile_bytes),
-            advanced=dataclasses.replace(advanced, request_bytes=request_bytes),
-        )
-        self._context = Context(context.location, options, rank=context.rank, recorder=context.recorder)
-        self._manifest = manifest
-        self._reader = BlockReader(self._context, manifest)
-        self._unpacking = threading.Lock()
-        self._unpacked: tuple[ChunkName, torch.Tensor] | None = None
-
-    def stop(self) -> None:
-        """Stop retries."""
-        self._context.retrier.stop()
-
-    def read(self, wanted: Sequence[TensorBytes]) -> None:
-        """Fill all buffers. Raises what a load raises."""
-        blocks: list[torch.Tensor] = []
-        items = [item for want in wanted for item in self._items_of(want, blocks)]
-        self._reader.read(items, blocks)
-
-    def _items_of(self, want: TensorBytes, blocks: list[torch.Tensor]) -> Iterator[ReadItem]:
-        """Yield the reads that fill one buffer, and add the memory of each to `blocks`."""
-        tensor = self._manifest.tensors[want.name]
-        itemsize_bytes = ITEMSIZE_BYTES[tensor.dtype]
-        elements = want.buffer.view(dtype_of(tensor.dtype))
-        position = 0
-        for box in split_into_boxes(want.begin // itemsize_bytes, want.end // itemsize_bytes, tensor.shape):
-            size = math.prod(box.lengths)
-            block = elements[position : position + size].view(box.lengths)
-            position += size
-            for part in chunk_parts(tensor.chunks, box, block):
-                if tensor.transforms and part.within_chunk.lengths != part.chunk.lengths:
-                    part.target.copy_(self._read_part(want.name, part))
-                    continue
-                blocks.append(part.target)
-                yield part.read_item(want.name, number=len(blocks) - 1)
-
-    def _read_part(self, name: str, part: ChunkPart) -> torch.Tensor:
-        """Return a part of a chunk that can only be unpacked whole."""
-        key = (name, part.chunk.offsets)
-        with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
-            if self._unpacked is None or self._unpacked[0] != key:
-                self._unpacked = None  # frees the last one first
-                self._unpacked = key, self._unpack(name, part.chunk)
-            found = self._unpacked[1]
-        for dim, (offset, length) in enumerate(zip(part.within_chunk.offsets, part.within_chunk.lengths, strict=True)):
-            found = found.narrow(dim, offset, length)
-        return found
-
-    def _unpack(self, name: str, chunk: Chunk) -> torch.Tensor:
-        dtype = self._manifest.tensors[name].dtype
-        raw = torch.empty(math.prod(chunk.lengths) * ITEMSIZE_BYTES[dtype], dtype=torch.uint8, device="cpu")
-        whole = raw.view(dtype_of(dtype)).view(chunk.lengths)
-        parts = chunk_parts([chunk], Box(chunk.offsets, chunk.lengths), whole)
-        self._reader.read([part.read_item(name, number=0) for part in parts], [whole])
-        return whole

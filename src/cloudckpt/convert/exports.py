@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import glob
@@ -20,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from cloudckpt.commit.manifest_log import look_until_stable, resolve
-from cloudckpt.convert.bodies import CheckpointReader, FileBody, TensorsBody
+from cloudckpt.convert.bodies import FileBody, TensorsBody
 from cloudckpt.convert.endpoints import check_apart, folder_and_name, upload_session
 from cloudckpt.convert.reports import (
     Conversion,
@@ -42,6 +43,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
 from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
+from cloudckpt.inspect.blocks import CheckpointReader
 from cloudckpt.io.resume import Body
 from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import MIB, Options
@@ -58,6 +60,8 @@ _SINGLE_NAME = "model.safetensors"
 _SAFETENSORS_PATTERNS = (_SINGLE_NAME, "model-?????-of-?????.safetensors", INDEX_NAME)
 _RESERVED_NAME = "__metadata__"
 _MAX_SHOWN = 3
+_CONNECTIONS_OF_EACH = 2
+"""Connections of each upload for the bytes that it sends."""
 _TILE_BYTES = MIB
 _WILDCARD = re.compile(r"[*?[]")
 _MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
@@ -184,7 +188,7 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Conversion:
     files.clear([*(shard.name for shard in shards), *([INDEX_NAME] if len(shards) > 1 else [])])
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = plan.options.read_bytes // 2
-    reader = CheckpointReader(source, manifest, budget_bytes=budget_bytes // target.connections)
+    reader = CheckpointReader(_limited(source, budget_bytes // target.connections), manifest)
     try:
         with files.upload(budget_bytes=budget_bytes) as submit:
             for shard in shards:
@@ -195,6 +199,19 @@ def export_safetensors(plan: ExportPlan, progress: Progress) -> Conversion:
     if len(shards) > 1:
         files.put_last(INDEX_NAME, index)
     return Conversion(num_tensors=len(fqns), num_values=0, files=files.written, left_out=left_out)
+
+
+def _limited(source: Context, budget_bytes: int) -> Context:
+    """Return a context of which each load holds at most `budget_bytes` beside what it fills."""
+    advanced = source.options.advanced
+    request_bytes = max(min(advanced.request_bytes, budget_bytes), advanced.tile_bytes)
+    options = dataclasses.replace(
+        source.options,
+        connections=_CONNECTIONS_OF_EACH,
+        read_bytes=max(budget_bytes, advanced.tile_bytes),
+        advanced=dataclasses.replace(advanced, request_bytes=request_bytes),
+    )
+    return Context(source.location, options, rank=source.rank, recorder=source.recorder)
 
 
 def _check_values(fqns: tuple[str, ...], plan: ExportPlan) -> None:

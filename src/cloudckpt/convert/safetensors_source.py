@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, look_until_stable, manifest_number
-from cloudckpt.convert.bodies import TensorBytes
 from cloudckpt.convert.endpoints import folder_and_name
 from cloudckpt.convert.state_dicts import quote_names
 from cloudckpt.errors import (
@@ -24,6 +23,7 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.format.safetensors import LENGTH_BYTES, find_header_end
+from cloudckpt.inspect.blocks import TensorBytes
 from cloudckpt.io.download import fetch
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context

@@ -1,35 +1,102 @@
-"""Read boxes of stored tensors, and stored values, into memory that the caller gives."""
+"""Read bytes of stored tensors, and stored values, into memory that the caller gives."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from cloudckpt.format.model import Chunk, Manifest
-from cloudckpt.format.torch_metadata import ItemLocations, find_overlapping_chunks
-from cloudckpt.io.boxes import Box, intersect
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest
+from cloudckpt.format.torch_metadata import ItemLocations, dtype_of, find_overlapping_chunks
+from cloudckpt.io.boxes import Box, intersect, split_into_boxes
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.tensors.extensions import ReadTransforms
 
+ChunkName: TypeAlias = tuple[str, tuple[int, ...]]
+"""The name of a tensor, and the offsets of one of its chunks."""
 
-class BlockReader:
-    """Reads from one manifest, and checks each byte."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """Bytes ``[begin, end)`` of one tensor in row-major order, and the ``uint8`` memory to read them into."""
+
+    name: str
+    begin: int
+    end: int
+    buffer: torch.Tensor
+
+
+class CheckpointReader:
+    """Reads from one manifest, however its tensors are cut into chunks, and checks each byte.
+
+    A chunk that was saved through an extension can only be unpacked whole. If parts of it are wanted, one chunk is
+    unpacked at a time, and kept for the reads of the next parts.
+    """
 
     def __init__(self, context: Context, manifest: Manifest) -> None:
         self.context = context
         self.manifest = manifest
         self._locations = ItemLocations(manifest)
+        self._unpacking = threading.Lock()
+        self._unpacked: tuple[ChunkName, torch.Tensor] | None = None
 
-    def read(self, items: Sequence[ReadItem], targets: Sequence[Any]) -> None:
-        """Carry out `items`, each into the target whose number it has. Raises what a load raises."""
+    def stop(self) -> None:
+        """Stop retries."""
+        self.context.retrier.stop()
+
+    def read(self, wanted: Sequence[TensorBytes], values: Mapping[str, io.BytesIO] | None = None) -> None:
+        """Fill all buffers, and the files of `values` by name. Raises what a load raises."""
+        targets: list[Any] = []
+        items = [item for want in wanted for item in self._items_of(want, targets)]
+        for name, file in (values or {}).items():
+            items.append(_read_item(name, LoadItemType.BYTE_IO, len(targets)))
+            targets.append(file)
+        self._run(items, targets)
+
+    def _items_of(self, want: TensorBytes, targets: list[Any]) -> Iterator[ReadItem]:
+        """Yield the reads that fill one buffer, and add the memory of each to `targets`."""
+        tensor = self.manifest.tensors[want.name]
+        itemsize_bytes = ITEMSIZE_BYTES[tensor.dtype]
+        elements = want.buffer.view(dtype_of(tensor.dtype))
+        position = 0
+        for box in split_into_boxes(want.begin // itemsize_bytes, want.end // itemsize_bytes, tensor.shape):
+            size = math.prod(box.lengths)
+            block = elements[position : position + size].view(box.lengths)
+            position += size
+            for chunk, common in _find_chunks(tensor.chunks, box):
+                within = _relative_to(chunk.offsets, common)
+                target = _narrow(block, _relative_to(box.offsets, common))
+                if tensor.transforms and common.lengths != chunk.lengths:
+                    target.copy_(_narrow(self._unpack_kept(want.name, chunk), within))
+                    continue
+                yield _read_item(want.name, LoadItemType.TENSOR, len(targets), chunk=chunk, within=within)
+                targets.append(target)
+
+    def _unpack_kept(self, name: str, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk that can only be unpacked whole. The last one is kept."""
+        key = (name, chunk.offsets)
+        with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
+            if self._unpacked is None or self._unpacked[0] != key:
+                self._unpacked = None  # frees the last one first
+                dtype = self.manifest.tensors[name].dtype
+                raw = torch.empty(math.prod(chunk.lengths) * ITEMSIZE_BYTES[dtype], dtype=torch.uint8, device="cpu")
+                whole = raw.view(dtype_of(dtype)).view(chunk.lengths)
+                within = Box((0,) * len(chunk.lengths), chunk.lengths)
+                self._run([_read_item(name, LoadItemType.TENSOR, 0, chunk=chunk, within=within)], [whole])
+                self._unpacked = key, whole
+            return self._unpacked[1]
+
+    def _run(self, items: Sequence[ReadItem], targets: Sequence[Any]) -> None:
+        """Carry out `items`, each into the target whose number it has."""
         if not items:
             return
         job = LoadJob(
@@ -40,62 +107,45 @@ class BlockReader:
             allow_pickle=True,  # bytes are handed out as they are: nothing is unpickled
             exchange=None,
         )
-        job.run(LoadPlan(list(items)), _BlockPlanner(targets))
+        job.run(LoadPlan(list(items)), _TargetPlanner(targets))
 
 
-def read_value_item(name: str, *, number: int) -> ReadItem:
-    """Return the read of the value `name` into the target with that number, a binary file."""
-    nowhere = torch.Size((0,))
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=MetadataIndex(name, index=number),
-        dest_offsets=nowhere,
-        storage_index=MetadataIndex(name),
-        storage_offsets=nowhere,
-        lengths=nowhere,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkPart:
-    """The common part of a stored chunk and a block that is to be filled."""
-
-    chunk: Chunk
-    within_chunk: Box
-    """Relative to the chunk."""
-    block_offsets: tuple[int, ...]
-    target: torch.Tensor
-    """The memory of this part in the block."""
-
-    def read_item(self, name: str, *, number: int) -> ReadItem:
-        """Return the read of this part of the tensor `name`, into the target with that number."""
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(name, index=number),
-            dest_offsets=torch.Size(self.block_offsets),
-            storage_index=MetadataIndex(name, torch.Size(self.chunk.offsets)),
-            storage_offsets=torch.Size(self.within_chunk.offsets),
-            lengths=torch.Size(self.within_chunk.lengths),
-        )
-
-
-def chunk_parts(chunks: Sequence[Chunk], box: Box, block: torch.Tensor) -> Iterator[ChunkPart]:
-    """Find the parts of `chunks` that fill `block`, which holds `box` of the tensor."""
+def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box]]:
+    """Find the chunks that overlap `box`, with the overlap."""
     positions = find_overlapping_chunks(chunks, box.offsets, box.lengths) if len(chunks) > 1 else None
     for chunk in chunks if positions is None else [chunks[position] for position in positions]:
         common = intersect(box, Box(chunk.offsets, chunk.lengths))
-        if common is None:
-            continue
-        offsets = tuple(a - b for a, b in zip(common.offsets, box.offsets, strict=True))
-        target = block
-        if common.lengths != box.lengths:  # each `narrow` makes a tensor, of which there can be very many
-            for dim, (offset, length) in enumerate(zip(offsets, common.lengths, strict=True)):
-                target = target.narrow(dim, offset, length)
-        within = Box(tuple(a - b for a, b in zip(common.offsets, chunk.offsets, strict=True)), common.lengths)
-        yield ChunkPart(chunk=chunk, within_chunk=within, block_offsets=offsets, target=target)
+        if common is not None:
+            yield chunk, common
 
 
-class _BlockPlanner(DefaultLoadPlanner):
+def _relative_to(offsets: Sequence[int], box: Box) -> Box:
+    return Box(tuple(a - b for a, b in zip(box.offsets, offsets, strict=True)), box.lengths)
+
+
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    if box.lengths != tuple(tensor.shape):  # each `narrow` makes a tensor, of which there can be very many
+        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _read_item(
+    name: str, kind: LoadItemType, number: int, *, chunk: Chunk | None = None, within: Box | None = None
+) -> ReadItem:
+    """Return the read of a value, or of the part `within` a chunk, into the target with that number."""
+    offsets = torch.Size((0,) if within is None else within.offsets)
+    return ReadItem(
+        type=kind,
+        dest_index=MetadataIndex(name, index=number),
+        dest_offsets=torch.Size((0,) * len(offsets)),
+        storage_index=MetadataIndex(name, None if chunk is None else torch.Size(chunk.offsets)),
+        storage_offsets=offsets,
+        lengths=torch.Size((0,) if within is None else within.lengths),
+    )
+
+
+class _TargetPlanner(DefaultLoadPlanner):
     """Gives each read item the target with its number."""
 
     def __init__(self, targets: Sequence[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import os
 import reprlib
@@ -14,14 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.planner import ReadItem
 
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor
 from cloudckpt.format.torch_metadata import dtype_of
-from cloudckpt.inspect.blocks import BlockReader, chunk_parts, read_value_item
-from cloudckpt.io.boxes import Box
+from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.unpickling import load_safely
@@ -110,93 +107,60 @@ def compare(
             raise InvalidOptionError(f"{name} must be a number from 0 on, not {value!r}")
     readers = [_open(before, options or Options()), _open(after, options_after or options or Options())]
     comparer = _Comparer(readers, only or (lambda _: True))
-    for batch in _batches(comparer.blocks()):
-        memory = [_read_blocks(reader, batch) for reader in readers]
-        for block, first, second in zip(batch, *memory, strict=True):
-            comparer.judge(block, first, second, rtol=rtol, atol=atol)
+    for batch in _batches(comparer.pieces()):
+        memory = [_read_pieces(reader, batch) for reader in readers]
+        for piece, first, second in zip(batch, *memory, strict=True):
+            comparer.judge(piece, first, second, rtol=rtol, atol=atol)
         del memory, first, second  # before the next batch takes as much
         if on_progress is not None:
             on_progress(comparer.num_compared, comparer.num_bytes)
     return comparer.result()
 
 
-def _open(uri: str | os.PathLike[str], options: Options) -> BlockReader:
+def _open(uri: str | os.PathLike[str], options: Options) -> CheckpointReader:
     context = Context(parse_location(uri), options, rank=0)
-    return BlockReader(context, resolve(context.store, context.retrier).manifest)
+    return CheckpointReader(context, resolve(context.store, context.retrier).manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
-    """A block of a tensor, or a value, that both checkpoints have."""
+class _Piece:
+    """Bytes ``[begin, end)`` of a tensor in row-major order, or a value, that both checkpoints have."""
 
     name: str
-    num_bytes: int
+    begin: int
+    end: int
     dtype: str = ""
-    box: Box | None = None
-    """None for a value."""
+    """Empty for a value."""
 
 
-def _read_blocks(reader: BlockReader, blocks: Sequence[_Block]) -> list[Any]:
-    """Read the blocks of one checkpoint into new memory: tensors, and binary files for values."""
-    memory: list[Any] = []
-    targets: list[Any] = []
-    items: list[ReadItem] = []
-    for block in blocks:
-        if block.box is None:
-            memory.append(io.BytesIO())
-            items.append(read_value_item(block.name, number=len(targets)))
-            targets.append(memory[-1])
-            continue
-        # torch warns when it makes tensors of some dtypes.
-        raw = torch.empty(block.num_bytes, dtype=torch.uint8, device="cpu")
-        memory.append(raw.view(dtype_of(block.dtype)).view(block.box.lengths))
-        for part in chunk_parts(reader.manifest.tensors[block.name].chunks, block.box, memory[-1]):
-            items.append(part.read_item(block.name, number=len(targets)))
-            targets.append(part.target)
-    reader.read(items, targets)
-    return memory
+def _read_pieces(reader: CheckpointReader, pieces: Sequence[_Piece]) -> list[Any]:
+    """Read the pieces of one checkpoint into new memory: tensors, and binary files for values."""
+    values = {piece.name: io.BytesIO() for piece in pieces if not piece.dtype}
+    tensors = [
+        TensorBytes(
+            name=piece.name,
+            begin=piece.begin,
+            end=piece.end,
+            buffer=torch.empty(piece.end - piece.begin, dtype=torch.uint8, device="cpu"),
+        )
+        for piece in pieces
+        if piece.dtype
+    ]
+    reader.read(tensors, values)
+    buffers = (tensor.buffer for tensor in tensors)
+    return [next(buffers).view(dtype_of(piece.dtype)) if piece.dtype else values[piece.name] for piece in pieces]
 
 
-def _boxes_for(first: StoredTensor, second: StoredTensor, itemsize_bytes: int) -> Iterable[Box]:
-    """Cut a tensor as the checkpoint with more chunks does, and cut large blocks further."""
-    if 0 in first.shape:
-        return
-    chunks = max(first.chunks, second.chunks, key=len)
-    is_whole = bool(first.transforms or second.transforms)  # these chunks can only be read whole
-    for chunk in chunks:
-        if 0 in chunk.lengths:
-            continue
-        box = Box(chunk.offsets, chunk.lengths)
-        yield from [box] if is_whole else _cut(box, max(_BATCH_BYTES // itemsize_bytes, 1))
-
-
-def _cut(box: Box, most_elements: int) -> Iterator[Box]:
-    """Cut `box` along its leading dimensions into boxes of at most `most_elements`."""
-    if math.prod(box.lengths) <= most_elements:
-        yield box
-        return
-    dim = next(dim for dim in range(len(box.lengths)) if math.prod(box.lengths[dim + 1 :]) <= most_elements)
-    step = max(most_elements // math.prod(box.lengths[dim + 1 :]), 1)
-    leading = [range(offset, offset + length) for offset, length in zip(box.offsets[:dim], box.lengths, strict=False)]
-    for before in itertools.product(*leading):
-        for begin in range(0, box.lengths[dim], step):
-            length = min(step, box.lengths[dim] - begin)
-            yield Box(
-                (*before, box.offsets[dim] + begin, *box.offsets[dim + 1 :]),
-                (*(1 for _ in before), length, *box.lengths[dim + 1 :]),
-            )
-
-
-def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Group blocks into batches of at most `_BATCH_BYTES`, or of one block."""
-    batch: list[_Block] = []
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Group pieces into batches of at most `_BATCH_BYTES`, or of one piece."""
+    batch: list[_Piece] = []
     num_bytes = 0
-    for block in blocks:
-        if batch and num_bytes + block.num_bytes > _BATCH_BYTES:
+    for piece in pieces:
+        if batch and num_bytes + piece.end - piece.begin > _BATCH_BYTES:
             yield batch
             batch, num_bytes = [], 0
-        batch.append(block)
-        num_bytes += block.num_bytes
+        batch.append(piece)
+        num_bytes += piece.end - piece.begin
     if batch:
         yield batch
 
@@ -204,7 +168,7 @@ def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
 class _Comparer:
     """Compares the entries of two manifests, and collects the differences."""
 
-    def __init__(self, readers: Sequence[BlockReader], only: Callable[[str], bool]) -> None:
+    def __init__(self, readers: Sequence[CheckpointReader], only: Callable[[str], bool]) -> None:
         self._first, self._second = (reader.manifest for reader in readers)
         self._uris = [reader.context.uri for reader in readers]
         self._differences: dict[str, Difference] = {}
@@ -215,28 +179,27 @@ class _Comparer:
         self.num_bytes = sum(self._bytes_of(name) for name in self._common)
         self.num_compared = 0
 
-    def blocks(self) -> Iterator[_Block]:
-        """Yield every block that has to be read."""
+    def pieces(self) -> Iterator[_Piece]:
+        """Yield every piece that has to be read."""
         for name in self._common:
-            first, second = self._first.tensors.get(name), self._second.tensors.get(name)
-            if first is None or second is None:
-                yield _Block(name=name, num_bytes=self._bytes_of(name))
+            tensor, num_bytes = self._first.tensors.get(name), self._bytes_of(name)
+            if tensor is None:
+                yield _Piece(name=name, begin=0, end=num_bytes)
                 continue
             self._tallies[name] = Tally()
-            itemsize_bytes = ITEMSIZE_BYTES[first.dtype]
-            for box in _boxes_for(first, second, itemsize_bytes):
-                num_bytes = math.prod(box.lengths) * itemsize_bytes
-                yield _Block(name=name, num_bytes=num_bytes, dtype=first.dtype, box=box)
+            step_bytes = _BATCH_BYTES // ITEMSIZE_BYTES[tensor.dtype] * ITEMSIZE_BYTES[tensor.dtype]
+            for begin in range(0, num_bytes, step_bytes):
+                yield _Piece(name=name, begin=begin, end=min(begin + step_bytes, num_bytes), dtype=tensor.dtype)
 
-    def judge(self, block: _Block, before: Any, after: Any, *, rtol: float, atol: float) -> None:
-        """Compare a block that was read from both."""
-        if block.box is not None:
-            self._tallies[block.name].add(before, after, rtol=rtol, atol=atol)
+    def judge(self, piece: _Piece, before: Any, after: Any, *, rtol: float, atol: float) -> None:
+        """Compare a piece that was read from both."""
+        if piece.dtype:
+            self._tallies[piece.name].add(before, after, rtol=rtol, atol=atol)
         else:
             is_same, texts = is_same_value(before.getvalue(), after.getvalue())
             if not is_same:
-                self._differ(block.name, "values", *texts)
-        self.num_compared += block.num_bytes
+                self._differ(piece.name, "values", *texts)
+        self.num_compared += piece.end - piece.begin
 
     def result(self) -> Comparison:
         """Return the comparison after the last block."""
@@ -299,7 +262,7 @@ def _tensor_text(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-_PIECE_ELEMENTS = 1 << 20
+_SLICE_ELEMENTS = 1 << 20
 
 
 class Tally:
@@ -310,18 +273,14 @@ class Tally:
         self.max_absolute = self.max_relative = 0.0
 
     def add(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
-        """Add two contiguous blocks of one shape and dtype. Takes memory for a million elements beside them."""
-        self.num_elements += before.numel()
-        bits = [block.reshape(-1).view(torch.uint8) for block in (before, after)]
-        if torch.equal(*bits):
+        """Add two flat blocks of one length and dtype. Takes memory for a million elements beside them."""
+        self.num_elements += len(before)
+        if torch.equal(before.view(torch.uint8), after.view(torch.uint8)):
             return
-        first, second = before.reshape(-1), after.reshape(-1)
-        for begin in range(0, first.numel(), _PIECE_ELEMENTS):
-            self._add_piece(
-                first[begin : begin + _PIECE_ELEMENTS], second[begin : begin + _PIECE_ELEMENTS], rtol=rtol, atol=atol
-            )
+        for first, second in zip(before.split(_SLICE_ELEMENTS), after.split(_SLICE_ELEMENTS), strict=True):
+            self._add_slice(first, second, rtol=rtol, atol=atol)
 
-    def _add_piece(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
+    def _add_slice(self, before: torch.Tensor, after: torch.Tensor, *, rtol: float, atol: float) -> None:
         wide = _widened(before), _widened(after)
         if wide[0] is None or wide[1] is None:  # torch cannot calculate with this dtype: compare bits
             rows = [block.view(torch.uint8).view(len(before), -1) for block in (before, after)]

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import cloudckpt
 from cloudckpt.options import GIB, KIB, MIB
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Denied, Faults, Rule, Tell
+from cloudckpt.testing.faults import Call, Fails, Faults, Rule, Tell
 
 KNOWN = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -177,7 +177,7 @@ def test_an_export_that_fails_leaves_nothing(root_of: Root, failing: str) -> Non
     """If this fails, a half of a model lies where a whole one is expected."""
     source, target = f"{root_of('path')}/a", root_of("memory")
     save({f"w{i}": torch.full((1000,), i) for i in range(6)}, source)
-    faults = Faults(Rule(fault=Denied(), operations={failing}, skip=2, times=None))
+    faults = Faults(Rule(fault=Fails(cloudckpt.errors.AccessDeniedError), operations={failing}, skip=2, times=None))
     options = {"target_options" if failing == "put" else "options": make_options(wrap_store=faults, connections=1)}
     with pytest.raises(cloudckpt.errors.AccessDeniedError):
         cloudckpt.export_checkpoint(source, target, max_shard_bytes=8000, **options)

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt import CheckpointManager
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.faults import Absent, Fault, Faults, Rule, Short
+from cloudckpt.testing.faults import Fails, Faults, Rule
 
 WAIT_S = 100.0
 _T = TypeVar("_T")
@@ -158,11 +159,11 @@ def test_ranks_agree_on_what_is_damaged(place: Place, on_damaged: str) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", [Absent(), Short()])
-def test_a_bogus_answer_sends_no_job_back(place: Place, fault: Fault) -> None:
+@pytest.mark.parametrize("error", [ObjectNotFoundError, ShortObjectError])
+def test_a_bogus_answer_sends_no_job_back(place: Place, error: type[StoreError]) -> None:
     """If this fails, one 404 or 416 of a load balancer costs the steps since the last but one, on a real store."""
     save_all(CheckpointManager(place.root), 100, 200)
-    faults = Faults(Rule(fault=fault, operations={"read_into"}, key="data/"))
+    faults = Faults(Rule(fault=Fails(error), operations={"read_into"}, key="data/"))
     manager = CheckpointManager(place.root, async_=False, options=make_options(wrap_store=faults))
     assert restored(manager) == 200
     assert sum(faults.num_injected.values()) == 1

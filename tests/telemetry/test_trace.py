@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import Event, Options
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import AccessDeniedError, InvalidOptionError
 from cloudckpt.telemetry.timeline import trace_path
-from cloudckpt.testing.faults import Denied, Faults, Rule
+from cloudckpt.testing.faults import Fails, Faults, Rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -72,7 +72,7 @@ def test_a_save_and_a_load_are_drawn_whole(trace: Path) -> None:
 
 def test_a_failed_save_is_drawn_up_to_its_failure(trace: Path) -> None:
     """If this fails, there is no timeline of the very saves that one would look at."""
-    faults = Faults(Rule(fault=Denied(), operations={"upload_part"}, times=None), seed=3)
+    faults = Faults(Rule(fault=Fails(AccessDeniedError), operations={"upload_part"}, times=None), seed=3)
     with pytest.raises(CheckpointException):
         cloudckpt.save(MANY, fresh_uri(), no_dist=True, options=make_options(trace=trace, wrap_store=faults, **SMALL))
     timeline = verb_of(trace, "save")

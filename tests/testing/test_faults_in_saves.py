@@ -9,15 +9,15 @@ import torch
 from tests.options import make_options
 
 import cloudckpt
-from cloudckpt.testing.faults import BrokenConnection, Faults, FlippedBits, Rule, ServerError, SlowDown, TruncatedBody
+from cloudckpt.errors import ThrottledError, TransientStoreError
+from cloudckpt.testing.faults import Fails, Faults, FlippedBits, Rule, TruncatedBody
 
 _numbers = itertools.count()
 READS, WRITES = {"read", "read_into"}, {"put", "upload_part"}
 RULES = (
-    Rule(fault=BrokenConnection(carried_out=True), probability=0.08, times=None),
-    Rule(fault=BrokenConnection(), probability=0.04, times=None),
-    Rule(fault=SlowDown(), probability=0.04, times=None),
-    Rule(fault=ServerError(carried_out=True), probability=0.04, times=None),
+    Rule(fault=Fails(TransientStoreError), probability=0.04, times=None),
+    Rule(fault=Fails(ThrottledError), probability=0.04, times=None),
+    Rule(fault=Fails(TransientStoreError, carried_out=True), probability=0.12, times=None),
     Rule(fault=TruncatedBody(), probability=0.2, times=None),
     Rule(fault=FlippedBits(), operations=WRITES, probability=0.1, times=None),
     Rule(fault=FlippedBits(), operations={"read_into"}, times=1, each_key=True),

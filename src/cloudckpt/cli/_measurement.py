@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import statistics
 import tempfile
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from cloudckpt.doctor.environment import removed_directories
-from cloudckpt.errors import CloudckptError, UnsupportedOperationError
+from cloudckpt.errors import CloudckptError
 from cloudckpt.io.retry import Retrier
 from cloudckpt.stores.open import open_store
-from cloudckpt.uri import parse_location
 
 if TYPE_CHECKING:
     import torch
 
-    from cloudckpt.cli._console import Console
     from cloudckpt.options import Options
     from cloudckpt.uri import Location
 
 _SMALL_BYTES = 1024
-_NUM_REMOVALS = 5
 _MIN_GROUP_TIMEOUT_S = 60.0
 
 
@@ -71,40 +64,6 @@ def summarize(seconds: Sequence[float]) -> Timing:
     ordered = sorted(seconds)
     p99_s = ordered[min(int(len(ordered) * 0.99), len(ordered) - 1)]
     return Timing(p50_s=statistics.median(ordered), p99_s=p99_s, number=len(ordered))
-
-
-@contextlib.contextmanager
-def scratch_location(uri: str, options: Options, console: Console) -> Iterator[Location]:
-    """Yield a new location below `uri`, and remove everything there on exit.
-
-    Raises `StoreError` before anything is written, if objects there cannot be listed or removed.
-    """
-    location = parse_location(uri).child(f"cloudckpt-bench-{uuid.uuid4().hex[:12]}")
-    with removed_directories(location):
-        _remove_all(location, options)  # a store refuses this without the permission, although nothing is there
-        try:
-            yield location
-        finally:
-            try:
-                _remove_all(location, options)
-            except BaseException:
-                console.warn(f"Not everything was removed: remove what is left under {location.uri}")
-                raise
-
-
-def _remove_all(location: Location, options: Options) -> None:
-    store = open_store(location, options)
-    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    for _ in range(_NUM_REMOVALS):  # requests of an interrupted save may still arrive
-        if location.scheme == "file":  # the stores below have left their empty folders
-            shutil.rmtree(location.path, ignore_errors=True)
-        with contextlib.suppress(UnsupportedOperationError):
-            for upload in retrier.call(lambda: list(store.list_uploads())):
-                retrier.call(store.abort_multipart, upload.key, upload.upload_id)
-        keys = retrier.call(lambda: [info.key for info in store.list()])
-        retrier.call(store.delete, keys or ["nothing"])
-        if not keys:
-            return
 
 
 def measure_requests(location: Location, options: Options, *, num_requests: int) -> Mapping[str, Timing]:

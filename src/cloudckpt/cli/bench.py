@@ -39,6 +39,7 @@ def bench(
     Example: cloudckpt bench s3://bucket/scratch --size 4GiB --ranks 8
     """
     from cloudckpt.cli import _measurement
+    from cloudckpt.doctor.environment import scratch_location
     from cloudckpt.uri import parse_location
 
     if size_bytes < num_tensors * num_ranks:
@@ -50,7 +51,7 @@ def bench(
         raise typer.BadParameter("several ranks cannot share memory://, which is of one process", param_hint="--ranks")
     console = common.console
     options = common.options(connections=connections)
-    with _measurement.scratch_location(uri, options, console) as location:
+    with scratch_location(uri, options, name="cloudckpt-bench", warn=console.warn) as location:
         console.say(f"Measuring under {location.uri}; everything is removed again.")
         requests = _measurement.measure_requests(location.child("requests"), options, num_requests=num_requests)
         job = _measurement.Job(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from cloudckpt.cli._console import Console
 from cloudckpt.cli._errors import NO
 from cloudckpt.cli._options import CommonOptions
-
-if TYPE_CHECKING:
-    from cloudckpt.doctor import DoctorReport
 
 
 def doctor(
@@ -43,21 +39,7 @@ def doctor(
         checks = [dataclasses.asdict(check) for check in report.checks]
         console.document({"uri": report.uri, "is_healthy": report.is_healthy, "checks": checks})
     else:
-        _print_report(console, report)
+        for line in str(report).split("\n"):
+            console.line(line)
     if not report.is_healthy:
         raise typer.Exit(NO)
-
-
-def _print_report(console: Console, report: DoctorReport) -> None:
-    console.table(["", "CHECK", "FOUND"], [[check.mark, check.name, check.found] for check in report.checks])
-    for check in report.failures:
-        console.line()
-        console.line(f"{check.mark} {check.name}{'' if check.matters else ' (saves and loads work all the same)'}")
-        console.line(f"  {check.advice or check.found}")
-    console.line()
-    if not report.failures:
-        console.line("All is well.")
-    elif report.is_healthy:
-        console.line("Saves and loads will work. What is marked ✗ costs money, time or comfort.")
-    else:
-        console.line("Saves or loads will fail: see the checks that are marked ✗.")

@@ -9,21 +9,27 @@ import contextlib
 import http.client
 import shutil
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import StoreError
+from cloudckpt.errors import StoreError, UnsupportedOperationError
+from cloudckpt.io.retry import Retrier
 from cloudckpt.options import GIB, MIB
+from cloudckpt.stores.open import open_store
 from cloudckpt.stores.probe import CheckFailed
+from cloudckpt.uri import parse_location
 
 if TYPE_CHECKING:
+    from cloudckpt.options import Options
     from cloudckpt.stores.gcs import GCSStore
     from cloudckpt.stores.s3 import S3Store
     from cloudckpt.uri import Location
 
+_NUM_REMOVALS = 5
 _MAX_SKEW_S = 300.0
 _MIN_FREE_BYTES = 1 * GIB
 _PAID_UNTIL_GC = "What a killed save leaves is paid for until gc runs."
@@ -41,6 +47,44 @@ def removed_directories(location: Location) -> Iterator[None]:
         for directory in missing:  # the deepest first
             with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
                 directory.rmdir()
+
+
+@contextlib.contextmanager
+def scratch_location(uri: str, options: Options, *, name: str, warn: Callable[[str], object]) -> Iterator[Location]:
+    """Yield a new location below `uri`, whose folder begins with `name`, and remove everything there on exit.
+
+    Raises `StoreError` before anything is written, if objects there cannot be listed or removed. Calls `warn` before it
+    raises because something is left.
+    """
+    location = parse_location(uri).child(f"{name}-{uuid.uuid4().hex[:12]}")
+    with removed_directories(location):
+        _remove_all(location, options)  # a store refuses this without the permission, although nothing is there
+        try:
+            yield location
+        finally:
+            try:
+                _remove_all(location, options)
+            except BaseException:
+                warn(f"Not everything was removed: remove what is left under {location.uri}")
+                raise
+
+
+def _remove_all(location: Location, options: Options) -> None:
+    store = open_store(location, options)
+    retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
+    for _ in range(_NUM_REMOVALS):  # requests of an interrupted save may still arrive
+        if location.scheme == "file":  # the stores below have left their empty folders
+            shutil.rmtree(location.path, ignore_errors=True)
+        with contextlib.suppress(UnsupportedOperationError):
+            for upload in retrier.call(lambda: list(store.list_uploads())):
+                retrier.call(store.abort_multipart, upload.key, upload.upload_id)
+        keys = retrier.call(lambda: [info.key for info in store.list()])
+        retrier.call(store.delete, keys or ["nothing"])
+        if not keys:
+            return
+    raise StoreError(
+        f"{location.uri}: objects are still listed after they were removed", key=location.uri, operation="list"
+    )
 
 
 def request_date(endpoint_url: str, *, timeout_s: float) -> str | None:

@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
     UnsupportedOperationError,
+    printable,
 )
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
@@ -73,7 +74,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorReport:
-    """The results of all checks, in order. ``str()`` returns a table."""
+    """The results of all checks, in order. ``str()`` returns a table, the advice and a verdict."""
 
     uri: str
     read_only: bool
@@ -95,8 +96,16 @@ class DoctorReport:
 
     def __str__(self) -> str:
         width = max((len(check.name) for check in self.checks), default=0)
-        lines = [f"{check.mark} {check.name:<{width}}  {check.found}" for check in self.checks]
-        return "\n".join(lines + [f"✗ {check.name}: {check.advice or check.found}" for check in self.failures])
+        lines = [f"{check.mark}  {check.name:<{width}}  {check.found}" for check in self.checks]
+        for check in self.failures:
+            note = "" if check.matters else " (saves and loads work all the same)"
+            lines += ["", f"{check.mark} {check.name}{note}", f"  {check.advice or check.found}"]
+        verdict = "Saves or loads will fail: see the checks that are marked ✗."
+        if not self.failures:
+            verdict = "All is well."
+        elif self.is_healthy:
+            verdict = "Saves and loads will work. What is marked ✗ costs money, time or comfort."
+        return "\n".join(printable(line).replace("\n", "\\n") for line in [*lines, "", verdict])
 
 
 def examine(
@@ -145,8 +154,9 @@ def examine(
             finally:
                 left = scratch.clean_up()
         if left:
-            checklist.fail(
+            checklist.add(
                 "left behind",
+                "failed",
                 f"{len(left)} of the doctor's own objects could not be removed",
                 f"Remove them, or let gc do it: {', '.join(left[:_MAX_SHOWN])}",
                 matters=False,
@@ -168,14 +178,8 @@ class _Checklist:
     def has(self, name: str, outcome: Outcome) -> bool:
         return any(check.name == name and check.outcome == outcome for check in self.checks)
 
-    def succeed(self, name: str, found: str, *, matters: bool = True) -> None:
-        self.checks.append(Check(name=name, outcome="passed", found=found, matters=matters))
-
-    def fail(self, name: str, found: str, advice: str, *, matters: bool = True) -> None:
-        self.checks.append(Check(name=name, outcome="failed", found=found, advice=advice, matters=matters))
-
-    def skip(self, name: str, reason: str, *, matters: bool = True) -> None:
-        self.checks.append(Check(name=name, outcome="skipped", found=reason, matters=matters))
+    def add(self, name: str, outcome: Outcome, found: str, advice: str = "", *, matters: bool = True) -> None:
+        self.checks.append(Check(name=name, outcome=outcome, found=found, advice=advice, matters=matters))
 
     def run(
         self, name: str, check: Callable[[], str | None], *, subject: str = "", advice: str = "", matters: bool = True
@@ -184,23 +188,23 @@ class _Checklist:
         if not self.skip_reason and time.monotonic() > self._until:
             self.skip_reason = f"not asked: {self._deadline_s:g} s were over"
         if self.skip_reason:
-            self.skip(name, self.skip_reason, matters=matters)
+            self.add(name, "skipped", self.skip_reason, matters=matters)
             return
         try:
             found = check()
         except CheckFailed as failure:
-            self.fail(name, f"{subject}{failure.observed}", failure.advice, matters=matters)
+            self.add(name, "failed", f"{subject}{failure.observed}", failure.advice, matters=matters)
         except UnsupportedOperationError as error:
-            self.skip(name, str(error), matters=matters)
+            self.add(name, "skipped", str(error), matters=matters)
         except AccessDeniedError as error:
-            self.fail(name, "denied", f"{error} {advice}".rstrip(), matters=matters)
+            self.add(name, "failed", "denied", f"{error} {advice}".rstrip(), matters=matters)
         except StoreError as error:
-            self.fail(name, str(error), advice or str(error), matters=matters)
+            self.add(name, "failed", str(error), advice or str(error), matters=matters)
         else:
             if found is None:
-                self.skip(name, "could not be told", matters=matters)
+                self.add(name, "skipped", "could not be told", matters=matters)
             else:
-                self.succeed(name, found, matters=matters)
+                self.add(name, "passed", found, matters=matters)
 
 
 def _check_contact(checklist: _Checklist, location: Location, store: Store, plain: Any, *, timeout_s: float) -> None:
@@ -210,12 +214,12 @@ def _check_contact(checklist: _Checklist, location: Location, store: Store, plai
         _check_endpoint(checklist, plain, error, timeout_s=timeout_s)
         _check_credentials(checklist, location, plain, error)
         if isinstance(error, BucketNotFoundError):
-            checklist.fail("bucket", "does not exist", str(error))
+            checklist.add("bucket", "failed", "does not exist", str(error))
             checklist.skip_reason = "not asked: there is no such bucket"
         elif error is None:
-            checklist.succeed("bucket", f"{location.authority} exists")
+            checklist.add("bucket", "passed", f"{location.authority} exists")
         else:
-            checklist.skip("bucket", checklist.skip_reason or "could not be told")
+            checklist.add("bucket", "skipped", checklist.skip_reason or "could not be told")
     checklist.run(
         "list",
         functools.partial(_raise_or_allow, error),
@@ -227,15 +231,15 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
     try:
         endpoint = str(plain.session.endpoint_url("examine"))
     except StoreError as unusable:
-        checklist.skip("endpoint", str(unusable))
+        checklist.add("endpoint", "skipped", str(unusable))
         return
     if isinstance(error, TransientStoreError):
-        checklist.fail("endpoint", type(error).__name__, str(error))
+        checklist.add("endpoint", "failed", type(error).__name__, str(error))
         checklist.skip_reason = "not asked: the store does not answer"
     elif isinstance(error, CredentialsError) and environment.request_date(endpoint, timeout_s=timeout_s) is None:
-        checklist.skip("endpoint", "could not be told: without credentials nothing is asked")
+        checklist.add("endpoint", "skipped", "could not be told: without credentials nothing is asked")
     else:
-        checklist.succeed("endpoint", f"{endpoint} answers")
+        checklist.add("endpoint", "passed", f"{endpoint} answers")
     checklist.run("clock", functools.partial(environment.check_clock, endpoint, timeout_s=timeout_s / 2))
 
 
@@ -243,9 +247,9 @@ def _check_credentials(checklist: _Checklist, location: Location, plain: Any, er
     if isinstance(error, CredentialsError) and not checklist.skip_reason:
         checklist.skip_reason = "not asked: the store does not accept the credentials"
         if checklist.has("clock", "failed"):  # a store refuses requests of another time
-            checklist.skip("credentials", "could not be told: the clock is off")
+            checklist.add("credentials", "skipped", "could not be told: the clock is off")
         else:
-            checklist.fail("credentials", "not accepted", str(error))
+            checklist.add("credentials", "failed", "not accepted", str(error))
     elif location.scheme == "s3":
         checklist.run("credentials", functools.partial(environment.check_s3_credentials, plain))
     else:
@@ -281,9 +285,9 @@ def _check_promises(checklist: _Checklist, scratch: Scratch) -> None:
     for name, check in CHECKS.items():
         matters = name not in _OPTIONAL
         if name != "put" and not checklist.skip_reason and not checklist.has("put", "passed"):
-            checklist.skip(name, "not asked: nothing can be put", matters=matters)
+            checklist.add(name, "skipped", "not asked: nothing can be put", matters=matters)
         elif name in _NEED_GET and not checklist.skip_reason and not checklist.has("get", "passed"):
-            checklist.skip(name, "not asked: nothing can be read", matters=matters)
+            checklist.add(name, "skipped", "not asked: nothing can be read", matters=matters)
         else:
             run = functools.partial(check, scratch)
             checklist.run(name, run, subject="the store ", advice=_LOST_WITHOUT[name], matters=matters)

@@ -11,22 +11,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import shutil
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from cloudckpt.errors import CloudckptError, StoreError
+from cloudckpt.doctor import examine
+from cloudckpt.doctor.environment import scratch_location
+from cloudckpt.errors import CloudckptError
 from cloudckpt.options import Options
-from cloudckpt.stores.base import Capabilities, Store
-from cloudckpt.stores.open import open_store
 from cloudckpt.stores.storage_options import parse_assignments
-from cloudckpt.uri import Location, parse_location
+from cloudckpt.uri import Location
 
 HOLDS, FAILS, NOT_CHECKED = 0, 1, 2
 """The exit statuses."""
@@ -52,10 +50,6 @@ class CheckedStore:
     num_rounds: int
     num_keys: int
 
-    def open(self, name: str = "") -> Store:
-        """Open the store at `name` below the root."""
-        return open_store(self.root.child(name) if name else self.root, self.options)
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
@@ -65,65 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NOT_CHECKED
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the objects are removed then, too
+    status = NOT_CHECKED
     try:
-        target = CheckedStore(
-            root=parse_location(chosen.uri).child(f"cloudckpt-contract-{uuid.uuid4().hex[:12]}"),
-            options=Options(storage_options=parse_assignments(chosen.option, flag="--option")),
-            num_rounds=chosen.rounds,
-            num_keys=chosen.keys,
-        )
-        return _check(target, keyword=chosen.keyword, verbose=chosen.verbose)
+        options = Options(storage_options=parse_assignments(chosen.option, flag="--option"))
+        report = examine(chosen.uri, options=options)
+        print(report, flush=True)
+        if report["list"].outcome != "passed":  # no such bucket, no access, no answer
+            return NOT_CHECKED
+        with scratch_location(chosen.uri, options, name="cloudckpt-contract", warn=print) as root:
+            print(f"cloudckpt's contract for stores, under {root.uri}", flush=True)
+            target = CheckedStore(root=root, options=options, num_rounds=chosen.rounds, num_keys=chosen.keys)
+            status = _run_clauses(target, keyword=chosen.keyword, verbose=chosen.verbose)
     except CloudckptError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return NOT_CHECKED
+        return NOT_CHECKED if status == NOT_CHECKED else FAILS
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return NOT_CHECKED
-
-
-def _check(target: CheckedStore, *, keyword: str, verbose: bool) -> int:
-    """Check the store, and return the exit status. Raises `StoreError` if the store cannot be reached."""
-    store = target.open()
-    next(store.list(), None)  # fails for a bucket that does not exist or denies access, before anything is written
-    print(f"cloudckpt's contract for stores, under {target.root.uri}", flush=True)
-    try:
-        capabilities = store.probe()
-        _print_capabilities(capabilities)
-        status = _run_clauses(target, keyword=keyword, verbose=verbose)
-    finally:
-        left = remove_all(store)
-        if target.root.scheme == "file":
-            shutil.rmtree(target.root.path, ignore_errors=True)
-        if left:
-            print(f"✗ Could not be removed; remove it by hand, under {store.uri}:", *left, sep="\n    ", flush=True)
-    return max(status, FAILS) if left or not capabilities.conditional_create else status
-
-
-def remove_all(store: Store) -> list[str]:
-    """Remove every object and every unfinished upload; return those that are left, or the error."""
-    try:
-        for upload in list(store.list_uploads()):
-            store.abort_multipart(upload.key, upload.upload_id)
-        store.delete([info.key for info in store.list()])
-        left = [store.url(info.key) for info in store.list()]
-        return left + [f"an unfinished upload to {store.url(upload.key)}" for upload in store.list_uploads()]
-    except StoreError as error:
-        return [str(error)]
-
-
-def _print_capabilities(capabilities: Capabilities) -> None:
-    if capabilities.conditional_create:
-        print("✓ create-if-absent: the store has it")
-    else:
-        observed = f" ({capabilities.observed})" if capabilities.observed else ""
-        print(f"✗ create-if-absent: the store does not keep it{observed}")
-        print("    Of two saves to one place each would overwrite the other's. cloudckpt refuses to save here; use")
-        print("    another store or a newer server, or accept it with Options(commit='unconditional').")
-    print("✓ multipart uploads: the store has them" if capabilities.multipart else "○ multipart uploads: none")
-    if capabilities.verifies_crc32c:
-        print("✓ checksums: wrong ones are refused", flush=True)
-    else:
-        print("○ checksums: the store verifies none; damage in transit is found when it is read", flush=True)
+    return status if report.is_healthy else max(status, FAILS)
 
 
 def _run_clauses(target: CheckedStore, *, keyword: str, verbose: bool) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cloudckpt.stores.base import Store
+from cloudckpt.stores.open import open_store
 from cloudckpt.testing.contract import StoreContract
 
 _numbers = itertools.count()
@@ -16,17 +17,10 @@ _numbers = itertools.count()
 class TestStore(StoreContract):
     """Every clause, each under a root of its own."""
 
-    target: Any
-    """The `CheckedStore` of `cloudckpt.testing.__main__`."""
-    name: str
-
     @pytest.fixture
     def store(self, target: Any) -> Store:
-        """Open a fresh root of the user's store."""
-        self.target = target
+        """Open a fresh root of the user's store. `target` is the `CheckedStore` of `cloudckpt.testing.__main__`."""
         self.shared_between_processes = target.root.scheme != "memory"
         self.num_racing_rounds = target.num_rounds
         self.num_paging_keys = target.num_keys
-        self.name = f"clause-{next(_numbers)}"
-        store: Store = target.open(self.name)
-        return store
+        return open_store(target.root.child(f"clause-{next(_numbers)}"), target.options)

@@ -327,7 +327,7 @@ class Server(abc.ABC):
 
 
 @contextlib.contextmanager
-def running(program: Program, *, start_timeout_s: float) -> Iterator[ServerProcess]:
+def running(program: Program, *, start_timeout_s: float = 60.0) -> Iterator[ServerProcess]:
     """Start the program and yield its process once it is ready; kill it at the end."""
     with tempfile.TemporaryFile(mode="ab+", buffering=0) as log:
         process = ServerProcess(program, log, start_timeout_s)
@@ -400,11 +400,10 @@ class S3Server(Server):
 
 
 @contextlib.contextmanager
-def moto_server(*, start_timeout_s: float = 60.0) -> Iterator[S3Server]:
+def moto_server() -> Iterator[S3Server]:
     """Start an empty S3 server in its own process on a free port; it ends with the context.
 
-    Raises `MissingDependencyError` without moto, and `RuntimeError` with the output of the server if it does not start
-    within `start_timeout_s`.
+    Raises `MissingDependencyError` without moto, and `RuntimeError` with the output of the server if it does not start.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("werkzeug") is None:
         raise MissingDependencyError("moto's server is not installed: pip install 'cloudckpt[testing]'")
@@ -416,7 +415,7 @@ def moto_server(*, start_timeout_s: float = 60.0) -> Iterator[S3Server]:
             environment=clean_environment(),
             is_ready=lambda timeout_s: answers(endpoint_url, "/moto-api/", timeout_s=timeout_s),
         )
-        with running(program, start_timeout_s=start_timeout_s) as process:
+        with running(program) as process:
             yield S3Server(endpoint_url=endpoint_url, process=process)
 
 
@@ -472,12 +471,12 @@ class GCSServer(Server):
 
 
 @contextlib.contextmanager
-def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) -> Iterator[GCSServer]:
+def fake_gcs_server(*, keeps_data: bool = False) -> Iterator[GCSServer]:
     """Start an empty GCS server in its own process on a free port; it ends with the context.
 
     With `keeps_data` its objects are files in a temporary directory and survive `kill` and `restart`; otherwise they
     are in memory. Raises `MissingDependencyError` without the package that contains it, and `RuntimeError` with the
-    output of the server if it does not start within `start_timeout_s`.
+    output of the server if it does not start.
     """
     binary = _binary()
     with contextlib.ExitStack() as stack:
@@ -501,7 +500,7 @@ def fake_gcs_server(*, keeps_data: bool = False, start_timeout_s: float = 60.0) 
             environment={**clean_environment(), "TMPDIR": str(scratch)},
             is_ready=lambda timeout_s: answers(endpoint_url, "/_internal/healthcheck", timeout_s=timeout_s),
         )
-        process = stack.enter_context(running(program, start_timeout_s=start_timeout_s))
+        process = stack.enter_context(running(program))
         yield GCSServer(endpoint_url=endpoint_url, process=process, directory=directory, keeps_data=keeps_data)
 
 

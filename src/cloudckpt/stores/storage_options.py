@@ -7,6 +7,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, fields
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -15,8 +16,13 @@ from cloudckpt.errors import InvalidOptionError
 _MOST_S = 1_000_000_000
 """The longest wait that a socket takes."""
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
-Parser: TypeAlias = Callable[[Any], dict[str, Any]]
-"""Turns an option's value into fields of the configuration. `TypeError` or `ValueError` says what is wrong with it."""
+PARSER = "parser"
+"""The key of a field's metadata that has the parser of its option."""
+Parser: TypeAlias = Callable[[Any], Any]
+"""Turns an option's value into that of a field of the configuration; into None if the option asks for nothing.
+
+`TypeError` or `ValueError` says what is wrong with it.
+"""
 
 
 def parse_assignments(assignments: Sequence[str], *, flag: str) -> dict[str, Any]:
@@ -42,6 +48,16 @@ def parse_assignments(assignments: Sequence[str], *, flag: str) -> dict[str, Any
     return values
 
 
+def option(parser: Parser, *, is_secret: bool = False) -> Any:
+    """Declare a field of a configuration that a storage option sets, by default to None. A secret is in no ``repr``."""
+    return field(default=None, repr=not is_secret, metadata={PARSER: parser})
+
+
+def list_parsers(config: type[Any]) -> dict[str, Parser]:
+    """Return the parser of each field of `config` that a storage option sets."""
+    return {field.name: field.metadata[PARSER] for field in fields(config)}
+
+
 def parse(
     storage_options: Mapping[str, Any],
     parsers: Mapping[str, Parser],
@@ -53,98 +69,80 @@ def parse(
     """Return the fields that `storage_options` ask for. ``None`` counts as left out.
 
     Raises `InvalidOptionError` with every problem at once.
+
+    Args:
+        aliases: Other names of options; and options that are another form of a field, if `parsers` has them too.
+
     """
     problems: list[str] = []
     values: dict[str, Any] = {}
     for given, value in storage_options.items():
-        read = parsers.get(aliases.get(given, given))
+        name = aliases.get(given, given)
+        read = parsers.get(given) or parsers.get(name)
         if read is None:
             nearest = difflib.get_close_matches(str(given), [*parsers, *aliases], n=1)
             hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             problems.append(f"{str(given)!r} is not known{hint}; known are {', '.join(sorted(parsers))}")
             continue
-        if value is None:
-            continue
         try:
-            parsed = read(value)
+            parsed = None if value is None else read(value)
         except (TypeError, ValueError) as error:
             problems.append(f"{given} {error}")
             continue
-        for field_name, field_value in parsed.items():
-            if values.setdefault(field_name, field_value) != field_value:
-                problems.append(f"{given} contradicts another option for the same thing")
+        if parsed is not None and values.setdefault(name, parsed) != parsed:
+            problems.append(f"{given} contradicts another option for the same thing")
     problems += find_contradictions(values)
     if problems:
         raise InvalidOptionError(f"Storage options for {store}: " + "; ".join(problems))
     return values
 
 
-def text(name: str) -> Parser:
-    """Return a parser for a text that may go into a header."""
-
-    def read(value: Any) -> dict[str, Any]:
-        if not isinstance(value, str) or not value:
-            raise ValueError("must be a non-empty string")
-        # A line break would make the HTTP library print the whole header, signature and token included.
-        if any(character.isspace() or not character.isprintable() for character in value):
-            raise ValueError("holds white space or control characters (its value is not shown)")
-        return {name: value}
-
-    return read
+def parse_text(value: Any) -> str:
+    """Return a text that may go into a header."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a non-empty string")
+    # A line break would make the HTTP library print the whole header, signature and token included.
+    if any(character.isspace() or not character.isprintable() for character in value):
+        raise ValueError("holds white space or control characters (its value is not shown)")
+    return value
 
 
-def seconds(name: str) -> Parser:
-    """Return a parser for a positive number of seconds."""
-
-    def read(value: Any) -> dict[str, Any]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_S:
-            raise ValueError(f"must be a positive number of seconds, at most {_MOST_S:,}, not {value!r:.50}")
-        return {name: float(value)}
-
-    return read
+def parse_seconds(value: Any) -> float:
+    """Return a positive number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST_S:
+        raise ValueError(f"must be a positive number of seconds, at most {_MOST_S:,}, not {value!r:.50}")
+    return float(value)
 
 
-def flag(name: str) -> Parser:
-    """Return a parser for True or False."""
-
-    def read(value: Any) -> dict[str, Any]:
-        if not isinstance(value, bool):
-            raise TypeError(f"must be True or False, not {value!r}")
-        return {name: value}
-
-    return read
+def parse_flag(value: Any) -> bool:
+    """Return True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"must be True or False, not {value!r}")
+    return value
 
 
-def choice(name: str, choices: tuple[str, ...]) -> Parser:
-    """Return a parser for one of `choices`."""
-
-    def read(value: Any) -> dict[str, Any]:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
-        return {name: value}
-
-    return read
+def parse_choice(choices: Sequence[str], value: Any) -> str:
+    """Return one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"must be one of {', '.join(choices)}, not {value!r}")
+    return str(value)
 
 
-def endpoint(instead_of_credentials: str) -> Parser:
-    """Return a parser for ``http://`` or ``https://`` and a host. Its error names the options for credentials."""
-
-    def read(value: Any) -> dict[str, Any]:
-        if not isinstance(value, str):
-            raise TypeError("must be a string")
-        parts = urlsplit(value)
-        if parts.username is not None or parts.password is not None:
-            raise ValueError(f"must not hold credentials; pass {instead_of_credentials}")
-        odd = any(character.isspace() or not character.isprintable() for character in value)
-        if parts.scheme not in ("http", "https") or not parts.hostname or odd or "?" in value or "#" in value:
-            raise ValueError(f"must look like https://host or http://host:port, not {value!r}")
-        try:
-            _ = parts.port
-        except ValueError:
-            raise ValueError(f"has a port that is no port: {value!r}") from None
-        return {"endpoint_url": value}
-
-    return read
+def parse_endpoint(instead_of_credentials: str, value: Any) -> str:
+    """Return ``http://`` or ``https://`` and a host. The error names the options for credentials."""
+    if not isinstance(value, str):
+        raise TypeError("must be a string")
+    parts = urlsplit(value)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"must not hold credentials; pass {instead_of_credentials}")
+    odd = any(character.isspace() or not character.isprintable() for character in value)
+    if parts.scheme not in ("http", "https") or not parts.hostname or odd or "?" in value or "#" in value:
+        raise ValueError(f"must look like https://host or http://host:port, not {value!r}")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError(f"has a port that is no port: {value!r}") from None
+    return value
 
 
 def is_loopback(host: str) -> bool:

@@ -28,7 +28,7 @@ KEY = bytes(range(32))
         ({"sse": "aws:kms:dsse", "kms_key_id": "k"}, {"kms_key_id": "k", "sse": "aws:kms:dsse"}),
         ({"sse_customer_key": KEY}, {"sse_customer_key": KEY}),
         ({"sse_customer_key": base64.b64encode(KEY).decode()}, {"sse_customer_key": KEY}),
-        ({"tags": {"team": "a b", "n": "1"}}, {"tagging": "team=a+b&n=1"}),
+        ({"tags": {"team": "a b", "n": "1"}}, {"tags": "team=a+b&n=1"}),
         ({"request_payer": True}, {"request_payer": "requester"}),
         ({"request_payer": False}, {}),
         ({"connect_timeout_s": 3, "read_timeout_s": 4.5}, {"connect_timeout_s": 3.0, "read_timeout_s": 4.5}),

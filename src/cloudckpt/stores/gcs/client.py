@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote, urlsplit
 
 from typing_extensions import Self
@@ -35,38 +35,61 @@ from cloudckpt.stores.http_errors import (
     describe_foreign,
 )
 from cloudckpt.stores.http_store import HTTPSession
-from cloudckpt.stores.storage_options import endpoint, flag, parse, seconds, text
-
-if TYPE_CHECKING:
-    from cloudckpt.stores.storage_options import Parser
-
+from cloudckpt.stores.storage_options import (
+    PARSER,
+    list_parsers,
+    option,
+    parse,
+    parse_endpoint,
+    parse_flag,
+    parse_seconds,
+    parse_text,
+)
 
 SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
+
+
+def _parse_credentials(value: Any) -> Any:
+    from google.auth.credentials import Credentials
+
+    if not isinstance(value, Credentials):
+        raise TypeError(f"must be a google.auth.credentials.Credentials, not a {type(value).__name__}")
+    return value
+
+
+def _parse_path(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError("must be the path of a JSON file with a service account's key or a user's credentials")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GCSConfig:
     """The configuration of GCS. ``None`` leaves a field to the ordinary Google configuration."""
 
-    endpoint_url: str | None = None
-    project: str | None = None
-    credentials_file: str | None = None
+    endpoint_url: str | None = option(functools.partial(parse_endpoint, "credentials_file"))
+    project: str | None = option(parse_text)
+    credentials_file: str | None = option(_parse_path)
     """The path of a service account's key, or of an authorized user's credentials, as JSON."""
-    credentials: Any = field(default=None, repr=False)
+    credentials: Any = field(default=None, repr=False, metadata={PARSER: _parse_credentials})
     """A ``google.auth.credentials.Credentials``."""
-    anonymous: bool = False
+    anonymous: bool | None = option(parse_flag)
     """Send no credentials: for public buckets and emulators."""
-    user_project: str | None = None
+    user_project: str | None = option(parse_text)
     """The project that pays, where the requester does."""
-    kms_key_name: str | None = None
-    storage_class: str | None = None
-    connect_timeout_s: float | None = None
-    read_timeout_s: float | None = None
+    kms_key_name: str | None = option(parse_text)
+    storage_class: str | None = option(parse_text)
+    connect_timeout_s: float | None = option(parse_seconds)
+    read_timeout_s: float | None = option(parse_seconds)
 
     @property
     def secrets(self) -> tuple[str, ...]:
         """Texts that must never be printed: none, because no option is a text of that kind."""
         return ()
+
+
+PARSERS = list_parsers(GCSConfig)
+"""Every option by its name."""
 
 
 def parse_storage_options(storage_options: Mapping[str, Any]) -> GCSConfig:
@@ -80,35 +103,6 @@ def _find_contradictions(values: Mapping[str, Any]) -> list[str]:
     if len(given) > 1:
         return [f"{' and '.join(given)} exclude each other"]
     return []
-
-
-def _parse_credentials(value: Any) -> dict[str, Any]:
-    from google.auth.credentials import Credentials
-
-    if not isinstance(value, Credentials):
-        raise TypeError(f"must be a google.auth.credentials.Credentials, not a {type(value).__name__}")
-    return {"credentials": value}
-
-
-def _parse_path(value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise TypeError("must be the path of a JSON file with a service account's key or a user's credentials")
-    return {"credentials_file": value}
-
-
-PARSERS: Mapping[str, Parser] = {
-    "anonymous": flag("anonymous"),
-    "connect_timeout_s": seconds("connect_timeout_s"),
-    "credentials": _parse_credentials,
-    "credentials_file": _parse_path,
-    "endpoint_url": endpoint("credentials_file"),
-    "kms_key_name": text("kms_key_name"),
-    "project": text("project"),
-    "read_timeout_s": seconds("read_timeout_s"),
-    "storage_class": text("storage_class"),
-    "user_project": text("user_project"),
-}
-"""Every option by its name."""
 
 
 def find_credentials(config: GCSConfig, *, is_emulator: bool, timeout_s: float) -> Any:

@@ -12,8 +12,8 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit
 
 from cloudckpt._version import __version__
@@ -22,55 +22,93 @@ from cloudckpt.stores.http_body import ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, make_cancellable
 from cloudckpt.stores.http_store import HTTPSession
 from cloudckpt.stores.s3.errors import refuse_foreign, translate
-from cloudckpt.stores.storage_options import choice, endpoint, flag, parse, seconds, text
-
-if TYPE_CHECKING:
-    from cloudckpt.stores.storage_options import Parser
-
+from cloudckpt.stores.storage_options import (
+    list_parsers,
+    option,
+    parse,
+    parse_choice,
+    parse_endpoint,
+    parse_flag,
+    parse_seconds,
+    parse_text,
+)
 
 _CUSTOMER_KEY_BYTES = 32
 _MAX_TAGS = 10  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-tagging.html
-_ADDRESSING_STYLES = ("auto", "path", "virtual")
-_SSE_MODES = ("AES256", "aws:kms", "aws:kms:dsse")
 # s3.eu-west-1, s3-fips.us-gov-west-1, s3-us-west-2, s3-accelerate, s3express-use1-az4.us-east-1. S3 on Outposts is
 # another service.
 _S3_LABEL = re.compile(r"s3(?!-outposts)(?:express)?(?:-[a-z0-9-]+)?")
 _DIRECTORY_SUFFIXES = ("--x-s3", "--xa-s3")  # a bucket's, and an access point's
 _DIRECTORY_STORAGE_CLASSES = ("EXPRESS_ONEZONE", "ONEZONE_IA")  # the second in Local Zones
 
-ALIASES: Mapping[str, str] = {
-    "aws_access_key_id": "access_key_id",
-    "aws_secret_access_key": "secret_access_key",
-    "aws_session_token": "session_token",
-    "profile_name": "profile",
-    "region_name": "region",
-}
-"""boto3's own names for some of the options."""
+
+def _parse_path_style(value: Any) -> str:
+    return "path" if parse_flag(value) else "virtual"
+
+
+def _parse_verify(value: Any) -> bool | str:
+    if not isinstance(value, bool | str):
+        raise TypeError(f"must be True, False or the path of a certificate bundle, not {value!r}")
+    return value
+
+
+def _parse_ca_bundle(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError("must be the path of a certificate bundle")
+    return value
+
+
+def _parse_customer_key(value: Any) -> bytes:
+    key = value
+    if isinstance(key, str):
+        try:
+            key = base64.b64decode(key, validate=True)
+        except binascii.Error:
+            key = b""
+    if not isinstance(key, bytes) or len(key) != _CUSTOMER_KEY_BYTES:
+        raise ValueError("must be a key of 32 bytes, or those in base64 (its value is not shown)")
+    return key
+
+
+def _parse_tags(value: Any) -> str | None:
+    if not isinstance(value, Mapping) or not all(
+        isinstance(key, str) and isinstance(tag, str) for key, tag in value.items()
+    ):
+        raise TypeError("must map strings to strings")
+    if len(value) > _MAX_TAGS:
+        raise ValueError(f"may hold {_MAX_TAGS} tags, not {len(value)}")
+    return urlencode(value) or None
+
+
+def _parse_request_payer(value: Any) -> str | None:
+    if value not in (True, False, "requester"):
+        raise ValueError(f"must be True or 'requester', not {value!r}")
+    return "requester" if value else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Config:
     """The configuration of one S3-compatible service. ``None`` leaves a field to the ordinary AWS configuration."""
 
-    endpoint_url: str | None = None
-    region: str | None = None
-    profile: str | None = None
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-    anonymous: bool = False
-    addressing_style: str | None = None
-    verify: bool | str | None = None
+    endpoint_url: str | None = option(functools.partial(parse_endpoint, "access_key_id and secret_access_key"))
+    region: str | None = option(parse_text)
+    profile: str | None = option(str)
+    access_key_id: str | None = option(parse_text, is_secret=True)
+    secret_access_key: str | None = option(parse_text, is_secret=True)
+    session_token: str | None = option(parse_text, is_secret=True)
+    anonymous: bool | None = option(parse_flag)
+    addressing_style: str | None = option(functools.partial(parse_choice, ("auto", "path", "virtual")))
+    verify: bool | str | None = option(_parse_verify)
     """Check TLS certificates; or the path of a bundle to check them with."""
-    sse: str | None = None
-    kms_key_id: str | None = None
-    sse_customer_key: bytes | None = field(default=None, repr=False)
-    storage_class: str | None = None
-    tagging: str | None = None
-    """The option ``tags``, in the form of the header."""
-    request_payer: str | None = None
-    connect_timeout_s: float | None = None
-    read_timeout_s: float | None = None
+    sse: str | None = option(functools.partial(parse_choice, ("AES256", "aws:kms", "aws:kms:dsse")))
+    kms_key_id: str | None = option(parse_text)
+    sse_customer_key: bytes | None = option(_parse_customer_key, is_secret=True)
+    storage_class: str | None = option(parse_text)
+    tags: str | None = option(_parse_tags)
+    """In the form of the header."""
+    request_payer: str | None = option(_parse_request_payer)
+    connect_timeout_s: float | None = option(parse_seconds)
+    read_timeout_s: float | None = option(parse_seconds)
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -85,8 +123,8 @@ class S3Config:
             "ServerSideEncryption": self.sse,
             "SSEKMSKeyId": self.kms_key_id,
             "StorageClass": self.storage_class,
-            "Tagging": self.tagging,
-            "TaggingDirective": "REPLACE" if self.tagging else None,
+            "Tagging": self.tags,
+            "TaggingDirective": "REPLACE" if self.tags else None,
             "RequestPayer": self.request_payer,
         }
         if self.sse_customer_key is not None:
@@ -96,9 +134,24 @@ class S3Config:
         return {name: value for name, value in members.items() if value is not None}
 
 
+ALIASES: Mapping[str, str] = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "profile_name": "profile",
+    "region_name": "region",
+}
+"""boto3's own names for some of the options."""
+_OTHER_FORMS: Mapping[str, str] = {"ca_bundle": "verify", "path_style": "addressing_style"}
+"""Options that are another form of a field."""
+PARSERS = {**list_parsers(S3Config), "ca_bundle": _parse_ca_bundle, "path_style": _parse_path_style}
+"""Every option by its name."""
+
+
 def parse_storage_options(storage_options: Mapping[str, Any]) -> S3Config:
     """Parse `storage_options`. Raises `InvalidOptionError` with every problem at once, and without any secret."""
-    values = parse(storage_options, PARSERS, aliases=ALIASES, find_contradictions=_find_contradictions, store="S3")
+    aliases = {**ALIASES, **_OTHER_FORMS}
+    values = parse(storage_options, PARSERS, aliases=aliases, find_contradictions=_find_contradictions, store="S3")
     if "kms_key_id" in values:
         values.setdefault("sse", "aws:kms")
     return S3Config(**values)
@@ -121,74 +174,6 @@ def _find_contradictions(values: Mapping[str, Any]) -> list[str]:
         "kms_key_id needs sse='aws:kms'": "kms_key_id" in values and values.get("sse") == "AES256",
     }
     return [problem for problem, exists in problems.items() if exists]
-
-
-def _parse_path_style(value: Any) -> dict[str, Any]:
-    return {"addressing_style": "path" if flag("path_style")(value)["path_style"] else "virtual"}
-
-
-def _parse_verify(value: Any) -> dict[str, Any]:
-    if not isinstance(value, bool | str):
-        raise TypeError(f"must be True, False or the path of a certificate bundle, not {value!r}")
-    return {"verify": value}
-
-
-def _parse_ca_bundle(value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise TypeError("must be the path of a certificate bundle")
-    return {"verify": value}
-
-
-def _parse_customer_key(value: Any) -> dict[str, Any]:
-    key = value
-    if isinstance(key, str):
-        try:
-            key = base64.b64decode(key, validate=True)
-        except binascii.Error:
-            key = b""
-    if not isinstance(key, bytes) or len(key) != _CUSTOMER_KEY_BYTES:
-        raise ValueError("must be a key of 32 bytes, or those in base64 (its value is not shown)")
-    return {"sse_customer_key": key}
-
-
-def _parse_tags(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(
-        isinstance(key, str) and isinstance(tag, str) for key, tag in value.items()
-    ):
-        raise TypeError("must map strings to strings")
-    if len(value) > _MAX_TAGS:
-        raise ValueError(f"may hold {_MAX_TAGS} tags, not {len(value)}")
-    return {"tagging": urlencode(value)} if value else {}
-
-
-def _parse_request_payer(value: Any) -> dict[str, Any]:
-    if value not in (True, False, "requester"):
-        raise ValueError(f"must be True or 'requester', not {value!r}")
-    return {"request_payer": "requester"} if value else {}
-
-
-PARSERS: Mapping[str, Parser] = {
-    "access_key_id": text("access_key_id"),
-    "addressing_style": choice("addressing_style", _ADDRESSING_STYLES),
-    "anonymous": flag("anonymous"),
-    "ca_bundle": _parse_ca_bundle,
-    "connect_timeout_s": seconds("connect_timeout_s"),
-    "endpoint_url": endpoint("access_key_id and secret_access_key"),
-    "kms_key_id": text("kms_key_id"),
-    "path_style": _parse_path_style,
-    "profile": lambda value: {"profile": str(value)},
-    "read_timeout_s": seconds("read_timeout_s"),
-    "region": text("region"),
-    "request_payer": _parse_request_payer,
-    "secret_access_key": text("secret_access_key"),
-    "session_token": text("session_token"),
-    "sse": choice("sse", _SSE_MODES),
-    "sse_customer_key": _parse_customer_key,
-    "storage_class": text("storage_class"),
-    "tags": _parse_tags,
-    "verify": _parse_verify,
-}
-"""Every option by its name."""
 
 
 def is_amazons(endpoint_url: str) -> bool:
@@ -241,7 +226,7 @@ def check_directory_options(bucket: str, config: S3Config) -> None:
         f"storage_class: only {' or '.join(_DIRECTORY_STORAGE_CLASSES)}, or nothing": (
             config.storage_class is not None and config.storage_class not in _DIRECTORY_STORAGE_CLASSES
         ),
-        "tags: objects have none here": config.tagging,
+        "tags: objects have none here": config.tags,
     }
     found = [problem for problem, exists in problems.items() if exists]
     if found:
@@ -377,7 +362,7 @@ class S3Session(HTTPSession):
     def permission(self, api: str) -> str:
         config = self.client_key.config
         needed = ["s3express:CreateSession" if is_directory_bucket(self.bucket) else APIS[api][1]]
-        if config.tagging and api in ("CopyObject", "CreateMultipartUpload", "PutObject"):
+        if config.tags and api in ("CopyObject", "CreateMultipartUpload", "PutObject"):
             needed.append("s3:PutObjectTagging")
         if config.kms_key_id:
             needed.append("kms:GenerateDataKey and kms:Decrypt on the KMS key")

@@ -120,12 +120,11 @@ def _compare(
         "short": f"that the object ends before byte {end}",
         "there": f"that the object has {end} bytes or more",
     }
-    raise TransientStoreError(
-        f"{store.url(key)}: the store contradicts itself. A read says {words[by_read]}, and a HEAD says "
-        f"{words[by_head]}. Try again; if it stays so, look for a proxy or a load balancer that answers for the store",
-        key=store.url(key),
-        operation="read_into",
+    problem = (
+        f"the store contradicts itself. A read says {words[by_read]}, and a HEAD says {words[by_head]}. Try again; if "
+        "it stays so, look for a proxy or a load balancer that answers for the store"
     )
+    raise store.error(TransientStoreError, "read_into", key, problem)
 
 
 def _read_answer(store: Store, key: str, end: int) -> _Answer:

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from cloudckpt._forks import is_forked
 from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.options import DEFAULT_CONNECTIONS
-from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views, num_bytes
+from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views, copy_into, num_bytes
 from cloudckpt.stores.http_clients import CallScope
 
 _T = TypeVar("_T")
@@ -252,12 +252,8 @@ class Hedger:
         name = ("download", key, offset_bytes + size_bytes)  # the end stays where it is when a read is resumed
         with self.request("download", name, num_bytes=size_bytes, held_bytes=size_bytes, second=read_again) as request:
             store.read_into(key, offset_bytes, views)
-        if request.result is None:
-            return
-        position = 0
-        for view in views:
-            view[:] = request.result[position : position + view.nbytes]
-            position += view.nbytes
+        if request.result is not None:
+            copy_into(views, request.result)
 
     def complete_multipart(self, store: Store, key: str, upload_id: str, parts: Sequence[UploadedPart]) -> None:
         """Complete an upload, some of whose parts may have been sent twice."""

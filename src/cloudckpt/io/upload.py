@@ -148,8 +148,7 @@ class UploadSession:
         try:
             return plan_parts(size_bytes, part_bytes=part_bytes, tile_bytes=self._tile_bytes, limits=limits)
         except ValueError as error:
-            url = self._store.url(key)
-            raise UnsupportedOperationError(f"cannot upload {url}: {error}", key=url, operation="put") from error
+            raise self._store.error(UnsupportedOperationError, "put", key, f"cannot be uploaded: {error}") from error
 
     def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _ObjectUpload:
         upload_id = None
@@ -263,18 +262,16 @@ class UploadSession:
                 raise
 
     def _check_stored(self, target: _ObjectUpload) -> None:
-        store, size_bytes = self._store, target.body.size_bytes
-        url = store.url(target.target_key)
-        stored_bytes = measure(store, self._retrier, key=target.target_key, size_bytes=size_bytes)
+        store, key, size_bytes = self._store, target.target_key, target.body.size_bytes
+        stored_bytes = measure(store, self._retrier, key=key, size_bytes=size_bytes)
         if stored_bytes != size_bytes:
-            raise ShortObjectError(
-                f"{url} has {stored_bytes} bytes after {size_bytes} were uploaded and confirmed: the store is not "
-                "reliable, so nothing was committed",
-                key=url,
-                operation="complete_multipart",
+            problem = (
+                f"the object has {stored_bytes} bytes after {size_bytes} were uploaded and confirmed: the store is not "
+                "reliable, so nothing was committed"
             )
-        if target.num_held_bytes and self._resumption.read_back(target.target_key, target.body) is None:
-            raise StoreError(f"{url} is not what was sent", key=url, operation="complete_multipart")
+            raise store.error(ShortObjectError, "complete_multipart", key, problem)
+        if target.num_held_bytes and self._resumption.read_back(key, target.body) is None:
+            raise store.error(StoreError, "complete_multipart", key, "the object is not what was sent")
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -151,6 +151,11 @@ class Store(abc.ABC):
         """Return the full address of `key`, for messages."""
         return f"{self.uri}/{key}" if key else self.uri
 
+    def error(self, cls: type[StoreError], operation: str, key: str, problem: str) -> StoreError:
+        """Return an error about `key`. `problem` says what is wrong, and what to do about it."""
+        url = self.url(key)
+        return cls(f"{url}: {problem}", key=url, operation=operation)
+
     @abc.abstractmethod
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
         """Create the object at `key` whole, or not at all, and durably.
@@ -211,12 +216,8 @@ class Store(abc.ABC):
         `complete_multipart` accepts them: of this upload, or of any in this store, as `Capabilities.listed_parts` says.
         An upload that was completed or aborted has none; a store may also raise `ObjectNotFoundError`.
         """
-        raise UnsupportedOperationError(
-            f"{self.url(key)}: this store cannot list the parts of the unfinished upload {upload_id!r}. "
-            "Upload the object anew.",
-            key=self.url(key),
-            operation="list_parts",
-        )
+        problem = f"this store cannot list the parts of the unfinished upload {upload_id!r}. Upload the object anew."
+        raise self.error(UnsupportedOperationError, "list_parts", key, problem)
 
     def copy_from(self, source_url: str, target_key: str, *, run: RequestRunner = run_once) -> int | None:
         """Have the service copy the object at `source_url`, an `url` of another store of its kind, to `target_key`.
@@ -226,11 +227,8 @@ class Store(abc.ABC):
         so that only a request that failed is made again. Raises `UnsupportedOperationError` if this store cannot copy
         from there.
         """
-        raise UnsupportedOperationError(
-            f"{self.url(target_key)}: this store cannot have the service copy {source_url}. Read it and write it.",
-            key=self.url(target_key),
-            operation="copy_from",
-        )
+        problem = f"this store cannot have the service copy {source_url}. Read it and write it."
+        raise self.error(UnsupportedOperationError, "copy_from", target_key, problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +276,7 @@ class ForwardingStore(Store):
         return self.inner.url(key)
 
     def put(self, key: str, views: Views, *, crc32c: int, if_absent: bool = False) -> None:
-        call = Call(operation="put", key=key, num_bytes=sum(view.nbytes for view in views))
+        call = Call(operation="put", key=key, num_bytes=num_bytes(views))
         self.around(call, lambda: self.inner.put(key, views, crc32c=crc32c, if_absent=if_absent))
 
     def create_multipart(self, key: str) -> str:
@@ -297,8 +295,7 @@ class ForwardingStore(Store):
         self.around(call, lambda: self.inner.abort_multipart(key, upload_id))
 
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
-        size_bytes = sum(view.nbytes for view in views)
-        call = Call(operation="read_into", key=key, num_bytes=size_bytes, offset_bytes=offset_bytes)
+        call = Call(operation="read_into", key=key, num_bytes=num_bytes(views), offset_bytes=offset_bytes)
         self.around(call, lambda: self.inner.read_into(key, offset_bytes, views))
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
@@ -331,6 +328,14 @@ class ForwardingStore(Store):
 def num_bytes(views: Views) -> int:
     """Return the total size of `views`."""
     return sum(view.nbytes for view in views)
+
+
+def copy_into(views: Views, body: memoryview) -> None:
+    """Fill `views`, one after the other, with the first bytes of `body`."""
+    begin = 0
+    for view in views:
+        view[:] = body[begin : begin + view.nbytes]
+        begin += view.nbytes
 
 
 def crc32c_of(views: Views, previous: int = 0) -> int:
@@ -384,11 +389,12 @@ def check_key(store: Store, key: str, operation: str) -> None:
 def check_crc32c(store: Store, key: str, operation: str, *, expected: int, actual: int) -> None:
     """Raise `ChecksumRefusedError` unless the two agree."""
     if expected != actual:
-        raise ChecksumRefusedError(
-            f"{store.url(key)}: the bytes to write have the CRC32C {actual:08x}, not the {expected:08x} that came with "
-            f"them. They changed in memory (a tensor modified during its save?); nothing was written.",
-            key=store.url(key),
-            operation=operation,
+        raise store.error(
+            ChecksumRefusedError,
+            operation,
+            key,
+            f"the bytes to write have the CRC32C {actual:08x}, not the {expected:08x} that came with them. They "
+            "changed in memory (a tensor modified during its save?); nothing was written.",
         )
 
 
@@ -398,12 +404,11 @@ def in_order(store: Store, key: str, parts: list[UploadedPart]) -> list[Uploaded
     end_bytes = 0
     for number, uploaded in enumerate(ordered, start=1):
         if uploaded.part.number != number or uploaded.part.offset_bytes != end_bytes:
-            raise StoreError(
-                f"{store.url(key)}: the parts of the upload do not follow each other (at part {uploaded.part.number}, "
-                f"byte {uploaded.part.offset_bytes}, where part {number} should begin at byte {end_bytes}). "
-                f"Nothing was completed.",
-                key=store.url(key),
-                operation="complete_multipart",
+            problem = (
+                f"the parts of the upload do not follow each other (at part {uploaded.part.number}, byte "
+                f"{uploaded.part.offset_bytes}, where part {number} should begin at byte {end_bytes}). Nothing was "
+                "completed."
             )
+            raise store.error(StoreError, "complete_multipart", key, problem)
         end_bytes += uploaded.part.size_bytes
     return ordered

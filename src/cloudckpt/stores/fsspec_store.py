@@ -42,6 +42,7 @@ from cloudckpt.stores.base import (
     batches,
     check_crc32c,
     check_key,
+    copy_into,
     crc32c_of,
     num_bytes,
 )
@@ -98,12 +99,11 @@ class FsspecStore(Store):
         with self._needs_root("put", key), self._call("put", key) as (filesystem, path):
             check_crc32c(self, key, "put", expected=crc32c, actual=crc32c_of(views))
             if if_absent and not self.capabilities.conditional_create:
-                raise UnsupportedOperationError(
-                    f"{self.url(key)}: this file system cannot create an object only if it is absent. Use s3://, gs:// "
-                    f"or a path, or accept Options(commit='unconditional').",
-                    key=self.url(key),
-                    operation="put",
+                problem = (
+                    "this file system cannot create an object only if it is absent. Use s3://, gs:// or a path, or "
+                    "accept Options(commit='unconditional')."
                 )
+                raise self.error(UnsupportedOperationError, "put", key, problem)
             if if_absent:
                 filesystem.pipe_file(path, b"".join(views), overwrite=False)
             elif self._is_atomic and num_bytes(views) <= _WHOLE_BYTES:
@@ -125,16 +125,10 @@ class FsspecStore(Store):
             if len(body) < num_bytes(views):
                 self._check_whole(filesystem, key, path, "read_into", offset_bytes + len(body))
         if len(body) < wanted_bytes:
-            raise ShortObjectError(
-                f"{self.url(key)} ends {wanted_bytes - len(body)} bytes before the end of the range from "
-                f"{offset_bytes} to {offset_bytes + num_bytes(views)}.",
-                key=self.url(key),
-                operation="read_into",
-            )
-        begin = 0
-        for view in views:
-            view[:] = body[begin : begin + view.nbytes]
-            begin += view.nbytes
+            wanted = f"the range from {offset_bytes} to {offset_bytes + num_bytes(views)}"
+            problem = f"the object ends {wanted_bytes - len(body)} bytes before the end of {wanted}."
+            raise self.error(ShortObjectError, "read_into", key, problem)
+        copy_into(views, body)
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         with self._call("read", key) as (filesystem, path):
@@ -144,11 +138,8 @@ class FsspecStore(Store):
             if len(body) < min(size_bytes, max_bytes):
                 self._check_whole(filesystem, key, path, "read", len(body))
         if max(size_bytes, len(body)) > max_bytes:
-            raise StoreError(
-                f"{self.url(key)} has {max(size_bytes, len(body))} bytes, more than the {max_bytes} allowed.",
-                key=self.url(key),
-                operation="read",
-            )
+            problem = f"the object has {max(size_bytes, len(body))} bytes, more than the {max_bytes} allowed."
+            raise self.error(StoreError, "read", key, problem)
         return body
 
     def head(self, key: str) -> ObjectInfo:
@@ -202,12 +193,11 @@ class FsspecStore(Store):
         try:
             yield
         except ObjectNotFoundError as error:  # a write can only miss what is above the key
-            raise BucketNotFoundError(
-                f"{operation} {self.url(key)}: its bucket or folder does not exist, or these credentials may not see "
-                f"it. Create it, or correct its name.",
-                key=self.url(key),
-                operation=operation,
-            ) from error
+            problem = (
+                "its bucket or folder does not exist, or these credentials may not see it. Create it, or correct its "
+                "name."
+            )
+            raise self.error(BucketNotFoundError, operation, key, problem) from error
 
     @contextlib.contextmanager
     def _call(self, operation: str, key: str, *, is_key: bool = True) -> Iterator[tuple[Filesystem, str]]:
@@ -244,27 +234,19 @@ class FsspecStore(Store):
     def _file_info(self, filesystem: Filesystem, key: str, path: str) -> Mapping[str, Any]:
         info: Mapping[str, Any] = filesystem.info(path)
         if info.get("type") == "directory":
-            raise ObjectNotFoundError(
-                f"{self.url(key)} is a directory, not an object.", key=self.url(key), operation="head"
-            )
+            raise self.error(ObjectNotFoundError, "head", key, "this is a directory, not an object.")
         return info
 
     def _check_whole(self, filesystem: Filesystem, key: str, path: str, operation: str, end_bytes: int) -> None:
         """Raise `TransientStoreError` if the object does not end at `end_bytes`, at which a read has ended."""
         size_bytes = _size(self._file_info(filesystem, key, path))
         if size_bytes > end_bytes:
-            raise TransientStoreError(
-                f"{operation} {self.url(key)}: the answer ended at byte {end_bytes:,} of {size_bytes:,}. Try again.",
-                key=self.url(key),
-                operation=operation,
-            )
+            problem = f"the answer ended at byte {end_bytes:,} of {size_bytes:,}. Try again."
+            raise self.error(TransientStoreError, operation, key, problem)
 
     def _refuse_multipart(self, operation: str, key: str) -> NoReturn:
-        raise UnsupportedOperationError(
-            f"{self.url(key)}: there are no multipart uploads through fsspec; put the object whole.",
-            key=self.url(key),
-            operation=operation,
-        )
+        problem = "there are no multipart uploads through fsspec; put the object whole."
+        raise self.error(UnsupportedOperationError, operation, key, problem)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from cloudckpt.stores.base import (
     Views,
     check_crc32c,
     check_key,
+    copy_into,
     crc32c_of,
     in_order,
     num_bytes,
@@ -102,9 +103,7 @@ class MemoryStore(Store):
         bucket = self._bucket("put")
         with bucket.lock:
             if if_absent and self._prefix + key in bucket.objects:
-                raise ObjectExistsError(
-                    f"An object exists at {self.url(key)} already.", key=self.url(key), operation="put"
-                )
+                raise self.error(ObjectExistsError, "put", key, "an object exists here already.")
             bucket.objects[self._prefix + key] = _MemoryObject(body=body, modified_at=_now())
 
     def create_multipart(self, key: str) -> str:
@@ -118,12 +117,11 @@ class MemoryStore(Store):
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         self._check_size("upload_part", key, num_bytes(views), self.limits.max_part_bytes)
         if num_bytes(views) != part.size_bytes or not 1 <= part.number <= self.limits.max_parts:
-            raise self._error(
-                "upload_part",
-                key,
-                f"part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were "
-                f"announced, or a number outside 1…{self.limits.max_parts}",
+            problem = (
+                f"part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were announced, or a number "
+                f"outside 1…{self.limits.max_parts}."
             )
+            raise self.error(StoreError, "upload_part", key, problem)
         body = b"".join(views)
         check_crc32c(self, key, "upload_part", expected=crc32c, actual=crc32c_of([memoryview(body)]))
         bucket = self._bucket("upload_part")
@@ -139,18 +137,14 @@ class MemoryStore(Store):
             for uploaded in ordered:
                 body = upload.parts.get(uploaded.part.number)
                 if body is None or _token(body) != uploaded.token:
-                    raise self._error(
-                        "complete_multipart",
-                        key,
-                        f"part {uploaded.part.number} is not the one that was uploaded",
-                    )
+                    problem = f"part {uploaded.part.number} is not the one that was uploaded."
+                    raise self.error(StoreError, "complete_multipart", key, problem)
                 if len(body) < self.limits.min_part_bytes and uploaded is not ordered[-1]:
-                    raise self._error(
-                        "complete_multipart",
-                        key,
-                        f"part {uploaded.part.number} has {len(body)} bytes, fewer than "
-                        f"the {self.limits.min_part_bytes} that all parts but the last must have",
+                    problem = (
+                        f"part {uploaded.part.number} has {len(body)} bytes, fewer than the "
+                        f"{self.limits.min_part_bytes} that all parts but the last must have."
                     )
+                    raise self.error(StoreError, "complete_multipart", key, problem)
             body = b"".join(upload.parts[uploaded.part.number] for uploaded in ordered)
             bucket.objects[upload.key] = _MemoryObject(body=body, modified_at=_now())
             del bucket.uploads[upload_id]
@@ -163,15 +157,10 @@ class MemoryStore(Store):
     def read_into(self, key: str, offset_bytes: int, views: Views) -> None:
         body = memoryview(self._object("read_into", key).body)
         if offset_bytes + num_bytes(views) > len(body):
-            raise ShortObjectError(
-                f"{self.url(key)} has {len(body)} bytes, too few for the range from {offset_bytes} to "
-                f"{offset_bytes + num_bytes(views)}.",
-                key=self.url(key),
-                operation="read_into",
-            )
-        for view in views:
-            view[:] = body[offset_bytes : offset_bytes + view.nbytes]
-            offset_bytes += view.nbytes
+            wanted = f"the range from {offset_bytes} to {offset_bytes + num_bytes(views)}"
+            problem = f"the object has {len(body)} bytes, too few for {wanted}."
+            raise self.error(ShortObjectError, "read_into", key, problem)
+        copy_into(views, body[offset_bytes:])
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         body = self._object("read", key).body
@@ -226,12 +215,11 @@ class MemoryStore(Store):
 
     def _bucket(self, operation: str) -> _Bucket:
         if self._shared.pid != os.getpid():
-            raise UnsupportedOperationError(
-                f"{self.uri} lies in the memory of process {self._shared.pid}, and this is process {os.getpid()}. "
-                f"Use a path or another store for work that spans processes.",
-                key=self.uri,
-                operation=operation,
+            problem = (
+                f"this lies in the memory of process {self._shared.pid}, and this is process {os.getpid()}. Use a path "
+                "or another store for work that spans processes."
             )
+            raise self.error(UnsupportedOperationError, operation, "", problem)
         return self._shared
 
     def _object(self, operation: str, key: str) -> _MemoryObject:
@@ -240,25 +228,19 @@ class MemoryStore(Store):
         with bucket.lock:
             found = bucket.objects.get(self._prefix + key)
         if found is None:
-            raise ObjectNotFoundError(f"There is no object at {self.url(key)}.", key=self.url(key), operation=operation)
+            raise self.error(ObjectNotFoundError, operation, key, "there is no object here.")
         return found
 
     def _upload(self, bucket: _Bucket, operation: str, key: str, upload_id: str) -> _Upload:
         upload = bucket.uploads.get(upload_id)
         if upload is None or upload.key != self._prefix + key:
-            raise ObjectNotFoundError(
-                f"There is no upload {upload_id!r} to {self.url(key)}: it was completed or aborted.",
-                key=self.url(key),
-                operation=operation,
-            )
+            problem = f"there is no upload {upload_id!r} here: it was completed or aborted."
+            raise self.error(ObjectNotFoundError, operation, key, problem)
         return upload
 
     def _check_size(self, operation: str, key: str, size_bytes: int, max_bytes: int) -> None:
         if size_bytes > max_bytes:
-            raise self._error(operation, key, f"{size_bytes} bytes are more than the {max_bytes} allowed")
-
-    def _error(self, operation: str, key: str, problem: str) -> StoreError:
-        return StoreError(f"{self.url(key)}: {problem}.", key=self.url(key), operation=operation)
+            raise self.error(StoreError, operation, key, f"{size_bytes} bytes are more than the {max_bytes} allowed.")
 
 
 def _unpickle(pid: int, name: str, prefix: str, limits: Limits) -> MemoryStore:

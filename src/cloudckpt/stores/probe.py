@@ -70,11 +70,8 @@ def refuse_if_ignored(store: Store, key: str, *, endpoint: str, bucket: str) -> 
     """Raise `UnsupportedOperationError` for a conditional put if this process saw the bucket ignore conditions."""
     known = _found.get((endpoint, bucket))
     if known is not None and not known.conditional_create:
-        raise UnsupportedOperationError(
-            f"{store.url(key)}: create-if-absent does not work here: {known.observed}. Use another store.",
-            key=store.url(key),
-            operation="put",
-        )
+        problem = f"create-if-absent does not work here: {known.observed}. Use another store."
+        raise store.error(UnsupportedOperationError, "put", key, problem)
 
 
 def _try_out(store: Store, *, place: str, condition: str) -> Capabilities:
@@ -267,15 +264,13 @@ def check_create_if_absent(scratch: Scratch, key: str = "") -> str:
     key = key or scratch.new_key()
     try:
         scratch.put(key, _CONTENT, if_absent=True)
-    except ObjectExistsError as error:
+    except ObjectExistsError:
         # A proxy sent the request twice; or the store refuses every such put.
-        raise TransientStoreError(
-            f"{scratch.store.url(key)}: the store says that an object exists at this key, which was drawn at random "
-            "for this request. Try again; if it goes on, the store cannot create-if-absent: use another one, or "
-            "Options(commit='unconditional').",
-            key=error.key,
-            operation="probe",
-        ) from None
+        problem = (
+            "the store says that an object exists at this key, which was drawn at random for this request. Try again; "
+            "if it goes on, the store cannot create-if-absent: use another one, or Options(commit='unconditional')."
+        )
+        raise scratch.store.error(TransientStoreError, "probe", key, problem) from None
     except StoreError as error:
         if not _may_mean_the_condition(error):
             raise

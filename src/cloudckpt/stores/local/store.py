@@ -95,11 +95,8 @@ class LocalStore(Store):
     def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
         path, temp = self._upload_paths("upload_part", key, upload_id)
         if num_bytes(views) != part.size_bytes:
-            raise StoreError(
-                f"{path}: part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were announced.",
-                key=path,
-                operation="upload_part",
-            )
+            problem = f"part {part.number} has {num_bytes(views)} bytes where {part.size_bytes} were announced."
+            raise self.error(StoreError, "upload_part", key, problem)
         with translated(path, "upload_part"):
             self._write("upload_part", key, temp, part.offset_bytes, views, crc32c=crc32c)
         return UploadedPart(part=part, token=f"{crc32c:08x}", crc32c=crc32c)
@@ -110,12 +107,8 @@ class LocalStore(Store):
         with translated(path, "complete_multipart"):
             size_bytes = os.stat(temp).st_size
             if size_bytes != expected_bytes:
-                raise StoreError(
-                    f"{path}: the upload's parts have {expected_bytes} bytes, but {size_bytes} were written. "
-                    f"Nothing was completed.",
-                    key=path,
-                    operation="complete_multipart",
-                )
+                written = f"the upload's parts have {expected_bytes} bytes, but {size_bytes} were written"
+                raise self.error(StoreError, "complete_multipart", key, f"{written}. Nothing was completed.")
             files.flush(temp)
             files.publish(temp, path, root=self._root, if_absent=False)
 
@@ -130,23 +123,17 @@ class LocalStore(Store):
             num_read = files.read_at(file, offset_bytes, views)
             size_bytes = os.fstat(file).st_size
         if num_read < num_bytes(views):
-            raise ShortObjectError(
-                f"{path} has {size_bytes} bytes, too few for the range from {offset_bytes} to "
-                f"{offset_bytes + num_bytes(views)}.",
-                key=path,
-                operation="read_into",
-            )
+            wanted = f"the range from {offset_bytes} to {offset_bytes + num_bytes(views)}"
+            problem = f"the file has {size_bytes} bytes, too few for {wanted}."
+            raise self.error(ShortObjectError, "read_into", key, problem)
 
     def read(self, key: str, *, max_bytes: int) -> bytes:
         path = self._readable_path("read", key)
         with translated(path, "read"), files.opened_object(path) as file:
             size_bytes = os.fstat(file).st_size
             if size_bytes > max_bytes:
-                raise StoreError(
-                    f"{path} has {size_bytes} bytes, more than the {max_bytes} allowed.",
-                    key=path,
-                    operation="read",
-                )
+                problem = f"the file has {size_bytes} bytes, more than the {max_bytes} allowed."
+                raise self.error(StoreError, "read", key, problem)
             body = bytearray(size_bytes)
             num_read = files.read_at(file, 0, [memoryview(body)])
         return bytes(memoryview(body)[:num_read])
@@ -196,37 +183,33 @@ class LocalStore(Store):
     def _readable_path(self, operation: str, key: str) -> str:
         check_key(self, key, operation)
         path = self.url(key)
-        self._refuse_way_out(operation, path, path)
+        self._refuse_way_out(operation, key, path)
         return path
 
     def _writable_path(self, operation: str, key: str) -> str:
         check_key(self, key, operation)
         path = self.url(key)
         if f"/{files.TEMP_PREFIX}" in f"/{key}":
-            raise StoreError(
-                f"{path}: names that begin with {files.TEMP_PREFIX!r} are kept for unfinished uploads.",
-                key=path,
-                operation=operation,
-            )
+            problem = f"names that begin with {files.TEMP_PREFIX!r} are kept for unfinished uploads."
+            raise self.error(StoreError, operation, key, problem)
         # Link, rename and unlink act on a link itself, so only what lies above it can lead elsewhere.
-        self._refuse_way_out(operation, path, os.path.dirname(path))
+        self._refuse_way_out(operation, key, os.path.dirname(path))
         return path
 
     def _upload_paths(self, operation: str, key: str, upload_id: str) -> tuple[str, str]:
         path = self._writable_path(operation, key)
         if not upload_id.isalnum():
-            raise ObjectNotFoundError(f"There is no upload {upload_id!r} to {path}.", key=path, operation=operation)
+            raise self.error(ObjectNotFoundError, operation, key, f"there is no upload {upload_id!r} here.")
         return path, files.temp_path(path, upload_id)
 
-    def _refuse_way_out(self, operation: str, path: str, followed: str) -> None:
+    def _refuse_way_out(self, operation: str, key: str, followed: str) -> None:
         target = os.path.realpath(followed)
         if not files.may_be_followed(target, os.path.realpath(self._root)):
-            raise StoreError(
-                f"{path} leads out of {self._root} by a symbolic link, to {target}. "
-                f"Pass the real path as the checkpoint's location, or replace the link by what it points to.",
-                key=path,
-                operation=operation,
+            problem = (
+                f"it leads out of {self._root} by a symbolic link, to {target}. Pass the real path as the checkpoint's "
+                "location, or replace the link by what it points to."
             )
+            raise self.error(StoreError, operation, key, problem)
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

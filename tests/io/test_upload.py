@@ -180,7 +180,7 @@ def test_a_completion_that_shows_another_size_is_no_success(
         self.put(key, [body], crc32c=crc32c_of([body]))
 
     monkeypatch.setattr(MemoryStore, "complete_multipart", complete_without_the_end)
-    with pytest.raises(ShortObjectError, match=r"data/a has 159 bytes after 160 were uploaded"):
+    with pytest.raises(ShortObjectError, match=r"data/a: the object has 159 bytes after 160 were uploaded"):
         upload(store, {"data/a": Bytes(data_of(5 * PART_BYTES))})
     assert_nothing_left(store)
 

@@ -22,13 +22,11 @@ from typing_extensions import Self
 
 from cloudckpt._version import __version__
 from cloudckpt.errors import InvalidOptionError, StoreError, TransientStoreError
+from cloudckpt.stores import http_errors as shared
 from cloudckpt.stores.gcs.errors import PERMISSIONS, has_gcs_headers, is_genuine_error, translate
 from cloudckpt.stores.http_body import ResponseBody
 from cloudckpt.stores.http_clients import ClientCache, ClientKey, check_endpoint, is_clear_text, make_cancellable
 from cloudckpt.stores.http_errors import (
-    BUCKET,
-    FOREIGN,
-    NOTHING,
     ErrorRule,
     ForeignAnswerError,
     build_error,
@@ -376,12 +374,12 @@ class GCSSession(HTTPSession):
             names = [blob.name for blob in page]
         except Exception as error:  # noqa: BLE001  # the caller raises the first error
             is_bucket = _status_of(error) == _NOT_FOUND and is_genuine_error(error)
-            return BUCKET if is_bucket else None
+            return shared.BUCKET if is_bucket else None
         if page.raw_page.get("kind") != _LISTING:
             return None
         if name and name in names:
-            return FOREIGN
-        return NOTHING if name and not is_own else None
+            return shared.FOREIGN
+        return shared.NOTHING if name and not is_own else None
 
     def permission(self, api: str) -> str:
         config = self.client_key.config

@@ -17,28 +17,8 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.stores import http_errors as shared
 from cloudckpt.stores.http_errors import (
-    ACCOUNT,
-    BUCKET,
-    CLIENT_ERROR,
-    CLOSED,
-    CONNECT_LATE,
-    DENIED,
-    EXISTS,
-    FOREIGN,
-    FULL,
-    LARGE,
-    LATER,
-    PROXY,
-    READ_LATE,
-    REQUEST,
-    SAID_BY_ANYONE,
-    SERVER_ERROR,
-    SHORT,
-    SLOWER,
-    STATUSES,
-    TLS,
-    UNREACHED,
     ErrorRule,
     ErrorTable,
     FailedRequest,
@@ -94,25 +74,25 @@ WHO_PAYS = ErrorRule(StoreError, "The bucket wants the requester to pay: check t
 BY_REQUEST: Mapping[tuple[str, int], ErrorRule] = {
     ("objects.compose", 404): GONE,
     ("objects.insert", 404): MISSING,
-    ("objects.list", 404): BUCKET,
-    ("objects.list", 416): FOREIGN,
+    ("objects.list", 404): shared.BUCKET,
+    ("objects.list", 416): shared.FOREIGN,
 }
 """Statuses that mean something else for one request, because of what it names."""
 
 REASONS: Mapping[str, ErrorRule] = by_name(
     [
-        (ACCOUNT, "accountDisabled countryBlocked accessNotConfigured UserProjectAccountProblem"),
-        (ACCOUNT, "userProjectAccountProblem userAccountClosed"),
+        (shared.ACCOUNT, "accountDisabled countryBlocked accessNotConfigured UserProjectAccountProblem"),
+        (shared.ACCOUNT, "userProjectAccountProblem userAccountClosed"),
         (CREDENTIALS, "authError expired lockedDomainExpired"),
-        (DENIED, "forbidden insufficientPermissions UserProjectAccessDenied userProjectAccessDenied"),
-        (EXISTS, "conditionNotMet"),
-        (FULL, "quotaExceeded dailyLimitExceeded"),
+        (shared.DENIED, "forbidden insufficientPermissions UserProjectAccessDenied userProjectAccessDenied"),
+        (shared.EXISTS, "conditionNotMet"),
+        (shared.FULL, "quotaExceeded dailyLimitExceeded"),
         (HELD, "objectUnderActiveHold retentionPolicyNotMet"),
-        (LARGE, "uploadTooLarge"),
-        (LATER, "backendError internalError backendNotConnected uploadBrokenConnection gatewayTimeout"),
+        (shared.LARGE, "uploadTooLarge"),
+        (shared.LATER, "backendError internalError backendNotConnected uploadBrokenConnection gatewayTimeout"),
         (POLICY, "orgPolicyConstraintFailed"),
-        (SHORT, "requestedRangeNotSatisfiable"),
-        (SLOWER, "rateLimitExceeded userRateLimitExceeded"),
+        (shared.SHORT, "requestedRangeNotSatisfiable"),
+        (shared.SLOWER, "rateLimitExceeded userRateLimitExceeded"),
         (WHO_PAYS, "AuthenticationRequiredRequesterPays UserProjectInconsistent UserProjectInvalid UserProjectMissing"),
         (WHO_PAYS, "userProjectInconsistent userProjectInvalid userProjectMissing"),
     ]
@@ -121,18 +101,18 @@ REASONS: Mapping[str, ErrorRule] = by_name(
 
 EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
     [
-        (CLOSED, "ChunkedEncodingError"),
-        (CONNECT_LATE, "ConnectTimeout"),
-        (FOREIGN, "ContentDecodingError InvalidJSONError"),
+        (shared.CLOSED, "ChunkedEncodingError"),
+        (shared.CONNECT_LATE, "ConnectTimeout"),
+        (shared.FOREIGN, "ContentDecodingError InvalidJSONError"),
         (NO_CREDENTIALS, "DefaultCredentialsError"),
-        (PROXY, "InvalidProxyURL ProxyError"),
-        (READ_LATE, "Timeout"),
+        (shared.PROXY, "InvalidProxyURL ProxyError"),
+        (shared.READ_LATE, "Timeout"),
         (REDIRECT, "TooManyRedirects"),
         (REFRESH, "GoogleAuthError"),
         (REFRESH_LATER, "ResponseError TimeoutError TransportError"),
-        (REQUEST, "HTTPError"),
-        (TLS, "SSLError"),
-        (UNREACHED, "ConnectionError RetryError"),
+        (shared.REQUEST, "HTTPError"),
+        (shared.TLS, "SSLError"),
+        (shared.UNREACHED, "ConnectionError RetryError"),
     ]
 )
 
@@ -140,10 +120,10 @@ TABLE = ErrorTable(
     codes=REASONS,
     statuses={
         **dict.fromkeys((301, 302, 303, 307, 308), REDIRECT),
-        **STATUSES,
+        **shared.STATUSES,
         401: CREDENTIALS,
-        407: PROXY,
-        499: LATER,
+        407: shared.PROXY,
+        499: shared.LATER,
     },
     exceptions=EXCEPTIONS,
     packages=frozenset({"google", "requests"}),
@@ -184,7 +164,7 @@ def is_genuine_error(error: Any) -> bool:
     (https://github.com/firebase/firebase-tools/pull/3647 quotes both).
     """
     status = int(error.code)
-    if status >= SERVER_ERROR or _REDIRECTION <= status < CLIENT_ERROR or status in SAID_BY_ANYONE:
+    if status >= shared.SERVER_ERROR or _REDIRECTION <= status < shared.CLIENT_ERROR or status in shared.SAID_BY_ANYONE:
         return True
     if status < _REDIRECTION:
         return False
@@ -201,7 +181,7 @@ def _translate_answer(error: Any, status: int, request: FailedRequest) -> StoreE
     if not is_genuine_error(error):
         content_type = getattr(error.response, "headers", {}).get("Content-Type")
         text = describe_foreign("GCS's", status, content_type, str(error.message).encode())
-        return build_error(FOREIGN, request, reason=text)
+        return build_error(shared.FOREIGN, request, reason=text)
     reason, detail = _parse_document(error.message)
     rule = BY_REQUEST.get((request.api, status)) or TABLE.rule_for_answer(reason, status)
     text = f"{reason} ({status})" if reason else f"status {status}"

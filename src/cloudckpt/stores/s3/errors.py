@@ -19,30 +19,8 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
 )
+from cloudckpt.stores import http_errors as shared
 from cloudckpt.stores.http_errors import (
-    ACCOUNT,
-    BUCKET,
-    CANNOT,
-    CLIENT_ERROR,
-    CLOSED,
-    CONNECT_LATE,
-    DENIED,
-    EXISTS,
-    FOREIGN,
-    FULL,
-    LARGE,
-    LATER,
-    NOTHING,
-    PROXY,
-    READ_LATE,
-    REQUEST,
-    SAID_BY_ANYONE,
-    SERVER_ERROR,
-    SHORT,
-    SLOWER,
-    STATUSES,
-    TLS,
-    UNREACHED,
     ErrorRule,
     ErrorTable,
     FailedRequest,
@@ -96,63 +74,63 @@ REGION = ErrorRule(
 
 CODES: Mapping[str, ErrorRule] = by_name(
     [
-        (ACCOUNT, "AccountProblem AllAccessDisabled InvalidPayer NotSignedUp"),
+        (shared.ACCOUNT, "AccountProblem AllAccessDisabled InvalidPayer NotSignedUp"),
         (ARCHIVED, "InvalidObjectState"),
-        (BUCKET, "NoSuchBucket"),
+        (shared.BUCKET, "NoSuchBucket"),
         (BUCKET_NAME, "InvalidBucketName"),
-        (CANNOT, "MethodNotAllowed NotImplemented"),
+        (shared.CANNOT, "MethodNotAllowed NotImplemented"),
         (CLOCK, "RequestTimeTooSkewed RequestExpired"),
         (CREDENTIALS, "AuthFailure AuthorizationQueryParametersError InvalidAccessKeyId InvalidClientTokenId"),
         (CREDENTIALS, "InvalidSecurity InvalidToken SignatureDoesNotMatch UnrecognizedClientException"),
         (DAMAGED, "BadDigest InvalidChecksum InvalidDigest XAmzContentChecksumMismatch XAmzContentSHA256Mismatch"),
-        (DENIED, "AccessDenied AccessForbidden Forbidden UnauthorizedAccess"),
-        (EXISTS, "PreconditionFailed"),
+        (shared.DENIED, "AccessDenied AccessForbidden Forbidden UnauthorizedAccess"),
+        (shared.EXISTS, "PreconditionFailed"),
         (EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired"),
-        (FULL, "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
+        (shared.FULL, "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded"),
         (GONE, "NoSuchUpload"),
         (KMS, "KMS.DisabledException KMS.InvalidKeyUsageException KMS.InvalidStateException"),
         (KMS, "KMS.KMSInvalidStateException KMS.NotFoundException"),
-        (LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
-        (LATER, "ConditionalRequestConflict IncompleteBody InternalError InternalServerError OperationAborted"),
-        (LATER, "RequestTimeout RequestTimeoutException TemporaryRedirect"),
-        (NOTHING, "NoSuchKey NoSuchVersion"),
+        (shared.LARGE, "EntityTooLarge MaxMessageLengthExceeded"),
+        (shared.LATER, "ConditionalRequestConflict IncompleteBody InternalError InternalServerError OperationAborted"),
+        (shared.LATER, "RequestTimeout RequestTimeoutException TemporaryRedirect"),
+        (shared.NOTHING, "NoSuchKey NoSuchVersion"),
         (PARTS, "EntityTooSmall InvalidPart InvalidPartOrder"),
         (REGION, "AuthorizationHeaderMalformed IllegalLocationConstraintException IncorrectEndpoint"),
         (REGION, "PermanentRedirect Redirect"),
-        (REQUEST, "InvalidArgument InvalidEncryptionAlgorithmError InvalidRequest InvalidStorageClass InvalidTag"),
-        (REQUEST, "KeyTooLongError MalformedXML"),
-        (SHORT, "InvalidRange"),
-        (SLOWER, "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead SlowDownWrite"),
-        (SLOWER, "Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
+        (shared.REQUEST, "InvalidArgument InvalidEncryptionAlgorithmError InvalidRequest InvalidStorageClass"),
+        (shared.REQUEST, "InvalidTag KeyTooLongError MalformedXML"),
+        (shared.SHORT, "InvalidRange"),
+        (shared.SLOWER, "BandwidthLimitExceeded RequestLimitExceeded ServiceUnavailable SlowDown SlowDownRead"),
+        (shared.SLOWER, "SlowDownWrite Throttling ThrottlingException TooManyRequests TooManyRequestsException"),
     ]
 )
 
 EXCEPTIONS: Mapping[str, ErrorRule] = by_name(
     [
         (BUCKET_NAME, "InvalidDNSNameError InvalidHostLabelError UnsupportedS3ArnError"),
-        (CLOSED, "ConnectionClosedError HTTPClientError IncompleteReadError ResponseStreamingError"),
-        (CONNECT_LATE, "ConnectTimeoutError"),
+        (shared.CLOSED, "ConnectionClosedError HTTPClientError IncompleteReadError ResponseStreamingError"),
+        (shared.CONNECT_LATE, "ConnectTimeoutError"),
         (DAMAGED, "ChecksumError FlexibleChecksumError"),
         (EXPIRED, "LoginAuthorizationCodeError LoginError LoginRefreshRequired LoginTokenLoadError"),
         (EXPIRED, "NoAuthTokenError SSOError SSOTokenLoadError TokenRetrievalError UnauthorizedSSOTokenError"),
-        (FOREIGN, "ResponseParserError"),
+        (shared.FOREIGN, "ResponseParserError"),
         (INVALID, "ParamValidationError"),
         (NO_CREDENTIALS, "CredentialRetrievalError LoginInsufficientPermissions MetadataRetrievalError"),
         (NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError RefreshWithMFAUnsupportedError"),
         (NO_PROFILE, "ProfileNotFound"),
-        (PROXY, "ProxyConnectionError"),
-        (READ_LATE, "ReadTimeoutError"),
+        (shared.PROXY, "ProxyConnectionError"),
+        (shared.READ_LATE, "ReadTimeoutError"),
         (REGION, "InvalidRegionError NoRegionError ServiceNotInRegionError UnknownEndpointError"),
         (REGION, "UnknownFIPSEndpointError UnknownRegionError"),
-        (SLOWER, "CapacityNotAvailableError"),
-        (TLS, "SSLError"),
-        (UNREACHED, "ConnectionError EndpointConnectionError"),
+        (shared.SLOWER, "CapacityNotAvailableError"),
+        (shared.TLS, "SSLError"),
+        (shared.UNREACHED, "ConnectionError EndpointConnectionError"),
     ]
 )
 
 TABLE = ErrorTable(
     codes=CODES,
-    statuses={**STATUSES, 301: REGION, 307: LATER, 401: CREDENTIALS, 503: SLOWER},
+    statuses={**shared.STATUSES, 301: REGION, 307: shared.LATER, 401: CREDENTIALS, 503: shared.SLOWER},
     exceptions=EXCEPTIONS,
     packages=frozenset({"boto3", "botocore"}),
     parsers=("botocore.handlers", "botocore.parsers"),
@@ -192,7 +170,7 @@ def translate(error: Exception, request: FailedRequest) -> StoreError | None:
     rule = TABLE.rule_for_exception(error)
     # botocore wraps broken answers, in whose chains a ValueError is common. A bare one is a header that cannot be sent,
     # so credentials with a line break.
-    if rule is CLOSED and type(getattr(error, "kwargs", {}).get("error")) is ValueError:
+    if rule is shared.CLOSED and type(getattr(error, "kwargs", {}).get("error")) is ValueError:
         return build_error(CONFIG, request, reason=type(error).__name__)
     return translate_exception(error, request, TABLE, library_rule=rule)
 
@@ -211,12 +189,12 @@ def _translate_answer(response: dict[str, Any], request: FailedRequest) -> Store
     if detail in ("Not Found", "Forbidden", "Bad Request", "Moved Permanently", "Unknown"):
         detail = ""  # botocore's words for an answer without a body; the code says more
     rule = TABLE.rule_for_answer(code, status)
-    if rule in (NOTHING, SHORT) and request.api in _LISTINGS:
-        rule = FOREIGN  # it is about one object, and the request names none
+    if rule in (shared.NOTHING, shared.SHORT) and request.api in _LISTINGS:
+        rule = shared.FOREIGN  # it is about one object, and the request names none
     reason = f"{code} ({status})" if code != str(status) else f"status {status}"
     failure = _build(rule, request, reason=f"{reason}: {detail}" if detail else reason)
     # A code of S3's own and not a proxy's, because of what the client did or may not do: a quota is used up, say.
-    is_refused = code in CODES and CLIENT_ERROR <= status < SERVER_ERROR
+    is_refused = code in CODES and shared.CLIENT_ERROR <= status < shared.SERVER_ERROR
     is_final = request.operation in _WRITES and not isinstance(failure, TransientStoreError)
     failure.had_no_effect = is_refused and is_final
     return failure
@@ -246,9 +224,9 @@ def refuse_foreign(operation_model: Any, response_dict: dict[str, Any], **_: Any
 
 
 def _is_genuine(api: str, status: int, headers: Mapping[str, str], body: Any) -> bool:
-    if status >= SERVER_ERROR or status in _REDIRECTIONS or status in SAID_BY_ANYONE:
+    if status >= shared.SERVER_ERROR or status in _REDIRECTIONS or status in shared.SAID_BY_ANYONE:
         return True  # an error that says nothing about any object
-    if status >= CLIENT_ERROR:
+    if status >= shared.CLIENT_ERROR:
         # An answer to HEAD has no body: the store makes another request, whose answer has one.
         return api == "HeadObject" or is_xml_error(body)
     if api in ("GetObject", "HeadObject"):

@@ -44,7 +44,7 @@ def test_another_process_is_refused(name, monkeypatch):
     pid = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     with pytest.raises(UnsupportedOperationError, match="another store"):
-        pickle.loads(pickled)
+        put(pickle.loads(pickled), "b", b"body")
     with pytest.raises(UnsupportedOperationError, match="work that spans processes"):
         put(store, "b", b"body")
     with pytest.raises(UnsupportedOperationError):

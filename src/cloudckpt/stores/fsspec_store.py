@@ -46,6 +46,7 @@ from cloudckpt.stores.base import (
     crc32c_of,
     num_bytes,
 )
+from cloudckpt.stores.http_errors import STATUSES, mask
 from cloudckpt.stores.local.errors import ERRNO_TABLE
 from cloudckpt.uri import Location
 
@@ -54,7 +55,6 @@ Filesystem = Any  # fsspec.spec.AbstractFileSystem, whose methods have no types
 ATOMIC_SCHEMES = ("az", "abfs", "abfss")
 """The schemes whose ``pipe_file`` makes an object visible whole or not at all, and takes ``overwrite=False`` as the
 condition of a create-if-absent: Put Blob, and Put Block List above 64 MiB, with If-None-Match."""
-_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
 _CHUNK_BYTES = 16 * MIB
 _WHOLE_BYTES = 32 * MIB  # up to here one joined copy is cheaper than a file object
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -71,7 +71,7 @@ class FsspecStore(Store):
     - Only the file system's own timeouts bound a wait; they are among its `storage_options`.
     """
 
-    limits = _LIMITS
+    limits = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1, max_put_bytes=1 << 40)
 
     def __init__(self, location: Location, *, storage_options: Mapping[str, Any]) -> None:
         with _importing(location.scheme):
@@ -365,19 +365,12 @@ def _discard(filesystem: Filesystem, file: Any, fresh_path: str | None) -> None:
 
 
 STATUS_TABLE: dict[int, type[StoreError]] = {
+    **{status: rule.error for status, rule in STATUSES.items()},
     400: StoreError,
     401: CredentialsError,
-    403: AccessDeniedError,
-    404: ObjectNotFoundError,
-    405: UnsupportedOperationError,
     408: StoreTimeoutError,
-    409: TransientStoreError,
     410: ObjectNotFoundError,
-    412: ObjectExistsError,
-    416: ShortObjectError,
-    429: ThrottledError,
     500: TransientStoreError,
-    501: UnsupportedOperationError,
     502: TransientStoreError,
     503: ThrottledError,
     504: StoreTimeoutError,
@@ -425,15 +418,12 @@ _ADVICE: dict[type[StoreError], str] = {
     UnsupportedOperationError: "This file system cannot do that: use another.",
 }
 _SECRET_WORDS = ("secret", "password", "passwd", "token", "key", "credential", "connection_string", "sas", "cookie")
-_SHORTEST_SECRET = 6
 
 
 def translate(error: Exception, *, key: str, operation: str, options: Mapping[str, Any]) -> StoreError:
     """Return `error` as a `StoreError`, without the values of `options` that may be secret."""
     kind = _kind(error)
-    text = " ".join(str(error).split()) or type(error).__name__
-    for secret in _secrets(options):
-        text = text.replace(secret, "***")
+    text = mask(" ".join(str(error).split()), _secrets(options)) or type(error).__name__
     return kind(f"{operation} {key}: {text}. {_ADVICE.get(kind, '')}".rstrip(), key=key, operation=operation)
 
 
@@ -485,7 +475,5 @@ def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _secrets(value)
-        elif (
-            isinstance(value, str) and len(value) >= _SHORTEST_SECRET and any(w in name.lower() for w in _SECRET_WORDS)
-        ):
+        elif isinstance(value, str) and any(word in name.lower() for word in _SECRET_WORDS):
             yield value

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores.http_body import WholeHeadResponse
-from cloudckpt.stores.storage_options import is_loopback
+from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
 _log = logging.getLogger("cloudckpt")
 
@@ -124,14 +124,10 @@ def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
 
     `variables` says where an endpoint comes from that is not in the storage options.
     """
-    parts = urlsplit(endpoint_url)
-    if parts.username is not None or parts.password is not None:
-        raise InvalidOptionError(
-            f"The {store} endpoint's URL holds credentials, which would appear in messages. Remove them from "
-            f"{variables}."
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidOptionError(f"{endpoint_url!r} is no endpoint: {variables} must look like http://host:port.")
+    try:
+        parse_endpoint("the storage options", endpoint_url)
+    except ValueError as error:
+        raise InvalidOptionError(f"The {store} endpoint (see {variables}) {error}") from None
     if not is_clear_text(endpoint_url) or endpoint_url in _warned_endpoints:
         return
     _warned_endpoints.add(endpoint_url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import uuid
@@ -75,21 +76,23 @@ DEFAULT_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 32, max_parts=10_0
 class MemoryStore(Store):
     """``memory://name/prefix``: all stores of one name in one process see the same objects.
 
-    Nothing leaves the process, so a store that is pickled to another process, or used after a fork, raises
-    `UnsupportedOperationError` instead of saving where nobody can look.
+    Nothing leaves the process, so each call of a store that was pickled to another process, or is used after a fork,
+    raises `UnsupportedOperationError` instead of saving where nobody can look.
     """
 
-    def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, name: str, prefix: str = "", *, limits: Limits = DEFAULT_LIMITS, pid: int | None = None) -> None:
         self._name = name
         self._prefix = f"{prefix}/" if prefix else ""
         self._shared = _BUCKETS.setdefault(name, _Bucket(pid=os.getpid()))
+        self._pid = self._shared.pid if pid is None else pid  # a pickled store is of the process that it comes from
         self.limits = limits
         self.capabilities = Capabilities(
             conditional_create=True, multipart=True, verifies_crc32c=True, listed_parts="same_upload"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickle, (os.getpid(), self._name, self._prefix.removesuffix("/"), self.limits)
+        make = functools.partial(MemoryStore, limits=self.limits, pid=self._pid)
+        return make, (self._name, self._prefix.removesuffix("/"))
 
     @property
     def uri(self) -> str:
@@ -214,10 +217,10 @@ class MemoryStore(Store):
         return crc32c_of([memoryview(body)])
 
     def _bucket(self, operation: str) -> _Bucket:
-        if self._shared.pid != os.getpid():
+        if self._pid != os.getpid():
             problem = (
-                f"this lies in the memory of process {self._shared.pid}, and this is process {os.getpid()}. Use a path "
-                "or another store for work that spans processes."
+                f"this lies in the memory of process {self._pid}, and this is process {os.getpid()} (an async save by "
+                "PROCESS?). Use a path or another store for work that spans processes."
             )
             raise self.error(UnsupportedOperationError, operation, "", problem)
         return self._shared
@@ -241,17 +244,6 @@ class MemoryStore(Store):
     def _check_size(self, operation: str, key: str, size_bytes: int, max_bytes: int) -> None:
         if size_bytes > max_bytes:
             raise self.error(StoreError, operation, key, f"{size_bytes} bytes are more than the {max_bytes} allowed.")
-
-
-def _unpickle(pid: int, name: str, prefix: str, limits: Limits) -> MemoryStore:
-    if pid != os.getpid():
-        raise UnsupportedOperationError(
-            f"memory://{name} lies in the memory of process {pid} and cannot be used in process {os.getpid()} "
-            f"(an async save by PROCESS?). Use a path or another store.",
-            key=f"memory://{name}/{prefix}".rstrip("/"),
-            operation="unpickle",
-        )
-    return MemoryStore(name, prefix, limits=limits)
 
 
 def _token(body: bytes) -> str:

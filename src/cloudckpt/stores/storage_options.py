@@ -132,9 +132,9 @@ def parse_endpoint(instead_of_credentials: str, value: Any) -> str:
     """Return ``http://`` or ``https://`` and a host. The error names the options for credentials."""
     if not isinstance(value, str):
         raise TypeError("must be a string")
-    parts = urlsplit(value)
-    if parts.username is not None or parts.password is not None:
+    if "@" in value:
         raise ValueError(f"must not hold credentials; pass {instead_of_credentials}")
+    parts = urlsplit(value)
     odd = any(character.isspace() or not character.isprintable() for character in value)
     if parts.scheme not in ("http", "https") or not parts.hostname or odd or "?" in value or "#" in value:
         raise ValueError(f"must look like https://host or http://host:port, not {value!r}")

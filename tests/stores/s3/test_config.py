@@ -76,6 +76,7 @@ def test_options_that_cannot_work_are_refused_in_words(options: dict[str, Any], 
         {"access_key_id": "AKID", "secret_access_key": "x", "session_token": "hush\r\n"},
         {"sse_customer_key": "hush"},
         {"endpoint_url": "https://user:hush@host"},
+        {"endpoint_url": "user:hush@host"},
     ],
 )
 def test_refusals_do_not_show_secrets(options: dict[str, Any]) -> None:

@@ -32,9 +32,6 @@ from cloudckpt.stores.local.errors import translated
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-_CAPABILITIES = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
-_LIMITS = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
-
 
 class LocalStore(Store):
     """A directory, which need not exist yet; writes create it.
@@ -49,8 +46,8 @@ class LocalStore(Store):
     - The file system's own timeouts hold; a hard-mounted NFS whose server is gone blocks for ever.
     """
 
-    capabilities = _CAPABILITIES
-    limits = _LIMITS
+    capabilities = Capabilities(conditional_create=True, multipart=True, verifies_crc32c=True)
+    limits = Limits(min_part_bytes=1, max_part_bytes=1 << 40, max_parts=1 << 20, max_put_bytes=1 << 50)
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(os.fspath(root))

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, turn
 from cloudckpt.background.process import require_process_support
@@ -25,7 +26,7 @@ from cloudckpt.background.runner import (
     require_cpu_backend,
 )
 from cloudckpt.dcp.protocol import (
-    GroupContext,
+    RanksContext,
     SavedMetadata,
     causes_of,
     end_failed_save,
@@ -38,13 +39,8 @@ from cloudckpt.dcp.protocol import (
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import state_of
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.guarded_group import (
-    CollectiveCall,
-    as_checkpoint_exception,
-    begin_call,
-    guarded_collectives,
-)
-from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError, RankLostError
+from cloudckpt.distributed.collectives import CollectiveCall, begin_call, guarded_collectives, unguarded_ranks
+from cloudckpt.errors import CheckpointChangedError, InvalidOptionError, InvalidURIError
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 from cloudckpt.uri import parse_location, redacted
@@ -92,8 +88,9 @@ def save(
                 state_dict,
                 writer,
                 planner=planner,
-                group_context=_guard(writer, process_group, doing="saving", alone=no_dist or not use_collectives),
-                no_dist=no_dist,
+                ranks_context=_guard(
+                    writer, process_group, doing="saving", no_dist=no_dist, use_collectives=use_collectives
+                ),
                 use_collectives=use_collectives,
                 refusal=earlier,
             )
@@ -141,8 +138,7 @@ def load(
                 state_dict,
                 reader,
                 planner=planner,
-                group_context=_guard(reader, process_group, doing="loading", alone=no_dist),
-                no_dist=no_dist,
+                ranks_context=_guard(reader, process_group, doing="loading", no_dist=no_dist),
             )
             break
         except CheckpointException as error:
@@ -195,7 +191,7 @@ def async_save(
         timeout_s=chosen.timeout_s,
     )
     with turn(chosen.async_in_flight, first_with=first_with):
-        call: CollectiveCall | None = None
+        ranks: DistWrapper | None = None
         save: BackgroundSave | None = None
         try:
             await_turn()
@@ -207,15 +203,14 @@ def async_save(
                 require_process_support(writer, no_dist=no_dist)
             if not no_dist:
                 require_cpu_backend(process_group)
-                if use_collectives:
-                    call = _begun_in_background(writer, process_group)
-                process_group = call.group if call is not None else background_group(process_group)
+                ranks = _begun_in_background(writer, process_group) if use_collectives else None
+                ranks = ranks or unguarded_ranks(background_group(process_group), no_dist=False)
             with earlier_failure() as earlier:
                 save_of = functools.partial(
                     BackgroundSave,
                     writer=writer,
                     by_process=by_process,
-                    call=call,
+                    ranks=ranks or unguarded_ranks(process_group, no_dist=True),
                     process_group=process_group,
                     no_dist=no_dist,
                     use_collectives=use_collectives,
@@ -232,8 +227,8 @@ def async_save(
         except BaseException as error:  # nobody gets the handle, and the others must not wait for this rank
             if save is not None:
                 save.abandon(error)
-            elif call is not None:
-                call.end(error)
+            elif isinstance(ranks, CollectiveCall):
+                ranks.end(error)
             raise
 
 
@@ -258,8 +253,8 @@ def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessG
         return begin_call(
             process_group, "background", doing="saving", uri=writer.checkpoint_id, timeout_s=writer.options.timeout_s
         )
-    except RankLostError as error:
-        raise end_failed_save(as_checkpoint_exception(error), writer) from None
+    except CheckpointException as error:
+        raise end_failed_save(error, writer) from None
 
 
 def require_state_dict(state_dict: object, *, doing: str) -> None:
@@ -271,13 +266,18 @@ def require_state_dict(state_dict: object, *, doing: str) -> None:
 
 
 def _guard(
-    storage: ObjectStoreWriter | ObjectStoreReader, process_group: dist.ProcessGroup | None, *, doing: str, alone: bool
-) -> GroupContext:
-    """Return the context for one call; in it no rank waits for one that is lost, unless each rank is `alone`."""
-    if alone:
-        return nullcontext(process_group)
+    storage: ObjectStoreWriter | ObjectStoreReader,
+    process_group: dist.ProcessGroup | None,
+    *,
+    doing: str,
+    no_dist: bool,
+    use_collectives: bool = True,
+) -> RanksContext:
+    """Return the ranks of one call, of which none waits for one that is lost."""
+    if not use_collectives:
+        return nullcontext(unguarded_ranks(process_group, no_dist=no_dist))
     return guarded_collectives(
-        process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s
+        process_group, doing=doing, uri=storage.checkpoint_id, timeout_s=storage.options.timeout_s, no_dist=no_dist
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from cloudckpt.distributed.rendezvous import GroupState, Rendezvous
+from cloudckpt.distributed.rendezvous import Failure, GroupState, Rendezvous
 from cloudckpt.errors import RankLostError
 
 WAIT_S = 60.0
@@ -217,11 +217,11 @@ def test_decisions_about_a_call_are_made_once() -> None:
     permitted = GroupState().permit(3, 2)
     assert permitted.permits(3, 2)
     assert not permitted.permits(3, 3)
-    assert permitted.fail(3, 2, (1,), "late", is_final=False) == permitted
-    failed = permitted.fail(3, 3, (1,), "first", is_final=False)
-    assert failed.fail(3, 3, (2,), "second", is_final=False) == failed == failed.permit(3, 3)
+    failed = permitted.fail(3, Failure((1,), "first"))
+    assert failed.permits(3, 2)
+    assert failed.fail(3, Failure((2,), "second")) == failed == failed.permit(3, 3)
     assert failed.permit(4, 1).permits(4, 1)
-    final = failed.fail(4, 1, (2,), "lost", is_final=True)
-    assert final.permit(5, 1) == final == final.fail(5, 1, (0,), "other", is_final=True)
+    final = failed.fail(4, Failure((2,), "lost", is_final=True))
+    assert final.permit(5, 1) == final == final.fail(5, Failure((0,), "other", is_final=True))
     assert failed.cancel(4, 2).cancel(4, 0).cancelled_by == (0, 2)
     assert failed.cancel(4, 2).cancel(5, 0).cancelled_by == (0,)

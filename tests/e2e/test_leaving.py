@@ -13,10 +13,9 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
-from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
-from cloudckpt.distributed.guarded_group import GuardedProcessGroup
+from cloudckpt.distributed.collectives import CollectiveCall
 from cloudckpt.distributed.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.multirank
@@ -44,7 +43,7 @@ def interrupt_while_waiting(root: str, who: int) -> None:
     """On each rank: Ctrl-C comes to `who` in each of its waits for the others, one save after the other."""
     save_again(f"{root}/before")
     options = cloudckpt.Options(timeout_s=TIMEOUT_S)
-    barrier, run = Rendezvous.barrier, GuardedProcessGroup._run
+    barrier, meet = Rendezvous.barrier, CollectiveCall._meet
     patch = pytest.MonkeyPatch()
     for number in range(6):
         left = [number // 2]
@@ -61,9 +60,9 @@ def interrupt_while_waiting(root: str, who: int) -> None:
                 patch.setattr(Rendezvous, "barrier", lambda one, press=press: (press(one), barrier(one))[1])
             else:
                 patch.setattr(
-                    GuardedProcessGroup,
-                    "_run",
-                    lambda one, work, press=press: (press(one.rendezvous), run(one, work))[1],
+                    CollectiveCall,
+                    "_meet",
+                    lambda one, work, press=press: meet(one, lambda: (press(one._rendezvous), work())[1]),
                 )
             with pytest.raises(KeyboardInterrupt):
                 cloudckpt.save(values(1.0), f"{root}/left-{number}", options=options)
@@ -78,11 +77,12 @@ def interrupt_while_waiting(root: str, who: int) -> None:
 def test_an_interrupt_fails_one_save_on_all_ranks_and_the_next_is_made(local: Place) -> None:
     """If this fails, Ctrl-C on one rank leaves the others in gloo for half an hour, or ends all later saves."""
     run_ranks(interrupt_while_waiting, local.root, 1, world_size=3, timeout_s=WAIT_S)
-    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"before", "next", "last"}
+    committed = {"before", "left-4", "next", "last"}  # of the interrupted ones, that of which rank 0 had all results
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == committed
 
 
 def destroy_the_group(root: str, rendezvous: str, moment: str) -> None:
-    """On each rank: the group goes while the save is at `moment`; a new one is made, and the next save runs on it."""
+    """On each rank: the group goes while the save is at `moment`. The save ends well, and the next has a new group."""
     reached, opened = threading.Event(), threading.Event()
 
     def gate(event: cloudckpt.Event) -> None:
@@ -91,21 +91,18 @@ def destroy_the_group(root: str, rendezvous: str, moment: str) -> None:
             assert opened.wait(WAIT_S)
 
     options = cloudckpt.Options(timeout_s=TIMEOUT_S, on_event=gate)
-    handle = cloudckpt.async_save(values(1.0), f"{root}/not-made", options=options)
+    handle = cloudckpt.async_save(values(1.0), f"{root}/begun", options=options)
     assert reached.wait(WAIT_S)
     dist.barrier()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     opened.set()
-    with pytest.raises(cloudckpt.RankLostError, match=r"destroyed meanwhile.*wait for the handle") as caught:
-        handle.result(WAIT_S)
-    assert isinstance(caught.value, CheckpointException)
-    assert caught.value.uri == f"{root}/not-made"
+    handle.result(WAIT_S)
     dist.init_process_group("gloo", store=dist.FileStore(rendezvous, size), rank=rank, world_size=size)
     save_again(root)
 
 
-def test_a_save_that_loses_its_group_says_what_to_do(local: Place, tmp_path: Path) -> None:
-    """If this fails, a script that ends its group too early gets torch's ValueError from a thread, or a hang."""
+def test_a_save_outlives_its_process_group(local: Place, tmp_path: Path) -> None:
+    """If this fails, a script that ends its group too early loses its last checkpoint, or hangs."""
     run_ranks(destroy_the_group, local.root, os.fspath(tmp_path / "rendezvous"), "save.object_uploaded", world_size=2)
-    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"next", "last"}
+    assert {key.partition("/")[0] for key in local.manifest_keys()} == {"begun", "next", "last"}

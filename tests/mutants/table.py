@@ -551,15 +551,15 @@ MUTANTS = {
     "permit-after-a-failure": Mutant(
         breaks="G3: an interrupt in the instant of a barrier leaves the other ranks in a collective without this one.",
         file="distributed/rendezvous.py",
-        old="if self.is_final or self.failed_call >= call or self.permits(call, step):",
-        new="if self.permits(call, step):",
+        old="if self.has_failed(call):",
+        new="if False:",
         tests=("tests/distributed/test_rendezvous.py::test_decisions_about_a_call_are_made_once",),
     ),
     "forget-that-a-group-lost-a-rank": Mutant(
         breaks="G3: a process group that lost a rank is used again, and each later call waits for it anew.",
         file="distributed/rendezvous.py",
-        old="if state.is_final or state.failed_call >= self._mine.call:",
-        new="if state.failed_call >= self._mine.call:",
+        old="return self.failure.is_final or self.failed_call >= call",
+        new="return self.failed_call >= call",
         tests=("tests/distributed/test_rendezvous.py::test_a_silent_rank_ends_the_group_and_later_calls_fail_at_once",),
     ),
     "snapshot-aliases-live-memory": Mutant(

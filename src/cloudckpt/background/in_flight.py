@@ -19,7 +19,7 @@ from cloudckpt._forks import is_forked, refuse_in_fork
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
 from cloudckpt.dcp.protocol import causes_of, failure_of
-from cloudckpt.distributed.guarded_group import guarded_collectives
+from cloudckpt.distributed.collectives import begin_call
 from cloudckpt.errors import SaveInFlightError, portable
 from cloudckpt.tensors.host_memory import PINNED
 from cloudckpt.tensors.stager import PinnedStager
@@ -136,12 +136,11 @@ def in_flight_on(
     """
     uri = redacted(uri)
     try:
-        doing = "beginning to save"
-        with guarded_collectives(process_group, "asking", doing=doing, uri=uri, timeout_s=timeout_s) as group:
-            if group is process_group:
-                return None if mine is None else (0, mine)
-            answers: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(answers, mine, group=group)
+        call = begin_call(process_group, "asking", doing="beginning to save", uri=uri, timeout_s=timeout_s)
+        if call is None:
+            return None if mine is None else (0, mine)
+        with call.ended():
+            answers = call.all_gather_object(mine)
     except CheckpointException as error:
         raise failure_of(error, what=f"saving {uri}") from None
     return next(((rank, answer) for rank, answer in enumerate(answers) if answer is not None), None)

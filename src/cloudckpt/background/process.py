@@ -15,6 +15,7 @@ import multiprocessing.connection
 import multiprocessing.process
 import pickle
 import signal
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from cloudckpt._forks import is_forked
-from cloudckpt._torch_compat import forget_checkpoint_process, get_checkpoint_process
-from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, end_save, rank_in
+from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_checkpoint_process
+from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.guarded_group import CollectiveCall, as_checkpoint_exception
+from cloudckpt.distributed.collectives import CollectiveCall, as_checkpoint_exception
 from cloudckpt.errors import InvalidOptionError, RankLostError, portable
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Lifecycle
@@ -75,18 +76,18 @@ class ProcessSave:
         writer: ObjectStoreWriter,
         *,
         planner: SavePlanner | None,
-        call: CollectiveCall | None,
-        process_group: dist.ProcessGroup | None,
+        ranks: DistWrapper,
+        make_group: Callable[[], dist.ProcessGroup | None],
         no_dist: bool,
         use_collectives: bool,
     ) -> None:
         self._writer = writer
         self._planner = planner
-        self._call = call
-        self._group = process_group
+        self._ranks = ranks
+        self._call = ranks if isinstance(ranks, CollectiveCall) else None
+        self._make_group = make_group
         self._no_dist = no_dist
         self._use_collectives = use_collectives
-        self._rank = rank_in(process_group, no_dist=no_dist)
         self._uri = writer.checkpoint_id
         self._is_stopped = False
         self._upload: Future[Any] = Future()
@@ -98,7 +99,7 @@ class ProcessSave:
         """
         error = staging.completed.exception() if staging.completed.done() else None
         try:
-            answers = self._gather((None if error is None else _sendable(error), _is_running()))
+            answers = self._ranks.all_gather_object((None if error is None else _sendable(error), _is_running()))
         except RankLostError as lost:
             raise end_failed_save(as_checkpoint_exception(lost), self._writer) from None
         failures = {rank: (error, None) for rank, (error, _) in enumerate(answers) if error is not None}
@@ -112,7 +113,7 @@ class ProcessSave:
             {},
             storage_writer=self._remote_writer(),
             planner=self._planner,
-            process_group=self._group,
+            process_group=self._make_group(),  # all ranks are there
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
             async_stager=_Staged(staging),
             no_dist=self._no_dist,
@@ -136,7 +137,7 @@ class ProcessSave:
             self._call.set_on_cancel(None)
         try:
             with contextlib.nullcontext() if self._call is None else self._call.ended():
-                outcomes = dict(enumerate(self._gather(None if mine is None else _sendable(mine))))
+                outcomes = dict(enumerate(self._ranks.all_gather_object(None if mine is None else _sendable(mine))))
         except CheckpointException as error:
             end_process()
             raise end_failed_save(error, self._writer) from None
@@ -158,13 +159,6 @@ class ProcessSave:
         writer.lifecycle = Lifecycle("save", dataclasses.replace(writer.options, on_event=None))
         return writer
 
-    def _gather(self, mine: Any) -> list[Any]:
-        if self._no_dist:
-            return [mine]
-        answers: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(answers, mine, group=self._group)
-        return answers
-
     def _stop(self, _ranks: object) -> None:
         """End this rank's process, which may wait for one that is gone."""
         process = _process()
@@ -185,10 +179,10 @@ class ProcessSave:
             process.join(_END_S)
             how = _how_it_ended(process.exitcode)
         return RankLostError(
-            f"the background process of rank {self._rank} {how} while it saved {self._uri}, which may be committed or "
-            "not. Look (cloudckpt.latest) before you save there again; the next save starts a new process",
+            f"the background process of rank {self._ranks.rank} {how} while it saved {self._uri}, which may be "
+            "committed or not. Look (cloudckpt.latest) before you save there again; the next save starts a new process",
             uri=self._uri,
-            ranks=(self._rank,),
+            ranks=(self._ranks.rank,),
         )
 
 

@@ -13,7 +13,6 @@ import functools
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +23,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from cloudckpt._forks import refuse_in_fork
-from cloudckpt._torch_compat import has_cpu_backend
+from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import forget, keep, own_stager
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.cancellation import Cancellation
-from cloudckpt.dcp.protocol import SavedMetadata, rank_in, run_save
+from cloudckpt.dcp.protocol import SavedMetadata, run_save
 from cloudckpt.dcp.writer import ObjectStoreWriter
-from cloudckpt.distributed.guarded_group import CollectiveCall, exists
+from cloudckpt.distributed.collectives import CollectiveCall
 from cloudckpt.errors import RankLostError, portable
 from cloudckpt.pipeline.context import Lifecycle
 from cloudckpt.tensors.copying import Staging
@@ -50,7 +49,7 @@ class GlooGroupCache:
         """
         refuse_in_fork()
         for known, group in list(self._groups.items()):
-            if not (exists(known) and exists(group)):
+            if not (_exists(known) and _exists(group)):
                 del self._groups[known]
         if source not in self._groups:
             self._groups[source] = dist.new_group(
@@ -149,13 +148,18 @@ class BackgroundSave:
     writer: ObjectStoreWriter
     by_process: bool
     planner: SavePlanner | None
-    call: CollectiveCall | None
+    ranks: DistWrapper
     process_group: dist.ProcessGroup | None
     no_dist: bool
     use_collectives: bool
     process: ProcessSave | None = None
     handle: AsyncSave | None = None
     thread: threading.Thread | None = None
+
+    @property
+    def call(self) -> CollectiveCall | None:
+        """The call of all ranks, if a lost one is found out."""
+        return self.ranks if isinstance(self.ranks, CollectiveCall) else None
 
     def begin(self, *, is_overlapped: bool) -> AsyncSave:
         """Start the save in a thread of its own. Returns when all is copied, or at once if `is_overlapped`.
@@ -165,9 +169,8 @@ class BackgroundSave:
         staging = self.staging
         assert staging is not None  # noqa: S101  # it has not run yet
         uri = self.writer.checkpoint_id
-        rank = rank_in(self.process_group, no_dist=self.no_dist)
-        cancellation = Cancellation(uri, rank=rank)
-        self.writer.begin(rank)
+        cancellation = Cancellation(uri, rank=self.ranks.rank)
+        self.writer.begin(self.ranks.rank)
         staging.completed.add_done_callback(functools.partial(_announce_copy, staging, self.writer.lifecycle))
         tell_others = None
         if self.by_process:
@@ -201,8 +204,8 @@ class BackgroundSave:
         self.process = ProcessSave(
             self.writer,
             planner=self.planner,
-            call=self.call,
-            process_group=self.process_group,
+            ranks=self.ranks,
+            make_group=lambda: self.process_group if self.no_dist else background_group(self.process_group),
             no_dist=self.no_dist,
             use_collectives=self.use_collectives,
         )
@@ -211,7 +214,6 @@ class BackgroundSave:
         except CheckpointException as error:
             if self.call is not None and not isinstance(error, RankLostError):
                 self.call.end(None)  # the others raise it, too
-                self.call = None
             self.writer.lifecycle.end(error)
             raise
 
@@ -284,8 +286,7 @@ class BackgroundSave:
                 {} if refusal is not None else staging.state_dict,
                 writer,
                 planner=planner,
-                group_context=_company(self.call, self.process_group),
-                no_dist=self.no_dist,
+                ranks_context=contextlib.nullcontext(self.ranks) if self.call is None else self.call.ended(),
                 use_collectives=self.use_collectives,
                 refusal=refusal,
             )
@@ -300,7 +301,10 @@ def _announce_copy(staging: Staging | ExternalStaging, lifecycle: Lifecycle, com
         lifecycle.end_staging(staging.copied_bytes)
 
 
-@contextlib.contextmanager
-def _company(call: CollectiveCall | None, group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
-    with contextlib.nullcontext() if call is None else call.ended():
-        yield group
+def _exists(group: dist.ProcessGroup) -> bool:
+    """True if the group has not been destroyed, as all are with the default one."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True

@@ -32,8 +32,8 @@ from cloudckpt.report import SaveReport
 
 _MAX_RANKS = 16  # named in a message
 
-GroupContext: TypeAlias = AbstractContextManager[dist.ProcessGroup | None]
-"""Gives the group for one call's collectives, and ends the call on all ranks where one leaves it."""
+RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
+"""Gives the ranks for one call's collectives, and ends the call on all of them where one leaves it."""
 
 _last_save_s = 0.0
 
@@ -50,14 +50,9 @@ def last_save_seconds() -> float:
     return _last_save_s
 
 
-def is_distributed(*, no_dist: bool) -> bool:
-    """True if a save or load runs on the ranks of a process group."""
-    return not no_dist and dist.is_available() and dist.is_initialized()
-
-
 def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
     """Return the rank of this process in the group that saves or loads."""
-    return dist.get_rank(process_group) if is_distributed(no_dist=no_dist) else 0
+    return dist.get_rank(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 0
 
 
 def run_save(
@@ -65,8 +60,7 @@ def run_save(
     writer: ObjectStoreWriter,
     *,
     planner: SavePlanner | None,
-    group_context: GroupContext,
-    no_dist: bool,
+    ranks_context: RanksContext,
     use_collectives: bool,
     refusal: BaseException | None = None,
 ) -> SavedMetadata:
@@ -76,9 +70,8 @@ def run_save(
     ``CheckpointException``, also an instance of its causes' class, and removes what this rank wrote.
     """
     try:
-        with rare_collections(), group_context as group:
+        with rare_collections(), ranks_context as ranks:
             entries = {} if refusal else {key: state_of(value) for key, value in state_dict.items()}
-            ranks = DistWrapper(group, is_distributed(no_dist=no_dist), 0)
             save = _Save(entries, writer, planner or BalancedSavePlanner(), ranks, use_collectives, refusal)
             if use_collectives:
                 save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
@@ -176,8 +169,7 @@ def run_load(
     reader: ObjectStoreReader,
     *,
     planner: LoadPlanner | None,
-    group_context: GroupContext,
-    no_dist: bool,
+    ranks_context: RanksContext,
 ) -> None:
     """Load into `state_dict` on all ranks.
 
@@ -189,8 +181,7 @@ def run_load(
         planner = ExplainingLoadPlanner(reader.checkpoint_id, allow_partial_load=is_partial)
     rank = 0
     try:
-        with rare_collections(), group_context as group:
-            ranks = DistWrapper(group, is_distributed(no_dist=no_dist), 0)
+        with rare_collections(), ranks_context as ranks:
             rank = ranks.rank
             entries = {key: state_of(state_dict[key]) for key in sorted(state_dict, key=str)}
             _load(entries, reader, planner, ranks, is_ours=is_ours)

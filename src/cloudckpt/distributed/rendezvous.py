@@ -32,6 +32,15 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """True once the rank has ended this call, in whichever way."""
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """The reason why no rank completes a call."""
+
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+    is_final: bool = False
+    """True once a rank is lost: no later call in this process group succeeds."""
+
+
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """The decisions of all ranks. It changes by compare-and-set alone, so ranks never decide differently."""
 
@@ -40,28 +49,29 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """The last barrier that all ranks may leave, in `call`."""
     failed_call: int = 0
     """The last call that failed outside of its collectives; all calls before it have ended, too."""
-    failed_ranks: tuple[int, ...] = ()
-    reason: str = ""
-    is_final: bool = False
-    """True once a rank is lost: no later call in this process group succeeds."""
+    failure: Failure = Failure()
     cancelled_call: int = 0
     cancelled_by: tuple[int, ...] = ()
 
     def permits(self, call: int, step: int) -> bool:
-        """True if all ranks have come to this barrier."""
+        """True if all ranks have come to this barrier. It stays true if the call fails afterwards."""
         return (self.call, self.step) >= (call, step)
 
     def permit(self, call: int, step: int) -> GroupState:
         """Let all ranks leave this barrier, unless the call has failed."""
-        if self.is_final or self.failed_call >= call or self.permits(call, step):
+        if self.has_failed(call):
             return self
         return msgspec.structs.replace(self, call=call, step=step)
 
-    def fail(self, call: int, step: int, ranks: tuple[int, ...], reason: str, *, is_final: bool) -> GroupState:
-        """Fail the call because of `ranks`, unless it has failed, or all may leave the barrier `step` (0 for none)."""
-        if self.is_final or (step and self.permits(call, step)) or (self.failed_call >= call and not is_final):
+    def has_failed(self, call: int) -> bool:
+        """True if all ranks raise an error in this call, unless they may leave a barrier first."""
+        return self.failure.is_final or self.failed_call >= call
+
+    def fail(self, call: int, failure: Failure) -> GroupState:
+        """Fail the call, unless it has failed."""
+        if self.failure.is_final or (self.failed_call >= call and not failure.is_final):
             return self
-        return msgspec.structs.replace(self, failed_call=call, failed_ranks=ranks, reason=reason, is_final=is_final)
+        return msgspec.structs.replace(self, failed_call=call, failure=failure)
 
     def cancel(self, call: int, rank: int) -> GroupState:
         """Note that `rank` wants this call to come to nothing."""
@@ -99,20 +109,19 @@ class Rendezvous:
         self._changed = threading.Condition()
         # The lock of `_changed` guards everything below.
         self._mine = Heartbeat()
+        self._posted = Heartbeat()
         self._others: dict[int, Heartbeat] = {}
         self._heard_s: dict[int, float] = {}
         """Time of the last new heartbeat of each rank that this one watches."""
         self._state = GroupState()
-        self._state_text = ""
         self._answered_s = 0.0
         """Time of the last answer of the store."""
         self._trouble = ""
         """Reason why the store cannot be used any more."""
-        self._lost: tuple[tuple[int, ...], str] | None = None
-        self._failure: tuple[tuple[int, ...], str, bool] | None = None
-        """Ranks, reason and finality of a failure that this rank wants to post."""
+        self._failure: Failure | None = None
+        """A failure that this rank wants to post."""
+        self._wants_cancel = False
         self._on_cancel: Callable[[tuple[int, ...]], object] | None = None
-        self._wants_cancel = self._has_answered = self._is_waiting = self._is_urgent = self._is_ending = False
         self._thread: threading.Thread | None = None
         self._doing = self._uri = ""
 
@@ -126,28 +135,23 @@ class Rendezvous:
 
         Raises `RankLostError` if the call has failed on another rank, or if the group has lost a rank.
         """
-        if not self._is_ending:
-            self.end(self.call, InterruptedError("the call was interrupted"))
+        self.end(self.call, InterruptedError("the call was interrupted"))  # unless it has ended
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, timeout_s)
             self._doing, self._uri, self.timeout_s = doing, uri, timeout_s
-            if self._lost is not None:
-                raise self._error(*self._lost, is_final=True)
             if self._thread is not None:
-                raise self._lose_store("has not answered since the call before")
+                self._lose_store("has not answered since the call before")
+            self._raise_if_failed(call)
             # Ranks may load from copies on disks of their own; the commit that they find is compared with the plans.
             task = f"{doing}\0{uri if doing != 'loading' else ''}".encode(errors="surrogatepass")
             self._mine = Heartbeat(beat=self._mine.beat, call=call, task=hashlib.sha256(task).hexdigest()[:16])
             self._failure = self._on_cancel = None
-            self._wants_cancel = self._is_ending = self._has_answered = False
-            self._answered_s = time.monotonic()
-            self._wake()
+            self._wants_cancel = False
+            self._answered_s = begun_s = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="cloudckpt-ranks", daemon=True)
             self._thread.start()
-            while not self._has_answered:
-                self._raise_without_store()
-                self._changed.wait(timeout_s)
-            self._raise_if_failed()
+            self._wait_until(lambda: self._answered_s > begun_s)
+            self._raise_if_failed(call)
 
     def barrier(self) -> None:
         """Wait until all ranks have come to this barrier of the call.
@@ -160,35 +164,26 @@ class Rendezvous:
             self._mine = msgspec.structs.replace(self._mine, step=step)
             self._answered_s = time.monotonic()
             self._heard_s = dict.fromkeys(self._watched, self._answered_s)
-            self._is_waiting = True
-            self._wake()
-            try:
-                while not self._state.permits(self._mine.call, step):
-                    self._raise_if_failed()
-                    self._raise_without_store()
-                    self._changed.wait(self.timeout_s)
-            finally:
-                self._is_waiting = False
+            self._changed.notify_all()
+            self._wait_until(lambda: self._state.permits(self._mine.call, step))
 
     def fail(self, error: BaseException) -> None:
         """Fail this call on all ranks because of `error` on this one. A barrier that all may leave is left first."""
+        text = bounded(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
         with self._changed:
-            text = bounded(f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0])
-            self._failure = self._failure or ((self.rank,), f"rank {self.rank} left before the end ({text})", False)
-            self._wake()
+            self._failure = self._failure or Failure((self.rank,), f"rank {self.rank} left before the end ({text})")
+            self._changed.notify_all()
 
     def explain(self, error: Exception) -> RankLostError:
         """Return the error for a collective that broke: find the rank that is lost, within `timeout_s`."""
         try:
             self.barrier()
+            with self._changed:
+                self._failure = Failure((), f"the connection between the ranks broke ({error})", is_final=True)
+            self.barrier()
         except RankLostError as lost:
             return lost
-        with self._changed:
-            reason = f"the connection between the ranks broke ({error})"
-            self._failure = ((), reason, True)
-            self._lost = ((), reason)
-            self._wake()
-            return self._error((), reason, is_final=True)
+        raise AssertionError("a barrier was permitted in a call that had failed")
 
     def set_on_cancel(self, call: int, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
         """Have `on_cancel` called with the ranks that cancel this call; perhaps repeatedly."""
@@ -199,92 +194,91 @@ class Rendezvous:
     def cancel(self, call: int) -> None:
         """Tell all ranks that this one wants the call to come to nothing, if it has not ended."""
         with self._changed:
-            if self._mine.call == call and self._thread is not None:
-                self._wants_cancel = True
-                self._wake()
+            self._wants_cancel = self._wants_cancel or self._mine.call == call
+            self._changed.notify_all()
 
     def end(self, call: int, error: BaseException | None) -> None:
         """End the call, if it has not ended; with `error`, fail it on the other ranks. Takes seconds at most."""
-        thread = self._thread
-        if thread is None or self._mine.call != call:
-            return
-        if error is not None:
-            self.fail(error)
         with self._changed:
+            thread = self._thread
+            if thread is None or self._mine.call != call or self._mine.has_ended:
+                return
+            if error is not None:
+                self.fail(error)
             if self.rank in self._store_keeper and (self._failure is not None or self._state.failed_call == call):
                 # The store may end with this process: let the others, who poll, read the failure first.
                 self._changed.wait_for(lambda: self._trouble, min(self.timeout_s, _STORE_FAREWELL_S))
-            self._is_ending = True
-            self._wake()
+            self._mine = msgspec.structs.replace(self._mine, has_ended=True)
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._thread is not thread, min(self.timeout_s, _MAX_FAREWELL_S))
 
     @property
     def _watched(self) -> range:
         return range(1, self.num_ranks) if self.rank == 0 else range(1)
 
-    def _wake(self) -> None:
-        self._is_urgent = True
-        self._changed.notify_all()
+    @property
+    def _is_waiting(self) -> bool:
+        return self._mine.step > 0 and not self._state.permits(self._mine.call, self._mine.step)
 
-    def _raise_if_failed(self) -> None:
-        state = self._state
-        if state.is_final:
-            self._lost = (state.failed_ranks, state.reason)
-        if state.is_final or state.failed_call >= self._mine.call:
-            raise self._error(state.failed_ranks, state.reason, is_final=state.is_final)
+    def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self._raise_if_failed(self._mine.call)
+            if self._trouble:
+                self._lose_store(f"is out of reach ({self._trouble})")
+            elif time.monotonic() - self._answered_s >= self.timeout_s:
+                self._lose_store(f"did not answer for {self.timeout_s:g} s")
+            else:
+                self._changed.wait(self.timeout_s)
 
-    def _raise_without_store(self) -> None:
-        if self._trouble:
-            raise self._lose_store(f"is out of reach ({self._trouble})")
-        if time.monotonic() - self._answered_s >= self.timeout_s:
-            raise self._lose_store(f"did not answer for {self.timeout_s:g} s")
-
-    def _lose_store(self, why: str) -> RankLostError:
-        kept_by = f", which rank {self._store_keeper[0]} keeps," if self._store_keeper else ""
-        self._lost = (self._store_keeper, f"the process group's store{kept_by} {why}")
-        return self._error(*self._lost, is_final=True)
-
-    def _error(self, ranks: tuple[int, ...], reason: str, *, is_final: bool) -> RankLostError:
+    def _raise_if_failed(self, call: int) -> None:
+        if not self._state.has_failed(call):
+            return
+        failure = self._state.failure
         text = (
-            f"{self._doing} {self._uri} failed on rank {self.rank}: {reason}. Nothing was removed, and rank 0 may have "
-            "committed: see cloudckpt.latest"
+            f"{self._doing} {self._uri} failed on rank {self.rank}: {failure.reason}. Nothing was removed, and rank 0 "
+            "may have committed: see cloudckpt.latest"
         )
-        if is_final:
+        if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"
-        return RankLostError(text, uri=self._uri, ranks=ranks)
+        raise RankLostError(text, uri=self._uri, ranks=failure.ranks)
+
+    def _lose_store(self, why: str) -> None:
+        """Fail this and all later calls on this rank; the others find it out for themselves."""
+        kept_by = f", which rank {self._store_keeper[0]} keeps," if self._store_keeper else ""
+        failure = Failure(self._store_keeper, f"the process group's store{kept_by} {why}", is_final=True)
+        self._state = self._state.fail(self._mine.call, failure)
 
     def _run(self) -> None:
         """Post heartbeats, read those of other ranks, and decide, until the call ends."""
-        thread, posted, due_s, poll_s = self._thread, b"", 0.0, _MIN_POLL_S
+        thread, due_s, poll_s = self._thread, 0.0, _MIN_POLL_S
         interval_s = min(_MAX_BEAT_INTERVAL_S, self.timeout_s / _BEATS_WITHIN_TIMEOUT)
         try:
             store = self._connection = self._connection or self._connect()
             while True:
                 with self._changed:
-                    is_urgent, self._is_urgent, is_ending = self._is_urgent, False, self._is_ending
-                    if is_urgent or time.monotonic() >= due_s:
+                    is_new = self._mine != self._posted
+                    if is_new or time.monotonic() >= due_s:
                         due_s = time.monotonic() + interval_s
-                        self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1, has_ended=is_ending)
-                    mine = msgspec.json.encode(self._mine)
+                        self._mine = msgspec.structs.replace(self._mine, beat=self._mine.beat + 1)
+                    mine = self._mine
                     keys = [*map(str, self._watched)] if self._is_waiting else []
                 self._decide(store)  # before the last heartbeat, so that nobody sees the end without its reason
-                if mine != posted:
-                    posted = mine
-                    store.set(str(self.rank), mine.decode())
+                if mine != self._posted:
+                    store.set(str(self.rank), msgspec.json.encode(mine).decode())
+                    self._posted = mine
                 found = self._read(store, [*keys, _STATE_KEY])  # the state last: it is as new as the heartbeats
                 with self._changed:
                     self._take_in(found)
-                    if is_ending:
+                    if mine.has_ended:
                         return
-                    cancelled_by = self._state.cancelled_by if self._state.cancelled_call == self._mine.call else ()
+                    cancelled_by = self._state.cancelled_by if self._state.cancelled_call == mine.call else ()
                     on_cancel = self._on_cancel
                 if cancelled_by and on_cancel is not None:
                     on_cancel(cancelled_by)
-                poll_s = _MIN_POLL_S if is_urgent else min(_MAX_POLL_S, 1.5 * poll_s)
+                poll_s = _MIN_POLL_S if is_new else min(_MAX_POLL_S, 1.5 * poll_s)
                 with self._changed:
-                    if self._next_state() == self._state:
-                        wait_s = min(poll_s, interval_s) if self._is_waiting else interval_s
-                        self._changed.wait_for(lambda: self._is_urgent, wait_s)
+                    wait_s = min(poll_s, interval_s) if self._is_waiting else interval_s
+                    self._changed.wait_for(self._has_news, wait_s)
         except Exception as error:  # whoever waits raises it
             with self._changed:
                 self._trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -303,7 +297,7 @@ class Rendezvous:
         life = str(connection.add(f"life-{self.rank}", 1))
         self.store = dist.PrefixStore(life, self.store)  # type: ignore[attr-defined]  # the stubs leave it out
         connection = dist.PrefixStore(life, connection)  # type: ignore[attr-defined]
-        self._take_state(connection.compare_set(_STATE_KEY, "", msgspec.json.encode(GroupState()).decode()))
+        self._take_state(connection.compare_set(_STATE_KEY, "", _encode(GroupState())))
         return connection
 
     def _read(self, store: Any, keys: list[str]) -> dict[str, bytes]:
@@ -316,7 +310,6 @@ class Rendezvous:
 
     def _take_in(self, found: dict[str, bytes]) -> None:
         now_s = self._answered_s = time.monotonic()
-        self._has_answered = True
         for key, text in found.items():
             if key == _STATE_KEY:
                 self._take_state(text)
@@ -325,31 +318,33 @@ class Rendezvous:
         self._changed.notify_all()
 
     def _take_state(self, text: bytes) -> None:
-        self._state, self._state_text = msgspec.json.decode(text, type=GroupState), text.decode()
+        if not self._state.failure.is_final:  # also not if this rank alone has lost the store
+            self._state = msgspec.json.decode(text, type=GroupState)
 
     def _decide(self, store: Any) -> None:
         while True:
             with self._changed:
-                expected, wanted = self._state_text, self._next_state()
-                if wanted == self._state:
-                    return
-            found = store.compare_set(_STATE_KEY, expected, msgspec.json.encode(wanted).decode())
+                present, wanted = self._state, self._next_state()
+            if wanted == present:
+                return
+            found = store.compare_set(_STATE_KEY, _encode(present), _encode(wanted))
             with self._changed:
                 self._take_state(found)
                 self._changed.notify_all()
 
+    def _has_news(self) -> bool:
+        return self._mine != self._posted or self._next_state() != self._state
+
     def _next_state(self) -> GroupState:
         """Return the state that this rank wants, which is the present one if there is nothing to decide."""
-        state, call = self._state, self._mine.call
-        if self._wants_cancel and not (state.cancelled_call == call and self.rank in state.cancelled_by):
-            state = state.cancel(call, self.rank)
+        state, mine = self._state, self._mine
+        if self._wants_cancel and not (state.cancelled_call == mine.call and self.rank in state.cancelled_by):
+            state = state.cancel(mine.call, self.rank)
         failure = self._failure or (self._find_failure() if self._is_waiting else None)
-        step = self._mine.step if self._is_waiting else 0
         if failure is not None:
-            ranks, reason, is_final = failure
-            return state.fail(call, step, ranks, reason, is_final=is_final)
+            return state.fail(mine.call, failure)
         if self.rank == 0 and self._is_waiting and self._have_all_come():
-            return state.permit(call, step)
+            return state.permit(mine.call, mine.step)
         return state
 
     def _have_all_come(self) -> bool:
@@ -358,22 +353,27 @@ class Rendezvous:
             one.call == mine.call and one.step >= mine.step for one in self._others.values()
         )
 
-    def _find_failure(self) -> tuple[tuple[int, ...], str, bool] | None:
-        """Return the ranks that this one waits for in vain, the reason, and True if they are lost for good."""
+    def _find_failure(self) -> Failure | None:
+        """Return the failure of ranks that this one waits for in vain."""
         mine, watched = self._mine, self._others.items()
         apart = [rank for rank, one in watched if one.call == mine.call and one.task != mine.task]
         if apart and self.rank == 0:  # the others hear it from rank 0
             why = "came to do something else than rank 0: all ranks must make the same calls, and save to the same URI"
-            return tuple(apart), f"{_named(apart)} {why}", False
+            return Failure(tuple(apart), f"{_named(apart)} {why}")
         gone = [rank for rank, one in watched if one.call > mine.call or (one.call == mine.call and one.has_ended)]
         if gone:
-            return tuple(gone), f"{_named(gone)} left before the end", False
+            return Failure(tuple(gone), f"{_named(gone)} left before the end")
         since_s = time.monotonic() - self.timeout_s
         silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= since_s]
         if silent:
             hint = "if ranks come that late, raise Options(timeout_s=…)"
-            return tuple(silent), f"{_named(silent)} gave no sign of life for {self.timeout_s:.3g} s ({hint})", True
+            why = f"gave no sign of life for {self.timeout_s:.3g} s ({hint})"
+            return Failure(tuple(silent), f"{_named(silent)} {why}", is_final=True)
         return None
+
+
+def _encode(state: GroupState) -> str:
+    return msgspec.json.encode(state).decode()
 
 
 def _named(ranks: Iterable[int]) -> str:

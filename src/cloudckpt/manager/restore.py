@@ -8,7 +8,6 @@ import logging
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,12 +15,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.api import load, require_state_dict
 from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
-from cloudckpt.dcp.protocol import causes_of, failure_of, is_distributed, raise_own_interrupt, rank_in
+from cloudckpt.dcp.protocol import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
-from cloudckpt.distributed.guarded_group import guarded_collectives
+from cloudckpt.distributed.collectives import guarded_collectives
 from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
@@ -180,20 +178,21 @@ class Coordinator:
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, no_dist: bool, root: str, timeout_s: float) -> None:
         self.rank = rank_in(process_group, no_dist=no_dist)
-        self._process_group = process_group
-        self._use_dist = is_distributed(no_dist=no_dist)
+        self._process_group, self._no_dist = process_group, no_dist
         self._root, self._timeout_s = root, timeout_s
         self._what = f"loading the newest checkpoint under {root}"
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
         """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
-        guard: AbstractContextManager[dist.ProcessGroup | None] = nullcontext(self._process_group)
-        if self._use_dist:
-            doing = "finding the newest checkpoint"
-            guard = guarded_collectives(self._process_group, doing=doing, uri=self._root, timeout_s=self._timeout_s)
         try:
-            with guard as group:
-                found: _T = DistWrapper(group, self._use_dist, 0).broadcast(step, find)
+            with guarded_collectives(
+                self._process_group,
+                doing="finding the newest checkpoint",
+                uri=self._root,
+                timeout_s=self._timeout_s,
+                no_dist=self._no_dist,
+            ) as ranks:
+                found: _T = ranks.broadcast(step, find)
         except CheckpointException as error:
             raise_own_interrupt(error, self.rank)
             raise failure_of(error, what=self._what) from None

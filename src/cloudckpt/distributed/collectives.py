@@ -1,0 +1,316 @@
+"""Collectives of Python objects that begin only once all ranks have come to them.
+
+A collective of gloo cannot be taken back: where a rank is missing, it waits for its timeout. So a barrier whose wait
+ends (`Rendezvous`) precedes it. See ``docs/design/009-waiting-for-ranks.md``.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import datetime as dt
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cloudckpt._forks import refuse_in_fork
+from cloudckpt._torch_compat import DistWrapper
+from cloudckpt.distributed.rendezvous import Rendezvous
+from cloudckpt.errors import RankLostError
+from cloudckpt.telemetry.timeline import meeting
+
+Purpose: TypeAlias = Literal["foreground", "background", "asking"]
+"""Calls that may run beside one another use connections of their own."""
+_T = TypeVar("_T")
+
+# Of other backends it is not known that each rank is a process, and that all ranks have a store in common.
+_GUARDED_BACKENDS = {"gloo", "nccl", "nccl2", "nccl-lazy", "nccl-legacy", "xccl", "hccl", "ucc"}
+_MAX_COLLECTIVE_S = 1800.0
+_SIGNAL_CHECK_S = 0.5
+c10d: Any = dist  # with names that torch's stubs leave out
+
+
+class _Connections:
+    """The rendezvous and the gloo connections of the ranks of one process group, for calls of one purpose.
+
+    torch does not know of them, so they outlive a process group that is destroyed while a call runs.
+    """
+
+    def __init__(self, source: dist.ProcessGroup, purpose: Purpose) -> None:
+        store = source.get_group_store()
+        self.rendezvous = Rendezvous(
+            c10d.PrefixStore(f"cloudckpt/{purpose}", store),
+            rank=dist.get_rank(source),
+            num_ranks=dist.get_world_size(source),
+            store_keeper=_find_keeper(store, source),
+        )
+        self.num_calls = 0
+        self.gloo: Any = None
+
+    def begin(self, call: int, *, doing: str, uri: str, timeout_s: float) -> None:
+        """Begin a call. The first one connects the ranks."""
+        self.rendezvous.begin(call, doing=doing, uri=uri, timeout_s=timeout_s)
+        # All ranks have come to a collective, so this bounds the transfer alone.
+        timeout = dt.timedelta(seconds=min(timeout_s, _MAX_COLLECTIVE_S))
+        if self.gloo is None:
+            self.rendezvous.barrier()
+            store = c10d.PrefixStore("gloo", self.rendezvous.store)
+            try:
+                self.gloo = c10d.ProcessGroupGloo(store, self.rendezvous.rank, self.rendezvous.num_ranks, timeout)
+            except RuntimeError as error:
+                raise self.rendezvous.explain(error) from None
+        self.gloo._set_default_timeout(timeout)  # noqa: SLF001  # torch's own way to change it
+
+
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Purpose, _Connections]] = weakref.WeakKeyDictionary()
+"""The connections for each process group that this process has used."""
+_connections_lock = threading.RLock()  # a signal's handler may come while its own thread holds it
+
+
+class CollectiveCall(DistWrapper):
+    """One save or load of all ranks: torch's steps, on ranks that wait for each other in bounded time.
+
+    In the main thread, an interrupt comes before the collective of an object or after it, and never within, so that no
+    rank leaves the others in gloo. `end` must be called.
+    """
+
+    def __init__(self, source: dist.ProcessGroup, purpose: Purpose, *, doing: str, uri: str, timeout_s: float) -> None:
+        super().__init__(source, use_dist=True, coordinator_rank=0)
+        self.group = None  # or a call in a background thread could be the last to free the user's group
+        with _connections_lock:
+            by_purpose = _connections.setdefault(source, {})
+            if purpose not in by_purpose:
+                by_purpose[purpose] = _Connections(source, purpose)
+            self._connections = connections = by_purpose[purpose]
+            connections.num_calls += 1  # it counts even if the call fails
+            self._number = connections.num_calls
+        self._rendezvous = connections.rendezvous
+        try:
+            _run_to_end(
+                lambda: connections.begin(self._number, doing=doing, uri=uri, timeout_s=timeout_s),
+                self._rendezvous.fail,
+            )
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def get_world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._rendezvous.num_ranks
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the coordinator's value."""
+        data = pickle.dumps(value) if self.is_coordinator else b""
+
+        def broadcast() -> torch.Tensor:
+            received = _to_tensor(data, self._broadcast_size(len(data)))
+            self._gloo.broadcast(received, 0).wait()
+            return received
+
+        received = self._meet(broadcast)
+        return value if self.is_coordinator else _unpickle(received)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on the coordinator, and None on the others."""
+        gathered = self._gather(value, to_all=False)
+        return gathered if self.is_coordinator else None
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        return self._gather(value, to_all=True)
+
+    def scatter_object(self, object_list: list[Any] | None) -> Any:
+        """Return the object that the coordinator's list has for this rank."""
+        data = [pickle.dumps(each) for each in object_list or ()] if self.is_coordinator else []
+
+        def scatter() -> torch.Tensor:
+            size = self._broadcast_size(max(map(len, data), default=0))
+            received = torch.empty(size, dtype=torch.uint8)
+            self._gloo.scatter(received, [_to_tensor(each, size) for each in data], 0).wait()
+            return received
+
+        return _unpickle(self._meet(scatter))
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._meet(lambda: None)
+
+    def set_on_cancel(self, on_cancel: Callable[[tuple[int, ...]], object] | None) -> None:
+        """Have `on_cancel` called, in any thread, with the ranks that cancel this call; perhaps repeatedly."""
+        self._rendezvous.set_on_cancel(self._number, on_cancel)
+
+    def cancel(self) -> None:
+        """Tell all ranks that this one wants this call, and no later one, to come to nothing."""
+        self._rendezvous.cancel(self._number)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the call. With `error`, which the other ranks do not know of, it fails there at once."""
+        self._rendezvous.end(self._number, error)
+
+    @contextlib.contextmanager
+    def ended(self) -> Iterator[CollectiveCall]:
+        """End the call with this context, and raise the loss of a rank as DCP's own exception."""
+        error: BaseException | None = None
+        try:
+            yield self
+        except CheckpointException:
+            raise  # all ranks know of it
+        except BaseException as caught:
+            error = caught
+            if isinstance(caught, RankLostError):
+                raise as_checkpoint_exception(caught) from None
+            raise
+        finally:
+            self.end(error)
+            del error
+
+    @property
+    def _gloo(self) -> Any:
+        return self._connections.gloo
+
+    def _gather(self, value: Any, *, to_all: bool) -> list[Any]:
+        data = pickle.dumps(value)
+
+        def gather() -> list[torch.Tensor]:
+            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.get_world_size())]
+            self._gloo.allgather(sizes, torch.tensor([len(data)])).wait()
+            mine = _to_tensor(data, max(int(size) for size in sizes))
+            received = [torch.empty_like(mine) for _ in sizes] if to_all or self.is_coordinator else []
+            (self._gloo.allgather(received, mine) if to_all else self._gloo.gather(received, mine, 0)).wait()
+            return received
+
+        return [_unpickle(each) for each in self._meet(gather)]
+
+    def _broadcast_size(self, num_bytes: int) -> int:
+        size = torch.tensor([num_bytes])
+        self._gloo.broadcast(size, 0).wait()
+        return int(size)
+
+    @meeting
+    def _meet(self, collective: Callable[[], _T]) -> _T:
+        """Wait for all ranks, and make the collective of one object."""
+
+        def meet() -> _T:
+            self._rendezvous.barrier()
+            try:
+                return collective()
+            except RuntimeError as error:
+                raise self._rendezvous.explain(error) from None
+
+        return _run_to_end(meet, self._rendezvous.fail)
+
+
+def begin_call(
+    process_group: dist.ProcessGroup | None, purpose: Purpose, *, doing: str, uri: str, timeout_s: float
+) -> CollectiveCall | None:
+    """Begin a call of all ranks of `process_group`; None if there is no other rank, or no way to guard the group.
+
+    Raises DCP's exception for a `RankLostError` if the group has lost a rank, or, on the first call, if not all come.
+    """
+    source = _guardable(process_group)
+    if source is None:
+        return None
+    try:
+        return CollectiveCall(source, purpose, doing=doing, uri=uri, timeout_s=timeout_s)
+    except RankLostError as error:
+        raise as_checkpoint_exception(error) from None
+
+
+@contextlib.contextmanager
+def guarded_collectives(
+    process_group: dist.ProcessGroup | None, *, doing: str, uri: str, timeout_s: float, no_dist: bool = False
+) -> Iterator[DistWrapper]:
+    """Give the ranks for one call of DCP, in which none waits for one that is lost; unguarded if that cannot be.
+
+    A lost rank fails the call with torch's own exception.
+    """
+    call = None if no_dist else begin_call(process_group, "foreground", doing=doing, uri=uri, timeout_s=timeout_s)
+    if call is None:
+        yield unguarded_ranks(process_group, no_dist=no_dist)
+    else:
+        with call.ended():
+            yield call
+
+
+def unguarded_ranks(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> DistWrapper:
+    """Return torch's collectives of `process_group`; of this process alone with `no_dist`, or without a group."""
+    return DistWrapper(process_group, not no_dist and dist.is_available() and dist.is_initialized(), 0)
+
+
+def as_checkpoint_exception(error: RankLostError) -> CheckpointException:
+    """Wrap `error` as DCP reports the failures of ranks."""
+    return CheckpointException("rendezvous", dict.fromkeys(error.ranks or (0,), (error, None)))  # type: ignore[arg-type]  # torch takes None
+
+
+def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], object]) -> _T:
+    """Run `work` in another thread if this is the main thread, where signals raise; it always runs to its end.
+
+    Raises the interrupt that came meanwhile, which `on_interrupt` is told of at once, or what `work` raises.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[_T] = []
+    errors: list[BaseException] = []
+    is_done = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # the main thread raises it
+            errors.append(error)
+        finally:
+            is_done.set()
+
+    _thread.start_new_thread(run, ())  # `Thread.start` waits for the thread, and an interrupt would end that wait
+    interrupts: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            is_done.wait(_SIGNAL_CHECK_S)  # a signal just before the wait does not end it
+        except BaseException as interrupt:  # `work` has to end first, which `on_interrupt` sees to
+            interrupts.append(interrupt)
+            on_interrupt(interrupt)
+
+    while not is_done.is_set():
+        wait()
+    if interrupts or errors:
+        raise [*interrupts, *errors][0]
+    return results[0]
+
+
+def _to_tensor(data: bytes, num_bytes: int) -> torch.Tensor:
+    """Copy `data` to the beginning of a tensor of `num_bytes`."""
+    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    tensor.numpy().data[: len(data)] = data
+    return tensor
+
+
+def _unpickle(tensor: torch.Tensor) -> Any:
+    return pickle.loads(tensor.numpy().data)  # noqa: S301  # from the job's other ranks, as torch does; it ignores padding
+
+
+def _guardable(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
+        return None
+    refuse_in_fork()
+    source = process_group if process_group is not None else dist.group.WORLD
+    if source is None or dist.get_rank(source) < 0 or dist.get_world_size(source) == 1:
+        return None
+    backends = {pair.rpartition(":")[2] for pair in str(dist.get_backend_config(source)).lower().split(",")}
+    return source if backends <= _GUARDED_BACKENDS else None
+
+
+def _find_keeper(store: Any, source: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the rank whose process holds the store, if one does."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    # Under torchrun its agent keeps the store, else the first rank of all does.
+    is_a_ranks = isinstance(store, c10d.TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return (dist.get_group_rank(source, 0),) if is_a_ranks and 0 in dist.get_process_group_ranks(source) else ()

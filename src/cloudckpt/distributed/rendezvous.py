@@ -338,6 +338,8 @@ class Rendezvous:
     def _next_state(self) -> GroupState:
         """Return the state that this rank wants, which is the present one if there is nothing to decide."""
         state, mine = self._state, self._mine
+        if state.failure.is_final:
+            return state
         if self._wants_cancel and not (state.cancelled_call == mine.call and self.rank in state.cancelled_by):
             state = state.cancel(mine.call, self.rank)
         failure = self._failure or (self._find_failure() if self._is_waiting else None)

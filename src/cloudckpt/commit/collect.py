@@ -24,9 +24,9 @@ from cloudckpt.commit.manifest_log import (
     manifest_key,
     parse_ranks,
     put_fence,
+    read_counting,
     read_entry,
     read_log,
-    read_manifest,
 )
 from cloudckpt.commit.publish import split_into_batches
 from cloudckpt.errors import (
@@ -116,30 +116,22 @@ def judge(
     plan_with = functools.partial(
         plan_removal, walked.found, location=walked.prefix, before=before, is_fenced=is_fenced
     )
-    gone: int | None = None
-    for _ in range(2):
-        log = read_log(walked.store, retrier)
-        counting = log.counting
-        if counting is not None and counting == gone and all(entry.number != counting for entry in log.entries):
-            counting = None  # removed by other means than ours, while a fence keeps it
-        # Manifests can be large: none is read where nothing would go even if they named nothing.
-        sketch = plan_with(log.entries, counting=counting, references={})
-        if sketch.is_empty:
-            return log, sketch
-        references: dict[int, frozenset[str]] = {}
-        if counting is not None:
-            manifest = read_manifest(walked.store, counting, retrier)
-            if manifest is None:
-                gone = counting
-                continue
-            references[counting] = frozenset(stored.key for stored in manifest.objects)
-        for entry in log.entries:
-            if entry.number != counting and not entry.is_fence:
-                references[entry.number] = _references(walked.store, entry, retrier)
-        plan = plan_with(log.entries, counting=counting, references=references)
-        return Log(entries=log.entries, counting=counting), plan
-    why = "is being overwritten again and again, or its store lists a manifest that it does not find when it is read"
-    raise CheckpointChangedError(f"{walked.store.uri} {why}", uri=walked.store.uri)
+    log = read_log(walked.store, retrier)
+    # Manifests can be large: none is read where nothing would go even if they named nothing.
+    sketch = plan_with(log.entries, counting=log.counting, references={})
+    if sketch.is_empty:
+        return log, sketch
+    log, manifest = read_counting(walked.store, retrier)
+    if manifest is None:  # perhaps removed by other means than ours, while a fence keeps it
+        log = replace(log, counting=None)
+    references = {
+        entry.number: _references(walked.store, entry, retrier)
+        for entry in log.entries
+        if entry.number != log.counting and not entry.is_fence
+    }
+    if log.counting is not None and manifest is not None:
+        references[log.counting] = frozenset(stored.key for stored in manifest.objects)
+    return log, plan_with(log.entries, counting=log.counting, references=references)
 
 
 def collect(

@@ -180,11 +180,12 @@ def read_log(
     return _without_fence(found.log) if found.has_vanished else found.log
 
 
-def resolve(store: Store, retrier: Retrier) -> Resolved:
-    """The manifest that counts.
+def read_counting(store: Store, retrier: Retrier) -> tuple[Log, Manifest | None]:
+    """Return the log, and the manifest that counts in it; None where two looks in a row find none.
 
-    Raises `CheckpointNotFoundError` where two looks in a row find none, and what the decoders raise. A manifest that
-    vanishes between being listed and being read has been superseded or removed, so the listing is made once more.
+    A manifest that a fence keeps is none if it is not listed: it was removed by other means than cloudckpt's. Raises
+    what the decoders raise, and `CheckpointChangedError` if it is listed and not found. A manifest that vanishes
+    between being listed and being read has been superseded or removed, so the listing is made once more.
     """
 
     def look() -> tuple[_Look, Hashable]:
@@ -192,19 +193,26 @@ def resolve(store: Store, retrier: Retrier) -> Resolved:
         return found, None if found.manifest is not None else found.log
 
     found = look_until_stable(look, changing=lambda: _changing(store))
-    log = found.log
+    if found.manifest is None and found.log.counting_entry is not None:
+        raise _changing(store)
+    return found.log, found.manifest
+
+
+def resolve(store: Store, retrier: Retrier) -> Resolved:
+    """Return the manifest that counts.
+
+    Raises `CheckpointNotFoundError` if there is none, and what `read_counting` raises.
+    """
+    log, manifest = read_counting(store, retrier)
     if log.counting is None:
         raise _not_found(store, retrier, was_fenced=bool(log.entries))
-    if found.manifest is not None:
-        return Resolved(number=log.counting, manifest=found.manifest)
-    if log.counting == log.top:
-        raise _changing(store)
-    # Nobody who goes by the rules removes what a fence keeps.
-    raise CheckpointNotFoundError(
-        f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
-        f"cloudckpt's. {_LOAD_AN_OLDER_ONE}",
-        uri=store.uri,
-    )
+    if manifest is None:
+        raise CheckpointNotFoundError(
+            f"the checkpoint at {store.uri} is gone: {manifest_key(log.counting)} was removed by other means than "
+            f"cloudckpt's. {_LOAD_AN_OLDER_ONE}",
+            uri=store.uri,
+        )
+    return Resolved(number=log.counting, manifest=manifest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

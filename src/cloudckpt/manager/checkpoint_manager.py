@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, SupportsFloat, TypeAlias
 
@@ -57,20 +56,17 @@ OnDamaged: TypeAlias = Literal["raise", "skip", "replace"]
 _ON_DAMAGED = ("raise", "skip", "replace")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _LastSave:
     """The last save and its result, or the last restored step, which has no result."""
 
     step: int
+    uri: str = ""
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
-    noted: threading.Event = field(default_factory=threading.Event)
-    """Set once the manager has taken note of the end of a background save."""
-
-    def wait_until_noted(self, timeout_s: float | None) -> None:
-        """Wait for the manager's callback, which may run later than those who wait for the save itself."""
-        if isinstance(self.result, AsyncSave):
-            self.noted.wait(timeout_s)
+    starts_retention: bool = False
+    is_noted: bool = False
+    """The manager has taken note that it is committed."""
 
     @property
     def has_failed(self) -> bool:
@@ -149,7 +145,7 @@ class CheckpointManager:
         self._allow_pickle, self._verify_first, self._on_damaged = allow_pickle, verify_first, on_damaged
         self._damaged: frozenset[str] = frozenset()
         """URIs of the steps that `restore` found damaged, until they are replaced. Equal on all ranks."""
-        self._damaged_lock = threading.Lock()
+        self._note_lock = threading.Lock()
         self._retention = Retention(self._steps, self._options, policy, get_damaged_uris=lambda: self._damaged)
         self._last: _LastSave | None = None
         self._current: _LastSave | None = None
@@ -237,13 +233,12 @@ class CheckpointManager:
         if uri != self._steps.uri_of(step):
             _log.warning("saving step %d as %s beside the damaged one", step, uri)
         result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
-        saved = _LastSave(step=step, numbers=numbers, result=result)
-        handle_commit = functools.partial(self._handle_commit, uri, starts_retention=is_coordinator)
+        saved = _LastSave(step=step, uri=uri, numbers=numbers, result=result, starts_retention=is_coordinator)
+        self._last = self._current = saved
         if isinstance(result, AsyncSave):
-            result.committed.add_done_callback(functools.partial(_handle_end, saved, handle_commit))
-        self._last = self._current = saved  # after the callback, for which `close` waits
-        if not isinstance(result, AsyncSave):
-            handle_commit()
+            result.committed.add_done_callback(lambda _: self._note_commit(saved))
+        else:
+            self._note_commit(saved)
         return result
 
     def restore(
@@ -312,7 +307,7 @@ class CheckpointManager:
                 raise TimeoutError(f"the background save to {handle.uri} did not end within {timeout} s and continues")
             if in_flight.latest() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
-            last.wait_until_noted(_remaining_s(ends_at_s))  # the callback starts retention
+            self._note_commit(last)
         if not self._retention.wait(_remaining_s(ends_at_s)):
             raise TimeoutError(
                 f"superseded checkpoints under {self.root} were not removed within {timeout} s; the removal continues"
@@ -346,21 +341,30 @@ class CheckpointManager:
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})
 
-    def _handle_commit(self, uri: str, *, starts_retention: bool) -> None:
-        with self._damaged_lock:
-            self._damaged -= {uri}
-        if starts_retention:
-            self._retention.start(uri)
+    def _note_commit(self, saved: _LastSave) -> None:
+        """Take note that a save is committed: once, and before any waiter goes on, since callbacks run later than they.
+
+        The damage that it replaced is forgotten, and retention starts on the coordinator.
+        """
+        if saved.has_failed:
+            return
+        with self._note_lock:
+            if saved.is_noted:
+                return
+            saved.is_noted = True
+            self._damaged -= {saved.uri}
+            if saved.starts_retention:
+                self._retention.start(saved.uri)
 
     def _note_damage(self, uri: str) -> None:
-        with self._damaged_lock:
+        with self._note_lock:
             self._damaged |= {uri}
 
     def _is_to_replace(self, step: int) -> bool:
         """True if `step` is damaged and is to be overwritten."""
         last = self._last
         if self._on_damaged == "replace" and last is not None and last.step == step:
-            last.wait_until_noted(None)  # it may replace the damaged step
+            self._note_commit(last)  # it may replace the damaged step
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
     def _restore_newest(self, state_dict: dict[str, Any], planner: LoadPlanner | None) -> Restored | None:
@@ -426,14 +430,6 @@ class CheckpointManager:
     def _get_num_ranks(self) -> int:
         is_alone = self._no_dist or not dist.is_available() or not dist.is_initialized()
         return 1 if is_alone else dist.get_world_size(self._process_group)
-
-
-def _handle_end(saved: _LastSave, handle_commit: Callable[[], None], outcome: Any) -> None:
-    try:
-        if outcome.failure() is None:
-            handle_commit()
-    finally:
-        saved.noted.set()
 
 
 def _remaining_s(ends_at_s: float | None) -> float | None:

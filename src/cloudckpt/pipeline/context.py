@@ -51,7 +51,7 @@ class TracedStore(ForwardingStore):
         begun_ns = now_ns()
         has_body = call.operation in _WITH_BODY
         if has_body:
-            recorder.body_begins(call.num_bytes)
+            recorder.count(call.num_bytes)
         try:
             result = action()
             moved_bytes = call.num_bytes
@@ -67,7 +67,7 @@ class TracedStore(ForwardingStore):
         finally:
             self._last.failed = (call, num_failures)
             if has_body:
-                recorder.body_ends(call.num_bytes, moved_bytes=moved_bytes)
+                recorder.count(-call.num_bytes, moved_bytes=moved_bytes)
                 details["bytes"] = moved_bytes
             recorder.span(call.operation, begun_ns, key=call.key, **details)
 

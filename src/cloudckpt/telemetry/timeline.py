@@ -106,14 +106,6 @@ class Recorder:
         if self.timeline is not None:
             self.timeline.open(rank)
 
-    def body_begins(self, num_bytes: int) -> None:
-        """Count `num_bytes` as in flight, in the timeline."""
-        self._count(num_bytes, 0)
-
-    def body_ends(self, num_bytes: int, *, moved_bytes: int) -> None:
-        """Count `num_bytes` as no longer in flight, and `moved_bytes` of them as moved."""
-        self._count(-num_bytes, moved_bytes)
-
     def flush(self) -> None:
         """Write the timeline so far; more can follow."""
         if self.timeline is not None:
@@ -125,7 +117,8 @@ class Recorder:
         if getattr(_current, "recorder", None) is self:
             _current.recorder = None
 
-    def _count(self, in_flight_bytes: int, moved_bytes: int) -> None:
+    def count(self, in_flight_bytes: int, *, moved_bytes: int = 0) -> None:
+        """Add to the bytes in flight, and to those that have moved, in the timeline."""
         if self.timeline is None:
             return
         with self._lock:

@@ -29,8 +29,8 @@ class Console:
         self.as_json, self.quiet = as_json, quiet
 
     def document(self, value: Any) -> None:
-        """Print the result as one JSON document."""
-        typer.echo(json.dumps(value, indent=2))
+        """Print the result as one JSON document. Dataclasses in it become objects."""
+        typer.echo(json.dumps(value, indent=2, default=dataclasses.asdict))
 
     def line(self, text: str = "") -> None:
         """Print a line of the result."""

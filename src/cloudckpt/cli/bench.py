@@ -72,7 +72,7 @@ def bench(
                 "num_bytes": size_bytes,
                 "num_tensors": num_tensors,
                 "checkpoints": _document_of(measured.together, size_bytes),
-                "requests": {name: dataclasses.asdict(timing) for name, timing in requests.items()},
+                "requests": requests,
                 "num_ranks": num_ranks,
                 "ranks": [_document_of(timings, rank_bytes) for timings in by_rank],
             }

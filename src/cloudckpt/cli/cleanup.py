@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from datetime import timedelta
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from cloudckpt.options import Options
 
 _MAX_NAMED = 5
+_MEMBERS = ("root", "dry_run", "num_objects", "num_uploads", "num_bytes", "locations", "skipped", "failed")
 _CHECKPOINTS = ("committed", "damaged", "newer")
 _RANK = re.compile(r"rank-[0-9]+")
 
@@ -144,7 +144,7 @@ def _collect(root: str, older_than: timedelta, options: Options, *, dry_run: boo
 
 def _print_report(console: Console, report: GarbageReport) -> None:
     if console.as_json:
-        console.document(_document_of(report))
+        console.document({name: getattr(report, name) for name in _MEMBERS})
         return
     for garbage in report.locations:
         console.line(f"{garbage.uri}: {', '.join(garbage.reasons)} ({size(garbage.num_bytes)})")
@@ -159,16 +159,3 @@ def _print_report(console: Console, report: GarbageReport) -> None:
     )
     if report.is_nothing_there:
         console.say(f"{report.root}: cloudckpt has written nothing there; is it the right place?")
-
-
-def _document_of(report: GarbageReport) -> dict[str, Any]:
-    return {
-        "root": report.root,
-        "dry_run": report.dry_run,
-        "num_objects": report.num_objects,
-        "num_uploads": report.num_uploads,
-        "num_bytes": report.num_bytes,
-        "locations": [dataclasses.asdict(garbage) for garbage in report.locations],
-        "skipped": [dataclasses.asdict(kept) for kept in report.skipped],
-        "failed": [dataclasses.asdict(kept) for kept in report.failed],
-    }

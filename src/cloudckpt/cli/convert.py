@@ -22,7 +22,7 @@ from cloudckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from cloudckpt.convert.reports import ConversionReport, CopyReport
+    from cloudckpt.convert.conversion import ConversionReport, CopyReport
     from cloudckpt.options import Options
 
 _RANK = re.compile(r"rank-(0|[1-9][0-9]*)")

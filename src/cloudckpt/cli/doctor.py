@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
 import typer
@@ -36,8 +35,7 @@ def doctor(
     options = common.options()
     report = examine(uri, read_only=read_only, deadline_s=deadline, options=options)
     if common.as_json:
-        checks = [dataclasses.asdict(check) for check in report.checks]
-        console.document({"uri": report.uri, "is_healthy": report.is_healthy, "checks": checks})
+        console.document({"uri": report.uri, "is_healthy": report.is_healthy, "checks": report.checks})
     else:
         for line in str(report).split("\n"):
             console.line(line)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.description import CheckpointDescription, TensorDescription
     from cloudckpt.options import Options
 
+_HEAD = ("uri", "attempt", "created_at", "world_size", "num_overwrites", "num_bytes", "software", "metadata")
 _RIGHT = ("BYTES", "CHUNKS", "OBJECTS")
 
 
@@ -49,9 +50,9 @@ def show(
     if common.as_json:
         console.document(
             {
-                **_head_of(found),
-                "objects": [dataclasses.asdict(one) for one in found.objects],
-                "tensors": [dataclasses.asdict(one) for one in tensors],
+                **{name: getattr(found, name) for name in _HEAD},
+                "objects": found.objects,
+                "tensors": tensors,
                 "values": [
                     {**dataclasses.asdict(one), **({"value": read[one.name]} if values else {})} for one in others
                 ],
@@ -122,16 +123,3 @@ def _row(tensor: TensorDescription) -> list[str]:
         grid,
         f"{len(tensor.objects):,}",
     ]
-
-
-def _head_of(found: CheckpointDescription) -> dict[str, Any]:
-    return {
-        "uri": found.uri,
-        "attempt": found.attempt,
-        "created_at": found.created_at,
-        "world_size": found.world_size,
-        "num_overwrites": found.num_overwrites,
-        "num_bytes": found.num_bytes,
-        "software": dict(found.software),
-        "metadata": dict(found.metadata),
-    }

@@ -1,20 +1,23 @@
-"""Bodies of uploads whose bytes come from a checkpoint, from tensors or from a local file."""
+"""Bodies of uploads whose bytes come from a checkpoint or from tensors."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
+import math
 from array import array
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from cloudckpt.convert.conversion import BodyIn
 from cloudckpt.errors import CorruptCheckpointError, ObjectNotFoundError
 from cloudckpt.format.codec import unpack_tiles
-from cloudckpt.format.model import StoredObject
-from cloudckpt.format.safetensors import ObjectContents
+from cloudckpt.format.model import ITEMSIZE_BYTES, StoredObject
+from cloudckpt.format.safetensors import HeaderEntry, Layout, ObjectContents, lay_out, pack, sort_for_storage
 from cloudckpt.inspect.blocks import TensorBytes
 from cloudckpt.io.download import fetch_and_verify
 from cloudckpt.pipeline.context import Context
@@ -29,7 +32,7 @@ class CopiedBody:
     """
 
     def __init__(
-        self, source: Context, stored: StoredObject, contents: ObjectContents, arena: Arena, *, tile_bytes: int
+        self, source: Context, stored: StoredObject, contents: ObjectContents, tile_bytes: int, arena: Arena
     ) -> None:
         self.size_bytes = stored.size
         self._source = source
@@ -76,26 +79,50 @@ class TensorReader(Protocol):
         """Fill all buffers. Bounds never lie inside an element. Several threads call it."""
 
 
-class TensorsBody:
-    """A safetensors file: its header, then whole tensors back to back.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFile:
+    """A safetensors file of whole tensors, in the order in which they are stored."""
 
-    `begins` are the positions of the tensors in the file, `names` their names in the reader.
+    entries: Sequence[HeaderEntry]
+    layout: Layout
+
+    def body_in(self, reader: TensorReader, names: Mapping[str, str]) -> BodyIn:
+        """Return what makes the body. `names` are those that the reader knows, by those in the file."""
+        return functools.partial(_TensorsBody, self, reader, [names[entry.fqn] for entry in self.entries])
+
+
+def plan_files(tensors: Mapping[str, tuple[str, tuple[int, ...]]], *, file_bytes: int) -> list[TensorFile]:
+    """Split tensors, given by dtype and shape, into files of at most `file_bytes`. A larger tensor has its own file.
+
+    The tensors keep their order from file to file, as in ``huggingface_hub.split_torch_state_dict_into_shards``. In
+    each file, the largest elements come first, so that all are aligned.
     """
+    entries = [
+        HeaderEntry(
+            fqn=name,
+            dtype=dtype,
+            shape=shape,
+            offsets=None,
+            num_bytes=math.prod(shape) * ITEMSIZE_BYTES[dtype],
+        )
+        for name, (dtype, shape) in tensors.items()
+    ]
+    files = []
+    for group in pack([entry.num_bytes for entry in entries], object_bytes=file_bytes):
+        members = [entries[i] for i in group]
+        members = [members[i] for i in sort_for_storage(members)]
+        files.append(TensorFile(entries=members, layout=lay_out(members)))
+    return files
 
-    def __init__(
-        self,
-        header: bytes,
-        names: Sequence[str],
-        begins: Sequence[int],
-        *,
-        size_bytes: int,
-        reader: TensorReader,
-        arena: Arena,
-    ) -> None:
-        self.size_bytes = size_bytes
-        self._header = header
+
+class _TensorsBody:
+    """The bytes of a safetensors file: its header, then whole tensors back to back."""
+
+    def __init__(self, file: TensorFile, reader: TensorReader, names: Sequence[str], arena: Arena) -> None:
+        self.size_bytes = file.layout.size_bytes
+        self._header = file.layout.header
         self._names = names
-        self._begins = [*begins, size_bytes]
+        self._begins = [*file.layout.begins, self.size_bytes]
         self._reader = reader
         self._arena = arena
 
@@ -120,24 +147,3 @@ class TensorsBody:
                 yield TensorBytes(
                     name=self._names[index], begin=low - own, end=high - own, buffer=buffer[low - begin : high - begin]
                 )
-
-
-class FileBody:
-    """A local file."""
-
-    def __init__(self, path: Path, arena: Arena, *, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self._path = path
-        self._arena = arena
-
-    @contextlib.contextmanager
-    def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
-        """Lend views of bytes ``[begin, end)``."""
-        with self._arena.lend(end - begin) as buffer:
-            view = bytes_view(buffer)
-            with self._path.open("rb") as file:
-                file.seek(begin)
-                num_bytes = file.readinto(view)  # a buffered file fills all that there is
-            if num_bytes != len(view):
-                raise OSError(f"{self._path} has become shorter while it was read")
-            yield [view]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
-import time
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import msgspec
@@ -16,8 +15,7 @@ from cloudckpt._workers import each_done
 from cloudckpt.commit.commit_time import ns_of
 from cloudckpt.commit.manifest_log import manifest_key, read_log, read_manifest, resolve
 from cloudckpt.convert.bodies import CopiedBody
-from cloudckpt.convert.endpoints import TargetJob, check_apart, is_one_service, upload_session
-from cloudckpt.convert.reports import CopyReport, OnProgress, Progress
+from cloudckpt.convert.conversion import Conversion, CopyReport, OnProgress, TargetJob, choose_part_bytes, upload
 from cloudckpt.errors import (
     AccessDeniedError,
     CheckpointChangedError,
@@ -35,7 +33,6 @@ from cloudckpt.format.model import FORMAT_MAJOR, FORMAT_MINOR, Manifest, StoredO
 from cloudckpt.format.safetensors import list_contents
 from cloudckpt.inspect.verification import has_changed
 from cloudckpt.io.checksum import combine_tile_crc32cs
-from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.verify import VerifyJob
@@ -45,6 +42,7 @@ from cloudckpt.uri import parse_location
 _log = logging.getLogger("cloudckpt")
 
 _DIGEST_DIGITS = 32
+_SERVICES = ("s3", "gs", "memory")
 
 
 def copy(
@@ -85,31 +83,25 @@ def copy(
         StoreError: A request failed; ``key`` tells on which side.
 
     """
-    begun_s = time.monotonic()
-    options, target_options = options or Options(), target_options or Options()
-    here, there = parse_location(source), parse_location(target)
-    check_apart(here, there, options, target_options)
-    progress = Progress(on_progress)
-    of_source, of_target = Context(here, options, rank=0), Context(there, target_options, rank=0)
-    manifest = _read_manifest(of_source)
-    copied = _copy_at(of_target, manifest) if target_options.resume else None
-    if copied is not None and _is_whole(of_target, copied, progress, overwrite=overwrite):
-        outcome = CopyOutcome(num_reused_bytes=sum(stored.size for stored in copied.objects), was_there=True)
-    else:
-        copied, outcome = _copy_manifest(of_source, of_target, manifest, progress, overwrite=overwrite)
+    conversion = Conversion(
+        source, target, options=options, target_options=target_options, overwrite=overwrite, on_progress=on_progress
+    )
+    job = CopyJob(conversion, _read_manifest(conversion.source))
+    copied = job.find_earlier() or job.run()
+    retriers = conversion.source.retrier, conversion.target.retrier
     report = CopyReport(
-        source=here.uri,
-        target=there.uri,
+        source=conversion.source.uri,
+        target=conversion.target.uri,
         attempts=(copied.attempt,),
         num_objects=len(copied.objects),
-        num_bytes=sum(stored.size for stored in copied.objects),
-        num_service_bytes=outcome.num_service_bytes,
-        num_read_back_bytes=outcome.num_read_back_bytes,
-        num_reused_bytes=outcome.num_reused_bytes,
-        was_there=outcome.was_there,
-        num_requests=of_source.retrier.num_requests + of_target.retrier.num_requests,
-        num_retries=of_source.retrier.num_retries + of_target.retrier.num_retries,
-        copy_s=time.monotonic() - begun_s,
+        num_bytes=job.num_bytes,
+        num_service_bytes=job.num_service_bytes,
+        num_read_back_bytes=job.num_read_back_bytes,
+        num_reused_bytes=job.num_reused_bytes,
+        was_there=job.was_there,
+        num_requests=sum(retrier.num_requests for retrier in retriers),
+        num_retries=sum(retrier.num_retries for retrier in retriers),
+        copy_s=conversion.seconds,
     )
     _log.info("copied %s", report)
     return report
@@ -136,21 +128,6 @@ def _read_manifest(source: Context) -> Manifest:
     return msgspec.structs.replace(found.manifest, version=version, committed_at_ns=ns_of(info.modified_at))
 
 
-def _copy_manifest(
-    source: Context, target: Context, manifest: Manifest, progress: Progress, *, overwrite: bool
-) -> tuple[Manifest, CopyOutcome]:
-    try:
-        return CopyJob(source, target, manifest, progress).run(overwrite=overwrite)
-    except CorruptCheckpointError as error:
-        if not has_changed(source, manifest):
-            raise
-        raise CheckpointChangedError(
-            f"{source.uri} was overwritten or removed while it was being copied. Nothing was committed at "
-            f"{target.uri}; copy again",
-            uri=source.uri,
-        ) from error
-
-
 def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
     """Return the manifest at the target if it is an earlier copy of exactly this one."""
     try:
@@ -171,85 +148,82 @@ def _copy_at(target: Context, manifest: Manifest) -> Manifest | None:
     return there if as_saved == manifest and len(there.objects) == len(manifest.objects) else None
 
 
-def _is_whole(target: Context, there: Manifest, progress: Progress, *, overwrite: bool) -> bool:
-    """Verify an earlier copy. Return True if it is whole, False if it is damaged and may be replaced.
-
-    Raises `CorruptCheckpointError` if it is damaged and may not be replaced.
-    """
-    progress.expect(sum(stored.size for stored in there.objects))
-    problems = VerifyJob(target, there, on_read=progress.add).run()
-    if not problems:
-        return True
-    if has_changed(target, there):
-        raise CheckpointChangedError(
-            f"{target.uri} was overwritten or removed while it was being compared. Copy again",
-            uri=target.uri,
-        )
-    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-    what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {problems[0]}{more}"
-    if not overwrite:
-        raise CorruptCheckpointError(
-            what,
-            uri=target.uri,
-            problems=problems,
-            hint=Hint(
-                advice="Copy with {option}, which replaces it, or delete it and copy again.",
-                option="overwrite",
-                value="True",
-            ),
-        )
-    _log.warning("%s. It is copied again", what)
-    return False
-
-
-@dataclass(slots=True, kw_only=True)
-class CopyOutcome:
-    """Objects of a copy, and how they were made."""
-
-    keys: dict[int, str] = field(default_factory=dict)
-    """Keys of the new objects by the numbers of the old ones."""
-    num_service_bytes: int = 0
-    num_read_back_bytes: int = 0
-    num_reused_bytes: int = 0
-    was_there: bool = False
-    """True if an earlier copy had committed it."""
+def _is_one_service(source: Context, target: Context) -> bool:
+    """Return True if one service with one set of credentials has both, so that it can be asked to copy."""
+    mine, its = source.options.storage_options, target.options.storage_options
+    return source.location.scheme == target.location.scheme in _SERVICES and dict(mine) == dict(its)
 
 
 class CopyJob:
     """The copy of one manifest and its data. Holds at most ``options.read_bytes`` of the source's options."""
 
-    def __init__(self, source: Context, target: Context, manifest: Manifest, progress: Progress) -> None:
-        self._source = source
-        self._target = target
+    def __init__(self, conversion: Conversion, manifest: Manifest) -> None:
+        self._source = conversion.source
+        self._target = conversion.target
+        self._overwrite = conversion.overwrite
+        self._progress = conversion.progress
         self._manifest = manifest
-        self._progress = progress
         self._contents = list_contents(manifest)
         digest = hashlib.sha256(encode(manifest)).hexdigest()[:_DIGEST_DIGITS]
-        self._job = TargetJob(target, save_id=manifest.save_id or "", copy_of=digest)
-        self._done = CopyOutcome()
-        budget_bytes = source.options.read_bytes
-        self._part_bytes = choose_held_part_bytes(
-            budget_bytes,
-            connections=target.connections,
-            most_bytes=target.options.advanced.part_bytes,
-            tile_bytes=manifest.tile_bytes,
-        )
+        self._job = TargetJob(self._target, save_id=manifest.save_id or "", copy_of=digest)
+        self._budget_bytes = self._source.options.read_bytes
+        self._keys: dict[int, str] = {}  # of the new objects, by the numbers of the old ones
+        self.num_bytes = sum(stored.size for stored in manifest.objects)
+        self.num_service_bytes = 0
+        self.num_read_back_bytes = 0
+        self.num_reused_bytes = 0
+        self.was_there = False
+        self._progress.expect(self.num_bytes)
 
-    def run(self, *, overwrite: bool) -> tuple[Manifest, CopyOutcome]:
-        """Copy and commit. Return the new manifest and how it was made.
+    def find_earlier(self) -> Manifest | None:
+        """Return the manifest of an earlier copy that is committed and whole, if the target has ``resume``.
+
+        Raises `CorruptCheckpointError` if it is damaged and may not be replaced.
+        """
+        target = self._target
+        there = _copy_at(target, self._manifest) if target.options.resume else None
+        if there is None:
+            return None
+        problems = VerifyJob(target, there, on_read=self._progress.add).run()
+        if not problems:
+            self.num_reused_bytes, self.was_there = self.num_bytes, True
+            return there
+        if has_changed(target, there):
+            raise CheckpointChangedError(
+                f"{target.uri} was overwritten or removed while it was being compared. Copy again",
+                uri=target.uri,
+            )
+        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+        what = f"{target.uri}, which an earlier copy has committed, is damaged by now: {problems[0]}{more}"
+        if not self._overwrite:
+            raise CorruptCheckpointError(
+                what,
+                uri=target.uri,
+                problems=problems,
+                hint=Hint(
+                    advice="Copy with {option}, which replaces it, or delete it and copy again.",
+                    option="overwrite",
+                    value="True",
+                ),
+            )
+        _log.warning("%s. It is copied again", what)
+        self._progress.expect(self.num_bytes)
+        return None
+
+    def run(self) -> Manifest:
+        """Copy and commit. Return the new manifest.
 
         Raises `CorruptCheckpointError` if an object of the source is missing or not what was saved.
         """
-        objects, job, done = self._manifest.objects, self._job, self._done
-        job.check(overwrite=overwrite)
-        self._progress.expect(sum(stored.size for stored in objects))
+        objects, job = self._manifest.objects, self._job
+        job.check(overwrite=self._overwrite)
         keys = [job.key(number) for number in range(2 * len(objects))]
         try:
-            with contextlib.closing(Arena(budget_bytes=self._source.options.read_bytes)) as arena:
-                if is_one_service(self._source, self._target):
-                    # These keys are used for nothing else: a copy that was given up may still appear there.
+            if _is_one_service(self._source, self._target):
+                # These keys are used for nothing else: a copy that was given up may still appear there.
+                with contextlib.closing(Arena(budget_bytes=self._budget_bytes)) as arena:
                     self._ask_service(keys[len(objects) :], arena)
-                self._stream(keys[: len(objects)], arena)
+            self._stream()
             copied = msgspec.structs.replace(
                 self._manifest,
                 # The copy lacks what a newer minor version adds.
@@ -257,22 +231,28 @@ class CopyJob:
                 attempt=job.attempt,
                 created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
                 objects=[
-                    StoredObject(key=done.keys[number], size=stored.size, crc32c=stored.crc32c)
+                    StoredObject(key=self._keys[number], size=stored.size, crc32c=stored.crc32c)
                     for number, stored in enumerate(objects)
                 ],
             )
-        except BaseException:
+        except BaseException as error:
             job.remove(keys)
-            raise
-        job.commit_manifest(copied, done.keys.values())
-        return copied, done
+            if not isinstance(error, CorruptCheckpointError) or not has_changed(self._source, self._manifest):
+                raise
+            raise CheckpointChangedError(
+                f"{self._source.uri} was overwritten or removed while it was being copied. Nothing was committed at "
+                f"{self._target.uri}; copy again",
+                uri=self._source.uri,
+            ) from error
+        job.commit_manifest(copied, self._keys.values())
+        return copied
 
     def _ask_service(self, keys: list[str], arena: Arena) -> None:
         """Ask the service to copy all objects. Those that it refuses or copies wrongly remain to be streamed."""
         source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
         objects = self._manifest.objects
         refused: list[StoreError] = []
-        told, read_back = set[int](), set[int]()
+        copied: dict[int, str] = {}
 
         def ask(number: int) -> None:
             stored = objects[number]
@@ -284,9 +264,9 @@ class CopyJob:
                 refused.append(error)
                 return
             if said == combine_tile_crc32cs(unpack_tiles(stored.crc32c), tile_bytes=tile_bytes, size_bytes=stored.size):
-                told.add(number)
+                copied[number] = "told"
             elif said is None and self._is_good(number, keys[number], arena):
-                read_back.add(number)
+                copied[number] = "read back"
             else:
                 # The object is read from the source next, which shows if that is damaged. A good copy with a wrong
                 # checksum is not kept either, because other clients would refuse to read it.
@@ -300,11 +280,11 @@ class CopyJob:
             # One copy can take thousands of requests. The rest of them must not begin.
             on_failure=lambda: target.retrier.stop(CloudckptError("the copy of another object failed")),
         ):
-            if number in told or number in read_back:
-                self._done.keys[number] = keys[number]
+            if number in copied:
+                self._keys[number] = keys[number]
                 self._progress.add(objects[number].size)
-        self._done.num_service_bytes = sum(objects[number].size for number in told)
-        self._done.num_read_back_bytes = sum(objects[number].size for number in read_back)
+        self.num_service_bytes = sum(objects[number].size for number, how in copied.items() if how == "told")
+        self.num_read_back_bytes = sum(objects[number].size for number in copied) - self.num_service_bytes
         if refused:
             _log.info(
                 "the service did not copy %d objects, which are read and written instead: %s", len(refused), refused[0]
@@ -314,45 +294,41 @@ class CopyJob:
         """Read all of the object at `key`. Return True if it is what was saved."""
         target, stored = self._target, self._manifest.objects[number]
         copied = StoredObject(key=key, size=stored.size, crc32c=stored.crc32c)
-        body = CopiedBody(target, copied, self._contents[number], arena, tile_bytes=self._manifest.tile_bytes)
+        body = CopiedBody(target, copied, self._contents[number], self._manifest.tile_bytes, arena)
         try:
             if target.retrier.call(target.store.head, key).size_bytes != stored.size:
                 return False
-            for begin in range(0, stored.size, self._part_bytes):
-                with body.open(begin, min(begin + self._part_bytes, stored.size)):
+            part_bytes = choose_part_bytes(
+                target, budget_bytes=self._budget_bytes, tile_bytes=self._manifest.tile_bytes
+            )
+            for begin in range(0, stored.size, part_bytes):
+                with body.open(begin, min(begin + part_bytes, stored.size)):
                     pass
         except (CorruptCheckpointError, ObjectNotFoundError) as error:
             _log.warning("a copy is not what was saved: %s", error)
             return False
         return True
 
-    def _stream(self, keys: list[str], arena: Arena) -> None:
+    def _stream(self) -> None:
         """Read and write the objects that are not copied yet. What an earlier copy left of them is used."""
         source, target, tile_bytes = self._source, self._target, self._manifest.tile_bytes
-        numbers = [number for number in range(len(keys)) if number not in self._done.keys]
-        if not numbers:
+        bodies = {
+            number: functools.partial(CopiedBody, source, stored, self._contents[number], tile_bytes)
+            for number, stored in enumerate(self._manifest.objects)
+            if number not in self._keys
+        }
+        if not bodies:
             return
-        leftovers = self._job.leftovers()
-        with upload_session(
+        receipts, self.num_reused_bytes = upload(
             target,
-            self._progress,
-            part_bytes=self._part_bytes,
+            {self._job.key(number): body_in for number, body_in in bodies.items()},
+            leftovers=self._job.leftovers(),
+            progress=self._progress,
+            budget_bytes=self._budget_bytes,
             tile_bytes=tile_bytes,
-            resumable=target.options.resume,
-        ) as session:
-            try:
-                for number in numbers:
-                    stored = self._manifest.objects[number]
-                    body = CopiedBody(source, stored, self._contents[number], arena, tile_bytes=tile_bytes)
-                    session.submit(keys[number], body, leftovers.get(keys[number], []))
-                session.tasks.join()
-                receipts = session.receipts()
-            except BaseException:
-                source.retrier.stop()
-                raise
-        self._done.num_reused_bytes = session.num_reused_bytes
-        self._progress.add(session.num_reused_bytes)
-        for number, receipt in zip(numbers, receipts, strict=True):
+            stop_reading=source.retrier.stop,
+        )
+        for number, receipt in zip(bodies, receipts, strict=True):
             stored = self._manifest.objects[number]
             if receipt.size_bytes != stored.size or pack_tiles(receipt.tile_crc32cs) != stored.crc32c:
                 raise IncompleteSaveError(
@@ -360,4 +336,4 @@ class CopyJob:
                     f"{source.store.url(stored.key)}: this machine's memory is not reliable. Nothing was committed",
                     uri=target.uri,
                 )
-            self._done.keys[number] = receipt.key
+            self._keys[number] = receipt.key

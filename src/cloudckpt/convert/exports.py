@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -12,45 +11,38 @@ import logging
 import os
 import re
 import tempfile
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
 from cloudckpt.commit.manifest_log import look_until_stable, resolve
-from cloudckpt.convert.bodies import FileBody, TensorsBody
-from cloudckpt.convert.endpoints import check_apart, folder_and_name, upload_session
-from cloudckpt.convert.reports import (
+from cloudckpt.convert.bodies import TensorFile, plan_files
+from cloudckpt.convert.conversion import (
+    BodyIn,
     Conversion,
     ConversionReport,
     OnProgress,
-    Progress,
-    build_report,
+    folder_and_name,
+    upload,
 )
 from cloudckpt.convert.safetensors_source import INDEX_NAME
-from cloudckpt.convert.state_dicts import choose_names, flatten_entries, load_whole, parse_patterns, quote_names
+from cloudckpt.convert.state_dicts import flatten_entries, load_whole, quote_names
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
     Hint,
     InvalidOptionError,
     ObjectNotFoundError,
-    StoreError,
     UnsupportedValueError,
 )
-from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG, Manifest
-from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
+from cloudckpt.format.model import SAFETENSORS_TAG, StoredTensor
+from cloudckpt.format.safetensors import lay_out
 from cloudckpt.inspect.blocks import CheckpointReader
-from cloudckpt.io.resume import Body
-from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
-from cloudckpt.stores.base import crc32c_of
-from cloudckpt.tensors.host_memory import Arena
-from cloudckpt.uri import Location, parse_location
+from cloudckpt.tensors.body import PieceBody, new_piece
 
 _log = logging.getLogger("cloudckpt")
 
@@ -65,22 +57,6 @@ _CONNECTIONS_OF_EACH = 2
 _TILE_BYTES = MIB
 _WILDCARD = re.compile(r"[*?[]")
 _MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportPlan:
-    """Arguments of `export_checkpoint`, checked."""
-
-    source: Location
-    target: Location
-    options: Options
-    target_options: Options
-    include: tuple[str, ...]
-    strip_prefix: str
-    max_shard_bytes: int
-    skip_non_tensors: bool
-    overwrite: bool
-    allow_pickle: bool
 
 
 def export_checkpoint(
@@ -130,75 +106,69 @@ def export_checkpoint(
         CloudckptError: The source cannot be read, as in `load`.
 
     """
-    begun_s = time.monotonic()
-    if format not in _EXPORTERS:
+    if format not in ("safetensors", "torch"):
         raise InvalidOptionError(
-            f"format must be one of {', '.join(map(repr, _EXPORTERS))}, not {format!r}. For torch's DCP format, export "
-            "as 'torch' and convert the file with torch.distributed.checkpoint.format_utils.torch_save_to_dcp"
+            f"format must be one of 'safetensors', 'torch', not {format!r}. For torch's DCP format, export as 'torch' "
+            "and convert the file with torch.distributed.checkpoint.format_utils.torch_save_to_dcp"
         )
     if isinstance(max_shard_bytes, bool) or not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise InvalidOptionError(f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}")
-    options, target_options = options or Options(), target_options or Options()
-    plan = ExportPlan(
-        source=parse_location(source),
-        target=parse_location(target),
+    conversion = Conversion(
+        source,
+        target,
         options=options,
         target_options=target_options,
-        include=parse_patterns(include),
-        strip_prefix=strip_prefix,
-        max_shard_bytes=max_shard_bytes,
-        skip_non_tensors=skip_non_tensors,
         overwrite=overwrite,
+        on_progress=on_progress,
+        include=include,
+        strip_prefix=strip_prefix,
         allow_pickle=allow_pickle,
     )
-    check_apart(plan.source, plan.target, options, target_options)
-    report = build_report(
-        plan.source, plan.target, format, _EXPORTERS[format](plan, Progress(on_progress)), begun_s=begun_s
-    )
+    if format == "torch":
+        report = _export_torch(conversion)
+    else:
+        report = _export_safetensors(conversion, max_shard_bytes=max_shard_bytes, skip_non_tensors=skip_non_tensors)
     _log.info("exported %s", report)
     return report
 
 
-def export_safetensors(plan: ExportPlan, progress: Progress) -> Conversion:
-    """Export as safetensors files, streamed."""
-    source = Context(plan.source, plan.options, rank=0)
-    target = Context(plan.target, plan.target_options, rank=0)
+def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool) -> ConversionReport:
+    source, target = conversion.source, conversion.target
     manifest = resolve(source.store, source.retrier).manifest
-    names = choose_names(
-        [*manifest.tensors, *manifest.values],
-        include=plan.include,
-        strip_prefix=plan.strip_prefix,
-        uri=source.uri,
-    )
+    names = conversion.selection.choose_names([*manifest.tensors, *manifest.values])
     left_out = tuple(fqn for fqn in names if fqn in manifest.values)
-    _check_values(left_out, plan)
     fqns = {name: fqn for fqn, name in names.items() if fqn in manifest.tensors}
-    entries = _entries(manifest, fqns, source.uri)
-    shards = split_into_shards(entries, max_shard_bytes=plan.max_shard_bytes)
-    files = Files(
-        target,
-        progress,
-        patterns=_SAFETENSORS_PATTERNS,
-        entries=(INDEX_NAME, _SINGLE_NAME),  # an earlier export had one of these
-        overwrite=plan.overwrite,
-    )
-    files.check()
+    if left_out and not skip_non_tensors:
+        raise UnsupportedValueError(
+            f"safetensors files hold tensors alone, and of {source.uri} these are Python objects: "
+            f"{quote_names(sorted(left_out))}",
+            uri=source.uri,
+            hint=Hint(
+                advice="Leave them out with {option}, include only names of tensors, or export in the format 'torch'.",
+                option="skip_non_tensors",
+                value="True",
+            ),
+        )
+    tensors = {name: manifest.tensors[fqn] for name, fqn in fqns.items()}
+    _check_tensors(fqns, tensors, source.uri)
+    shards = name_shards(tensors, max_shard_bytes=max_shard_bytes)
     index = build_index(shards)
-    progress.expect(sum(shard.layout.size_bytes for shard in shards) + (len(index) if len(shards) > 1 else 0))
-    files.clear([*(shard.name for shard in shards), *([INDEX_NAME] if len(shards) > 1 else [])])
+    last = (
+        {INDEX_NAME: functools.partial(PieceBody, [new_piece(memoryview(index), begin=0)])} if len(shards) > 1 else {}
+    )
+    files = Files(conversion, target, patterns=_SAFETENSORS_PATTERNS)
+    files.check()
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
-    budget_bytes = plan.options.read_bytes // 2
+    budget_bytes = source.options.read_bytes // 2
     reader = CheckpointReader(_limited(source, budget_bytes // target.connections), manifest)
-    try:
-        with files.upload(budget_bytes=budget_bytes) as submit:
-            for shard in shards:
-                submit(shard.name, functools.partial(_body_of, shard, fqns, reader))
-    except BaseException:
-        reader.stop()
-        raise
-    if len(shards) > 1:
-        files.put_last(INDEX_NAME, index)
-    return Conversion(num_tensors=len(fqns), num_values=0, files=files.written, left_out=left_out)
+    written = files.write(
+        {name: shard.body_in(reader, fqns) for name, shard in shards.items()},
+        last=last,
+        num_bytes=sum(shard.layout.size_bytes for shard in shards.values()) + (len(index) if last else 0),
+        budget_bytes=budget_bytes,
+        stop_reading=reader.stop,
+    )
+    return conversion.report("safetensors", written, num_tensors=len(fqns), left_out=left_out)
 
 
 def _limited(source: Context, budget_bytes: int) -> Context:
@@ -214,25 +184,9 @@ def _limited(source: Context, budget_bytes: int) -> Context:
     return Context(source.location, options, rank=source.rank, recorder=source.recorder)
 
 
-def _check_values(fqns: tuple[str, ...], plan: ExportPlan) -> None:
-    if fqns and not plan.skip_non_tensors:
-        raise UnsupportedValueError(
-            f"safetensors files hold tensors alone, and of {plan.source.uri} these are Python objects: "
-            f"{quote_names(sorted(fqns))}",
-            uri=plan.source.uri,
-            hint=Hint(
-                advice="Leave them out with {option}, include only names of tensors, or export in the format 'torch'.",
-                option="skip_non_tensors",
-                value="True",
-            ),
-        )
-
-
-def _entries(manifest: Manifest, fqns: dict[str, str], uri: str) -> list[HeaderEntry]:
-    """Return the tensors of the files under their new names. Raises `UnsupportedValueError` for a dtype or a name."""
-    unknown = {
-        fqn: manifest.tensors[fqn].dtype for fqn in fqns.values() if manifest.tensors[fqn].dtype not in SAFETENSORS_TAG
-    }
+def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor], uri: str) -> None:
+    """Raise `UnsupportedValueError` for a dtype or a name that safetensors files cannot have."""
+    unknown = {fqns[name]: each.dtype for name, each in tensors.items() if each.dtype not in SAFETENSORS_TAG}
     if unknown:
         raise UnsupportedValueError(
             f"safetensors files that every reader can open have no dtype for "
@@ -240,123 +194,96 @@ def _entries(manifest: Manifest, fqns: dict[str, str], uri: str) -> list[HeaderE
             "they are saved, leave them out with include, or export in the format 'torch'",
             uri=uri,
         )
-    if _RESERVED_NAME in fqns:
+    if _RESERVED_NAME in tensors:
         raise UnsupportedValueError(
             f"no tensor of a safetensors file can be called {_RESERVED_NAME!r}, as one of {uri} is", uri=uri
         )
-    entries = []
-    for name, fqn in fqns.items():
-        tensor = manifest.tensors[fqn]
-        num_bytes = ITEMSIZE_BYTES[tensor.dtype]
-        for length in tensor.shape:
-            num_bytes *= length
-        entries.append(HeaderEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, offsets=None, num_bytes=num_bytes))
-    return entries
 
 
-def _body_of(shard: Shard, fqns: dict[str, str], reader: CheckpointReader, arena: Arena) -> TensorsBody:
-    layout = shard.layout
-    return TensorsBody(
-        layout.header,
-        [fqns[entry.fqn] for entry in shard.entries],
-        layout.begins,
-        size_bytes=layout.size_bytes,
-        reader=reader,
-        arena=arena,
-    )
+def name_shards(tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int) -> dict[str, TensorFile]:
+    """Plan the files of an export, by their names."""
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    files = plan_files(shapes, file_bytes=max_shard_bytes) or [TensorFile(entries=(), layout=lay_out(()))]
+    if len(files) == 1:
+        return {_SINGLE_NAME: files[0]}
+    return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}
 
 
-def export_torch(plan: ExportPlan, progress: Progress) -> Conversion:
-    """Export as one file of ``torch.save``."""
-    folder, name = folder_and_name(plan.target)
-    target = Context(folder, plan.target_options, rank=0)
-    files = Files(target, progress, patterns=(glob.escape(name),), entries=(name,), overwrite=plan.overwrite)
+def build_index(shards: Mapping[str, TensorFile]) -> bytes:
+    """Build the index that ``transformers`` and torch's reader expect beside several files."""
+    weight_map = {entry.fqn: name for name, shard in shards.items() for entry in shard.entries}
+    total_bytes = sum(entry.num_bytes for shard in shards.values() for entry in shard.entries)
+    document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def _export_torch(conversion: Conversion) -> ConversionReport:
+    source, options = conversion.source, conversion.source.options
+    folder, name = folder_and_name(conversion.target.location)
+    target = Context(folder, conversion.target.options, rank=0)
+    files = Files(conversion, target, patterns=(glob.escape(name),))
     files.check()
-    state_dict, done = _load(plan)
+    state_dict = load_whole(source.location, options, conversion.selection, allow_pickle=conversion.allow_pickle)
+    if not state_dict:
+        raise UnsupportedValueError(f"{source.uri} holds nothing to export", uri=source.uri)
+    flat = flatten_entries(state_dict, uri=source.uri)
+    num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
     with tempfile.TemporaryDirectory(prefix="cloudckpt-export-") as scratch:
         path = Path(scratch, "state.pt")
         torch.save(state_dict, path)
-        size_bytes = path.stat().st_size
-        progress.expect(size_bytes)
-        files.clear([name])
-        with files.upload(budget_bytes=plan.options.read_bytes) as submit:
-            submit(name, functools.partial(FileBody, path, size_bytes=size_bytes))
-    return Conversion(num_tensors=done[0], num_values=done[1], files=files.written)
-
-
-def _load(plan: ExportPlan) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Load the state dict. Return it with the number of its tensors and of its values."""
-    state_dict = load_whole(
-        plan.source,
-        plan.options,
-        include=plan.include,
-        strip_prefix=plan.strip_prefix,
-        allow_pickle=plan.allow_pickle,
-    )
-    if not state_dict:
-        raise UnsupportedValueError(f"{plan.source.uri} holds nothing to export", uri=plan.source.uri)
-    flat = flatten_entries(state_dict, uri=plan.source.uri)
-    num_tensors = sum(isinstance(value, torch.Tensor) for value in flat.values())
-    return state_dict, (num_tensors, len(flat) - num_tensors)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One safetensors file of an export."""
-
-    name: str
-    entries: tuple[HeaderEntry, ...]
-    """In the order in which they are stored."""
-    layout: Layout
-
-
-def split_into_shards(entries: Sequence[HeaderEntry], *, max_shard_bytes: int) -> list[Shard]:
-    """Split tensors into files of at most `max_shard_bytes` each. A larger tensor gets a file of its own.
-
-    The entries keep their order from file to file, as in ``huggingface_hub.split_torch_state_dict_into_shards``. In
-    each file, the largest elements come first, so that all are aligned.
-    """
-    groups = pack([entry.num_bytes for entry in entries], object_bytes=max_shard_bytes) or [range(0)]
-    shards = []
-    for number, group in enumerate(groups, start=1):
-        members = [entries[i] for i in group]
-        members = [members[i] for i in sort_for_storage(members)]
-        name = _SINGLE_NAME if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        shards.append(Shard(name=name, entries=tuple(members), layout=lay_out(members)))
-    return shards
-
-
-def build_index(shards: Sequence[Shard]) -> bytes:
-    """Build the index that ``transformers`` and torch's reader expect beside several files."""
-    weight_map = {entry.fqn: shard.name for shard in shards for entry in shard.entries}
-    total_bytes = sum(entry.num_bytes for shard in shards for entry in shard.entries)
-    document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(document, indent=2).encode() + b"\n"
+        content = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)  # mapped, not read
+        written = files.write(
+            {name: functools.partial(PieceBody, [new_piece(content, begin=0)])},
+            num_bytes=content.nbytes,
+            budget_bytes=options.read_bytes,
+        )
+    return conversion.report("torch", written, num_tensors=num_tensors, num_values=len(flat) - num_tensors)
 
 
 class Files:
     """Files of one export in one folder of a store.
 
     `patterns` match the names that an export of this format writes. If such a file exists, `check` fails, unless
-    `overwrite`. `clear` then removes the old export before any file is written, beginning with `entries`, the files by
-    which readers find the others.
+    the export may overwrite. `write` then removes the old export before any file is written, beginning with those whose
+    names are patterns: by these, readers find the others.
     """
 
-    def __init__(
-        self, target: Context, progress: Progress, *, patterns: Sequence[str], entries: Sequence[str], overwrite: bool
-    ) -> None:
+    def __init__(self, conversion: Conversion, target: Context, *, patterns: Sequence[str]) -> None:
         self._target = target
-        self._progress = progress
+        self._progress = conversion.progress
+        self._overwrite = conversion.overwrite
         self._patterns = patterns
-        self._entries = entries
-        self._overwrite = overwrite
-        self.written: dict[str, int] = {}
-        """The sizes, by their names."""
 
     def check(self) -> None:
         """Raise `CheckpointExistsError` if a file exists that may not be replaced."""
         if not self._overwrite:
             self._refuse(self._find_names())
+
+    def write(
+        self,
+        bodies: Mapping[str, BodyIn],
+        *,
+        last: Mapping[str, BodyIn] | None = None,
+        num_bytes: int,
+        budget_bytes: int,
+        stop_reading: Callable[[], None] = lambda: None,
+    ) -> dict[str, int]:
+        """Replace the earlier export by new files, and return their sizes. A failure removes all files.
+
+        Readers find the others by those of `last`. Raises what `check` raises.
+        """
+        self._progress.expect(num_bytes)
+        self._clear([*bodies, *(last or ())])
+        receipts, _ = upload(
+            self._target,
+            bodies,
+            last=last,
+            progress=self._progress,
+            budget_bytes=budget_bytes,
+            tile_bytes=_TILE_BYTES,
+            stop_reading=stop_reading,
+        )
+        return {receipt.key: receipt.size_bytes for receipt in receipts}
 
     def _refuse(self, found: Sequence[str]) -> None:
         if found:
@@ -370,62 +297,21 @@ class Files:
                 ),
             )
 
-    def clear(self, names: Iterable[str]) -> None:
+    def _clear(self, names: Iterable[str]) -> None:
         """Remove the export that is to be replaced. Without `overwrite`, make sure that no file has one of `names`.
 
-        Raises what `check` raises. A HEAD finds what a listing may have left out.
+        A HEAD finds what a listing may have left out.
         """
         target = self._target
         if not self._overwrite:
             self._refuse([name for name in names if self._is_there(name)])
             return
-        doomed = sorted(self._find_names(), key=lambda name: name not in self._entries)
+        doomed = sorted(self._find_names(), key=lambda name: name not in self._patterns)
         if doomed:
             target.retrier.call(target.store.delete, doomed)
 
-    @contextlib.contextmanager
-    def upload(self, *, budget_bytes: int) -> Iterator[Callable[[str, Callable[[Arena], Body]], None]]:
-        """Yield a function that uploads a file of a given name and body. All files exist when the context ends."""
-        part_bytes = choose_held_part_bytes(
-            budget_bytes,
-            connections=self._target.connections,
-            most_bytes=self._target.options.advanced.part_bytes,
-            tile_bytes=_TILE_BYTES,
-        )
-        with (
-            contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
-            upload_session(
-                self._target, self._progress, part_bytes=part_bytes, tile_bytes=_TILE_BYTES, resumable=False
-            ) as session,
-        ):
-
-            def submit(name: str, body_in: Callable[[Arena], Body]) -> None:
-                session.submit(name, body_in(arena))
-
-            yield submit
-            session.tasks.join()
-            self.written |= {receipt.key: receipt.size_bytes for receipt in session.receipts()}
-
-    def put_last(self, name: str, content: bytes) -> None:
-        """Put the file by which readers find the others. A failure removes all files."""
-        target, views = self._target, [memoryview(content)]
-        try:
-            target.retrier.call(target.store.put, name, views, crc32c=crc32c_of(views))
-        except StoreError:
-            try:
-                target.new_retrier().call(target.store.delete, [name, *self.written])  # the put may have succeeded
-            except StoreError as error:
-                _log.warning("could not remove what a failed export left: %s", error)
-            raise
-        self.written[name] = len(content)
-        self._progress.add(len(content))
-
     def _find_names(self) -> list[str]:
         """Find the files of an earlier export. Two listings must agree, because one may lack a file."""
-
-        def look() -> tuple[list[str], Hashable]:
-            names = self._list_names()
-            return names, ("found", *names)
 
         def changing() -> CheckpointChangedError:
             return CheckpointChangedError(
@@ -433,7 +319,7 @@ class Files:
                 uri=self._target.uri,
             )
 
-        return look_until_stable(look, changing=changing)
+        return look_until_stable(self._list_names, changing=changing)
 
     def _is_there(self, name: str) -> bool:
         try:
@@ -442,13 +328,11 @@ class Files:
             return False
         return True
 
-    def _list_names(self) -> list[str]:
+    def _list_names(self) -> tuple[list[str], Hashable]:
         target = self._target
         # A folder can hold very many other files, so only these prefixes are listed.
         prefixes = {_WILDCARD.split(pattern, maxsplit=1)[0] for pattern in self._patterns}
         infos = target.retrier.call(lambda: [info for prefix in prefixes for info in target.store.list(prefix)])
-        names = {info.key for info in infos if "/" not in info.key}
-        return sorted(name for name in names if any(fnmatch.fnmatchcase(name, each) for each in self._patterns))
-
-
-_EXPORTERS = {"safetensors": export_safetensors, "torch": export_torch}
+        keys = {info.key for info in infos if "/" not in info.key}
+        names = sorted(key for key in keys if any(fnmatch.fnmatchcase(key, each) for each in self._patterns))
+        return names, ("found", *names)

@@ -4,97 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import pickle
-import platform
 import tempfile
-import time
 import uuid
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt._version import __version__
 from cloudckpt.api import save
-from cloudckpt.commit.commit_time import draw_commit_time_ns
-from cloudckpt.convert.bodies import TensorsBody
-from cloudckpt.convert.endpoints import TargetJob, check_apart, folder_and_name, upload_session
-from cloudckpt.convert.reports import (
+from cloudckpt.convert.bodies import TensorFile, plan_files
+from cloudckpt.convert.conversion import (
     Conversion,
     ConversionReport,
     Format,
     OnProgress,
-    Progress,
-    build_report,
+    TargetJob,
+    check_unchanged,
+    folder_and_name,
+    head_file,
+    replaced_error,
+    upload,
 )
 from cloudckpt.convert.safetensors_source import FileTensor, SafetensorsSource
-from cloudckpt.convert.state_dicts import (
-    choose_names,
-    flatten_entries,
-    load_whole,
-    parse_patterns,
-    quote_names,
-    rename_entries,
-)
+from cloudckpt.convert.state_dicts import flatten_entries, load_whole, quote_names
 from cloudckpt.errors import (
     ALLOW_PICKLE_HINT,
     CheckpointChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    IncompleteSaveError,
     InvalidOptionError,
-    ObjectNotFoundError,
     ShortObjectError,
     UnsafePickleError,
     UnsupportedValueError,
 )
 from cloudckpt.events import Event
-from cloudckpt.format.codec import pack_tiles
-from cloudckpt.format.model import (
-    FORMAT_MAJOR,
-    FORMAT_MINOR,
-    FORMAT_NAME,
-    Chunk,
-    Manifest,
-    ObjectReceipt,
-    StoredObject,
-    StoredTensor,
-)
-from cloudckpt.format.safetensors import HeaderEntry, Layout, lay_out, pack, sort_for_storage
-from cloudckpt.format.validation import find_problems
+from cloudckpt.format.model import ItemReceipts, ObjectReceipt
+from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.io.download import fetch
-from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import MIB, Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import ObjectInfo
-from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.values import unsafe_names
-from cloudckpt.uri import Location, parse_location
 
 _log = logging.getLogger("cloudckpt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportPlan:
-    """Arguments of `import_checkpoint`, checked."""
-
-    source: Location
-    target: Location
-    options: Options
-    target_options: Options
-    include: tuple[str, ...]
-    add_prefix: str
-    tie: dict[str, str]
-    """Names of tensors by their additional names."""
-    overwrite: bool
-    allow_pickle: bool
 
 
 def import_checkpoint(
@@ -146,198 +113,125 @@ def import_checkpoint(
         CheckpointExistsError: A checkpoint exists at `target`.
 
     """
-    begun_s = time.monotonic()
-    if format not in _IMPORTERS:
-        raise InvalidOptionError(f"format must be one of {', '.join(map(repr, _IMPORTERS))}, not {format!r}")
-    options, target_options = options or Options(), target_options or Options()
-    plan = ImportPlan(
-        source=parse_location(source),
-        target=parse_location(target),
+    if format not in ("safetensors", "torch", "dcp"):
+        raise InvalidOptionError(f"format must be one of 'safetensors', 'torch', 'dcp', not {format!r}")
+    ties = dict(tie or {})
+    if not all(isinstance(name, str) and name for pair in ties.items() for name in pair):
+        raise InvalidOptionError(f"tie must be names of tensors by further names for them, not {tie!r}")
+    if ties and format != "safetensors":
+        raise InvalidOptionError(f"tie is for safetensors files: those of {format=} have the tied tensors' names")
+    conversion = Conversion(
+        source,
+        target,
         options=options,
         target_options=target_options,
-        include=parse_patterns(include),
-        add_prefix=add_prefix,
-        tie=_parse_tie(tie, format),
         overwrite=overwrite,
+        on_progress=on_progress,
+        include=include,
+        add_prefix=add_prefix,
         allow_pickle=allow_pickle,
     )
-    check_apart(plan.source, plan.target, options, target_options)
-    report = build_report(
-        plan.source, plan.target, format, _IMPORTERS[format](plan, Progress(on_progress)), begun_s=begun_s
-    )
+    if format == "safetensors":
+        report = _import_safetensors(conversion, ties)
+    elif format == "torch":
+        report = _import_torch(conversion)
+    else:
+        report = _import_dcp(conversion)
     _log.info("imported %s", report)
     return report
 
 
-def _parse_tie(tie: Mapping[str, str] | None, kind: Format) -> dict[str, str]:
-    found = dict(tie or {})
-    if not all(isinstance(name, str) and name for pair in found.items() for name in pair):
-        raise InvalidOptionError(f"tie must be names of tensors by further names for them, not {tie!r}")
-    if found and kind != "safetensors":
-        raise InvalidOptionError(f"tie is for safetensors files: those of format={kind!r} have the tied tensors' names")
-    return found
-
-
-def _check_names_of_ties(plan: ImportPlan, fqns: Collection[str]) -> None:
-    for name, kept in plan.tie.items():
-        if kept not in fqns:
-            raise InvalidOptionError(
-                f"no tensor of {plan.source.uri} is called {kept!r}, as tie says. It has {quote_names(sorted(fqns))}"
-            )
-        if name in fqns:
-            raise InvalidOptionError(f"{name!r} is in {plan.source.uri} already, and needs no tie")
-
-
-def import_safetensors(plan: ImportPlan, progress: Progress) -> Conversion:
-    """Import safetensors files, streamed."""
-    source = SafetensorsSource(plan.source, plan.options)
-    target = Context(plan.target, plan.target_options, rank=0)
+def _import_safetensors(conversion: Conversion, tie: Mapping[str, str]) -> ConversionReport:
+    target, progress = conversion.target, conversion.progress
+    source = SafetensorsSource(conversion.source)
     tensors = source.tensors
-    _check_names_of_ties(plan, tensors)
-    ties = {**source.ties, **plan.tie}
-    names = choose_names([*tensors, *ties], include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri)
-    names_of: dict[str, list[str]] = {}  # of each stored tensor, its own name first
+    for name, kept in tie.items():
+        if kept not in tensors:
+            raise InvalidOptionError(
+                f"no tensor of {conversion.source.uri} is called {kept!r}, as tie says. It has "
+                f"{quote_names(sorted(tensors))}"
+            )
+        if name in tensors:
+            raise InvalidOptionError(f"{name!r} is in {conversion.source.uri} already, and needs no tie")
+    ties = {**source.ties, **tie}
+    names = conversion.selection.choose_names([*tensors, *ties])
+    names_of: defaultdict[str, list[str]] = defaultdict(list)  # of each stored tensor, its own name first
     for fqn, name in names.items():
-        names_of.setdefault(ties.get(fqn, fqn), []).append(name)
-    objects = _pack_objects(tensors, names_of, object_bytes=plan.target_options.advanced.object_bytes)
-    save_id = str(uuid.uuid4())
-    job = TargetJob(target, save_id=save_id)
-    job.check(overwrite=plan.overwrite)
-    progress.expect(sum(layout.size_bytes for _, layout in objects))
-    keys = [job.key(number) for number in range(len(objects))]
+        names_of[ties.get(fqn, fqn)].append(name)
+    fqns = {its_names[0]: fqn for fqn, its_names in names_of.items()}
+    advanced = target.options.advanced
+    shapes = {name: (tensors[fqn].dtype, tensors[fqn].shape) for name, fqn in fqns.items()}
+    files = plan_files(shapes, file_bytes=advanced.object_bytes)
+    job = TargetJob(target, save_id=str(uuid.uuid4()))
+    job.check(overwrite=conversion.overwrite)
+    progress.expect(sum(file.layout.size_bytes for file in files))
     try:
-        receipts = _upload_objects(objects, source, job, target, plan=plan, progress=progress)
+        receipts, _ = upload(
+            target,
+            {job.key(number): file.body_in(source, fqns) for number, file in enumerate(files)},
+            leftovers=job.leftovers(),
+            progress=progress,
+            budget_bytes=conversion.source.options.read_bytes,
+            tile_bytes=advanced.tile_bytes,
+            stop_reading=source.stop,
+        )
         source.check_unchanged()
-        manifest = _build_manifest(
-            objects, receipts, names_of, tensors=tensors, attempt=job.attempt, save_id=save_id, plan=plan
-        )
     except BaseException:
-        job.remove(keys)
+        job.remove(job.key(number) for number in range(len(files)))
         raise
-    job.commit_manifest(manifest, [receipt.key for receipt in receipts])
-    return Conversion(num_tensors=len(names), num_values=0, files={each.key: each.size_bytes for each in receipts})
+    further_names = {its_names[0]: its_names for its_names in names_of.values()}
+    job.commit(
+        Metadata({name: _describe(tensors[ties.get(fqn, fqn)]) for fqn, name in names.items()}),
+        [[_result_of(*each, further_names, advanced.tile_bytes) for each in zip(files, receipts, strict=True)]],
+    )
+    sizes = {receipt.key: receipt.size_bytes for receipt in receipts}
+    return conversion.report("safetensors", sizes, num_tensors=len(names))
 
 
-def _pack_objects(
-    tensors: dict[str, FileTensor], names_of: dict[str, list[str]], *, object_bytes: int
-) -> list[tuple[list[str], Layout]]:
-    """Return for each data object the source's names of its tensors, and their layout."""
-    fqns = list(names_of)
-    sizes = [tensors[fqn].end - tensors[fqn].begin for fqn in fqns]
-    objects = []
-    for group in pack(sizes, object_bytes=object_bytes):
-        members = [fqns[i] for i in group]
-        entries = [_entry(names_of[fqn][0], tensors[fqn]) for fqn in members]
-        order = sort_for_storage(entries)
-        objects.append(([members[i] for i in order], lay_out([entries[i] for i in order])))
-    return objects
+def _describe(tensor: FileTensor) -> TensorStorageMetadata:
+    """Describe a tensor of a file as a planner of torch describes one that is saved whole."""
+    shape = torch.Size(tensor.shape)
+    chunk = ChunkStorageMetadata(offsets=torch.Size([0] * len(shape)), sizes=shape)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype_of(tensor.dtype)), size=shape, chunks=[chunk])
 
 
-def _entry(name: str, tensor: FileTensor) -> HeaderEntry:
-    num_bytes = tensor.end - tensor.begin
-    return HeaderEntry(fqn=name, dtype=tensor.dtype, shape=tensor.shape, offsets=None, num_bytes=num_bytes)
-
-
-def _upload_objects(
-    objects: Sequence[tuple[list[str], Layout]],
-    source: SafetensorsSource,
-    job: TargetJob,
-    target: Context,
-    *,
-    plan: ImportPlan,
-    progress: Progress,
-) -> list[ObjectReceipt]:
-    budget_bytes, tile_bytes = plan.options.read_bytes, plan.target_options.advanced.tile_bytes
-    part_bytes = choose_held_part_bytes(
-        budget_bytes,
-        connections=target.connections,
-        most_bytes=target.options.advanced.part_bytes,
+def _result_of(
+    file: TensorFile, stored_in: ObjectReceipt, names_of: Mapping[str, Sequence[str]], tile_bytes: int
+) -> WriteResult:
+    """Return the result of writing a file whose tensors have these names, by the first one of each."""
+    items = [
+        (name, entry, begin)
+        for entry, begin in zip(file.entries, file.layout.begins, strict=True)
+        for name in names_of[entry.fqn]
+    ]
+    receipts = ItemReceipts(
+        stored_in=stored_in,
         tile_bytes=tile_bytes,
+        fqns=[name for name, _, _ in items],
+        offsets=[(0,) * len(entry.shape) for _, entry, _ in items],
+        begins=array("q", [begin for _, _, begin in items]),
+        ends=array("q", [begin + entry.num_bytes for _, entry, begin in items]),
+        dtypes=[entry.dtype for _, entry, _ in items],
+        lengths=[entry.shape for _, entry, _ in items],
+        transforms=[()] * len(items),
     )
-    leftovers = job.leftovers()
-    with (
-        contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
-        upload_session(
-            target, progress, part_bytes=part_bytes, tile_bytes=tile_bytes, resumable=target.options.resume
-        ) as session,
-    ):
-        body_of = functools.partial(TensorsBody, reader=source, arena=arena)
-        try:
-            for number, (fqns, layout) in enumerate(objects):
-                body = body_of(layout.header, fqns, layout.begins, size_bytes=layout.size_bytes)
-                session.submit(job.key(number), body, leftovers.get(job.key(number), []))
-            session.tasks.join()
-            return session.receipts()
-        except BaseException:
-            source.stop()
-            raise
-
-
-def _build_manifest(
-    objects: Sequence[tuple[list[str], Layout]],
-    receipts: Sequence[ObjectReceipt],
-    names_of: dict[str, list[str]],
-    *,
-    tensors: dict[str, FileTensor],
-    attempt: str,
-    save_id: str,
-    plan: ImportPlan,
-) -> Manifest:
-    stored: dict[str, StoredTensor] = {}
-    for index, (fqns, layout) in enumerate(objects):
-        for fqn, begin in zip(fqns, layout.begins, strict=True):
-            tensor = tensors[fqn]
-            end = begin + tensor.end - tensor.begin
-            chunk = Chunk((0,) * len(tensor.shape), tensor.shape, index, begin, end)
-            for name in names_of[fqn]:
-                stored[name] = StoredTensor(dtype=tensor.dtype, shape=tensor.shape, chunks=[chunk])
-    manifest = Manifest(
-        format=FORMAT_NAME,
-        version=(FORMAT_MAJOR, FORMAT_MINOR),
-        attempt=attempt,
-        created_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        committed_at_ns=draw_commit_time_ns(),
-        world_size=1,
-        software={"cloudckpt": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        tile_bytes=plan.target_options.advanced.tile_bytes,
-        objects=[
-            StoredObject(key=each.key, size=each.size_bytes, crc32c=pack_tiles(each.tile_crc32cs)) for each in receipts
-        ],
-        tensors=stored,
-        values={},
-        save_id=save_id,
-        metadata=dict(plan.target_options.metadata),
-    )
-    problems = find_problems(manifest)
-    if problems:
-        raise IncompleteSaveError(
-            f"what was read from {plan.source.uri} makes no whole checkpoint: {'; '.join(problems[:3])}",
-            uri=plan.target.uri,
-        )
-    return manifest
+    return WriteResult(MetadataIndex(stored_in.key), size_in_bytes=stored_in.size_bytes, storage_data=receipts)
 
 
 _PIECE_BYTES = 16 * MIB
 _DCP_SUFFIXES = (".metadata", ".distcp")
 
 
-def import_torch(plan: ImportPlan, progress: Progress) -> Conversion:
-    """Import a file of ``torch.save``."""
-    with _read(plan) as (found, check_unchanged):
-        state_dict = found
-        if plan.include or plan.add_prefix:
-            state_dict = rename_entries(
-                state_dict, include=plan.include, add_prefix=plan.add_prefix, uri=plan.source.uri
-            )
-        return _save_state_dict(state_dict, plan, progress, check_unchanged)
+def _import_torch(conversion: Conversion) -> ConversionReport:
+    with _read(conversion) as (found, check_unchanged):
+        return _save_state_dict("torch", conversion.selection.rename_entries(found), conversion, check_unchanged)
 
 
-def import_dcp(plan: ImportPlan, progress: Progress) -> Conversion:
-    """Import a checkpoint of torch's own DCP format."""
-    context = Context(plan.source, plan.options, rank=0)
+def _import_dcp(conversion: Conversion) -> ConversionReport:
+    source = conversion.source
 
     def files() -> list[ObjectInfo]:
-        found = context.retrier.collect(context.store.list)
+        found = source.retrier.collect(source.store.list)
         return sorted((info for info in found if info.key.endswith(_DCP_SUFFIXES)), key=lambda info: info.key)
 
     def check_unchanged() -> None:
@@ -345,26 +239,21 @@ def import_dcp(plan: ImportPlan, progress: Progress) -> Conversion:
         if len(now) != len(before) or any(
             one.key != other.key or not one.is_same_write(other) for one, other in zip(now, before, strict=True)
         ):
-            raise _replaced_error(plan.source.uri)
+            raise replaced_error(source.uri)
 
     before = files()
-    state_dict = load_whole(
-        plan.source,
-        plan.options,
-        include=plan.include,
-        add_prefix=plan.add_prefix,
-        allow_pickle=plan.allow_pickle,
-    )
-    return _save_state_dict(state_dict, plan, progress, check_unchanged)
+    state_dict = load_whole(source.location, source.options, conversion.selection, allow_pickle=conversion.allow_pickle)
+    return _save_state_dict("dcp", state_dict, conversion, check_unchanged)
 
 
 def _save_state_dict(
-    state_dict: dict[str, Any], plan: ImportPlan, progress: Progress, check_unchanged: Callable[[], None]
-) -> Conversion:
-    flat = flatten_entries(state_dict, uri=plan.source.uri)
+    kind: Format, state_dict: dict[str, Any], conversion: Conversion, check_source_unchanged: Callable[[], None]
+) -> ConversionReport:
+    target, progress = conversion.target, conversion.progress
+    flat = flatten_entries(state_dict, uri=conversion.source.uri)
     tensors = [value for value in flat.values() if isinstance(value, torch.Tensor)]
     progress.expect(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    theirs = plan.target_options.on_event
+    theirs = target.options.on_event
     sizes: dict[str, int] = {}
 
     def on_event(event: Event) -> None:
@@ -373,43 +262,36 @@ def _save_state_dict(
         elif event.name == "save.object_uploaded":
             sizes[event.key] = event.num_bytes
         elif event.name == "save.committing":
-            check_unchanged()
+            check_source_unchanged()
         if theirs is not None:
             theirs(event)
 
-    options = dataclasses.replace(plan.target_options, on_event=on_event)
-    save(state_dict, plan.target.uri, no_dist=True, overwrite=plan.overwrite, options=options)
-    return Conversion(num_tensors=len(tensors), num_values=len(flat) - len(tensors), files=sizes)
+    options = dataclasses.replace(target.options, on_event=on_event)
+    save(state_dict, target.uri, no_dist=True, overwrite=conversion.overwrite, options=options)
+    return conversion.report(kind, sizes, num_tensors=len(tensors), num_values=len(flat) - len(tensors))
 
 
 @contextlib.contextmanager
-def _read(plan: ImportPlan) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
+def _read(conversion: Conversion) -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
     """Yield the content of the file, mapped into memory, and a check that raises if the file was replaced."""
-    folder, name = folder_and_name(plan.source)
-    context = Context(folder, plan.options, rank=0)
+    location = conversion.source.location
+    folder, name = folder_and_name(location)
+    context = Context(folder, conversion.source.options, rank=0)
     with tempfile.TemporaryDirectory(prefix="cloudckpt-import-") as scratch:
-        is_local = plan.source.scheme == "file"
-        path = plan.source.path if is_local else str(Path(scratch, "state.pt"))
+        is_local = location.scheme == "file"
+        path = location.path if is_local else str(Path(scratch, "state.pt"))
 
         def look() -> tuple[dict[str, Any], ObjectInfo]:
-            try:
-                info = context.retrier.call(context.store.head, name)
-            except ObjectNotFoundError as error:
-                raise CheckpointNotFoundError(f"{plan.source.uri} is not there", uri=plan.source.uri) from error
+            info = head_file(context, name)
             if not is_local:
                 _download(context, name, info, path)
-            check_unchanged(info)
-            return _unpickle(path, plan), info
-
-        def check_unchanged(info: ObjectInfo) -> None:
-            # One HEAD may be wrong, so two have to agree.
-            if not any(context.retrier.call(context.store.head, name).is_same_write(info) for _ in range(2)):
-                raise _replaced_error(plan.source.uri)
+            check_unchanged(context, [info])
+            return _unpickle(path, location.uri, allow_pickle=conversion.allow_pickle), info
 
         # No checksum covers the file, so an answer that is wrong once must not count.
         doubted = (CheckpointNotFoundError, CheckpointChangedError, CorruptCheckpointError, ShortObjectError)
         state_dict, info = context.retrier.confirm(look, doubted)
-        yield state_dict, lambda: check_unchanged(info) if is_local else None
+        yield state_dict, lambda: check_unchanged(context, [info] if is_local else [])
 
 
 def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
@@ -420,18 +302,12 @@ def _download(context: Context, name: str, info: ObjectInfo, path: str) -> None:
             file.write(piece)
 
 
-def _replaced_error(uri: str) -> CheckpointChangedError:
-    return CheckpointChangedError(
-        f"{uri} was replaced while it was read, so nothing was committed. Import again", uri=uri
-    )
-
-
-def _unpickle(path: str, plan: ImportPlan) -> dict[str, Any]:
-    uri = plan.source.uri
+def _unpickle(path: str, uri: str, *, allow_pickle: bool) -> dict[str, Any]:
     try:
-        found = _load(path, weights_only=not plan.allow_pickle)
+        mmap = zipfile.is_zipfile(path)  # files of older versions of torch cannot be mapped into memory
+        found = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mmap)
     except Exception as error:  # a pickle can raise any exception
-        if isinstance(error, pickle.UnpicklingError) and not plan.allow_pickle:
+        if isinstance(error, pickle.UnpicklingError) and not allow_pickle:
             raise UnsafePickleError(
                 f"{uri} holds more than tensors and plain values, so that reading it could run any code (it uses "
                 f"{unsafe_names(path)}), or it is no file of torch.save",
@@ -449,11 +325,3 @@ def _unpickle(path: str, plan: ImportPlan) -> dict[str, Any]:
         )
         raise UnsupportedValueError(f"{uri} holds no state dict with names, but {what}", uri=uri)
     return found
-
-
-def _load(path: str, *, weights_only: bool) -> Any:
-    mmap = zipfile.is_zipfile(path)  # files of older versions of torch cannot be mapped into memory
-    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
-
-
-_IMPORTERS = {"safetensors": import_safetensors, "torch": import_torch, "dcp": import_dcp}

@@ -12,20 +12,19 @@ from pathlib import Path
 import msgspec
 
 from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, look_until_stable, manifest_number
-from cloudckpt.convert.endpoints import folder_and_name
+from cloudckpt.convert.conversion import check_unchanged, folder_and_name, head_file, naming_missing_file
 from cloudckpt.convert.state_dicts import quote_names
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    ObjectNotFoundError,
     UnsupportedValueError,
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.format.safetensors import LENGTH_BYTES, find_header_end
 from cloudckpt.inspect.blocks import TensorBytes
 from cloudckpt.io.download import fetch
-from cloudckpt.options import MIB, Options
+from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.stores.base import ObjectInfo
 from cloudckpt.tensors.tensor_bytes import bytes_view
@@ -57,6 +56,7 @@ _ENTRY_DECODER = msgspec.json.Decoder(_Entry)
 class FileTensor:
     """A tensor of a file. Its bytes are ``[begin, end)`` of the file."""
 
+    file: ObjectInfo
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class FileTensor:
     end: int
 
 
-def _parse_header(header: bytes, *, size_bytes: int) -> tuple[list[FileTensor], dict[str, str]]:
+def _parse_header(header: bytes, file: ObjectInfo) -> tuple[list[FileTensor], dict[str, str]]:
     """Return a file's tensors, in the order of their bytes, and its metadata, from the bytes up to the header's end.
 
     Raises `ValueError` if the file is cut or no safetensors file.
@@ -75,18 +75,18 @@ def _parse_header(header: bytes, *, size_bytes: int) -> tuple[list[FileTensor], 
         entries = {name: _ENTRY_DECODER.decode(raw) for name, raw in members.items()}
     except _UNDECODABLE as error:
         raise ValueError(f"its header is not that of a safetensors file: {error}") from error
-    tensors = [_tensor(name, entry, len(header)) for name, entry in entries.items()]
+    tensors = [_tensor(file, name, entry, len(header)) for name, entry in entries.items()]
     tensors.sort(key=lambda each: (each.begin, each.end))
     ends = [len(header), *(each.end for each in tensors)]
-    begins = [*(each.begin for each in tensors), size_bytes]
+    begins = [*(each.begin for each in tensors), file.size_bytes]
     if ends != begins:
-        if ends[-1] > size_bytes:
-            raise ValueError(f"it has {size_bytes} bytes, but its header speaks of {ends[-1]}: it was cut")
+        if ends[-1] > file.size_bytes:
+            raise ValueError(f"it has {file.size_bytes} bytes, but its header speaks of {ends[-1]}: it was cut")
         raise ValueError("its tensors do not lie back to back, from the header's end to the file's")
     return tensors, metadata
 
 
-def _tensor(name: str, entry: _Entry, base: int) -> FileTensor:
+def _tensor(file: ObjectInfo, name: str, entry: _Entry, base: int) -> FileTensor:
     dtype = _DTYPE_OF_TAG.get(entry.dtype)
     if dtype is None:
         raise ValueError(f"{name!r:.200} has the dtype {entry.dtype!r:.20}, which torch or cloudckpt does not have")
@@ -95,7 +95,7 @@ def _tensor(name: str, entry: _Entry, base: int) -> FileTensor:
         raise ValueError(f"{name!r:.200} has the impossible shape {entry.shape!r:.200} at [{begin}, {end})")
     if end - begin != math.prod(entry.shape) * ITEMSIZE_BYTES[dtype]:
         raise ValueError(f"{name!r:.200} has {end - begin} bytes, which is not what {entry.shape!r:.200} takes")
-    return FileTensor(name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
+    return FileTensor(file=file, name=name, dtype=dtype, shape=entry.shape, begin=base + begin, end=base + end)
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -107,12 +107,6 @@ _FRAMEWORK_KEY = "format"
 """Key in the metadata of nearly all files. Its value, such as ``pt``, is no tensor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Located:
-    file: ObjectInfo
-    tensor: FileTensor
-
-
 class SafetensorsSource:
     """The tensors of safetensors files by their names. The constructor reads the headers only.
 
@@ -120,37 +114,30 @@ class SafetensorsSource:
     `UnsupportedValueError`.
     """
 
-    def __init__(self, location: Location, options: Options) -> None:
-        is_file = location.name.endswith((_SUFFIX, _INDEX_SUFFIX))
-        folder: Location = location
+    def __init__(self, source: Context) -> None:
         self._name: str | None = None
-        if is_file:
-            folder, self._name = folder_and_name(location)
-        self._location = location
-        self._context = Context(folder, options, rank=0)
-        self._found: dict[str, _Located] = {}
+        self._uri, self._context = source.uri, source
+        if source.location.name.endswith((_SUFFIX, _INDEX_SUFFIX)):
+            folder, self._name = folder_and_name(source.location)
+            self._context = Context(folder, source.options, rank=source.rank)
+        self.tensors: dict[str, FileTensor] = {}
+        """Tensors by their names, in the order of the files and of the bytes in them."""
         self._metadata: dict[str, str] = {}
         # No checksum covers these files, so an answer that is wrong once must not count.
         self._context.retrier.confirm(self._look, (CheckpointNotFoundError, CorruptCheckpointError))
 
     def _look(self) -> None:
         """Find the tensors."""
-        location = self._location
-        self._found, self._metadata = {}, {}
+        self.tensors, self._metadata = {}, {}
         files, weight_map = self._files()
         for file in files:
             self._add(file, weight_map)
-        lost = sorted(set(weight_map or ()) - self._found.keys())
+        lost = sorted(set(weight_map or ()) - self.tensors.keys())
         if lost:
             raise CorruptCheckpointError(
-                f"{location.uri} lacks {quote_names(lost)}, which its index names: a file is not all there",
-                uri=location.uri,
+                f"{self._uri} lacks {quote_names(lost)}, which its index names: a file is not all there",
+                uri=self._uri,
             )
-
-    @property
-    def tensors(self) -> dict[str, FileTensor]:
-        """Tensors by their names, in the order of the files and of the bytes in them."""
-        return {name: found.tensor for name, found in self._found.items()}
 
     @property
     def ties(self) -> dict[str, str]:
@@ -158,7 +145,7 @@ class SafetensorsSource:
         return {
             name: kept
             for name, kept in self._metadata.items()
-            if kept in self._found and name not in self._found and name != _FRAMEWORK_KEY
+            if kept in self.tensors and name not in self.tensors and name != _FRAMEWORK_KEY
         }
 
     def stop(self) -> None:
@@ -170,38 +157,30 @@ class SafetensorsSource:
         runs: list[list[TensorBytes]] = []
         reached: tuple[str, int] | None = None
         for want in wanted:
-            found = self._found[want.name]
-            if not runs or reached != (found.file.key, found.tensor.begin + want.begin):
+            tensor = self.tensors[want.name]
+            if not runs or reached != (tensor.file.key, tensor.begin + want.begin):
                 runs.append([])
             runs[-1].append(want)
-            reached = found.file.key, found.tensor.begin + want.end
+            reached = tensor.file.key, tensor.begin + want.end
         for run in runs:
-            first = self._found[run[0].name]
+            first = self.tensors[run[0].name]
             views = [bytes_view(want.buffer) for want in run]
-            self._fetch(first.file.key, first.tensor.begin + run[0].begin, views)
+            self._fetch(first.file.key, first.begin + run[0].begin, views)
 
     def check_unchanged(self) -> None:
         """Raise `CheckpointChangedError` if a file was replaced since the constructor read it."""
-        context = self._context
-        for file in {found.file.key: found.file for found in self._found.values()}.values():
-            # One HEAD may be wrong, so two have to agree.
-            if not any(self._head(file.key).is_same_write(file) for _ in range(2)):
-                raise CheckpointChangedError(
-                    f"{context.store.url(file.key)} was replaced while it was read, so nothing was committed. Import "
-                    "again",
-                    uri=self._location.uri,
-                )
+        check_unchanged(self._context, {each.file.key: each.file for each in self.tensors.values()}.values())
 
     def _files(self) -> tuple[list[ObjectInfo], dict[str, str] | None]:
         """Find the files, and the file of each tensor if there is an index."""
         name = self._name
         if name is not None and name.endswith(_SUFFIX):
-            return [self._head(name)], None
+            return [head_file(self._context, name)], None
         index_name = name
         if index_name is None:
             changing = CheckpointChangedError(
-                f"{self._location.uri} lists other files each time, and no index says which there are. Import again",
-                uri=self._location.uri,
+                f"{self._uri} lists other files each time, and no index says which there are. Import again",
+                uri=self._uri,
             )
             keys, here = look_until_stable(self._listed, changing=lambda: changing)
             indices = [key for key in here if key.endswith(_INDEX_SUFFIX)]
@@ -209,17 +188,17 @@ class SafetensorsSource:
                 names = [key for key in here if key.endswith(_SUFFIX)]
                 if not names:
                     raise CheckpointNotFoundError(
-                        f"no safetensors file lies at {self._location.uri}{_instead(keys)}", uri=self._location.uri
+                        f"no safetensors file lies at {self._uri}{_instead(keys)}", uri=self._uri
                     )
-                return [self._head(key) for key in names], None
+                return [head_file(self._context, key) for key in names], None
             if len(indices) > 1 and INDEX_NAME not in indices:
                 raise UnsupportedValueError(
-                    f"{self._location.uri} has several indices: name one of {quote_names(indices)}",
-                    uri=self._location.uri,
+                    f"{self._uri} has several indices: name one of {quote_names(indices)}",
+                    uri=self._uri,
                 )
             index_name = INDEX_NAME if INDEX_NAME in indices else indices[0]
         weight_map = self._index(index_name)
-        return [self._head(key) for key in sorted(set(weight_map.values()))], weight_map
+        return [head_file(self._context, key) for key in sorted(set(weight_map.values()))], weight_map
 
     def _listed(self) -> tuple[tuple[list[str], list[str]], Hashable]:
         """List all keys, and the files of the folder. Without an index, two listings must agree on the files."""
@@ -230,12 +209,11 @@ class SafetensorsSource:
 
     def _index(self, name: str) -> dict[str, str]:
         context, url = self._context, self._context.store.url(name)
-        try:
+        with naming_missing_file():
             document = context.retrier.call(context.store.read, name, max_bytes=_MAX_INDEX_BYTES)
+        try:
             weight_map = json.loads(document)["weight_map"]
             names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-        except ObjectNotFoundError as error:
-            raise self._missing(name, error) from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{url} is no index of safetensors files: {error!r}", uri=url) from error
         foreign = sorted({file for file in names.values() if "/" in file or not file.endswith(_SUFFIX)})
@@ -243,41 +221,30 @@ class SafetensorsSource:
             raise CorruptCheckpointError(f"{url} names no files beside it, but {quote_names(foreign)}", uri=url)
         return names
 
-    def _head(self, key: str) -> ObjectInfo:
-        context = self._context
-        try:
-            return context.retrier.call(context.store.head, key)
-        except ObjectNotFoundError as error:
-            raise self._missing(key, error) from error
-
-    def _missing(self, key: str, error: ObjectNotFoundError) -> CheckpointNotFoundError:
-        url = self._context.store.url(key)
-        return CheckpointNotFoundError(f"{url} is not there: {error}", uri=self._location.uri)
-
     def _add(self, file: ObjectInfo, weight_map: dict[str, str] | None) -> None:
         url = self._context.store.url(file.key)
         try:
             end = find_header_end(self._beginning(file, min(LENGTH_BYTES, file.size_bytes)), size_bytes=file.size_bytes)
-            tensors, metadata = _parse_header(self._beginning(file, end), size_bytes=file.size_bytes)
+            tensors, metadata = _parse_header(self._beginning(file, end), file)
         except ValueError as error:
-            raise CorruptCheckpointError(f"{url} cannot be read: {error}", uri=self._location.uri) from error
+            raise CorruptCheckpointError(f"{url} cannot be read: {error}", uri=self._uri) from error
         if _SHARDS_KEY in metadata:
             raise UnsupportedValueError(
                 f"{url} holds shards of tensors, as torch's HuggingFaceStorageWriter writes them. Put them together "
                 "first: torch.distributed.checkpoint.HuggingFaceStorageWriter(…, enable_consolidation=True)",
-                uri=self._location.uri,
+                uri=self._uri,
             )
         self._metadata |= metadata
         for tensor in tensors:
             if weight_map is not None and weight_map.get(tensor.name) != file.key:
                 continue
-            if tensor.name in self._found:
-                other = self._context.store.url(self._found[tensor.name].file.key)
+            if tensor.name in self.tensors:
+                other = self._context.store.url(self.tensors[tensor.name].file.key)
                 raise UnsupportedValueError(
                     f"{tensor.name!r} lies in {other} and in {url}, and no index says which counts",
-                    uri=self._location.uri,
+                    uri=self._uri,
                 )
-            self._found[tensor.name] = _Located(file=file, tensor=tensor)
+            self.tensors[tensor.name] = tensor
 
     def _beginning(self, file: ObjectInfo, num_bytes: int) -> bytes:
         content = bytearray(num_bytes)
@@ -286,11 +253,8 @@ class SafetensorsSource:
         return bytes(content)
 
     def _fetch(self, key: str, begin: int, views: Sequence[memoryview]) -> None:
-        context = self._context
-        try:
-            fetch(context.store, context.retrier, key=key, begin=begin, views=views)
-        except ObjectNotFoundError as error:
-            raise self._missing(key, error) from error
+        with naming_missing_file():
+            fetch(self._context.store, self._context.retrier, key=key, begin=begin, views=views)
 
 
 def _list_links(folder: Location) -> set[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,42 +24,61 @@ from cloudckpt.uri import Location
 _MAX_SHOWN = 5
 
 
-def choose_names(
-    fqns: Iterable[str], *, include: Sequence[str], strip_prefix: str = "", add_prefix: str = "", uri: str
-) -> dict[str, str]:
-    """Return the new name of each entry that matches a pattern of `include`, or of all entries if it is empty.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Entries to take of a source, by patterns of names or all of them, and their new names."""
 
-    `strip_prefix` is removed from names that begin with it. Raises `InvalidOptionError` for a pattern or a prefix that
-    fits no entry, and `UnsupportedValueError` where two entries would have one name.
-    """
-    known = list(fqns)
-    for pattern in include:
-        if not fnmatch.filter(known, pattern) and pattern not in known:
+    uri: str
+    include: tuple[str, ...] = ()
+    strip_prefix: str = ""
+    add_prefix: str = ""
+
+    def choose_names(self, fqns: Iterable[str]) -> dict[str, str]:
+        """Return the new name of each entry to take. A prefix is stripped from the names that begin with it.
+
+        Raises `InvalidOptionError` for a pattern or a prefix that fits no entry, and `UnsupportedValueError` where two
+        entries would have one name.
+        """
+        known = list(fqns)
+        for pattern in self.include:
+            if not any(matches(fqn, pattern) for fqn in known):
+                raise InvalidOptionError(
+                    f"no entry of {self.uri} matches include={pattern!r}. It has {quote_names(sorted(known))}"
+                )
+        kept = [fqn for fqn in known if self.takes(fqn)]
+        if self.strip_prefix and not any(fqn.startswith(self.strip_prefix) for fqn in kept):
             raise InvalidOptionError(
-                f"no entry of {uri} matches include={pattern!r}. It has {quote_names(sorted(known))}"
+                f"nothing that is taken of {self.uri} begins with strip_prefix={self.strip_prefix!r}. There are "
+                f"{quote_names(sorted(kept))}"
             )
-    kept = [fqn for fqn in known if not include or any(matches(fqn, pattern) for pattern in include)]
-    if strip_prefix and not any(fqn.startswith(strip_prefix) for fqn in kept):
-        raise InvalidOptionError(
-            f"nothing that is taken of {uri} begins with strip_prefix={strip_prefix!r}. There are "
-            f"{quote_names(sorted(kept))}"
-        )
-    names: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for fqn in kept:
-        name = add_prefix + fqn.removeprefix(strip_prefix)
-        if not name:
-            raise UnsupportedValueError(
-                f"nothing is left of the name {fqn!r} of {uri} without {strip_prefix!r}", uri=uri
-            )
-        if name in taken:
-            raise UnsupportedValueError(
-                f"{taken[name]!r} and {fqn!r} of {uri} would both be called {name!r}. Choose among them with include",
-                uri=uri,
-            )
-        taken[name] = fqn
-        names[fqn] = name
-    return names
+        names: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for fqn in kept:
+            name = self.add_prefix + fqn.removeprefix(self.strip_prefix)
+            if not name:
+                raise UnsupportedValueError(
+                    f"nothing is left of the name {fqn!r} of {self.uri} without {self.strip_prefix!r}", uri=self.uri
+                )
+            if name in taken:
+                raise UnsupportedValueError(
+                    f"{taken[name]!r} and {fqn!r} of {self.uri} would both be called {name!r}. Choose among them with "
+                    "include",
+                    uri=self.uri,
+                )
+            taken[name] = fqn
+            names[fqn] = name
+        return names
+
+    def takes(self, fqn: str) -> bool:
+        """Return True if an entry is to be taken."""
+        return not self.include or any(matches(fqn, pattern) for pattern in self.include)
+
+    def rename_entries(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Flatten a state dict, and rename its entries. Returns it as it is if no names change."""
+        if self == Selection(uri=self.uri):
+            return state_dict
+        flat = flatten_entries(state_dict, uri=self.uri)
+        return {name: flat[fqn] for fqn, name in self.choose_names(flat).items()}
 
 
 def matches(fqn: str, pattern: str) -> bool:
@@ -79,15 +100,7 @@ def quote_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more if names else "none"
 
 
-def load_whole(
-    source: Location,
-    options: Options,
-    *,
-    include: tuple[str, ...],
-    strip_prefix: str = "",
-    add_prefix: str = "",
-    allow_pickle: bool,
-) -> dict[str, Any]:
+def load_whole(source: Location, options: Options, selection: Selection, *, allow_pickle: bool) -> dict[str, Any]:
     """Load the state dict saved at `source`: nested as it was, or flat if names are changed.
 
     Raises what `load` raises, and `CheckpointNotFoundError` for what ranks saved separately, because a load takes that
@@ -96,26 +109,9 @@ def load_whole(
     store, retrier = open_store(source, options), Retrier(retries=options.retries, timeout_s=options.timeout_s)
     if holds_rank_checkpoints(store, retrier, is_confirmed=True):
         resolve(store, retrier)  # raises, unless these are folders beside a checkpoint
-    planner = _Planner(source.uri, include)
+    planner = _Planner(dataclasses.replace(selection, strip_prefix="", add_prefix=""))
     load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, options=options)
-    state_dict = planner.nest()
-    if strip_prefix or add_prefix:
-        return rename_entries(state_dict, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=source.uri)
-    return state_dict
-
-
-def rename_entries(
-    state_dict: Mapping[str, Any],
-    *,
-    include: tuple[str, ...] = (),
-    strip_prefix: str = "",
-    add_prefix: str = "",
-    uri: str,
-) -> dict[str, Any]:
-    """Flatten a state dict, and rename its entries."""
-    flat = flatten_entries(state_dict, uri=uri)
-    names = choose_names(flat, include=include, strip_prefix=strip_prefix, add_prefix=add_prefix, uri=uri)
-    return {name: flat[fqn] for fqn, name in names.items()}
+    return dataclasses.replace(selection, include=()).rename_entries(planner.nest())
 
 
 def flatten_entries(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
@@ -129,10 +125,9 @@ def flatten_entries(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any
 class _Planner(DefaultLoadPlanner):
     """Loads every included entry, and nests the result."""
 
-    def __init__(self, uri: str, include: tuple[str, ...]) -> None:
+    def __init__(self, selection: Selection) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._uri = uri
-        self._include = include
+        self._selection = selection
 
     def set_up_planner(
         self,
@@ -143,7 +138,7 @@ class _Planner(DefaultLoadPlanner):
         assert metadata is not None  # noqa: S101  # torch's loader gives it
         self.metadata, self.is_coordinator = metadata, is_coordinator
         self.state_dict = {}
-        for name in choose_names(metadata.state_dict_metadata, include=self._include, uri=self._uri):
+        for name in self._selection.choose_names(metadata.state_dict_metadata):
             entry = metadata.state_dict_metadata[name]
             value = None
             if isinstance(entry, TensorStorageMetadata):
@@ -155,11 +150,9 @@ class _Planner(DefaultLoadPlanner):
         assert self.metadata is not None  # noqa: S101  # torch sets it before a load ends
         saved = {} if self.metadata.planner_data is None else self.metadata.planner_data
         typed, empty = (saved.typed, saved.empty) if isinstance(saved, Nesting) else ({}, [])
-        included = [path for path in empty if not self._include or self._is_included(name_path(path))]
+        included = [path for path in empty if self._selection.takes(name_path(path))]
         try:
             return unflatten(self.state_dict, {**saved, **typed}, included)
         except ValueError as error:
-            raise CorruptCheckpointError(f"{self._uri} cannot be nested as it was: {error}", uri=self._uri) from error
-
-    def _is_included(self, name: str) -> bool:
-        return any(matches(name, pattern) for pattern in self._include)
+            uri = self._selection.uri
+            raise CorruptCheckpointError(f"{uri} cannot be nested as it was: {error}", uri=uri) from error

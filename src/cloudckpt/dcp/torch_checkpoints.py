@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
@@ -107,8 +107,8 @@ def _is_cut(store: Store, retrier: Retrier) -> bool:
         return file.read(len(_END)) != _END
 
 
-class _StoreFiles(FileSystemBase):
-    """The file system of a `FileSystemReader`: the objects of a store, for reading only."""
+class _StoreFiles:
+    """The part of a `FileSystemBase` that a `FileSystemReader` reads by, over the objects of a store."""
 
     def __init__(self, store: Store, retrier: Retrier) -> None:
         self.num_bytes_read = 0
@@ -117,8 +117,6 @@ class _StoreFiles(FileSystemBase):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "rb":
-            raise io.UnsupportedOperation(mode)
         file = _ObjectFile(self._store, self._retrier, str(path))
         with io.BufferedReader(file, _BUFFER_BYTES) as stream:
             yield stream
@@ -126,25 +124,6 @@ class _StoreFiles(FileSystemBase):
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
         return f"{path}/{suffix}" if str(path) else suffix
-
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        return str(path)
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return any(info.key == str(path) for info in self._store.list(str(path)))
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        raise io.UnsupportedOperation(f"rename {path} to {new_path}")
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        raise io.UnsupportedOperation(f"mkdir {path}")
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        raise io.UnsupportedOperation(f"rm_file {path}")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # never asked of an adapter
-        return True
 
 
 class _ObjectFile(io.RawIOBase):

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cloudckpt.api import load, save
-from cloudckpt.convert.state_dicts import load_whole
+from cloudckpt.convert.state_dicts import Selection, load_whole
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
 from cloudckpt.inspect.description import describe
 from cloudckpt.inspect.removal import delete
@@ -71,10 +71,11 @@ class CloudCheckpointIO(CheckpointIO):
         the CPU, or on `map_location` if it is a device.
         """
         allow_pickle = weights_only is False
-        flat = load_whole(parse_location(path), self._options, include=(), allow_pickle=False)
+        location = parse_location(path)
+        flat = load_whole(location, self._options, Selection(uri=location.uri), allow_pickle=False)
         if isinstance(map_location, (str, torch.device)):
             flat = {name: each.to(map_location) if torch.is_tensor(each) else each for name, each in flat.items()}
-        checkpoint: dict[str, Any] = unflatten(flat, allow_pickle=allow_pickle, uri=parse_location(path).uri)
+        checkpoint: dict[str, Any] = unflatten(flat, allow_pickle=allow_pickle, uri=location.uri)
         return checkpoint
 
     def remove_checkpoint(self, path: _Path) -> None:
@@ -105,7 +106,7 @@ def load_from_checkpoint(
     names = [tensor.name for tensor in known.tensors] + [value.name for value in known.values]
     tops = {name.partition(".")[0] for name in names}
     include = [pattern for top in sorted(tops) if not _is_training_state(top) for pattern in _patterns(top, names)]
-    found = load_whole(location, options, include=tuple(include), allow_pickle=False)
+    found = load_whole(location, options, Selection(uri=location.uri, include=tuple(include)), allow_pickle=False)
     checkpoint = unflatten(found, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri)
     checkpoint.setdefault("state_dict", found.get("state_dict", {}))  # shards are not in the skeleton
     file = io.BytesIO()

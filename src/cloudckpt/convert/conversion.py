@@ -1,0 +1,334 @@
+"""One mechanism for copies, exports and imports: two ends, bodies that are uploaded to the target, and a report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from cloudckpt.commit.attempts import data_key, data_prefix
+from cloudckpt.convert.state_dicts import Selection, parse_patterns
+from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidURIError, ObjectNotFoundError
+from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.io.resume import Body, Leftover, find_leftovers
+from cloudckpt.io.upload import UploadSession, choose_held_part_bytes
+from cloudckpt.options import Options
+from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.save import SaveJob
+from cloudckpt.stores.base import ObjectInfo
+from cloudckpt.tensors.extensions import WriteTransforms
+from cloudckpt.tensors.host_memory import Arena
+from cloudckpt.uri import Location, parse_location
+
+Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
+BodyIn: TypeAlias = Callable[[Arena], Body]
+"""Makes a body whose parts are read into the memory of an arena."""
+
+_RANK = 0  # all of this runs in one process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyReport:
+    """Result of `cloudckpt.copy`."""
+
+    source: str
+    target: str
+    attempts: tuple[str, ...]
+    """Identifiers of the copy; one for each rank if the ranks saved separately."""
+    num_objects: int
+    num_bytes: int
+    """Size of all data objects."""
+    num_service_bytes: int
+    """Bytes that the service copied, and for which it reported the CRC32C of the save."""
+    num_read_back_bytes: int
+    """Bytes that the service copied without a CRC32C, and that were read back and compared."""
+    num_reused_bytes: int
+    """Bytes that an earlier copy had left at the target (`Options.resume`), and that were read there and compared."""
+    was_there: bool
+    """True if an earlier copy had committed all of it (`Options.resume`), so that nothing was written."""
+    num_requests: int
+    num_retries: int
+    copy_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Throughput of the whole call."""
+        return self.num_bytes / self.copy_s if self.copy_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """Result of `cloudckpt.export_checkpoint` or `cloudckpt.import_checkpoint`."""
+
+    source: str
+    target: str
+    format: Format
+    num_tensors: int
+    num_values: int
+    """Number of Python objects."""
+    left_out: tuple[str, ...]
+    """Names of Python objects that an export left out (`skip_non_tensors`)."""
+    files: tuple[str, ...]
+    """Names of the files that an export wrote, in their folder; of an import, the keys of the data objects."""
+    num_bytes: int
+    """Size of the files."""
+    convert_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Throughput of the whole call."""
+        return self.num_bytes / self.convert_s if self.convert_s > 0 else 0.0
+
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes done and their total. Any thread calls it, one at a time; the first number never falls."""
+
+
+class Progress:
+    """Counts bytes for several threads."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._total_bytes = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Add `num_bytes` to the total."""
+        with self._lock:
+            self._total_bytes += num_bytes
+            self._tell()
+
+    def add(self, num_bytes: int) -> None:
+        """Add `num_bytes` to those that are done."""
+        with self._lock:
+            self._done_bytes += num_bytes
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+
+
+class Conversion:
+    """One copy, export or import: its two ends, and the arguments that all of them have.
+
+    Raises `InvalidURIError` if both ends are the same place, or one lies inside the other.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        *,
+        options: Options | None,
+        target_options: Options | None,
+        overwrite: bool,
+        on_progress: OnProgress | None,
+        include: str | Sequence[str] = (),
+        strip_prefix: str = "",
+        add_prefix: str = "",
+        allow_pickle: bool = False,
+    ) -> None:
+        self._begun_s = time.monotonic()
+        self.source = Context(parse_location(source), options or Options(), rank=_RANK)
+        self.target = Context(parse_location(target), target_options or Options(), rank=_RANK)
+        self.selection = Selection(
+            uri=self.source.uri,
+            include=parse_patterns(include),
+            strip_prefix=strip_prefix,
+            add_prefix=add_prefix,
+        )
+        self.overwrite = overwrite
+        self.allow_pickle = allow_pickle
+        self.progress = Progress(on_progress)
+        _check_apart(self.source, self.target)
+
+    @property
+    def seconds(self) -> float:
+        """The time since it began."""
+        return time.monotonic() - self._begun_s
+
+    def report(
+        self,
+        kind: Format,
+        files: Mapping[str, int],
+        *,
+        num_tensors: int,
+        num_values: int = 0,
+        left_out: tuple[str, ...] = (),
+    ) -> ConversionReport:
+        """Build the report of an export or import that wrote `files`, the sizes by the names."""
+        return ConversionReport(
+            source=self.source.uri,
+            target=self.target.uri,
+            format=kind,
+            num_tensors=num_tensors,
+            num_values=num_values,
+            left_out=left_out,
+            files=tuple(sorted(files)),
+            num_bytes=sum(files.values()),
+            convert_s=self.seconds,
+        )
+
+
+def upload(
+    target: Context,
+    bodies: Mapping[str, BodyIn],
+    *,
+    last: Mapping[str, BodyIn] | None = None,
+    leftovers: Mapping[str, Sequence[Leftover]] | None = None,
+    progress: Progress,
+    budget_bytes: int,
+    tile_bytes: int,
+    stop_reading: Callable[[], None] = lambda: None,
+) -> tuple[list[ObjectReceipt], int]:
+    """Upload an object for each key of `bodies`, and those of `last` once all others exist.
+
+    Holds at most `budget_bytes`. Each object exists whole or not at all; after a failure none does. `leftovers`, by
+    key, are used if they are the same; if they are given, `Options.resume` of the target keeps what a failure leaves.
+    A failure also calls `stop_reading`.
+
+    Returns:
+        The receipts in the order of the keys, and the number of bytes that were used of `leftovers`.
+
+    """
+
+    def on_part(key: str, num_bytes: int) -> None:
+        target.emit("save.part_uploaded", key=key, num_bytes=num_bytes)
+        progress.add(num_bytes)
+
+    with (
+        contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
+        UploadSession(
+            target.store,
+            target.retrier,
+            cleaner=target.new_retrier(),
+            hedger=target.hedger,
+            part_bytes=choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
+            tile_bytes=tile_bytes,
+            resumable=leftovers is not None and target.options.resume,
+            on_part=on_part,
+            on_completing=lambda key: target.emit("save.completing", key=key),
+            on_object=lambda key, num_bytes: target.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
+        ) as session,
+    ):
+        try:
+            for group in (bodies, last or {}):
+                for key, body_in in group.items():
+                    session.submit(key, body_in(arena), (leftovers or {}).get(key, ()))
+                session.tasks.join()
+                receipts = session.receipts()
+        except BaseException:
+            stop_reading()
+            raise
+    progress.add(session.num_reused_bytes)
+    return receipts, session.num_reused_bytes
+
+
+def choose_part_bytes(target: Context, *, budget_bytes: int, tile_bytes: int) -> int:
+    """Return the size of the parts of uploads to `target` that hold `budget_bytes` in all."""
+    return choose_held_part_bytes(
+        budget_bytes,
+        connections=target.connections,
+        most_bytes=target.options.advanced.part_bytes,
+        tile_bytes=tile_bytes,
+    )
+
+
+class TargetJob(SaveJob):
+    """A save whose objects are uploaded from other sources. Call `check`, `upload` its objects, then commit."""
+
+    def __init__(self, context: Context, *, save_id: str, copy_of: str | None = None) -> None:
+        super().__init__(context, save_id=save_id, transforms=WriteTransforms(None))
+        self._copy_of = copy_of
+
+    @property
+    def attempt(self) -> str:
+        """Identifier of this save. It exists after `check`."""
+        return self._attempt
+
+    def key(self, number: int) -> str:
+        """Return the key of the data object with that number."""
+        return data_key(self._attempt, _RANK, number)
+
+    def leftovers(self) -> dict[str, list[Leftover]]:
+        """Find what earlier attempts left and this one may use (`Options.resume`), by the keys of this one."""
+        context = self._context
+        if not context.store.capabilities.multipart:
+            return {}
+        earlier = [data_prefix(name, _RANK) for name in self._resumed]
+        found = find_leftovers(context.store, context.retrier, earlier)
+        return {data_prefix(self._attempt, _RANK) + rest: leftovers for rest, leftovers in found.items()}
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove objects that no manifest names."""
+        self._remove(keys)
+
+
+@contextlib.contextmanager
+def naming_missing_file() -> Iterator[None]:
+    """Raise `CheckpointNotFoundError` for a file of the source that does not exist."""
+    try:
+        yield
+    except ObjectNotFoundError as error:
+        raise CheckpointNotFoundError(f"{error.key} is not there: {error}", uri=error.key) from error
+
+
+def head_file(context: Context, key: str) -> ObjectInfo:
+    """Look at a file of the source. Raises `CheckpointNotFoundError` if it does not exist."""
+    with naming_missing_file():
+        return context.retrier.call(context.store.head, key)
+
+
+def check_unchanged(context: Context, files: Iterable[ObjectInfo]) -> None:
+    """Raise `CheckpointChangedError` if a file of the source was replaced since `head_file` looked at it."""
+    for file in files:
+        # One HEAD may be wrong, so two have to agree.
+        if not any(head_file(context, file.key).is_same_write(file) for _ in range(2)):
+            raise replaced_error(context.store.url(file.key))
+
+
+def replaced_error(uri: str) -> CheckpointChangedError:
+    """Return the error about a source that was replaced."""
+    return CheckpointChangedError(
+        f"{uri} was replaced while it was read, so nothing was committed. Import again", uri=uri
+    )
+
+
+def folder_and_name(location: Location) -> tuple[Location, str]:
+    """Split the location of a file into its folder and its name."""
+    folder, _, name = location.path.rpartition("/")
+    if not name:
+        raise InvalidURIError(f"{location.uri} names no file: add a name such as model.pt")
+    return dataclasses.replace(location, path=folder or ("/" if location.scheme == "file" else "")), name
+
+
+def _check_apart(source: Context, target: Context) -> None:
+    """Raise `InvalidURIError` if both are the same place, or one lies inside the other."""
+    one, other = _path_of(source.location), _path_of(target.location)
+    if _server_of(source) != _server_of(target):
+        return
+    if one == other:
+        raise InvalidURIError(f"{source.uri} is both the source and the target: there is nothing to do. Give another")
+    for inner, outer in ((one, other), (other, one)):
+        if inner.startswith(outer + "/") or not outer:
+            raise InvalidURIError(
+                f"of {source.uri} and {target.uri}, one lies inside of the other: what belongs to which could not be "
+                "told. Choose a target beside the source"
+            )
+
+
+def _server_of(context: Context) -> tuple[str, str, str]:
+    endpoint_url = str(context.options.storage_options.get("endpoint_url") or "").rstrip("/")
+    return context.location.scheme, context.location.authority, endpoint_url
+
+
+def _path_of(location: Location) -> str:
+    path = os.path.realpath(location.path) if location.scheme == "file" else location.path
+    return path.rstrip("/")

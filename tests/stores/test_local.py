@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.rights import without_roots_rights
+from tests.stores.wire_contract import DeniedContract
 
 import cloudckpt
 from cloudckpt.errors import (
@@ -29,7 +30,6 @@ from cloudckpt.errors import (
     UnsupportedOperationError,
 )
 from cloudckpt.stores.local import LocalStore, files
-from cloudckpt.testing import StoreContract
 from cloudckpt.testing.contract_base import (
     WAIT_S,
     content,
@@ -70,7 +70,7 @@ class _DeniedStore(LocalStore):
         return called
 
 
-class TestContract(StoreContract):
+class TestContract(DeniedContract):
     """Every clause, in a directory that does not exist yet."""
 
     shared_between_processes = True

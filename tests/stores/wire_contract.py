@@ -1,4 +1,4 @@
-"""Clauses about a broken network: refusals, lost answers, silence, truncated bodies."""
+"""Clauses about denied calls, and about a broken network: refusals, lost answers, silence, truncated bodies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import pytest
 from tests.wire import (
@@ -22,29 +23,33 @@ from tests.wire import (
 )
 
 from cloudckpt.errors import (
+    AccessDeniedError,
+    CredentialsError,
     InterruptedReadError,
     ObjectExistsError,
     ObjectNotFoundError,
     StoreTimeoutError,
     ThrottledError,
     TransientStoreError,
+    UnsupportedOperationError,
 )
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.contract import StoreContract
 from cloudckpt.testing.contract_base import (
-    BODY,
-    StoreCall,
     capture_outcome,
     content,
     crc,
     keys,
     make_bodies,
-    make_calls,
+    make_parts,
     put,
     read_range,
+    upload_part,
     upload_parts,
 )
 
+# The credentials may allow reading, and some stores begin an upload without a request.
+_MAY_SUCCEED = ("create_multipart", "head", "list", "list_directories", "list_uploads", "read", "read_into")
 _SLACK_S = 10.0
 """Additional time that a slow machine may take."""
 _REFUSALS: dict[str, tuple[Reply, ...]] = {
@@ -53,7 +58,46 @@ _REFUSALS: dict[str, tuple[Reply, ...]] = {
 }
 
 
-class WireContract(StoreContract):
+BODY = bytes(range(256)) * 16
+"""Content of the objects that the calls are about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCall:
+    """A repeatable call of one method of the store."""
+
+    key: str
+    run: Callable[[Store], object]
+
+
+class DeniedContract(StoreContract):
+    """The contract of all stores, with a clause for stores that refuse credentials or permissions."""
+
+    def denied(self, store: Store) -> Store:
+        """Return a store with the same root whose credentials are refused or may not write."""
+        pytest.skip("the server refuses nobody")
+
+    def test_a_denied_call_says_so(self, store: Store) -> None:
+        """The error must name the operation and the key: neither a retry nor another checkpoint helps."""
+        denied = self.denied(store)
+        calls = make_calls(store)
+        if store.probe().conditional_create:
+            calls["create"] = StoreCall(
+                key="run/created", run=lambda far: put(far, "run/created", b"x", if_absent=True)
+            )
+        before = {key: content(store, key) for key in keys(store)}
+        outcomes = {name: capture_outcome(functools.partial(call.run, denied)) for name, call in calls.items()}
+        for name, outcome in outcomes.items():
+            if name in _MAY_SUCCEED and not isinstance(outcome, Exception):
+                continue
+            assert isinstance(outcome, AccessDeniedError | CredentialsError), (name, outcome)
+            url = store.url(calls[name].key).rstrip("/")
+            assert outcome.key.startswith(url), name
+            assert url in str(outcome), name
+        assert {key: content(store, key) for key in keys(store)} == before
+
+
+class WireContract(DeniedContract):
     """The contract of all stores, with further clauses for stores over HTTP."""
 
     short_timeout_s = 1.5
@@ -234,6 +278,41 @@ class WireContract(StoreContract):
                 outcomes = outcomes[1:2]  # the answers to the other calls have no such body
             for outcome in outcomes:
                 assert isinstance(outcome, StoreTimeoutError | InterruptedReadError), outcomes
+
+
+def make_calls(store: Store) -> dict[str, StoreCall]:
+    """Make one call of each method of the store, about objects that exist."""
+    for key in ("run/kept", "run/removed"):
+        put(store, key, BODY)
+    found = {
+        "put": StoreCall(key="run/new", run=lambda far: put(far, "run/new", BODY)),
+        "read_into": StoreCall(key="run/kept", run=lambda far: read_range(far, "run/kept", 0, len(BODY))),
+        "read": StoreCall(key="run/kept", run=lambda far: content(far, "run/kept")),
+        "head": StoreCall(key="run/kept", run=lambda far: far.head("run/kept")),
+        "list": StoreCall(key="run/", run=lambda far: keys(far, "run/")),
+        "list_directories": StoreCall(key="", run=lambda far: list(far.list_directories())),
+        "delete": StoreCall(key="run/removed", run=lambda far: far.delete(["run/removed"])),
+    }
+    with contextlib.suppress(UnsupportedOperationError):
+        source_url = store.url("run/kept")
+        store.copy_from(source_url, "run/by-service")
+        found["copy_from"] = StoreCall(key="run/kept", run=lambda far: far.copy_from(source_url, "run/by-service"))
+    if store.capabilities.multipart:
+        body = make_bodies(store, 1)[0]
+        part = make_parts([body])[0]
+        upload_id = store.create_multipart("run/upload")
+        gone_id = store.create_multipart("run/gone")
+        found |= {
+            "create_multipart": StoreCall(key="run/more", run=lambda far: far.create_multipart("run/more")),
+            "upload_part": StoreCall(
+                key="run/upload", run=lambda far: upload_part(far, "run/upload", upload_id, part, body)
+            ),
+            "list_uploads": StoreCall(key="", run=lambda far: list(far.list_uploads())),
+            "abort_multipart": StoreCall(key="run/gone", run=lambda far: far.abort_multipart("run/gone", gone_id)),
+        }
+    if store.capabilities.listed_parts != "none":
+        found["list_parts"] = StoreCall(key="run/upload", run=lambda far: list(far.list_parts("run/upload", upload_id)))
+    return found
 
 
 def _calls_that_send(store: Store, wire: Wire, far: Store) -> dict[str, StoreCall]:

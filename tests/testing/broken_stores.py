@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from cloudckpt.errors import (
-    AccessDeniedError,
     ObjectExistsError,
-    StoreError,
-    TransientStoreError,
 )
 from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.stores.local import LocalStore
@@ -129,74 +126,3 @@ class LocksInTheProcess(LocalStore):
             raise ObjectExistsError("exists", key=self.url(key), operation="put")
         self._created[self.url(key)] = True
         super().put(key, views, crc32c=crc32c)
-
-
-class BrokenClient(Store):
-    """Base class of the broken clients: passes every call to `far`, behind the wire; `direct` is not behind it."""
-
-    def __init__(self, far: Store, direct: Store) -> None:
-        self.far, self.direct = far, direct
-        self.capabilities, self.limits = far.capabilities, far.limits
-
-    @property
-    def uri(self):
-        return self.far.uri
-
-    def call(self, name, *args, **kwargs):
-        result = getattr(self.far, name)(*args, **kwargs)
-        return iter(list(result)) if isinstance(result, Iterator) else result
-
-
-def _passed_on(name):
-    return lambda self, *args, **kwargs: self.call(name, *args, **kwargs)
-
-
-for _name in (Store.__abstractmethods__ - {"uri"}) | {"list_parts", "copy_from"}:
-    setattr(BrokenClient, _name, _passed_on(_name))
-BrokenClient.__abstractmethods__ = frozenset()
-
-
-@fails("test_a_store_that_is_down_is_worth_another_try")
-class GivesUp(BrokenClient):
-    """A broken connection is final."""
-
-    def call(self, name, *args, **kwargs):
-        try:
-            return super().call(name, *args, **kwargs)
-        except TransientStoreError as error:
-            raise StoreError(str(error), key=error.key, operation=name) from None
-
-
-@fails("test_after_a_lost_answer_any_call_can_be_made_again")
-class HopesForTheBest(BrokenClient):
-    """Whatever breaks off is taken for done."""
-
-    def call(self, name, *args, **kwargs):
-        try:
-            return super().call(name, *args, **kwargs)
-        except TransientStoreError:
-            return None
-
-
-@fails("test_a_broken_upload_writes_nothing")
-class WritesHalf(BrokenClient):
-    """What has been sent when the connection breaks is the object."""
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        try:
-            self.far.put(key, views, crc32c=crc32c, if_absent=if_absent)
-        except TransientStoreError:
-            half = [memoryview(b"".join(views)[: sum(view.nbytes for view in views) // 2])]
-            self.direct.put(key, half, crc32c=crc32c_of(half))
-            raise
-
-
-@fails("test_a_denied_call_says_so")
-class BlamesAnother(BrokenClient):
-    """Refused, so somebody was faster."""
-
-    def put(self, key, views, *, crc32c, if_absent=False):
-        try:
-            self.far.put(key, views, crc32c=crc32c, if_absent=if_absent)
-        except AccessDeniedError as error:
-            raise ObjectExistsError(str(error), key=error.key, operation="put") from None

@@ -68,11 +68,10 @@ def test_clauses_run_on_a_server_and_the_users_own_pytest_has_no_say(server, buc
     (tmp_path / "conftest.py").write_text("raise RuntimeError('a conftest of the user')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     opened(server, bucket).put("theirs/a", [], crc32c=0)
-    arguments = [f"s3://{bucket}/pre fix", *options_of(server), "--keys", "20", "-k", "page or lost_answer or denied"]
+    arguments = [f"s3://{bucket}/pre fix", *options_of(server), "--keys", "20", "-k", "page or lost_answer"]
     status, said = finish(start(arguments, tmp_path))
     assert status == 0, said
     assert "test_a_lost_answer_can_be_found_out PASSED" in said
-    assert "the class does not define credentials" in said
     assert [info.key for info in opened(server, bucket).list()] == ["theirs/a"]
     assert list(opened(server, bucket).list_uploads()) == []
 

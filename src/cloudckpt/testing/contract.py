@@ -37,7 +37,6 @@ class StoreContract(WriteClauses, UploadClauses, ReadClauses):
 
     ``shared_between_processes``: True if other processes see the store's objects (default False).
     ``num_racing_rounds``, ``num_paging_keys``: the number of rounds and of objects; lower them if calls cost money.
-    ``denied(store)``: the same root with credentials that are refused, or may not write.
     ``check_upload_time(info)``: checks the start time of an unfinished upload.
     """
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 import pytest
@@ -22,10 +20,6 @@ class Clauses:
     num_racing_rounds = 5
     num_paging_keys = 1005
     """More than one page of a listing or of a batched delete. A page has 1,000 entries on common servers."""
-
-    def denied(self, store: Store) -> Store | None:
-        """Return a store with the same root whose credentials are refused or may not write; ``None`` if none exist."""
-        return None
 
     def require_create(self, store: Store) -> None:
         """Skip the clause if the store has no create-if-absent, after a check that it refuses the call.
@@ -149,53 +143,6 @@ def run_at_once(tasks: Sequence[Callable[[], T]]) -> list[T | Exception]:
 
     with ThreadPoolExecutor(len(tasks)) as pool:
         return [future.result(WAIT_S) for future in [pool.submit(run, task) for task in tasks]]
-
-
-BODY = bytes(range(256)) * 16
-"""Content of the objects that the calls are about."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreCall:
-    """A repeatable call of one method of the store."""
-
-    key: str
-    run: Callable[[Store], object]
-
-
-def make_calls(store: Store) -> dict[str, StoreCall]:
-    """Make one call of each method of the store, about objects that exist."""
-    for key in ("run/kept", "run/removed"):
-        put(store, key, BODY)
-    found = {
-        "put": StoreCall(key="run/new", run=lambda far: put(far, "run/new", BODY)),
-        "read_into": StoreCall(key="run/kept", run=lambda far: read_range(far, "run/kept", 0, len(BODY))),
-        "read": StoreCall(key="run/kept", run=lambda far: content(far, "run/kept")),
-        "head": StoreCall(key="run/kept", run=lambda far: far.head("run/kept")),
-        "list": StoreCall(key="run/", run=lambda far: keys(far, "run/")),
-        "list_directories": StoreCall(key="", run=lambda far: list(far.list_directories())),
-        "delete": StoreCall(key="run/removed", run=lambda far: far.delete(["run/removed"])),
-    }
-    with contextlib.suppress(UnsupportedOperationError):
-        source_url = store.url("run/kept")
-        store.copy_from(source_url, "run/by-service")
-        found["copy_from"] = StoreCall(key="run/kept", run=lambda far: far.copy_from(source_url, "run/by-service"))
-    if store.capabilities.multipart:
-        body = make_bodies(store, 1)[0]
-        part = make_parts([body])[0]
-        upload_id = store.create_multipart("run/upload")
-        gone_id = store.create_multipart("run/gone")
-        found |= {
-            "create_multipart": StoreCall(key="run/more", run=lambda far: far.create_multipart("run/more")),
-            "upload_part": StoreCall(
-                key="run/upload", run=lambda far: upload_part(far, "run/upload", upload_id, part, body)
-            ),
-            "list_uploads": StoreCall(key="", run=lambda far: list(far.list_uploads())),
-            "abort_multipart": StoreCall(key="run/gone", run=lambda far: far.abort_multipart("run/gone", gone_id)),
-        }
-    if store.capabilities.listed_parts != "none":
-        found["list_parts"] = StoreCall(key="run/upload", run=lambda far: list(far.list_parts("run/upload", upload_id)))
-    return found
 
 
 def capture_outcome(call: Callable[[], object]) -> object:

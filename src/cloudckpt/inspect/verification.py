@@ -82,27 +82,19 @@ def _read_manifests(location: Location, options: Options) -> tuple[list[tuple[Co
     try:
         return [(context, resolve(context.store, context.retrier).manifest)], []
     except CheckpointNotFoundError:
-        found, problems = _read_rank_manifests(location, options, context)
+        found: list[tuple[Context, Manifest]] = []
+        problems: list[str] = []
+        for rank in parse_ranks(list_folders(context.store, context.retrier)):
+            of_rank = Context(location.child(f"rank-{rank}"), options, rank=rank)
+            try:
+                found.append((of_rank, resolve(of_rank.store, of_rank.retrier).manifest))
+            except CheckpointNotFoundError:
+                continue  # an unfinished save
+            except CorruptCheckpointError as error:
+                problems.extend(error.problems)
         if not found and not problems:
             raise
         return found, problems
-
-
-def _read_rank_manifests(
-    location: Location, options: Options, context: Context
-) -> tuple[list[tuple[Context, Manifest]], list[str]]:
-    folders = list_folders(context.store, context.retrier)
-    found: list[tuple[Context, Manifest]] = []
-    problems: list[str] = []
-    for rank in parse_ranks(folders):
-        of_rank = Context(location.child(f"rank-{rank}"), options, rank=rank)
-        try:
-            found.append((of_rank, resolve(of_rank.store, of_rank.retrier).manifest))
-        except CheckpointNotFoundError:
-            continue  # an unfinished save
-        except CorruptCheckpointError as error:
-            problems.extend(error.problems)
-    return found, problems
 
 
 def has_changed(context: Context, manifest: Manifest) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -25,18 +24,10 @@ from cloudckpt.pipeline.context import Context, Lifecycle
 from cloudckpt.pipeline.save import SaveJob
 from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
-from cloudckpt.tensors.body import PendingMemory
+from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.write_items import estimate_total_bytes
 from cloudckpt.uri import is_valid_location, parse_location
-
-
-class Snapshot(PendingMemory, Protocol):
-    """A copy of the state dict that may still be in progress."""
-
-    @property
-    def completed(self) -> concurrent.futures.Future[None]:
-        """Done once the copy is complete; holds its exception if it failed."""
 
 
 class ObjectStoreWriter(StorageWriter):
@@ -71,7 +62,7 @@ class ObjectStoreWriter(StorageWriter):
         self._job: SaveJob | None = None
         self._begun_ns = 0
         self._cancellation = Cancellation()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Staging | None = None
         self._commits = True
 
     @property
@@ -94,7 +85,7 @@ class ObjectStoreWriter(StorageWriter):
         """The report of this writer's last save on this rank, once it has written."""
         return self._job.report if self._job is not None else None
 
-    def follow(self, cancellation: Cancellation | None, snapshot: Snapshot | None = None) -> None:
+    def follow(self, cancellation: Cancellation | None, snapshot: Staging | None = None) -> None:
         """Let the next save be watched and cancelled, and read a `snapshot` in progress. None ends that."""
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
 

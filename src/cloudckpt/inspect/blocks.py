@@ -73,10 +73,12 @@ class CheckpointReader:
             block = elements[position : position + size].view(box.lengths)
             position += size
             for chunk, common in _find_chunks(tensor.chunks, box):
-                within = _relative_to(chunk.offsets, common)
-                target = _narrow(block, _relative_to(box.offsets, common))
+                within = common.relative_to(chunk.offsets)
+                target = block  # a view takes memory, and there can be very many
+                if common.lengths != box.lengths:
+                    target = block[common.relative_to(box.offsets).slices]
                 if tensor.transforms and common.lengths != chunk.lengths:
-                    target.copy_(_narrow(self._unpack_kept(want.name, chunk), within))
+                    target.copy_(self._unpack_kept(want.name, chunk)[within.slices])
                     continue
                 yield _read_item(want.name, LoadItemType.TENSOR, len(targets), chunk=chunk, within=within)
                 targets.append(target)
@@ -117,17 +119,6 @@ def _find_chunks(chunks: Sequence[Chunk], box: Box) -> Iterator[tuple[Chunk, Box
         common = intersect(box, Box(chunk.offsets, chunk.lengths))
         if common is not None:
             yield chunk, common
-
-
-def _relative_to(offsets: Sequence[int], box: Box) -> Box:
-    return Box(tuple(a - b for a, b in zip(box.offsets, offsets, strict=True)), box.lengths)
-
-
-def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    if box.lengths != tuple(tensor.shape):  # each `narrow` makes a tensor, of which there can be very many
-        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            tensor = tensor.narrow(dim, offset, length)
-    return tensor
 
 
 def _read_item(

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-
-def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
-    """The positions of those address ranges ``[begin, end)`` that share a byte with another."""
-    lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
-    order = np.argsort(lows, kind="stable")
-    if not (lows[order][1:] < np.maximum.accumulate(highs[order])[:-1]).any():
-        return set()  # nearly always
-    found: set[int] = set()
-    reached, holder = 0, -1
-    for position in order.tolist():
-        if begins[position] == ends[position]:
-            continue
-        if begins[position] < reached:
-            found |= {holder, position}
-        if ends[position] > reached:
-            reached, holder = ends[position], position
-    return found
-
-
+Addresses: TypeAlias = Sequence[int] | npt.NDArray[np.uint64]
 _MAX_HOLLOWNESS = 2  # of a hull's bytes, how many there may be for one byte of its tensor
 
 
@@ -40,7 +25,7 @@ class AddressRanges:
     """The position of the segment that each view lies in; -1 if its elements are copied alone."""
 
 
-def plan_address_ranges(begins: Sequence[int], ends: Sequence[int], own_bytes: Sequence[int]) -> AddressRanges:
+def plan_address_ranges(begins: Addresses, ends: Addresses, own_bytes: Addresses) -> AddressRanges:
     """The segments that hold views which reach over ``[begins[i], ends[i])`` and have ``own_bytes[i]`` of their own.
 
     Views that share a byte share a segment, so that no byte is copied twice. A view with large holes is not copied as
@@ -78,6 +63,16 @@ def plan_address_ranges(begins: Sequence[int], ends: Sequence[int], own_bytes: S
     )
 
 
+def find_overlapping(begins: Sequence[int], ends: Sequence[int]) -> set[int]:
+    """The positions of those address ranges ``[begin, end)`` that share a byte with another."""
+    lows, highs = np.array(begins, dtype=np.uint64), np.array(ends, dtype=np.uint64)
+    filled = np.flatnonzero(lows < highs)
+    lows, highs = lows[filled], highs[filled]
+    segment_of = np.array(plan_address_ranges(lows, highs, highs - lows).segment_of, dtype=np.int64)
+    is_shared = np.bincount(segment_of)[segment_of] > 1
+    return set(filled[is_shared].tolist())
+
+
 LINE_BYTES = 64
 """The size of a cache line, to which torch aligns its memory."""
 _PAGE_BYTES = 4096
@@ -106,24 +101,17 @@ def place_segments(segments: Iterable[tuple[int, int]], capacities: Sequence[int
     offsets: list[int] = []
     filled = [0] * (len(capacities) + 1)
     current, new = 0, len(capacities)
-    room = capacities[0] if capacities else 0
+    rooms = [*capacities, math.inf]
     for address, num_bytes in segments:
         beyond = address % LINE_BYTES
         step = _PAGE_BYTES if num_bytes >= _LARGE_BYTES else LINE_BYTES
-        offset = -(-filled[current] // step) * step + beyond
-        if current < new and offset + num_bytes > room:
-            for current, capacity in enumerate(capacities):  # the one where it fits is the next current
-                offset = -(-filled[current] // step) * step + beyond
-                if offset + num_bytes <= capacity:
-                    break
-            else:
-                current = new
-                offset = -(-filled[new] // step) * step + beyond
-            room = capacities[current] if current < new else 0
-        blocks.append(current)
-        offsets.append(offset)
-        filled[current] = offset + num_bytes
-        if current == new:
-            current, room = 0, capacities[0] if capacities else 0
+        for block in (current, *range(len(rooms))):
+            offset = -(-filled[block] // step) * step + beyond
+            if offset + num_bytes <= rooms[block]:
+                blocks.append(block)
+                offsets.append(offset)
+                filled[block] = offset + num_bytes
+                current = block if block < new else 0
+                break
     missing_bytes = max(filled[new], sum(capacities) // _GROWTH) if filled[new] else 0
     return Placement(blocks=blocks, offsets=offsets, new_block_bytes=-(-missing_bytes // _BLOCK_BYTES) * _BLOCK_BYTES)

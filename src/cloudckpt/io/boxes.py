@@ -14,6 +14,15 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects the block in the array."""
+        return tuple(slice(offset, offset + length) for offset, length in zip(self.offsets, self.lengths, strict=True))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """Return the same block in a part of the array that starts at `origin`."""
+        return Box(tuple(offset - first for offset, first in zip(self.offsets, origin, strict=True)), self.lengths)
+
 
 def compute_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides, in elements."""

@@ -279,9 +279,7 @@ class Finisher:
                 planner.load_bytes(item, self._value(item, content))
                 return
             chunk = decoded_chunk(content, location.dtype, location.lengths)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                chunk = chunk.narrow(dim, offset, length)
-            tensor.copy_(chunk)
+            tensor.copy_(chunk[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices])
         if tensor is not None:
             planner.commit_tensor(item, tensor)
 

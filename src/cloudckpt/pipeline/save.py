@@ -55,7 +55,8 @@ from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
 from cloudckpt.stores.base import Store
 from cloudckpt.telemetry.timeline import Recorder
-from cloudckpt.tensors.body import PendingMemory, PieceBody, new_piece, new_side_streams
+from cloudckpt.tensors.body import PieceBody, new_piece, new_side_streams
+from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.host_memory import new_arena
 from cloudckpt.tensors.values import check_values
@@ -183,7 +184,7 @@ class SaveJob:
         plan: SavePlan,
         planner: SavePlanner,
         *,
-        pending: PendingMemory | None = None,
+        pending: Staging | None = None,
         on_sent: Callable[[int], None] | None = None,
     ) -> list[WriteResult]:
         """Upload this rank's items, all or none, and return one result for each object.
@@ -427,7 +428,7 @@ def _same_contents(
 
 
 def _lay_out_object(
-    in_object: Sequence[StagedItem], same_as: Mapping[int, int], arena: Any, pending: PendingMemory | None
+    in_object: Sequence[StagedItem], same_as: Mapping[int, int], arena: Any, pending: Staging | None
 ) -> tuple[PieceBody, Callable[..., ItemReceipts]]:
     """Return the body of an object, and what makes its receipts of the object's own receipt (`stored_in`).
 

@@ -5,31 +5,21 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
 from cloudckpt.io.boxes import split_into_boxes
-from cloudckpt.tensors.copying import CopyStream, CudaStream, copies_queued_on
+from cloudckpt.tensors.copying import CudaStream, Staging, copies_queued_on
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import address_range, as_carrier, bytes_view, is_viewable
 
 _ALIGNMENT_BYTES = 16  # the size of the largest element
 
 
-class PendingMemory(Protocol):
-    """Memory that is still being filled, such as a snapshot. Many threads may ask at once."""
-
-    def wait(self, address: int, num_bytes: int) -> None:
-        """Wait until the bytes at these addresses are there; not at all for other memory.
-
-        Raises the error that ended the filling.
-        """
-
-
-def wait_for_content(pending: PendingMemory, content: torch.Tensor | memoryview) -> None:
+def wait_for_content(pending: Staging, content: torch.Tensor | memoryview) -> None:
     """Wait until all that `content` refers to is there. It must not be read before."""
     if isinstance(content, memoryview):
         if len(content):
@@ -60,7 +50,7 @@ def new_piece(content: torch.Tensor | memoryview, *, begin: int, address: int = 
     return Piece(begin=begin, num_bytes=num_bytes, content=content, address=address)
 
 
-def new_side_streams(contents: Iterable[object]) -> dict[torch.device, CopyStream]:
+def new_side_streams(contents: Iterable[object]) -> dict[torch.device, CudaStream]:
     """Return a stream for each CUDA device that holds any of `contents`. See `CudaStream`."""
     devices = {item.device for item in contents if isinstance(item, torch.Tensor) and item.is_cuda}
     return {device: CudaStream(device) for device in devices}
@@ -80,16 +70,14 @@ class PieceBody:
         self,
         pieces: Sequence[Piece],
         arena: Arena,
-        pending: PendingMemory | None = None,
-        streams: Mapping[torch.device, CopyStream] | None = None,
+        pending: Staging | None = None,
+        streams: Mapping[torch.device, CudaStream] | None = None,
     ) -> None:
         self._pieces = [piece for piece in pieces if piece.num_bytes]
         self._pending = pending
         self._streams = streams or {}
         self._begins = [piece.begin for piece in self._pieces]
         self._arena = arena
-        contents = [piece.content for piece in self._pieces if isinstance(piece.content, memoryview)]
-        self._contents = contents if len(contents) == len(self._pieces) else None
         self.size_bytes = sum(piece.num_bytes for piece in self._pieces)
         self.copied_bytes = sum(piece.num_bytes for piece in self._pieces if isinstance(piece.content, torch.Tensor))
         """The number of bytes that go through a buffer."""
@@ -99,9 +87,6 @@ class PieceBody:
         """Give views of bytes ``[begin, end)``. Bounds lie on tiles, and so never within an element."""
         if self._pending is not None:
             self._wait(self._pending, begin, end)
-        if self._contents is not None:
-            yield self._slice_contents(self._contents, begin, end)
-            return
         inside = list(self._pieces_between(begin, end))
         copied_bytes = sum(_align(high - low) for piece, low, high in inside if isinstance(piece.content, torch.Tensor))
         empty = contextlib.nullcontext(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -120,7 +105,7 @@ class PieceBody:
             _make_copies(copies, self._streams)
             yield views
 
-    def _wait(self, pending: PendingMemory, begin: int, end: int) -> None:
+    def _wait(self, pending: Staging, begin: int, end: int) -> None:
         for piece, low, high in self._pieces_between(begin, end):
             if not isinstance(piece.content, memoryview):
                 wait_for_content(pending, piece.content)
@@ -128,15 +113,6 @@ class PieceBody:
                 pending.wait(piece.address + low, high - low)
             else:
                 wait_for_content(pending, piece.content[low:high])
-
-    def _slice_contents(self, contents: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
-        """Return the views of bytes ``[begin, end)`` if nothing is copied. Only the first and the last are cut."""
-        first, last = max(bisect.bisect_right(self._begins, begin) - 1, 0), bisect.bisect_left(self._begins, end)
-        views = list(contents[first:last])
-        if views:
-            views[-1] = views[-1][: end - self._begins[last - 1]]
-            views[0] = views[0][max(begin - self._begins[first], 0) :]
-        return views
 
     def _pieces_between(self, begin: int, end: int) -> Iterator[tuple[Piece, int, int]]:
         """Give the pieces in ``[begin, end)``, each with the range of its own bytes that lies there."""
@@ -162,18 +138,15 @@ class _PieceCopy(NamedTuple):
     target: torch.Tensor
 
 
-def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, CopyStream]) -> None:
+def _make_copies(copies: Sequence[_PieceCopy], streams: Mapping[torch.device, CudaStream]) -> None:
     """Return when all copies are made; or raise, and then none is still being made."""
     for device in dict.fromkeys(copy.source.device for copy in copies):
         of_device = [copy for copy in copies if copy.source.device == device]
         stream = streams.get(device)
-        if stream is None:
+        with contextlib.nullcontext() if stream is None else copies_queued_on(stream):
             for copy in of_device:
-                _copy_range(copy, non_blocking=False)
-        else:
-            with copies_queued_on(stream):
-                for copy in of_device:
-                    _copy_range(copy, non_blocking=True)
+                _copy_range(copy, non_blocking=stream is not None)
+            if stream is not None:
                 stream.record_event().synchronize()
 
 
@@ -183,8 +156,6 @@ def _copy_range(copy: _PieceCopy, *, non_blocking: bool) -> None:
     itemsize_bytes = source.element_size()
     position = 0
     for box in split_into_boxes(copy.begin // itemsize_bytes, copy.end // itemsize_bytes, source.shape):
-        block = source
-        for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            block = block.narrow(dim, offset, length)
+        block = source[box.slices]
         flat[position : position + block.numel()].view(box.lengths).copy_(block, non_blocking=non_blocking)
         position += block.numel()

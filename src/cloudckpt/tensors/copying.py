@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,28 +20,11 @@ _MAX_THREADS = 32  # more threads do not make memory faster
 _MAX_QUEUED_TASKS = 4  # the GPU has so many tasks beyond the one that is waited for
 
 
-class CopyEvent(Protocol):
-    """A point in a stream's work."""
-
-    def synchronize(self) -> None:
-        """Wait until the work before this point is done. Raises what went wrong with it."""
-
-
-class CopyStream(Protocol):
-    """A queue of copies, which run one after the other."""
-
-    def use(self) -> contextlib.AbstractContextManager[None]:
-        """Queue the copies of this thread here while the context lasts."""
-
-    def record_event(self) -> CopyEvent:
-        """Return the point after all copies so far."""
-
-    def drain(self) -> None:
-        """Wait until nothing is left to do, however it went."""
-
-
 class CudaStream:
-    """A side stream of `device`. It begins after the work that the calling thread's current stream has now."""
+    """A side stream of `device`: its copies run one after the other.
+
+    It begins after the work that the calling thread's current stream has now.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,16 +33,19 @@ class CudaStream:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
+        """Queue the copies of this thread here while the context lasts."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._before)
             yield
 
-    def record_event(self) -> CopyEvent:
+    def record_event(self) -> torch.cuda.Event:
+        """Return the point after all copies so far. Waiting for it raises what went wrong with them."""
         event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps, and leaves the core to training
         event.record(self._stream)
         return event
 
     def drain(self) -> None:
+        """Wait until nothing is left to do, however it went."""
         with contextlib.suppress(Exception):  # an event or a copy has raised it already
             self._stream.synchronize()
 
@@ -75,7 +61,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def copies_queued_on(stream: CopyStream) -> Iterator[None]:
+def copies_queued_on(stream: CudaStream) -> Iterator[None]:
     """Queue copies on `stream`; on an error, wait for those that are queued. No memory is let go of before that."""
     try:
         with torch.no_grad(), stream.use():
@@ -99,7 +85,7 @@ class Staging:
         state_dict: dict[str, Any],
         *,
         num_threads: int,
-        new_stream: Callable[[torch.device], CopyStream] = CudaStream,
+        new_stream: Callable[[torch.device], CudaStream] = CudaStream,
     ) -> None:
         self.state_dict = state_dict
         """The copy, with the structure of the original. It has its values when `completed` is done."""
@@ -197,9 +183,9 @@ class Staging:
             task.run(self._tensors)
             self._finish_task(number, task.num_bytes)
 
-    def _copy_from_device(self, numbers: range, stream: CopyStream, plan: SnapshotPlan) -> None:
+    def _copy_from_device(self, numbers: range, stream: CudaStream, plan: SnapshotPlan) -> None:
         """Queue copies, and report a task when the event behind its copies has come, not when they are queued."""
-        queued: deque[tuple[int, CopyEvent]] = deque()
+        queued: deque[tuple[int, torch.cuda.Event]] = deque()
         with copies_queued_on(stream):
             for number in numbers:
                 if self._error is not None:
@@ -211,7 +197,7 @@ class Staging:
             while queued:
                 self._await_event(plan, *queued.popleft())
 
-    def _await_event(self, plan: SnapshotPlan, number: int, event: CopyEvent) -> None:
+    def _await_event(self, plan: SnapshotPlan, number: int, event: torch.cuda.Event) -> None:
         event.synchronize()
         self._finish_task(number, plan.tasks[number].num_bytes)
 

@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -29,27 +29,6 @@ from cloudckpt.tensors.tensor_bytes import (
 )
 
 _ALIGNMENT_BYTES = 16  # the size of the largest element
-
-
-class Target(Protocol):
-    """Receives the bytes of one read item. Ranges are those of the object's bytes."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The number of bytes that are wanted."""
-
-    @property
-    def is_copied(self) -> bool:
-        """True if the bytes come by way of a buffer. Known once `wants` was called."""
-
-    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:
-        """Return the ranges to fetch."""
-
-    def direct_view(self, begin: int, end: int) -> memoryview | None:
-        """Return the memory that these wanted bytes belong in; None if they have to be copied there."""
-
-    def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
 
 
 class BytesTarget:
@@ -106,10 +85,12 @@ class TensorTarget(msgspec.Struct, gc=False):
     run_begins: Sequence[int] = ()
     """The begin of each wanted range of a block that has an address."""
     is_copied: bool = False
+    """True if the bytes come by way of a buffer. Known once `wants` was called."""
     is_dropped: bool = False
     """True if another target fills the same memory, so that the bytes are ignored. Only if `is_copied`."""
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:
+        """Return the ranges to fetch."""
         at, size = self.chunk, self.dtype.itemsize
         assert self.box is not None  # noqa: S101  # a whole chunk is wanted as it is
         runs = [
@@ -135,9 +116,11 @@ class TensorTarget(msgspec.Struct, gc=False):
         return addresses is not None and addresses[1] - addresses[0] == self.tensor.nbytes
 
     def direct_view(self, begin: int, end: int) -> memoryview | None:
+        """Return the memory that these wanted bytes belong in; None if they have to be copied there."""
         return None if self.is_copied else self._memory(begin, end)
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
         if self.is_dropped:
             return
         if self.address:
@@ -155,10 +138,7 @@ class TensorTarget(msgspec.Struct, gc=False):
             if common is None:
                 continue
             start = sum(o * s for o, s in zip(common.offsets, strides, strict=True)) - first
-            block = target
-            pairs = zip(common.offsets, self.box.offsets, common.lengths, strict=True)
-            for dim, (offset, origin, length) in enumerate(pairs):
-                block = block.narrow(dim, offset - origin, length)
+            block = target[common.relative_to(self.box.offsets).slices]
             block.copy_(elements.as_strided(common.lengths, strides, elements.storage_offset() + start))
 
     def _memory(self, begin: int, end: int) -> memoryview:
@@ -174,6 +154,10 @@ class TensorTarget(msgspec.Struct, gc=False):
         memory = _bytes_type(num_bytes.bit_length()).from_address(self.address)
         memory.kept_alive = self.tensor
         return memoryview(memory).cast("B")[offset:last]
+
+
+Target: TypeAlias = BytesTarget | TensorTarget
+"""Receives the bytes of one read item. Ranges are those of the object's bytes."""
 
 
 def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> TensorTarget:

@@ -18,7 +18,8 @@ from cloudckpt.errors import CloudckptError, UnsupportedValueError
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.format.torch_metadata import dtype_name
-from cloudckpt.tensors.body import PendingMemory, wait_for_content
+from cloudckpt.tensors.body import wait_for_content
+from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
 from cloudckpt.tensors.tensor_bytes import (
     bytes_view,
@@ -137,7 +138,7 @@ def stage_items(
     transforms: WriteTransforms,
     *,
     uri: str,
-    pending: PendingMemory | None = None,
+    pending: Staging | None = None,
 ) -> Iterator[StagedItem]:
     """Give the items with their data, as the planner resolves them. Raises `UnsupportedValueError`, naming the FQN.
 
@@ -174,7 +175,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, uri: str) -> object:
         ) from error
 
 
-def _wait_for_tensors_in(value: object, pending: PendingMemory) -> None:
+def _wait_for_tensors_in(value: object, pending: Staging) -> None:
     """Wait for the tensors in a Python object that is about to be serialised."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
@@ -251,7 +252,7 @@ def _stage_value(item: WriteItem, data: object, transforms: WriteTransforms, uri
 
 
 def _stage_tensor(
-    item: WriteItem, data: object, transforms: WriteTransforms, uri: str, pending: PendingMemory | None
+    item: WriteItem, data: object, transforms: WriteTransforms, uri: str, pending: Staging | None
 ) -> StagedItem:
     fqn, planned = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or planned is None:

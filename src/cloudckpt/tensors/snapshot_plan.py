@@ -15,7 +15,7 @@ from cloudckpt.io.addresses import LINE_BYTES, plan_address_ranges
 from cloudckpt.io.boxes import compute_strides
 from cloudckpt.options import MIB
 from cloudckpt.tensors.host_memory import Block, SnapshotPool, empty_tensor
-from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes
+from cloudckpt.tensors.tensor_bytes import as_carrier, extent_bytes, layout_of
 
 CPU = torch.device("cpu")
 _MAX_TASK_BYTES = 16 * MIB
@@ -150,7 +150,7 @@ def lay_out_copies(
     for number, (tensor, begin, of_range) in enumerate(zip(tensors, begins, ranges.segment_of, strict=True)):
         # torch reads a tensor at an odd address where it is, but cannot have one at such an address of our memory.
         is_alone = of_range < 0 or begin % tensor.itemsize
-        slot = known.setdefault(_key_of_values(tensor, begin) if is_alone else of_range, len(wanted))
+        slot = known.setdefault((begin, layout_of(tensor)) if is_alone else of_range, len(wanted))
         if slot == len(wanted):
             firsts.append(number)
             num_tensors.append(0)
@@ -254,11 +254,6 @@ def _copy_elements(target: torch.Tensor, number: int, _: int, __: int, tensors: 
 
 def _copy_rows(target: torch.Tensor, source: torch.Tensor, begin: int, end: int, _: Sequence[torch.Tensor]) -> None:
     target[begin:end].copy_(source[begin:end], non_blocking=True)
-
-
-def _key_of_values(tensor: torch.Tensor, address: int) -> Hashable:
-    """Return a key that is equal for tensors of the same values in the same memory."""
-    return address, tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +21,7 @@ from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
 from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
-from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, memory_address
+from cloudckpt.tensors.tensor_bytes import describe_shortage, is_short, layout_of, memory_address
 from cloudckpt.tensors.values import describe_unsaved_part
 
 _get_dtype = operator.attrgetter("dtype")
@@ -69,10 +69,9 @@ class CopyPlanCache:
             )
         return False
 
-    def _find_forms(self, tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    def _find_forms(self, tensors: Sequence[torch.Tensor]) -> list[Hashable]:
         """Describe the tensors that are copied as memory, but for their addresses."""
-        of_memory = [tensors[number] for number in self._copied_as_memory]
-        return [(t.dtype, t.size(), t.stride(), t.is_conj(), t.is_neg(), t.device) for t in of_memory]
+        return [layout_of(tensors[number]) for number in self._copied_as_memory]
 
 
 class PinnedStager(AsyncStager):
@@ -237,7 +236,7 @@ class StateDictTree:
     def _add(self, value: Any, container: Any, key: Any) -> None:
         """Put a copy of `value` at `key` of `container`, now or in `rebuild`."""
         kind = type(value)
-        if kind in PLAIN_TENSORS and not holds_parts(value) and (address := _find_address(value)):
+        if kind in PLAIN_TENSORS and not holds_parts(value) and (address := memory_address(value)):
             container[key] = None
             self._add_tensors([value], [address], container, [key])
         elif kind in _ATOMS:
@@ -297,7 +296,7 @@ class StateDictTree:
         tensors = list(value.values())
         if not PLAIN_TENSORS.issuperset(map(type, tensors)) or any(map(holds_parts, tensors)):
             return False
-        addresses = list(map(_find_address, tensors))
+        addresses = list(map(memory_address, tensors))
         if not all(addresses):
             return False
         items.update(dict.fromkeys(value))
@@ -356,13 +355,6 @@ class _ValueStager(StateDictStager):
             x = x.resolve_conj().resolve_neg()
             self._keep_alive(x, memo)  # type: ignore[no-untyped-call]  # torch remembers storages by identity
         return super()._offload_tensor(x, memo, non_blocking=non_blocking)  # type: ignore[no-untyped-call]  # torch's method has no types
-
-
-def _find_address(tensor: torch.Tensor) -> int:
-    try:
-        return memory_address(tensor) if tensor.numel() else 0
-    except RuntimeError:  # some layouts have no address
-        return 0
 
 
 def _rebuild_dtensor(local: torch.Tensor, spec: Any) -> DTensor:

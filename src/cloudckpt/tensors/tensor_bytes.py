@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def quick_view(tensor: torch.Tensor) -> memoryview | None:
 
 
 def memory_address(tensor: torch.Tensor) -> int:
-    """Return where the memory of `tensor` begins; 0 if it is not strided memory of a CPU or a CUDA device.
+    """Return where the memory of `tensor` begins; 0 if it is empty, or not strided memory of a CPU or a CUDA device.
 
     A tensor that is larger than its storage has address 0 too. torch gives an address of memory that it does not have.
     """
@@ -110,8 +110,16 @@ def memory_address(tensor: torch.Tensor) -> int:
         return 0
     if tensor.is_quantized or tensor.is_nested:
         return 0
-    address = tensor.data_ptr()
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # such as a fake tensor's
+        return 0
     return 0 if not address or is_short(tensor) else address
+
+
+def layout_of(tensor: torch.Tensor) -> Hashable:
+    """Return what is equal for tensors whose values are equal if they are at the same address."""
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.device
 
 
 def is_short(tensor: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from cloudckpt.tensors.tensor_bytes import (
     bytes_view,
     holds_its_values,
     is_viewable,
+    layout_of,
     plain_tensor,
     quick_view,
 )
@@ -126,10 +127,8 @@ def _key_of_storage(item: WriteItem, state_dict: Mapping[str, Any]) -> Hashable 
     tensor = _local_tensor(state_dict.get(item.index.fqn))
     if tensor is None or item.tensor_data is None or not tensor.numel():
         return None
-    form: tuple[Hashable, ...] = ("in order",)
-    if not is_viewable(tensor):
-        form = (str(tensor.device), tensor.stride(), tensor.is_conj(), tensor.is_neg())
-    return (*form, tensor.dtype, tensor.size(), item.index.offset, item.tensor_data.chunk.sizes)
+    layout = (tensor.dtype, tensor.size()) if is_viewable(tensor) else layout_of(tensor)
+    return layout, item.index.offset, item.tensor_data.chunk.sizes
 
 
 def stage_items(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cloudckpt.convert.copying import copy
     from cloudckpt.convert.exports import export_checkpoint
     from cloudckpt.convert.imports import import_checkpoint
+    from cloudckpt.convert.state_dicts import read
     from cloudckpt.dcp.enable import disable, enable
     from cloudckpt.dcp.reader import ObjectStoreReader
     from cloudckpt.dcp.writer import ObjectStoreWriter
@@ -79,6 +80,7 @@ __all__ = [
     "load",
     "load_latest",
     "on_sigterm",
+    "read",
     "save",
     "telemetry",
     "types",
@@ -92,6 +94,7 @@ _LAZY = {
     "cloudckpt.convert.copying": "copy",
     "cloudckpt.convert.exports": "export_checkpoint",
     "cloudckpt.convert.imports": "import_checkpoint",
+    "cloudckpt.convert.state_dicts": "read",
     "cloudckpt.dcp.enable": "disable enable",
     "cloudckpt.dcp.reader": "ObjectStoreReader",
     "cloudckpt.dcp.writer": "ObjectStoreWriter",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ __all__ = [
     "find",
     "flatten_sharded_tensors",
     "forget_checkpoint_process",
+    "fqns_of",
     "get_checkpoint_process",
     "has_cpu_backend",
     "has_other_users",
@@ -185,6 +187,12 @@ PRIVATE_NAMES = (
         without="saves by process fail",
     ),
     PrivateName(
+        module=f"{_CHECKPOINT}.state_dict",
+        name="_get_fqns",
+        use="name the parameters of a model as get_model_state_dict does",
+        without="the names of wrappers are cut out by their text",
+    ),
+    PrivateName(
         module=f"{_CHECKPOINT}.planner_helpers",
         name="_create_chunk_list",
         use="plan a load from the chunks that a rank needs, not from all of them",
@@ -288,6 +296,7 @@ _count_storage_users: Any = _require("torch", "_C._storage_Use_Count")
 _new_shared_storage: Any = find("torch", "UntypedStorage._new_shared_fd_cpu")
 _load_archive: Any = _require("torch.serialization", "_load")
 _create_chunk_list: Any = find(f"{_CHECKPOINT}.planner_helpers", "_create_chunk_list")
+_get_fqns: Any = find(f"{_CHECKPOINT}.state_dict", "_get_fqns")
 _init_state_dict: Any = find(f"{_CHECKPOINT}.planner_helpers", "_init_state_dict")
 _validate_global_plan: Any = find(f"{_CHECKPOINT}.default_planner", "_validate_global_plan")
 _flatten_sharded_tensors: Any = find(f"{_CHECKPOINT}._sharded_tensor_utils", "_flatten_sharded_tensors")
@@ -320,6 +329,13 @@ def chunks_wanted_by(value: Any) -> list[Any] | None:
     except ValueError:
         return None  # the planner raises it with more words
     return found
+
+
+def fqns_of(module: Any, name: str) -> set[str]:
+    """Return the names of a parameter without those of wrappers: several for a flat parameter of torch's first FSDP."""
+    if _get_fqns is None:
+        return {re.sub(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.", "", name)}
+    return set(_get_fqns(module, name))
 
 
 def materialize_meta_tensors(entries: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,6 +25,7 @@ from cloudckpt.background.runner import (
     begin_staging,
     require_cpu_backend,
 )
+from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import (
     RanksContext,
     SavedMetadata,
@@ -48,13 +49,20 @@ from cloudckpt.uri import parse_location, redacted
 __all__ = ["async_save", "load", "require_state_dict", "save"]
 
 StateDict = dict[str, Any]
+PathOrURI: TypeAlias = str | os.PathLike[str]
 
 
 def save(
-    state_dict: StateDict,
-    uri: str | os.PathLike[str] | None = None,
+    state_dict: StateDict | PathOrURI | None = None,
+    uri: PathOrURI | None = None,
     *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    model: Model | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    dataloader: Any = None,
+    extra: dict[str, Any] | None = None,
+    random_state: bool = True,
+    checkpoint_id: PathOrURI | None = None,
     storage_writer: ObjectStoreWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -63,7 +71,10 @@ def save(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> SavedMetadata:
-    """Save `state_dict` to `uri` from all ranks; returns once it is committed (`torch.distributed.checkpoint.save`).
+    """Save to `uri` from all ranks; returns once it is committed (`torch.distributed.checkpoint.save`).
+
+    Pass the live objects, as in ``save(uri, model=model, optimizer=optimizer)``, or a state dict, as in
+    ``save(state_dict, uri)``. `load` with the same objects resumes them exactly (``docs/resume.md``).
 
     Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that exists there is left alone, and
     makes the save fail, unless `overwrite`, which replaces it at the instant of the commit.
@@ -72,13 +83,25 @@ def save(
     one back. Sharded entries are then refused with `IncompleteSaveError`: no rank has all of them. Tensors that are not
     dense are always refused with `UnsupportedValueError`.
 
-    `checkpoint_id` is torch's name for `uri`. Raises torch's ``CheckpointException``, on every rank, with the causes
+    Args:
+        state_dict: A dict of tensors, values, dicts and ``Stateful`` objects; or `uri`, if live objects are passed.
+        uri: The place of the checkpoint. `checkpoint_id` is torch's name for it.
+        model: A ``torch.nn.Module``, or a dict of them. FSDP1, FSDP2, TP, DDP and compiled ones are saved by the names
+            of the plain model.
+        optimizer: A ``torch.optim.Optimizer``, or a list or a dict of them. Its state is saved by parameter names.
+        scheduler: An object with ``state_dict()`` and ``load_state_dict()``, or a list or a dict of them.
+        dataloader: The same, such as torchdata's ``StatefulDataLoader`` or a sampler. Each rank saves its own.
+        extra: Numbers, dicts, ``torch.Generator`` and ``Stateful`` objects by name. All ranks have the same.
+        random_state: Save this rank's generators (Python, numpy, torch, its GPU), if live objects are passed.
+
+    Raises torch's ``CheckpointException``, on every rank, with the causes
     by rank; it is also an instance of the causes' class if they have one in common, such as `CheckpointExistsError`.
     Raises `InvalidURIError`, or ``TypeError`` for a `state_dict` that is no dict, before anything else. If a rank dies
     or hangs, or does not come within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but
     alive is waited for.
     """
-    require_state_dict(state_dict, doing="saving")
+    objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
+    state_dict, uri = _entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     if storage_writer is not None:
         await_turn()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
@@ -100,10 +123,17 @@ def save(
 
 
 def load(
-    state_dict: StateDict,
-    uri: str | os.PathLike[str] | None = None,
+    state_dict: StateDict | PathOrURI | None = None,
+    uri: PathOrURI | None = None,
     *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    model: Model | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    dataloader: Any = None,
+    extra: dict[str, Any] | None = None,
+    random_state: bool = False,
+    strict: bool | None = None,
+    checkpoint_id: PathOrURI | None = None,
     storage_reader: ObjectStoreReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -111,23 +141,36 @@ def load(
     allow_pickle: bool = False,
     options: Options | None = None,
 ) -> LoadReport:
-    """Load the checkpoint at `uri` into `state_dict`, in place (`torch.distributed.checkpoint.load`).
+    """Load the checkpoint at `uri` into live objects or into `state_dict`, in place (`torch.distributed.checkpoint.load`).
+
+    ``load(uri, model=model, optimizer=optimizer)`` takes the objects that `save` takes, and resumes them from what the
+    checkpoint has: also a fresh optimizer gets all of its state. `random_state` sets this rank's random generators.
 
     Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks
     load the same save; if it is overwritten meanwhile, the load begins once more. Plain Python and
     numpy values load, and objects of classes that ``torch.serialization.add_safe_globals`` has allowed. `allow_pickle`
     admits all others, which may run any code, and checkpoints of torch's own writers.
 
+    `strict` says what has to fit. By default, a target that asks for the ``param_groups`` of an optimizer must ask for
+    all of its ``state``, and a live object must be loaded whole. With True, all that was saved must be asked for. With
+    False, live objects take what fits, and a state dict anything.
+
     Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
     `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, `RankLostError`, … After an error, what
     the tensors hold is undefined. Returns this rank's report.
     """
-    require_state_dict(state_dict, doing="loading")
+    objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
+    state_dict, uri = _entries_of(
+        objects, state_dict, uri, process_group, no_dist=no_dist, doing="loading", strict=strict
+    )
     reader = storage_reader
     if reader is None:
-        reader = ObjectStoreReader(_location(uri, checkpoint_id), options=options, allow_pickle=allow_pickle)
-    elif allow_pickle or options is not None:
-        raise InvalidOptionError("allow_pickle and options belong to the reader: pass them to it, not beside it")
+        location = _location(uri, checkpoint_id)
+        reader = ObjectStoreReader(location, options=options, allow_pickle=allow_pickle, strict=strict)
+    elif allow_pickle or strict is not None or options is not None:
+        raise InvalidOptionError(
+            "allow_pickle, strict and options belong to the reader: pass them to it, not beside it"
+        )
     elif not isinstance(reader, ObjectStoreReader):
         raise _foreign_storage("storage_reader", "load", reader)
     elif uri is not None or checkpoint_id is not None:
@@ -153,10 +196,16 @@ def load(
 
 
 def async_save(
-    state_dict: StateDict,
-    uri: str | os.PathLike[str] | None = None,
+    state_dict: StateDict | PathOrURI | None = None,
+    uri: PathOrURI | None = None,
     *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
+    model: Model | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    dataloader: Any = None,
+    extra: dict[str, Any] | None = None,
+    random_state: bool = True,
+    checkpoint_id: PathOrURI | None = None,
     storage_writer: ObjectStoreWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -167,7 +216,7 @@ def async_save(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> AsyncSave:
-    """Like `save`, in the background: returns once `state_dict` is copied, so that training may go on.
+    """Like `save`, in the background: returns once the objects' state is copied, so that training may go on.
 
     `Options.async_overlap` returns before that. ``AsyncCheckpointerType.PROCESS`` moves the work to a process that
     torch starts (``docs/async.md`` has the differences). The copy lies in memory that is kept for the next one, until
@@ -180,7 +229,8 @@ def async_save(
     `RankLostError` where it is the first one and not all ranks come; ``CheckpointException`` where `state_dict` could
     not be copied on this rank.
     """
-    require_state_dict(state_dict, doing="saving")
+    objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
+    state_dict, uri = _entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     # Before anything else: the save in flight may be one of the same writer.
     chosen = options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else Options())
     is_alone = no_dist or not use_collectives
@@ -232,9 +282,7 @@ def async_save(
             raise
 
 
-def _shown_location(
-    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None, writer: ObjectStoreWriter | None
-) -> str:
+def _shown_location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None, writer: ObjectStoreWriter | None) -> str:
     """Return the URI that is saved to; what was given if it is none: that is raised once all ranks have answered."""
     if uri is None and checkpoint_id is None:
         return str(getattr(writer, "checkpoint_id", ""))
@@ -257,11 +305,34 @@ def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessG
         raise end_failed_save(error, writer) from None
 
 
+def _entries_of(
+    objects: LiveObjects,
+    state_dict: StateDict | PathOrURI | None,
+    uri: PathOrURI | None,
+    process_group: dist.ProcessGroup | None,
+    *,
+    no_dist: bool,
+    doing: str,
+    strict: bool | None = None,
+) -> tuple[StateDict, PathOrURI | None]:
+    """Return the state dict that is passed, or that of the live objects, and the location."""
+    if not objects.are_given:
+        require_state_dict(state_dict, doing=doing)
+        return state_dict, uri  # type: ignore[return-value]  # it is a dict
+    if isinstance(state_dict, (str, os.PathLike)) and uri is None:
+        state_dict, uri = None, state_dict
+    if state_dict is not None:
+        raise TypeError("pass a state dict or live objects (model=…), not both. Put further values into extra={…}")
+    return objects.entries(rank_in(process_group, no_dist=no_dist), is_strict=strict is not False), uri
+
+
 def require_state_dict(state_dict: object, *, doing: str) -> None:
     """Raise ``TypeError`` for an object that is no state dict, such as a module."""
     kind = MutableMapping if doing == "loading" else Mapping
     if not isinstance(state_dict, kind):
-        hint = " Pass {'model': model}, or model.state_dict()" if hasattr(state_dict, "state_dict") else ""
+        hint = " Pass model=…, or a dict of its state" if hasattr(state_dict, "state_dict") else ""
+        if state_dict is None or isinstance(state_dict, (str, os.PathLike)):
+            hint = " Pass one before the URI, or live objects: model=…, optimizer=…"
         raise TypeError(f"{doing} takes a state dict, which is a dict, and not a {type(state_dict).__name__}.{hint}")
 
 
@@ -281,9 +352,7 @@ def _guard(
     )
 
 
-def _location(
-    uri: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
-) -> str | os.PathLike[str]:
+def _location(uri: PathOrURI | None, checkpoint_id: PathOrURI | None) -> PathOrURI:
     if uri is not None and checkpoint_id is not None and uri != checkpoint_id:
         raise InvalidURIError(
             "uri and checkpoint_id are two names for one thing, but differ: "
@@ -304,8 +373,8 @@ def _foreign_storage(keyword: str, call: str, storage: object) -> TypeError:
 
 
 def _writer(
-    uri: str | os.PathLike[str] | None,
-    checkpoint_id: str | os.PathLike[str] | None,
+    uri: PathOrURI | None,
+    checkpoint_id: PathOrURI | None,
     storage_writer: ObjectStoreWriter | None,
     *,
     overwrite: bool,

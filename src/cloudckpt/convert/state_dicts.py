@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
-from cloudckpt.uri import Location
+from cloudckpt.uri import Location, parse_location
 
 _MAX_SHOWN = 5
 
@@ -82,8 +83,8 @@ class Selection:
 
 
 def matches(fqn: str, pattern: str) -> bool:
-    """Return True if the pattern, as of file names, fits the whole name. A name always fits itself."""
-    return fqn == pattern or fnmatch.fnmatchcase(fqn, pattern)
+    """Return True if the pattern, as of file names, fits the whole name. A name fits itself and all that is below it."""
+    return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
 
 
 def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
@@ -156,3 +157,36 @@ class _Planner(DefaultLoadPlanner):
         except ValueError as error:
             uri = self._selection.uri
             raise CorruptCheckpointError(f"{uri} cannot be nested as it was: {error}", uri=uri) from error
+
+
+def read(
+    uri: str | os.PathLike[str],
+    *,
+    include: str | Sequence[str] = (),
+    allow_pickle: bool = False,
+    options: Options | None = None,
+) -> dict[str, Any]:
+    """Read a checkpoint, or a part of it, without a state dict to fill.
+
+    Args:
+        uri: The checkpoint.
+        include: Names of entries, or patterns as of files: ``"model"`` and ``"model.*"`` take all that is below
+            ``model``. Empty for everything. Only what is taken is read.
+        allow_pickle: See `cloudckpt.load`.
+        options: See `cloudckpt.load`.
+
+    Returns:
+        The state dict, nested as it was saved. Tensors are whole, and on the CPU.
+
+    Raises:
+        CheckpointException: As `cloudckpt.load`.
+        InvalidOptionError: A pattern fits no entry.
+
+    Example::
+
+        weight = cloudckpt.read("s3://bucket/run/step-100", include="model.head.*")["model"]["head.weight"]
+
+    """
+    location = parse_location(uri)
+    selection = Selection(uri=location.uri, include=parse_patterns(include))
+    return load_whole(location, options or Options(), selection, allow_pickle=allow_pickle)

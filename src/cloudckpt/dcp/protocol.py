@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._python_gc import rare_collections
 from cloudckpt._torch_compat import DistWrapper
+from cloudckpt.dcp.live_objects import LiveEntry, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
@@ -183,7 +184,7 @@ def run_load(
     try:
         with rare_collections(), ranks_context as ranks:
             rank = ranks.rank
-            entries = {key: state_of(state_dict[key]) for key in sorted(state_dict, key=str)}
+            entries = {key: _wanted_of(state_dict[key]) for key in sorted(state_dict, key=str)}
             _load(entries, reader, planner, ranks, is_ours=is_ours)
             for key, value in entries.items():
                 if key not in state_dict:
@@ -205,13 +206,20 @@ def run_load(
             _release_frames([failure])  # torch raises a copy of it, so nobody else does
 
 
+def _wanted_of(value: Any) -> Any:
+    """Return what a load fills for `value`; a `LiveEntry` plans that once the checkpoint is known."""
+    return value if isinstance(value, LiveEntry) else state_of(value)
+
+
 def _load(
     entries: dict[str, Any], reader: ObjectStoreReader, planner: LoadPlanner, ranks: DistWrapper, *, is_ours: bool
 ) -> None:
-    reader.begin_call(ranks, is_lazy=is_ours)
+    is_lazy = is_ours and not any(isinstance(value, LiveEntry) for value in entries.values())
+    reader.begin_call(ranks, is_lazy=is_lazy)
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
+        plan_live_entries(entries, metadata, uri=reader.checkpoint_id)
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
         return reader.prepare_local_plan(planner.create_local_plan())

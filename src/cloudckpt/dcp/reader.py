@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from cloudckpt._torch_compat import DistWrapper, ExtensionRegistry
 from cloudckpt.commit.manifest_log import holds_rank_checkpoints, holds_torch_checkpoint, resolve
+from cloudckpt.dcp.completeness import check_completeness
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.distributed.shared_reads.exchange import RankPlanData, ShareSession, assign_groups
@@ -63,7 +64,8 @@ class ObjectStoreReader(StorageReader):
 
     For ``dcp.load(state_dict, storage_reader=ObjectStoreReader("s3://bucket/run/step-100"))``. With any planner, only
     plain Python and numpy values load, and classes that ``torch.serialization.add_safe_globals`` has allowed;
-    `allow_pickle` lifts that, and also reads the checkpoints of torch's own writers. It can be pickled, and opens its
+    `allow_pickle` lifts that, and also reads the checkpoints of torch's own writers; `strict` is that of
+    `cloudckpt.load`. It can be pickled, and opens its
     store in the process that uses it.
     """
 
@@ -86,12 +88,14 @@ class ObjectStoreReader(StorageReader):
         *,
         options: Options | None = None,
         allow_pickle: bool = False,
+        strict: bool | None = None,
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
         self._options = options or Options()
         self._allow_pickle = allow_pickle
+        self._strict = strict
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
         self.reset()
@@ -208,7 +212,13 @@ class ObjectStoreReader(StorageReader):
         return dataclasses.replace(plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits."""
+        """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits.
+
+        Raises `StateDictMismatchError` if all ranks together ask for less than `strict` demands.
+        """
+        if self._metadata is not None and self._strict is not False:
+            saved = self._metadata.state_dict_metadata
+            check_completeness(plans, saved, is_strict=bool(self._strict), uri=self.checkpoint_id)
         attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
         if len(attempts) > 1:
             raise CheckpointChangedError(

@@ -1,15 +1,12 @@
-"""Conversion of a framework's nested state to a flat state dict and back, and the random state of a process."""
+"""Conversion of a framework's nested state to a flat state dict and back."""
 
 from __future__ import annotations
 
 import io
 import pickle
-import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
@@ -108,40 +105,3 @@ def _map_leaves(value: Any, path: str, is_wanted: Callable[[Any], bool], change:
 
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomState:
-    """State of this process's random generators: Python's, numpy's, torch's, and those of its GPUs."""
-
-    python: Any
-    numpy: Any
-    cpu: torch.Tensor
-    devices: list[torch.Tensor]
-
-    @classmethod
-    def capture(cls) -> RandomState:
-        """Return the current state of the generators."""
-        kind, keys, *rest = np.random.get_state()
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        numpy = (kind, torch.tensor(np.asarray(keys).astype(np.int64)), *rest)
-        return cls(python=random.getstate(), numpy=numpy, cpu=torch.get_rng_state(), devices=devices)
-
-    def restore(self) -> None:
-        """Set the generators to this state; those of the GPUs only if their number is the same."""
-        random.setstate(self.python)
-        kind, keys, *rest = self.numpy
-        np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-        torch.set_rng_state(self.cpu)
-        if torch.cuda.is_available() and torch.cuda.device_count() == len(self.devices):
-            torch.cuda.set_rng_state_all(self.devices)
-
-    def to_bytes(self) -> bytes:
-        """Serialize the state, to store it in a checkpoint."""
-        return serialize((self.python, self.numpy, self.cpu, self.devices))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> RandomState:
-        """Deserialize what `to_bytes` returned."""
-        python, numpy, cpu, devices = deserialize(data)
-        return cls(python=python, numpy=numpy, cpu=cpu, devices=devices)

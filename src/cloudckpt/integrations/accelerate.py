@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations import require
-from cloudckpt.integrations._state import RandomState, deserialize, serialize
+from cloudckpt.dcp.random_state import RandomState
+from cloudckpt.integrations._state import deserialize, serialize
 
 with require("accelerate"):
     from accelerate import Accelerator
@@ -133,13 +134,13 @@ class AcceleratorState:
 
     def _serialize_rank(self) -> bytes:
         loaders = [loader.state_dict() if _is_stateful(loader) else None for loader in self._loaders]
-        return serialize({"random": RandomState.capture().to_bytes(), "loaders": loaders})
+        return serialize({"random": serialize(tuple(RandomState.capture())), "loaders": loaders})
 
     def _restore_rank(self, state: dict[str, Any]) -> None:
         for loader, of_loader in zip(self._loaders, state["loaders"], strict=True):
             if of_loader is not None and _is_stateful(loader):
                 loader.load_state_dict(of_loader)
-        self.random = RandomState.from_bytes(state["random"])
+        self.random = RandomState(*deserialize(state["random"]))
         if self._restores_random:
             self.random.restore()
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations import require
-from cloudckpt.integrations._state import RandomState, deserialize, serialize
+from cloudckpt.dcp.random_state import RandomState
+from cloudckpt.integrations._state import deserialize, serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps
 from cloudckpt.manager.checkpoint_manager import CheckpointManager

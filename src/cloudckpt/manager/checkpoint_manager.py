@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
 from cloudckpt._forks import refuse_in_fork
-from cloudckpt.api import async_save, load, save
+from cloudckpt.api import async_save, load, require_state_dict, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
+from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import SavedMetadata, causes_of, rank_in
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError
 from cloudckpt.manager.restore import Coordinator, Restored, find_step_uris, load_newest, raise_missing
@@ -181,8 +182,14 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state_dict: dict[str, Any],
+        state_dict: dict[str, Any] | None = None,
         *,
+        model: Model | None = None,
+        optimizer: Optimizers | None = None,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: dict[str, Any] | None = None,
+        random_state: bool = True,
         metrics: Mapping[str, SupportsFloat] | None = None,
         force: bool = False,
         overwrite: bool = False,
@@ -194,7 +201,8 @@ class CheckpointManager:
 
         Args:
             step: Number of the step.
-            state_dict: See `cloudckpt.save`.
+            state_dict: See `cloudckpt.save`. Pass it, or live objects.
+            model: See `cloudckpt.save`, also for `optimizer`, `scheduler`, `dataloader`, `extra` and `random_state`.
             metrics: Numbers by name, saved in the manifest. The coordinator's count.
             force: Save also a step that is not due. The step that this manager saved last is not saved again: the call
                 waits for that save and, unless it failed, returns its result. A step that was restored since is not
@@ -220,6 +228,12 @@ class CheckpointManager:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
         settings: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "dataloader": dataloader,
+            "extra": extra,
+            "random_state": random_state,
             "planner": planner,
             "process_group": self._process_group,
             "no_dist": self._no_dist,
@@ -242,32 +256,58 @@ class CheckpointManager:
         return result
 
     def restore(
-        self, state_dict: dict[str, Any], step: int | None = None, *, planner: LoadPlanner | None = None
+        self,
+        state_dict: dict[str, Any] | None = None,
+        step: int | None = None,
+        *,
+        model: Model | None = None,
+        optimizer: Optimizers | None = None,
+        scheduler: Any = None,
+        dataloader: Any = None,
+        extra: dict[str, Any] | None = None,
+        random_state: bool = True,
+        strict: bool | None = None,
+        planner: LoadPlanner | None = None,
     ) -> Restored | None:
-        """Load a step into `state_dict`, in place, on all ranks.
+        """Load a step into live objects or into `state_dict`, in place, on all ranks.
+
+        Pass the objects that `save` was given: ``restore(model=model, optimizer=optimizer)``. Unless ``strict=False``,
+        all that the step holds must be asked for, so that nothing is lost without a word.
 
         Without `step`, the newest whole step is loaded as by `cloudckpt.load_latest`: the one that was committed last.
         Damaged steps are skipped on all ranks with a warning and listed in the result.
 
         Args:
-            state_dict: See `cloudckpt.load`.
+            state_dict: See `cloudckpt.load`. Pass it, or live objects.
             step: Step to load, or None for the newest.
+            model: See `cloudckpt.save`, also for `optimizer`, `scheduler`, `dataloader`, `extra` and `random_state`.
+            strict: See `cloudckpt.load`. For live objects, None is the same as True.
             planner: See `cloudckpt.load`.
 
         Returns:
-            The step that was loaded. None if there is no step at all; `state_dict` is then unchanged: a fresh start.
+            The step that was loaded. None if there is no step at all; nothing is then changed: a fresh start.
 
         Raises:
             CheckpointNotFoundError: `step` is not committed. The message lists the steps that are.
             CorruptCheckpointError: There are steps, and none of them can be loaded.
+            StateDictMismatchError: The step does not fit what is asked for.
 
         """
+        objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
+        if objects.are_given:
+            if state_dict is not None:
+                raise TypeError("pass a state dict or live objects (model=…), not both")
+            strict = strict is not False
+            rank = rank_in(self._process_group, no_dist=self._no_dist)
+            state_dict = objects.entries(rank, is_strict=strict)
+        require_state_dict(state_dict, doing="loading")
+        assert state_dict is not None  # noqa: S101  # it is a dict
         wanted = None if step is None else _check_step(step)
         with lock_root(self.root):
             if wanted is not None:
-                restored: Restored | None = self._restore_step(state_dict, wanted, planner)
+                restored: Restored | None = self._restore_step(state_dict, wanted, planner, strict=strict)
             else:
-                restored = self._restore_newest(state_dict, planner)
+                restored = self._restore_newest(state_dict, planner, strict=strict)
         if restored is not None:
             self._current = _LastSave(step=restored.step)
         return restored
@@ -367,7 +407,9 @@ class CheckpointManager:
             self._note_commit(last)  # it may replace the damaged step
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
-    def _restore_newest(self, state_dict: dict[str, Any], planner: LoadPlanner | None) -> Restored | None:
+    def _restore_newest(
+        self, state_dict: dict[str, Any], planner: LoadPlanner | None, *, strict: bool | None
+    ) -> Restored | None:
         found = load_newest(
             state_dict,
             self.root,
@@ -376,6 +418,7 @@ class CheckpointManager:
             process_group=self._process_group,
             no_dist=self._no_dist,
             allow_pickle=self._allow_pickle,
+            strict=strict,
             verify_first=self._verify_first,
             options=self._options,
             on_skip=self._handle_skipped,
@@ -386,7 +429,9 @@ class CheckpointManager:
         uri, report = found
         return Restored(step=parse_step_uri(uri), uri=uri, report=report)
 
-    def _restore_step(self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None) -> Restored:
+    def _restore_step(
+        self, state_dict: dict[str, Any], step: int, planner: LoadPlanner | None, *, strict: bool | None
+    ) -> Restored:
         uri = self._make_coordinator().broadcast("find", lambda: self._steps.find_latest_uri(step))
         try:
             report = load(
@@ -396,6 +441,7 @@ class CheckpointManager:
                 process_group=self._process_group,
                 no_dist=self._no_dist,
                 allow_pickle=self._allow_pickle,
+                strict=strict,
                 options=self._options,
             )
         except CheckpointException as error:

@@ -48,6 +48,7 @@ def load_latest(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_pickle: bool = False,
+    strict: bool | None = None,
     verify_first: bool = False,
     options: Options | None = None,
 ) -> LoadReport:
@@ -66,6 +67,7 @@ def load_latest(
     Args:
         state_dict: The state dict to fill in place.
         root: Folder of the checkpoints.
+        strict: See `load`.
         storage_reader: Reader to use; `options` then apply only to listing and verifying.
         verify_first: Verify each candidate on the coordinator before any tensor is touched. The other ranks wait.
 
@@ -86,6 +88,7 @@ def load_latest(
         process_group=process_group,
         no_dist=no_dist,
         allow_pickle=allow_pickle,
+        strict=strict,
         verify_first=verify_first,
         options=options,
     )
@@ -104,6 +107,7 @@ def load_newest(
     process_group: dist.ProcessGroup | None,
     no_dist: bool,
     allow_pickle: bool,
+    strict: bool | None = None,
     verify_first: bool,
     options: Options | None,
     on_skip: Callable[[SkippedCheckpoint], None] = lambda _: None,
@@ -136,6 +140,7 @@ def load_newest(
                     process_group=process_group,
                     no_dist=no_dist,
                     allow_pickle=allow_pickle,
+                    strict=strict,
                     options=options if storage_reader is None else None,
                 )
             except CheckpointException as error:

@@ -1,0 +1,175 @@
+"""Runs that are resumed from live objects go on as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.e2e.harness import run_ranks
+from tests.e2e.models import Parallelism, Training, assert_same, build, local
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+import cloudckpt
+
+NUM_RANKS: dict[Parallelism, int] = {
+    "none": 1,
+    "ddp": 2,
+    "fsdp1": 2,
+    "fsdp1_mesh": 2,
+    "fsdp2": 2,
+    "hsdp": 4,
+    "fsdp_tp": 4,
+}
+
+
+class Factored(torch.optim.Optimizer):
+    """Scales gradients by sums over rows and columns, as Adafactor does: a state of other shapes than the parameter's.
+
+    torch's own Adafactor takes no DTensors.
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is None
+        for param in self.param_groups[0]["params"]:
+            square = param.grad.square() + 1e-6
+            state = self.state[param]
+            for name, dim in (("row", -1), ("column", 0)):
+                mean = square.mean(dim, keepdim=True)
+                if isinstance(mean, DTensor) and any(placement.is_partial() for placement in mean.placements):
+                    mean = mean.redistribute(placements=[Replicate()])
+                state[name] = 0.9 * state[name] + 0.1 * mean if name in state else mean
+            param.sub_(self.param_groups[0]["lr"] * param.grad / (state["row"] * state["column"]).sqrt())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, amsgrad=True, foreach=False),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, dampening=0.5),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "factored": Factored,
+}
+CASES = [*((parallelism, "adamw") for parallelism in NUM_RANKS), ("none", "momentum"), ("none", "adafactor")]
+CASES += [("fsdp2", "momentum"), ("fsdp2", "factored"), ("fsdp1", "momentum")]
+
+
+class Run:
+    """A training run with everything that it needs to go on."""
+
+    def __init__(self, parallelism: Parallelism, optimizer: str, *, seed: int, compiled: bool = False) -> None:
+        self.model = build(parallelism, seed=seed, compiled=compiled).model
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+        self.noise = torch.Generator().manual_seed(seed)
+
+    def objects(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "extra": {"noise": self.noise},
+        }
+
+    def train(self, begin: int, end: int) -> list[torch.Tensor]:
+        """Take the steps in the half-open range, with data, dropout and noise of random generators."""
+        training = Training(model=self.model, optimizer=self.optimizer)
+        losses = []
+        for number in range(begin, end):
+            losses.append(training.step(number + torch.randint(1000, ()).item()))  # as all ranks draw it
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    local(param).mul_(1 + 0.01 * torch.rand((), generator=self.noise))
+            self.scheduler.step()
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        params = {name: local(param).detach().clone() for name, param in self.model.named_parameters()}
+        state = [
+            {key: local(value) for key, value in self.optimizer.state[param].items()}
+            for param in self.model.parameters()
+            if param in self.optimizer.state
+        ]
+        return {"params": params, "state": state, "scheduler": self.scheduler.state_dict()}
+
+
+def resume(root: str, parallelism: Parallelism, optimizer: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # FSDP1's own use of its deprecated calls
+    undisturbed = Run(parallelism, optimizer, seed=1)
+    with cloudckpt.CheckpointManager(root, no_dist=parallelism == "none") as manager:
+        undisturbed.train(0, 3)
+        manager.save(2, **undisturbed.objects())
+        expected = undisturbed.train(3, 6)
+        manager.wait()
+        resumed = Run(parallelism, optimizer, seed=2)
+        restored = manager.restore(**resumed.objects())
+        assert restored is not None
+        assert restored.step == 2
+        assert_same(resumed.train(3, 6), expected)
+        assert_same(resumed.state(), undisturbed.state())
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("parallelism", "optimizer"), CASES)
+def test_a_resumed_run_equals_an_undisturbed_one(parallelism: Parallelism, optimizer: str, tmp_path: Path) -> None:
+    """If this fails, a run that was resumed has lost some of its state."""
+    num_ranks = NUM_RANKS[parallelism]
+    run_ranks(resume, str(tmp_path), parallelism, optimizer, world_size=num_ranks, process_group=num_ranks > 1)
+
+
+def resave(source: str, target: str, parallelism: Parallelism) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    run = Run(parallelism, "adamw", seed=dist.get_world_size() if dist.is_initialized() else 9)
+    if source:
+        cloudckpt.load(source, **run.objects())
+    else:
+        run.train(0, 2)
+    cloudckpt.save(target, **run.objects(), random_state=False)
+
+
+@pytest.mark.multirank
+def test_another_number_of_ranks_gets_the_same_state(tmp_path: Path) -> None:
+    """If this fails, a change of the number of GPUs, or of the kind of parallelism, changes the training's state."""
+    steps: list[tuple[Parallelism, int]] = [("fsdp2", 1), ("fsdp2", 2), ("fsdp1", 4), ("ddp", 2), ("fsdp2", 4)]
+    uris = [""]
+    for position, (parallelism, num_ranks) in enumerate(steps):
+        uris.append(str(tmp_path / f"{position}"))
+        run_ranks(resave, uris[-2], uris[-1], parallelism, world_size=num_ranks)
+    first = cloudckpt.read(uris[1])
+    assert first["optimizer"]["state"]["up.weight"]["step"] == 2
+    for uri in uris[2:]:
+        assert_same(cloudckpt.read(uri), first)
+
+
+def test_a_save_or_load_leaves_no_trace_in_a_fresh_optimizer(tmp_path: Path) -> None:
+    """If this fails, saving before the first step changes the training, or runs the hooks of the optimizer."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the optimizer took a step"))
+    before = model.weight.detach().clone()
+    cloudckpt.save(str(tmp_path / "fresh"), model=model, optimizer=optimizer, no_dist=True)
+    assert not optimizer.state
+    cloudckpt.load(str(tmp_path / "fresh"), model=model, optimizer=optimizer, no_dist=True)
+    assert not optimizer.state
+    assert_same(model.weight.detach(), before)
+
+
+def test_moments_keep_the_precision_that_they_were_saved_with(tmp_path: Path) -> None:
+    """If this fails, the moments of a model in bfloat16 are rounded to its dtype by a restore."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    exact = torch.rand(2, 3)
+    optimizer.state[model.weight]["exp_avg"] = exact
+    cloudckpt.save(str(tmp_path / "a"), model=model, optimizer=optimizer, no_dist=True)
+    fresh = torch.optim.AdamW(model.parameters())
+    cloudckpt.load(str(tmp_path / "a"), model=model, optimizer=fresh, no_dist=True)
+    assert_same(fresh.state[model.weight]["exp_avg"], exact)

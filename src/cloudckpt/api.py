@@ -99,6 +99,7 @@ def save(
     Raises `InvalidURIError`, or ``TypeError`` for a `state_dict` that is no dict, before anything else. If a rank dies
     or hangs, or does not come within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but
     alive is waited for.
+
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
     state_dict, uri = _entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
@@ -141,7 +142,7 @@ def load(
     allow_pickle: bool = False,
     options: Options | None = None,
 ) -> LoadReport:
-    """Load the checkpoint at `uri` into live objects or into `state_dict`, in place (`torch.distributed.checkpoint.load`).
+    """Load the checkpoint at `uri` into live objects or a state dict, in place (`torch.distributed.checkpoint.load`).
 
     ``load(uri, model=model, optimizer=optimizer)`` takes the objects that `save` takes, and resumes them from what the
     checkpoint has: also a fresh optimizer gets all of its state. `random_state` sets this rank's random generators.

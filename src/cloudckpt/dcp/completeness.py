@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from cloudckpt.dcp.live_entry import quote_names
 from cloudckpt.errors import StateDictMismatchError
 from cloudckpt.pipeline.consumers import LoadItems
 
 _GROUPS = "param_groups."
 _BEFORE_GROUPS = re.compile(r"(?:^|.*?\.)(?=param_groups\.)", re.DOTALL)
 _RANK = re.compile(r"\.rank-[0-9]+\b")
-_MAX_SHOWN = 5
 
 
-def check_completeness(plans: Iterable[LoadPlan], saved: Mapping[str, Any], *, is_strict: bool, uri: str) -> None:
-    """Compare what all ranks ask for with what was `saved`.
+def check_completeness(
+    plans: Iterable[LoadPlan], saved: Mapping[str, Any], *, whole: Collection[str] | None, uri: str
+) -> None:
+    """Compare what all ranks ask for with what was saved.
 
     A target that asks for the ``param_groups`` of an optimizer is to be resumed, so it must ask for all of its
     ``state``. A fresh optimizer's state dict asks for none.
@@ -27,8 +30,8 @@ def check_completeness(plans: Iterable[LoadPlan], saved: Mapping[str, Any], *, i
     Args:
         plans: The load plans of all ranks.
         saved: torch's metadata of all entries of the checkpoint, by name.
-        is_strict: Demand that all entries are asked for, but for those of other ranks (``dataloader.rank-3``) and for
-            the random generators.
+        whole: Top-level keys of which all must be asked for; None for all of them. Entries of other ranks
+            (``dataloader.rank-3``) and random generators need not be.
         uri: The checkpoint, for messages.
 
     Raises:
@@ -36,21 +39,20 @@ def check_completeness(plans: Iterable[LoadPlan], saved: Mapping[str, Any], *, i
 
     """
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
-    if is_strict and (left := _find_left(saved, asked)):
+    if left := _find_left(saved, asked, whole):
         raise StateDictMismatchError(
-            f"the load asks for only a part of {uri}, which also holds {_quote(left)}. Ask for them, or load without "
-            "strict=True",
+            f"the load leaves behind a part of {uri}: {_summarize(left, saved)}. Ask for all that was saved (restore "
+            "takes the objects that save was given), or pass strict=False",
             uri=uri,
         )
     for prefix in {match.group() for name in asked if _GROUPS in name and (match := _BEFORE_GROUPS.match(name))}:
         state = f"{prefix}state."
         if left := [name for name in saved if name.startswith(state) and name not in asked and _holds(saved[name])]:
             raise StateDictMismatchError(
-                f"the load asks for the settings of an optimizer in {uri} ({prefix}param_groups), but not for "
-                f"{_quote(left)}: training would go on without that state. An optimizer that has not taken a step has "
-                "none in its state_dict(). Pass the objects instead (load(uri, model=…, optimizer=…), or the same with "
-                "CheckpointManager.restore), make the state dict with "
-                "torch.distributed.checkpoint.state_dict.get_state_dict, or pass strict=False if you want to lose it",
+                f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(left)} entries of "
+                f"its state: {quote_names(left)}. The optimizer would go on without them. One that has not taken a "
+                "step has no state in its state_dict(). Pass the objects instead, as in load(uri, model=model, "
+                "optimizer=optimizer), or pass strict=False to leave its state behind",
                 uri=uri,
             )
 
@@ -64,23 +66,34 @@ def _fqns_of(plan: LoadPlan) -> Iterable[str]:
         yield item.storage_index.fqn
 
 
-def _find_left(saved: Mapping[str, Any], asked: set[str]) -> list[str]:
+def _find_left(saved: Mapping[str, Any], asked: set[str], whole: Collection[str] | None) -> list[str]:
+    if whole is not None and not whole:
+        return []
     of_any_rank = {_RANK.sub(".rank", name) for name in asked}
     return [
         name
         for name in saved
         if name not in asked
+        and (whole is None or _top_of(name) in whole)
         and _RANK.sub(".rank", name) not in of_any_rank
         and not name.startswith("random_state.")
         and _holds(saved[name])
     ]
 
 
+def _summarize(left: list[str], saved: Mapping[str, Any]) -> str:
+    """Name the top-level keys of which nothing is asked for, and single entries of the others."""
+    num_saved = Counter(_top_of(name) for name in saved)
+    num_left = Counter(_top_of(name) for name in left)
+    whole = [f"{top} ({number} entries)" for top, number in num_left.items() if number == num_saved[top] > 1]
+    single = [name for name in left if not (num_left[_top_of(name)] == num_saved[_top_of(name)] > 1)]
+    return ", ".join([*whole, *([quote_names(single)] if single else [])])
+
+
+def _top_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def _holds(entry: Any) -> bool:
     """Return False for a tensor without elements, which no plan reads."""
     return not isinstance(entry, TensorStorageMetadata) or 0 not in entry.size
-
-
-def _quote(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(map(repr, names[:_MAX_SHOWN])) + more

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._python_gc import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.live_objects import LiveEntry, plan_live_entries
+from cloudckpt.dcp.live_entry import LiveEntry, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
@@ -214,8 +214,8 @@ def _wanted_of(value: Any) -> Any:
 def _load(
     entries: dict[str, Any], reader: ObjectStoreReader, planner: LoadPlanner, ranks: DistWrapper, *, is_ours: bool
 ) -> None:
-    is_lazy = is_ours and not any(isinstance(value, LiveEntry) for value in entries.values())
-    reader.begin_call(ranks, is_lazy=is_lazy)
+    live_keys = [key for key, value in entries.items() if isinstance(value, LiveEntry)]
+    reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=live_keys)
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()

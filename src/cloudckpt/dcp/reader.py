@@ -7,6 +7,7 @@ import functools
 import os
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -55,6 +56,7 @@ class _Call:
     """The coordinator's."""
     rank: int
     is_lazy: bool
+    whole_keys: Collection[str]
     session: ShareSession | None
     """None where there are no other ranks to share bytes with."""
 
@@ -128,10 +130,11 @@ class ObjectStoreReader(StorageReader):
         """True if `checkpoint_id` has the form of a place that can be read."""
         return is_valid_location(checkpoint_id)
 
-    def begin_call(self, ranks: DistWrapper, *, is_lazy: bool) -> None:
+    def begin_call(self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] = ()) -> None:
         """Begin a load of `cloudckpt.load` on all `ranks`: the coordinator looks for the manifest, once, for all.
 
         `is_lazy` if no other code sees the metadata: entries of tensors are then made when they are asked for.
+        `whole_keys` are the top-level keys of which the load must ask for all that was saved.
         """
         self._begin(ranks.rank)
         self._recorder.open(ranks.rank)
@@ -143,6 +146,7 @@ class ObjectStoreReader(StorageReader):
             lookup=lookup,
             rank=ranks.rank,
             is_lazy=is_lazy and type(self) is ObjectStoreReader,
+            whole_keys=whole_keys,
             session=ShareSession() if has_others else None,
         )
 
@@ -214,11 +218,11 @@ class ObjectStoreReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits.
 
-        Raises `StateDictMismatchError` if all ranks together ask for less than `strict` demands.
+        Raises `StateDictMismatchError` if all ranks together ask for less than they must.
         """
         if self._metadata is not None and self._strict is not False:
-            saved = self._metadata.state_dict_metadata
-            check_completeness(plans, saved, is_strict=bool(self._strict), uri=self.checkpoint_id)
+            whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
+            check_completeness(plans, self._metadata.state_dict_metadata, whole=whole, uri=self.checkpoint_id)
         attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
         if len(attempts) > 1:
             raise CheckpointChangedError(

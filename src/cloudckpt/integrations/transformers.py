@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from cloudckpt.dcp.random_state import RandomState
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations import require
-from cloudckpt.dcp.random_state import RandomState
 from cloudckpt.integrations._state import deserialize, serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
 from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps

@@ -1,0 +1,102 @@
+"""Entries of a state dict that are saved from live objects and loaded into them.
+
+A load plans these entries from what the checkpoint holds, not from what the objects hold already. A fresh optimizer has
+no state, so its own state dict would ask for none, and the moments in the checkpoint would be left behind.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.format.nesting import Nesting, unflatten
+
+_MAX_SHOWN = 5
+
+
+class LiveEntry(abc.ABC):
+    """One entry of a state dict that is saved from a live object, and loaded into it."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> Any:
+        """Return what a save stores."""
+
+    @abc.abstractmethod
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
+        """Return what a load fills, for the entry that is stored at the path `where` of the checkpoint at `uri`.
+
+        `saved` is nested as the entry was saved, with torch's metadata in the place of tensors and values. Raises
+        `StateDictMismatchError` if the object does not fit it.
+        """
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Any) -> None:
+        """Give the object what a load has filled."""
+
+
+class OptionalEntry(LiveEntry):
+    """An entry that may be absent from a checkpoint."""
+
+
+def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str) -> None:
+    """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills."""
+    live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
+    if not live:
+        return
+    saved = nest_metadata(metadata)
+    for key, entry in live.items():
+        entries[key] = _plan(entry, saved, key, where=key, uri=uri)
+
+
+def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
+    """Return torch's metadata of each entry, nested as the state dict was that was saved."""
+    nesting = {} if metadata.planner_data is None else metadata.planner_data
+    typed, empty = (nesting.typed, nesting.empty) if isinstance(nesting, Nesting) else ({}, [])
+    return unflatten(metadata.state_dict_metadata, {**nesting, **typed}, empty)
+
+
+def _plan(entry: LiveEntry, saved: Mapping[Any, Any], key: str, *, where: str, uri: str) -> Any:
+    if key not in saved and not isinstance(entry, OptionalEntry):
+        raise StateDictMismatchError(
+            f"{uri} has no {where!r}, only {quote_names(list(saved))}. Leave it out of this load", uri=uri
+        )
+    return entry.plan_load(saved.get(key), where=where, uri=uri)
+
+
+class EntryGroup(LiveEntry):
+    """Several entries under names, such as the schedulers of two optimizers."""
+
+    def __init__(self, entries: Mapping[str, LiveEntry]) -> None:
+        self._entries = entries
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: entry.state_dict() for key, entry in self._entries.items()}
+
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+        known = saved if isinstance(saved, Mapping) else {}
+        return {key: _plan(entry, known, key, where=f"{where}.{key}", uri=uri) for key, entry in self._entries.items()}
+
+    def load_state_dict(self, state: Any) -> None:
+        for key, entry in self._entries.items():
+            entry.load_state_dict(state[key])
+
+
+def make_empty(saved: Any) -> Any:
+    """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value."""
+    if isinstance(saved, TensorStorageMetadata):
+        return torch.empty(saved.size, dtype=saved.properties.dtype)
+    if isinstance(saved, Mapping):
+        return {key: make_empty(value) for key, value in saved.items()}
+    if isinstance(saved, list):
+        return [make_empty(value) for value in saved]
+    return None
+
+
+def quote_names(names: Sequence[Any]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more if names else "nothing"

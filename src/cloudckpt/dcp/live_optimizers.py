@@ -1,0 +1,329 @@
+"""The state of live optimizers by the names of the model's parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from cloudckpt._torch_compat import fqns_of
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty, quote_names
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+
+
+def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module]) -> LiveEntry:
+    """Return the entry for one optimizer, or for a list or a dict of them, of the parameters of `modules`.
+
+    The keys of `modules` are the prefixes of the parameters' names.
+    """
+    if not modules:
+        raise InvalidOptionError("optimizer needs model=…: its state is saved by the names of the model's parameters")
+    if isinstance(optimizer, Mapping):
+        return EntryGroup({key: wrap_optimizers(one, modules) for key, one in optimizer.items()})
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise InvalidOptionError(
+                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not a {type(one).__name__}"
+            )
+    return OptimizerEntry(optimizers, modules)
+
+
+class OptimizerEntry(LiveEntry):
+    """The state of optimizers by the names of the model's parameters, as ``get_optimizer_state_dict`` has it.
+
+    torch's functions first take a step with zero gradients if an optimizer is fresh. This changes its counters, and
+    runs its hooks. Here a fresh optimizer stays fresh in a save, and a load plans by the checkpoint.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], modules: Mapping[str, nn.Module]) -> None:
+        self._optimizers = optimizers
+        self._modules = modules
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for optimizer in self._optimizers:
+            of_one = self._state_dict_of(optimizer)
+            state.update(of_one[_STATE])
+            groups += of_one[_GROUPS]
+        return {_STATE: state, _GROUPS: groups}
+
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
+        if not isinstance(saved, Mapping) or not isinstance(saved.get(_GROUPS), list):
+            raise StateDictMismatchError(
+                f"{where!r} of {uri} is no optimizer's state dict. Load it as a state dict, and convert it", uri=uri
+            )
+        params = self._params_by_name()
+        layouts = self._layouts()
+        by_name = self._by_name(saved.get(_STATE) or {})
+        state = {}
+        for key, name in by_name.items():
+            if name not in params:  # another rank may have it, and `check_completeness` finds what no rank has
+                continue
+            optimizer, param = params[name]
+            held = optimizer.state.get(param, {})
+            try:
+                state[key] = _plan_state(saved[_STATE][key], held, _Layout(layouts[name], optimizer, param))
+            except NotImplementedError:
+                raise StateDictMismatchError(
+                    f"the optimizer's state for the sharded parameter {name!r} in {uri} has another shape than the "
+                    "parameter, and its layout is not known before the optimizer has taken a step. Take one step with "
+                    "gradients of zero before the load",
+                    uri=uri,
+                ) from None
+        return {_STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
+
+    def load_state_dict(self, state: Any) -> None:
+        by_name = self._by_name(state[_STATE])
+        loaded = {name: state[_STATE][key] for key, name in by_name.items()}
+        groups = state[_GROUPS]
+        for optimizer in self._optimizers:
+            self._load_one(optimizer, loaded, groups)
+
+    def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        held = optimizer.state_dict()
+        if (found := self._find_fsdp1(optimizer)) is not None:
+            prefix, module = found
+            with _sharded_fsdp1(module):
+                held = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)
+            return {
+                _STATE: {prefix + _unwrapped(name): value for name, value in held[_STATE].items()},
+                _GROUPS: [
+                    {**group, _PARAMS: [prefix + _unwrapped(name) for name in group[_PARAMS]]}
+                    for group in held[_GROUPS]
+                ],
+            }
+        names = self._names_of(optimizer)
+        return {
+            _STATE: {names[index]: value for index, value in held[_STATE].items()},
+            _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in held[_GROUPS]],
+        }
+
+    def _load_one(self, optimizer: Optimizer, loaded: dict[str, Any], saved_groups: list[dict[str, Any]]) -> None:
+        if (found := self._find_fsdp1(optimizer)) is not None:
+            prefix, module = found
+            with _sharded_fsdp1(module):
+                names = FullyShardedDataParallel.optim_state_dict(module, optimizer, optimizer.state_dict())[_GROUPS]
+                groups = self._match_groups(
+                    optimizer, [[prefix + _unwrapped(name) for name in group[_PARAMS]] for group in names], saved_groups
+                )
+                state = {
+                    raw: loaded[prefix + _unwrapped(raw)]
+                    for group in names
+                    for raw in group[_PARAMS]
+                    if prefix + _unwrapped(raw) in loaded
+                }
+                for group, raw_names in zip(groups, names, strict=True):
+                    group[_PARAMS] = raw_names[_PARAMS]
+                optimizer.load_state_dict(
+                    FullyShardedDataParallel.optim_state_dict_to_load(
+                        module, optimizer, {_STATE: state, _GROUPS: groups}
+                    )
+                )
+            return
+        by_index = self._names_of(optimizer)
+        indices = {name: index for index, name in by_index.items()}
+        live_groups = optimizer.state_dict()[_GROUPS]
+        names_of_groups = [[by_index[index] for index in group[_PARAMS]] for group in live_groups]
+        groups = self._match_groups(optimizer, names_of_groups, saved_groups)
+        for group, names_of_group in zip(groups, names_of_groups, strict=True):
+            group[_PARAMS] = [indices[name] for name in names_of_group]
+        state = {indices[name]: value for name, value in loaded.items() if name in indices}
+        optimizer.load_state_dict({_STATE: state, _GROUPS: groups})
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+            _keep_dtypes(optimizer, state)
+
+    def _match_groups(
+        self, optimizer: Optimizer, names_of_groups: list[list[str]], saved_groups: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return the saved settings for each of the optimizer's parameter groups, found by its parameters."""
+        of_param = {
+            name: position for position, group in enumerate(saved_groups) for name in self._names_in(group[_PARAMS])
+        }
+        groups = []
+        for position, (names, live) in enumerate(zip(names_of_groups, optimizer.param_groups, strict=True)):
+            found = {of_param[name] for name in names if name in of_param}
+            # Each stage of a pipeline has parameters of its own, and one stage's names are in the checkpoint.
+            if not found and len(saved_groups) == len(names_of_groups):
+                found = {position}
+            settings = [_without_params(saved_groups[number]) for number in sorted(found)]
+            if any(not _is_same(settings[0], other) for other in settings[1:]):
+                raise StateDictMismatchError(
+                    f"parameter group {position} of the optimizer has parameters of {len(settings)} saved groups with "
+                    f"different settings, such as {quote_names(names)}. Group the parameters as they were saved",
+                    uri="",
+                )
+            groups.append({**_without_params(live), **(settings[0] if settings else {})})
+        return groups
+
+    def _names_of(self, optimizer: Optimizer) -> dict[int, str]:
+        """Return the parameters' names by their numbers in the optimizer's state dict."""
+        names = _name_params(self._modules)
+        params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
+        if any(param not in names for param in params):
+            raise InvalidOptionError(
+                f"a {type(optimizer).__name__} updates parameters that are not in the model that was passed. Pass all "
+                "modules whose parameters it updates, as in model={'net': net, 'loss': loss}"
+            )
+        return {index: names[param] for index, param in enumerate(params)}
+
+    def _params_by_name(self) -> dict[str, tuple[Optimizer, nn.Parameter]]:
+        params: dict[str, tuple[Optimizer, nn.Parameter]] = {}
+        for optimizer in self._optimizers:
+            if (found := self._find_fsdp1(optimizer)) is not None:
+                prefix, module = found
+                flat = {id(param): param for group in optimizer.param_groups for param in group[_PARAMS]}
+                for raw, param in module.named_parameters():
+                    if id(param) in flat:
+                        params.update({prefix + name: (optimizer, param) for name in fqns_of(module, raw)})
+            else:
+                held = [param for group in optimizer.param_groups for param in group[_PARAMS]]
+                params.update({name: (optimizer, held[index]) for index, name in self._names_of(optimizer).items()})
+        return params
+
+    def _layouts(self) -> dict[str, Any]:
+        """Return the model's tensors by name, whose layout over the ranks a state of the same shape has."""
+        return {
+            prefix + name: value
+            for prefix, module in self._modules.items()
+            for name, value in get_model_state_dict(module).items()
+        }
+
+    def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:
+        """Return the parameter's name for each key of a saved state, which is a number in a plain state dict."""
+        if not all(isinstance(key, int) for key in state):
+            return {key: str(key) for key in state}
+        names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
+        return {key: names.get(key, str(key)) for key in state}
+
+    def _names_in(self, params: Sequence[Any]) -> list[str]:
+        return list(self._by_name(dict.fromkeys(params)).values())
+
+    def _find_fsdp1(self, optimizer: Optimizer) -> tuple[str, nn.Module] | None:
+        """Return the module of torch's first FSDP that has the optimizer's parameters, and the prefix of its names."""
+        mine = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
+        for prefix, module in self._modules.items():
+            if FullyShardedDataParallel.fsdp_modules(module) and any(
+                id(param) in mine for param in module.parameters()
+            ):
+                return prefix, module
+        return None
+
+
+class _Layout:
+    """Makes empty tensors laid out over the ranks as the state of one parameter is."""
+
+    def __init__(self, like: torch.Tensor, optimizer: Optimizer, param: nn.Parameter) -> None:
+        self._like = like
+        self._optimizer = optimizer
+        self._param = param
+        self._stepped: dict[str, Any] | None = None
+
+    def make(self, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
+        dtype = entry.properties.dtype
+        if entry.size == self._like.size() and entry.size:
+            return torch.empty_like(self._like, dtype=dtype, requires_grad=False)
+        if not entry.size:
+            return torch.empty((), dtype=dtype)  # a counter, which optimizers hold on the CPU
+        if isinstance(self._like, DTensor):
+            stepped = self._step().get(name)
+            if not isinstance(stepped, torch.Tensor) or stepped.size() != entry.size:
+                raise NotImplementedError
+            return torch.empty_like(stepped, dtype=dtype)
+        if type(self._like) not in (torch.Tensor, nn.Parameter):
+            raise NotImplementedError
+        return torch.empty(entry.size, dtype=dtype, device=self._like.device)
+
+    def _step(self) -> dict[str, Any]:
+        """Return the state that a copy of the optimizer makes for a copy of the parameter."""
+        if self._stepped is None:
+            shadow = copy.copy(self._optimizer)
+            param = self._param.detach().clone().requires_grad_()
+            param.grad = torch.zeros_like(param)
+            live = next(group for group in shadow.param_groups if any(one is self._param for one in group[_PARAMS]))
+            shadow.param_groups = [{**live, _PARAMS: [param]}]
+            shadow.state = defaultdict(dict)
+            for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+                setattr(shadow, hooks, OrderedDict())
+            type(shadow).step(shadow)  # a scheduler replaces the method of the instance
+            self._stepped = dict(shadow.state[param])
+        return self._stepped
+
+
+def _plan_state(saved: Any, held: Any, layout: _Layout) -> Any:
+    """Return what a load fills for one parameter's state: the tensors that the optimizer holds, where they fit."""
+    if not isinstance(saved, Mapping):
+        return make_empty(saved)
+    planned: dict[Any, Any] = {}
+    for name, entry in saved.items():
+        value = held.get(name) if isinstance(held, Mapping) else None
+        if isinstance(entry, Mapping):
+            planned[name] = _plan_state(entry, value, layout)
+        elif not isinstance(entry, TensorStorageMetadata):
+            planned[name] = make_empty(entry)
+        elif isinstance(value, torch.Tensor) and value.size() == entry.size and value.dtype is entry.properties.dtype:
+            planned[name] = value
+        else:
+            planned[name] = layout.make(name, entry)
+    return planned
+
+
+def _keep_dtypes(optimizer: Optimizer, state: Mapping[int, Any]) -> None:
+    """Give the state the dtypes that were saved: ``Optimizer.load_state_dict`` casts it to those of the parameters."""
+    params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
+    for index, values in state.items():
+        held = optimizer.state[params[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and held[name].dtype is not value.dtype:
+                held[name] = value.to(held[name].device)
+
+
+def _name_params(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
+    return {
+        param: prefix + next(iter(fqns_of(module, raw)))
+        for prefix, module in modules.items()
+        for raw, param in module.named_parameters()
+    }
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def _sharded_fsdp1(module: nn.Module) -> Any:
+    return FullyShardedDataParallel.state_dict_type(
+        module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
+    )
+
+
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != _PARAMS}
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

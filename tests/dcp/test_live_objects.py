@@ -1,0 +1,235 @@
+"""Live objects of one process: what is saved of them, what a load gives back, and which loads are refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.e2e.models import assert_same
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, MultiStepLR, SequentialLR
+
+import cloudckpt
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+
+_names = iter(range(1000))
+
+
+def new_uri() -> str:
+    return f"memory://live-objects/{next(_names)}"
+
+
+def trained(model: nn.Module, *optimizers: Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        model(torch.rand(3, 4)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4, bias=False)
+        self.down = nn.Linear(4, 4, bias=False)
+        self.down.weight = self.up.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.frozen(self.down(self.up(inputs)))
+        return outputs
+
+
+def of_groups(model: nn.Module) -> Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return AdamW([{"params": params[:1], "lr": 0.1}, {"params": params[1:], "lr": torch.tensor(0.2)}])
+
+
+def make_two() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("make_model", "make_optimizer"),
+    [
+        (make_two, of_groups),
+        (Tied, lambda model: Adam([param for param in model.parameters() if param.requires_grad])),
+        (Tied, lambda model: AdamW(model.parameters())),
+        (lambda: torch.compile(make_two(), backend="eager"), lambda model: SGD(model.parameters(), momentum=0.9)),
+        (make_two, lambda model: [AdamW(model[0].parameters()), SGD(model[1].parameters(), momentum=0.9)]),
+        (make_two, lambda model: {"a": AdamW(model[0].parameters()), "b": SGD(model[1].parameters(), momentum=0.9)}),
+    ],
+    ids=["groups", "tied-and-frozen", "frozen-in-optimizer", "compiled", "list-of-optimizers", "dict-of-optimizers"],
+)
+def test_an_optimizer_comes_back_whole(
+    make_model: Callable[[], nn.Module], make_optimizer: Callable[[nn.Module], Any]
+) -> None:
+    """If this fails, a restore leaves some of an optimizer's state behind."""
+
+    def all_of(optimizer: Any) -> list[Optimizer]:
+        values = optimizer.values() if isinstance(optimizer, dict) else optimizer
+        return [values] if isinstance(values, Optimizer) else list(values)
+
+    uri = new_uri()
+    model, fresh = make_model(), make_model()
+    optimizer = make_optimizer(model)
+    trained(model, *all_of(optimizer))
+    cloudckpt.save(uri, model=model, optimizer=optimizer, no_dist=True)
+    loaded = make_optimizer(fresh)
+    cloudckpt.load(uri, model=fresh, optimizer=loaded, no_dist=True)
+    assert_same(fresh.state_dict(), model.state_dict())
+    for one, other in zip(all_of(loaded), all_of(optimizer), strict=True):
+        assert_same(one.state_dict(), other.state_dict())
+    cloudckpt.load(uri, model=fresh, optimizer=loaded, no_dist=True)  # into the state that is there by now
+    for one, other in zip(all_of(loaded), all_of(optimizer), strict=True):
+        assert_same(one.state_dict(), other.state_dict())
+
+
+def test_the_layout_is_that_of_torch() -> None:
+    """If this fails, checkpoints of live objects and of torch's get_state_dict do not load as one another."""
+    ours, torchs, plain = new_uri(), new_uri(), new_uri()
+    model = make_two()
+    optimizer = AdamW(model.parameters())
+    trained(model, optimizer)
+    cloudckpt.save(ours, model=model, optimizer=optimizer, random_state=False, no_dist=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    cloudckpt.save({"model": of_model, "optimizer": of_optimizer}, torchs, no_dist=True)
+    cloudckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain, no_dist=True)
+    assert_same(cloudckpt.read(ours), cloudckpt.read(torchs))
+    for uri in (torchs, plain):  # a plain state dict numbers the parameters
+        fresh = make_two()
+        loaded = AdamW(fresh.parameters())
+        cloudckpt.load(uri, model=fresh, optimizer=loaded, no_dist=True)
+        assert_same(loaded.state_dict(), optimizer.state_dict())
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"position": 0, "shuffled": torch.zeros(0), "epochs": {}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def make_all() -> dict[str, Any]:
+    models = {"maker": nn.Linear(4, 4), "judge": nn.Linear(4, 1)}
+    optimizers = {name: AdamW(model.parameters(), lr=1.0) for name, model in models.items()}
+    steps = MultiStepLR(optimizers["maker"], [3, 9])
+    warm = LambdaLR(optimizers["judge"], lambda step: 1 / (1 + step))
+    parts = SequentialLR(optimizers["judge"], [warm, MultiStepLR(optimizers["judge"], [5])], [2])
+    return {
+        "model": models,
+        "optimizer": optimizers,
+        "scheduler": {"steps": steps, "parts": parts},
+        "dataloader": {"train": Sampler(), "test": Sampler()},
+        "extra": {"epoch": 0, "noise": torch.Generator(), "mean": torch.zeros(2)},
+    }
+
+
+def test_several_models_and_all_kinds_of_objects_come_back() -> None:
+    """If this fails, a GAN, a scheduler with parts, a data loader or a generator does not resume."""
+    saved, loaded, uri = make_all(), make_all(), new_uri()
+    for model, optimizer in zip(saved["model"].values(), saved["optimizer"].values(), strict=True):
+        trained(model, optimizer)
+    for scheduler in [*saved["scheduler"].values()] * 4:
+        scheduler.step()
+    saved["dataloader"]["train"].state = {"position": 7, "shuffled": torch.arange(9), "epochs": {1: {"seen": [1, 2]}}}
+    saved["extra"].update(epoch=5, noise=torch.Generator().manual_seed(9), mean=torch.ones(2), more={"a": (1, None)})
+    cloudckpt.save(uri, **saved, no_dist=True)
+    expected = [torch.rand(3), torch.rand(3, generator=saved["extra"]["noise"])]
+    mean = loaded["extra"]["mean"]
+    cloudckpt.load(uri, **loaded, random_state=True, no_dist=True)
+    assert_same([torch.rand(3), torch.rand(3, generator=loaded["extra"]["noise"])], expected)
+    for name in ("model", "optimizer", "scheduler", "dataloader"):
+        for key, value in saved[name].items():
+            assert_same(loaded[name][key].state_dict(), value.state_dict())
+    assert loaded["extra"]["mean"] is mean
+    for key in ("epoch", "mean", "more"):
+        assert_same(loaded["extra"][key], saved["extra"][key])
+
+
+def test_what_would_be_left_behind_is_refused_by_name() -> None:
+    """If this fails, a run goes on with a fresh optimizer, or without a part of its model, and nobody is told."""
+    model = make_two()
+    optimizer = AdamW(model.parameters())
+    trained(model, optimizer)
+    uri, root = new_uri(), new_uri()
+    cloudckpt.save(uri, model=model, optimizer=optimizer, extra={"epoch": 1}, no_dist=True)
+    fresh = AdamW(model.parameters())
+    small = nn.Sequential(nn.Linear(4, 4))
+    nested = {"model": model.state_dict(), "optimizer": fresh.state_dict()}
+    partly = copy.deepcopy(get_state_dict(model, optimizer)[1])
+    partly["state"].pop("0.bias")
+    for pattern, call in (
+        (
+            "param_groups.*12 entries of its state.*optimizer=optimizer",
+            lambda: cloudckpt.load(nested, uri, no_dist=True),
+        ),
+        ("3 entries.*0.bias.step", lambda: cloudckpt.load({"optimizer": partly}, uri, no_dist=True)),
+        ("leaves behind.*'model.1.weight', 'model.1.bias'", lambda: cloudckpt.load(uri, model=small, no_dist=True)),
+        ("has no 'scheduler', only 'model', 'optimizer'", lambda: cloudckpt.load(uri, scheduler=fresh, no_dist=True)),
+        (
+            r"leaves behind.*optimizer \(\d+ entries\).*extra.epoch",
+            lambda: cloudckpt.load({"model": model.state_dict()}, uri, strict=True, no_dist=True),
+        ),
+    ):
+        with pytest.raises(StateDictMismatchError, match=pattern):
+            call()
+    cloudckpt.load(nested, uri, strict=False, no_dist=True)
+    cloudckpt.load(uri, model=small, strict=False, no_dist=True)
+    assert_same(small[0].weight.detach(), model[0].weight.detach())  # type: ignore[operator]
+    cloudckpt.load({"model": model.state_dict()}, uri, no_dist=True)
+    with cloudckpt.CheckpointManager(root, async_=False, no_dist=True) as manager:
+        manager.save(1, model=model, optimizer=optimizer)
+        with pytest.raises(StateDictMismatchError, match=r"leaves behind.*optimizer"):
+            manager.restore(model=model)
+        assert manager.restore(model=model, strict=False) is not None
+        assert manager.restore(model=model, optimizer=fresh) is not None
+        assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "objects"),
+    [
+        ("needs model=", {"optimizer": SGD(make_two().parameters())}),
+        ("not in the model that was passed", {"model": make_two(), "optimizer": SGD(make_two().parameters())}),
+        ("must be a torch.optim.Optimizer.*not a int", {"model": make_two(), "optimizer": 3}),
+        ("model must be a torch.nn.Module or a dict", {"model": "model"}),
+        ("extra must be a dict", {"extra": [1]}),
+        ("StatefulDataLoader", {"dataloader": torch.utils.data.DataLoader([1])}),
+        ("scheduler is a int, which has no state_dict", {"scheduler": 3}),
+    ],
+)
+def test_objects_that_cannot_be_saved_are_named(pattern: str, objects: dict[str, Any]) -> None:
+    """If this fails, a wrong argument ends in an error from deep inside torch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises((InvalidOptionError, cloudckpt.CloudckptError), match=pattern):
+            cloudckpt.save(new_uri(), **objects, no_dist=True)
+
+
+def test_a_state_dict_and_objects_together_are_refused() -> None:
+    """If this fails, one of the two is silently not saved."""
+    with pytest.raises(TypeError, match="not both"):
+        cloudckpt.save({"a": 1}, new_uri(), model=make_two(), no_dist=True)
+    with pytest.raises(TypeError, match=r"live objects: model=…"):
+        cloudckpt.save(new_uri(), no_dist=True)
+
+
+def test_a_model_without_memory_is_refused() -> None:
+    """If this fails, a load into a model on the meta device fills nothing, and says that it is done."""
+    uri = new_uri()
+    cloudckpt.save(uri, model=make_two(), no_dist=True)
+    with torch.device("meta"):
+        model = make_two()
+    with pytest.raises(InvalidOptionError, match=r"meta device.*to_empty"):
+        cloudckpt.load(uri, model=model, no_dist=True)

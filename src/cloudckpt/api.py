@@ -74,7 +74,7 @@ def save(
     """Save to `uri` from all ranks; returns once it is committed (`torch.distributed.checkpoint.save`).
 
     Pass the live objects, as in ``save(uri, model=model, optimizer=optimizer)``, or a state dict, as in
-    ``save(state_dict, uri)``. `load` with the same objects resumes them exactly (``docs/resume.md``).
+    ``save(state_dict, uri)``. `load` with the same objects resumes them exactly (``docs/manager.md``).
 
     Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that exists there is left alone, and
     makes the save fail, unless `overwrite`, which replaces it at the instant of the commit.

@@ -46,7 +46,7 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,15 @@ __all__ = [
 ]
 
 
+_MAX_NAMES = 5
 _LONG_WORD = re.compile(r"\S{1001,}")
 MAX_MESSAGE_CHARS = 4000
+
+
+def quote_names(names: Sequence[object]) -> str:
+    """Quote the first few names for a message."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(repr(name) for name in names[:_MAX_NAMES]) + more if names else "none"
 
 
 def bounded(text: str) -> str:

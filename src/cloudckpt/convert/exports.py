@@ -28,7 +28,7 @@ from cloudckpt.convert.conversion import (
     upload,
 )
 from cloudckpt.convert.safetensors_source import INDEX_NAME
-from cloudckpt.convert.state_dicts import flatten_entries, load_whole, quote_names
+from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointExistsError,
@@ -36,6 +36,7 @@ from cloudckpt.errors import (
     InvalidOptionError,
     ObjectNotFoundError,
     UnsupportedValueError,
+    quote_names,
 )
 from cloudckpt.format.model import SAFETENSORS_TAG, StoredTensor
 from cloudckpt.format.safetensors import lay_out

@@ -41,7 +41,7 @@ from cloudckpt.convert.conversion import (
     upload,
 )
 from cloudckpt.convert.safetensors_source import FileTensor, SafetensorsSource
-from cloudckpt.convert.state_dicts import flatten_entries, load_whole, quote_names
+from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
     ALLOW_PICKLE_HINT,
     CheckpointChangedError,
@@ -51,6 +51,7 @@ from cloudckpt.errors import (
     ShortObjectError,
     UnsafePickleError,
     UnsupportedValueError,
+    quote_names,
 )
 from cloudckpt.events import Event
 from cloudckpt.format.model import ItemReceipts, ObjectReceipt

@@ -13,12 +13,12 @@ import msgspec
 
 from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, look_until_stable, manifest_number
 from cloudckpt.convert.conversion import check_unchanged, folder_and_name, head_file, naming_missing_file
-from cloudckpt.convert.state_dicts import quote_names
 from cloudckpt.errors import (
     CheckpointChangedError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedValueError,
+    quote_names,
 )
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.format.safetensors import LENGTH_BYTES, find_header_end

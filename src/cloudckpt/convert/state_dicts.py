@@ -15,14 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from cloudckpt.api import load
 from cloudckpt.commit.manifest_log import holds_rank_checkpoints, resolve
-from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError
+from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import Location, parse_location
-
-_MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +91,6 @@ def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise InvalidOptionError(f"include must be patterns such as 'model.*', not {include!r}")
     return patterns
-
-
-def quote_names(names: Sequence[str]) -> str:
-    """Quote the first few names for a message."""
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more if names else "none"
 
 
 def load_whole(source: Location, options: Options, selection: Selection, *, allow_pickle: bool) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from cloudckpt.dcp.live_entry import quote_names
-from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.errors import StateDictMismatchError, quote_names
 from cloudckpt.pipeline.consumers import LoadItems
 
 _GROUPS = "param_groups."

@@ -7,16 +7,14 @@ no state, so its own state dict would ask for none, and the moments in the check
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.errors import StateDictMismatchError, quote_names
 from cloudckpt.format.nesting import Nesting, unflatten
-
-_MAX_SHOWN = 5
 
 
 class LiveEntry(abc.ABC):
@@ -95,8 +93,3 @@ def make_empty(saved: Any) -> Any:
     if isinstance(saved, list):
         return [make_empty(value) for value in saved]
     return None
-
-
-def quote_names(names: Sequence[Any]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(repr(name) for name in names[:_MAX_SHOWN]) + more if names else "nothing"

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, OptionalEntry, make_empty, quote_names
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, OptionalEntry, make_empty
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.dcp.random_state import RandomState
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 
 __all__ = ["LiveObjects", "Model", "Optimizers"]
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty, quote_names
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 

@@ -81,7 +81,7 @@ class Selection:
 
 
 def matches(fqn: str, pattern: str) -> bool:
-    """Return True if the pattern, as of file names, fits the whole name. A name fits itself and all that is below it."""
+    """Return True if the pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
     return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
 
 

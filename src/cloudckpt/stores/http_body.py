@@ -110,14 +110,6 @@ class ViewsBody:
         self._handed_out_at = None
         return self._position_bytes
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
     def _take(self, most_bytes: int) -> memoryview:
         piece = self._views[self._index][self._begin : self._begin + most_bytes]
         self._position_bytes += piece.nbytes

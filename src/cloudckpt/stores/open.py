@@ -40,20 +40,12 @@ def open_store(uri: str | os.PathLike[str] | Location, options: Options) -> Stor
 
 def _opened(location: Location, options: Options) -> Store:
     # Each client is imported only by whoever uses it: boto3 alone takes a quarter of a second.
-    if location.scheme == "s3":
+    if location.scheme in ("s3", "gs"):
+        from cloudckpt.stores.gcs import GCSStore
         from cloudckpt.stores.s3 import S3Store
 
-        return S3Store(
-            location.authority,
-            location.path,
-            storage_options=options.storage_options,
-            timeout_s=options.timeout_s,
-            connections=options.connections or DEFAULT_CONNECTIONS,
-        )
-    if location.scheme == "gs":
-        from cloudckpt.stores.gcs import GCSStore
-
-        return GCSStore(
+        make = S3Store if location.scheme == "s3" else GCSStore
+        return make(
             location.authority,
             location.path,
             storage_options=options.storage_options,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cloudckpt._workers import each_done
@@ -143,8 +142,8 @@ class GCSStore(HTTPStore):
         return dataclasses.replace(self._info_of("head", "objects.get", blob), key=key)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        for page in self._pages("list", prefix=self._root + prefix, fields=_OBJECTS):
-            for blob in page.blobs:
+        for blobs, _ in self._pages("list", prefix=self._root + prefix, fields=_OBJECTS):
+            for blob in blobs:
                 info = self._info_of("list", "objects.list", blob)
                 # Some tools mark directories by empty objects.
                 if info.key != self._root and parse_temporary_name(info.key) is None:
@@ -155,11 +154,11 @@ class GCSStore(HTTPStore):
 
         A listing with a delimiter does not say what a prefix holds.
         """
-        for page in self._pages("list_directories", prefix=self._root, fields=_PREFIXES, delimiter="/"):
+        for _, prefixes in self._pages("list_directories", prefix=self._root, fields=_PREFIXES, delimiter="/"):
             holding: set[str] = set()
             look = functools.partial(self._look_into, holding)
-            _run_side_by_side(page.prefixes, look)
-            yield from (prefix[len(self._root) :].rstrip("/") for prefix in page.prefixes if prefix in holding)
+            _run_side_by_side(prefixes, look)
+            yield from (prefix[len(self._root) :].rstrip("/") for prefix in prefixes if prefix in holding)
 
     def delete_object(self, name: str) -> None:
         self._delete("delete", name)
@@ -172,8 +171,8 @@ class GCSStore(HTTPStore):
         """List the uploads with at least one part. Before its first part, an upload leaves no trace."""
         wanted = self._root + prefix
         started: dict[Upload, datetime] = {}
-        for page in self._pages("list_uploads", prefix=wanted, fields=_OBJECTS):
-            for blob in page.blobs:
+        for blobs, _ in self._pages("list_uploads", prefix=wanted, fields=_OBJECTS):
+            for blob in blobs:
                 info = self._info_of("list_uploads", "objects.list", blob)
                 upload = parse_temporary_name(info.key)
                 if upload is not None and upload.name.startswith(wanted):
@@ -184,8 +183,8 @@ class GCSStore(HTTPStore):
     def list_parts(self, key: str, upload_id: str) -> Iterator[FoundPart]:
         """List the parts. A part is an object that is never replaced, so any upload can be completed with it."""
         upload = self._open_upload(key, upload_id, "list_parts")
-        for page in self._pages("list_parts", prefix=upload.prefix, fields=_PARTS):
-            for blob in page.blobs:
+        for blobs, _ in self._pages("list_parts", prefix=upload.prefix, fields=_PARTS):
+            for blob in blobs:
                 found = upload.parse_part(blob.name)
                 if found is not None:
                     number, nonce = found
@@ -231,7 +230,7 @@ class GCSStore(HTTPStore):
 
     def _remove_temporaries(self, operation: str, upload: Upload) -> None:
         pages = self._pages(operation, prefix=upload.prefix, fields=_NAMES)
-        names = [blob.name for page in pages for blob in page.blobs]
+        names = [blob.name for blobs, _ in pages for blob in blobs]
         _run_side_by_side(names, functools.partial(self._delete, operation))
 
     def _delete(self, operation: str, name: str) -> None:
@@ -244,8 +243,8 @@ class GCSStore(HTTPStore):
             return
 
     def _look_into(self, holding: set[str], prefix: str) -> None:
-        for page in self._pages("list_directories", prefix=prefix, fields=_NAMES, page_size=_PAGE_OF_NAMES):
-            if any(parse_temporary_name(blob.name) is None for blob in page.blobs):
+        for blobs, _ in self._pages("list_directories", prefix=prefix, fields=_NAMES, page_size=_PAGE_OF_NAMES):
+            if any(parse_temporary_name(blob.name) is None for blob in blobs):
                 holding.add(prefix)
                 return
 
@@ -263,45 +262,30 @@ class GCSStore(HTTPStore):
         version = str(blob.generation or "")
         return ObjectInfo(key=blob.name, size_bytes=size_bytes, modified_at=created_at, version=version)
 
-    def _pages(self, operation: str, *, prefix: str, **arguments: Any) -> Iterator[_Page]:
+    def _pages(self, operation: str, *, prefix: str, **arguments: Any) -> Iterator[tuple[Sequence[Any], Sequence[str]]]:
+        """Yield the library's objects of each page, and its prefixes."""
         token: str | None = None
+
+        def ask(client: GCSClient) -> tuple[Any, Sequence[Any], Sequence[str]]:
+            bucket = client.bucket(self.session.bucket)
+            # One listing for each page: the library's iterator ends without an error after a page has failed.
+            found = client.storage.list_blobs(bucket, prefix=prefix, page_token=token, **arguments, **client.each_call)
+            page = next(found.pages)
+            # Read here, where the library's failure to parse an odd answer is told from a fault of ours.
+            return page.raw_page, list(page), list(page.prefixes)
+
         while True:
-            ask = functools.partial(_ask_for_page, self.session.bucket, prefix, token, arguments)
-            page = self.session.call(operation, "objects.list", prefix, ask)
+            raw, blobs, prefixes = self.session.call(operation, "objects.list", prefix, ask)
             # Other JSON than a listing would be taken for an empty one.
-            if page.kind != _KIND:
+            if raw.get("kind") != _KIND:
                 raise self.session.foreign_answer(operation, "objects.list", prefix)
-            names = [*(blob.name for blob in page.blobs), *page.prefixes]
-            self.session.check_names(operation, prefix=prefix, names=names)
-            yield page
-            if page.next_token is None:
+            self.session.check_names(operation, prefix=prefix, names=[*(blob.name for blob in blobs), *prefixes])
+            yield blobs, prefixes
+            next_token = raw.get("nextPageToken")
+            if next_token is None:
                 return
-            self.session.check_goes_on(operation, prefix=prefix, token=page.next_token, last_token=token)
-            token = page.next_token
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Page:
-    kind: object
-    blobs: list[Any]
-    """The library's objects."""
-    prefixes: list[str]
-    next_token: str | None
-
-
-def _ask_for_page(bucket: str, prefix: str, token: str | None, arguments: dict[str, Any], client: GCSClient) -> _Page:
-    # One listing for each page: the library's iterator ends without an error after a page has failed.
-    iterator = client.storage.list_blobs(
-        client.bucket(bucket), prefix=prefix, page_token=token, **arguments, **client.each_call
-    )
-    page = next(iterator.pages)
-    # Read here, where the library's failure to parse an odd answer is told from a fault of ours.
-    return _Page(
-        kind=page.raw_page.get("kind"),
-        blobs=list(page),
-        prefixes=list(page.prefixes),
-        next_token=iterator.next_page_token,
-    )
+            self.session.check_goes_on(operation, prefix=prefix, token=next_token, last_token=token)
+            token = next_token
 
 
 def _run_side_by_side(names: Sequence[str], work: Callable[[str], None]) -> None:

@@ -183,7 +183,8 @@ _STORES_AT_ONCE = 4
 _MOST_ANSWER_BYTES = 64 * 1024
 _OK, _NO_CONTENT, _PARTIAL, _FIRST_REFUSED, _UNAUTHORIZED, _NOT_FOUND = 200, 204, 206, 300, 401, 404
 _LENGTH = re.compile(r"[0-9]{1,18}")
-_LISTING = "storage#objects"
+LISTING = "storage#objects"
+"""The kind of a page of a listing."""
 _SECRET_FIELDS = ("token", "refresh_token", "client_secret")
 _ABOUT_ONE_OBJECT = ("objects.delete", "objects.get", "objects.rewrite")
 # A 404 to these can mean the bucket; to a listing it can mean nothing else.
@@ -375,7 +376,7 @@ class GCSSession(HTTPSession):
         except Exception as error:  # noqa: BLE001  # the caller raises the first error
             is_bucket = _status_of(error) == _NOT_FOUND and is_genuine_error(error)
             return shared.BUCKET if is_bucket else None
-        if page.raw_page.get("kind") != _LISTING:
+        if page.raw_page.get("kind") != LISTING:
             return None
         if name and name in names:
             return shared.FOREIGN

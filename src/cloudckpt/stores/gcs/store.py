@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from cloudckpt.stores.base import (
     run_once,
 )
 from cloudckpt.stores.gcs import uploads
-from cloudckpt.stores.gcs.client import MOST_HELPERS, GCSSession, is_googles, parse_storage_options
+from cloudckpt.stores.gcs.client import LISTING, MOST_HELPERS, GCSSession, is_googles, parse_storage_options
 from cloudckpt.stores.gcs.uploads import Upload, parse_temporary_name
 from cloudckpt.stores.http_body import decode_crc32c
 from cloudckpt.stores.http_clients import ClientKey, require_sdk
@@ -39,7 +38,6 @@ _OBJECTS = "kind,nextPageToken,items(name,size,timeCreated,generation)"
 _NAMES = "kind,nextPageToken,items/name"
 _PARTS = "kind,nextPageToken,items(name,size,generation,crc32c)"
 _PREFIXES = "kind,nextPageToken,prefixes"
-_KIND = "storage#objects"
 _PAGE_OF_NAMES = 100
 
 _log = logging.getLogger("cloudckpt")
@@ -112,7 +110,7 @@ class GCSStore(HTTPStore):
             storage_class=uploads.TEMPORARY_CLASS,
         )
         if upload_id in _aborted:  # meanwhile
-            uploads.remove_generation(self.session, "upload_part", stored)
+            uploads.remove(self.session, "upload_part", stored.name, generation=stored.generation)
             self._open_upload(key, upload_id, "upload_part")
         return UploadedPart(part=part, token=uploads.make_token(nonce, stored.generation), crc32c=crc32c)
 
@@ -139,15 +137,14 @@ class GCSStore(HTTPStore):
     def head(self, key: str) -> ObjectInfo:
         name, bucket = self.name_of(key, "head"), self.session.bucket
         blob = self.session.call("head", "objects.get", name, lambda client: client.load(bucket, name))
-        return dataclasses.replace(self._info_of("head", "objects.get", blob), key=key)
+        return self._info_of("head", "objects.get", blob)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         for blobs, _ in self._pages("list", prefix=self._root + prefix, fields=_OBJECTS):
             for blob in blobs:
-                info = self._info_of("list", "objects.list", blob)
                 # Some tools mark directories by empty objects.
-                if info.key != self._root and parse_temporary_name(info.key) is None:
-                    yield dataclasses.replace(info, key=info.key[len(self._root) :])
+                if blob.name != self._root and parse_temporary_name(blob.name) is None:
+                    yield self._info_of("list", "objects.list", blob)
 
     def list_directories(self) -> Iterator[str]:
         """List the directories, and look into each, several at once: temporary objects alone make none.
@@ -161,11 +158,11 @@ class GCSStore(HTTPStore):
             yield from (prefix[len(self._root) :].rstrip("/") for prefix in prefixes if prefix in holding)
 
     def delete_object(self, name: str) -> None:
-        self._delete("delete", name)
+        uploads.remove(self.session, "delete", name)
 
     def delete_row(self, names: Sequence[str]) -> None:
         """Make a request for each name, several at once."""
-        _run_side_by_side(names, functools.partial(self._delete, "delete"))
+        _run_side_by_side(names, functools.partial(uploads.remove, self.session, "delete"))
 
     def list_uploads(self, prefix: str = "") -> Iterator[UploadInfo]:
         """List the uploads with at least one part. Before its first part, an upload leaves no trace."""
@@ -173,10 +170,10 @@ class GCSStore(HTTPStore):
         started: dict[Upload, datetime] = {}
         for blobs, _ in self._pages("list_uploads", prefix=wanted, fields=_OBJECTS):
             for blob in blobs:
-                info = self._info_of("list_uploads", "objects.list", blob)
-                upload = parse_temporary_name(info.key)
+                upload = parse_temporary_name(blob.name)
                 if upload is not None and upload.name.startswith(wanted):
-                    started[upload] = min(started.get(upload, info.modified_at), info.modified_at)
+                    modified_at = self._info_of("list_uploads", "objects.list", blob).modified_at
+                    started[upload] = min(started.get(upload, modified_at), modified_at)
         for upload, started_at in started.items():
             yield UploadInfo(key=upload.name[len(self._root) :], upload_id=upload.upload_id, started_at=started_at)
 
@@ -231,16 +228,7 @@ class GCSStore(HTTPStore):
     def _remove_temporaries(self, operation: str, upload: Upload) -> None:
         pages = self._pages(operation, prefix=upload.prefix, fields=_NAMES)
         names = [blob.name for blobs, _ in pages for blob in blobs]
-        _run_side_by_side(names, functools.partial(self._delete, operation))
-
-    def _delete(self, operation: str, name: str) -> None:
-        def ask(client: GCSClient) -> None:
-            client.bucket(self.session.bucket).delete_blob(name, **client.each_call)
-
-        try:
-            self.session.call(operation, "objects.delete", name, ask)
-        except ObjectNotFoundError:
-            return
+        _run_side_by_side(names, functools.partial(uploads.remove, self.session, operation))
 
     def _look_into(self, holding: set[str], prefix: str) -> None:
         for blobs, _ in self._pages("list_directories", prefix=prefix, fields=_NAMES, page_size=_PAGE_OF_NAMES):
@@ -249,18 +237,15 @@ class GCSStore(HTTPStore):
                 return
 
     def _info_of(self, operation: str, api: str, blob: Any) -> ObjectInfo:
-        """Describe the library's object, under its whole name.
-
-        The time is that of its creation: a change of its class would make an old object look fresh.
-        """
+        """Describe the library's object. The time is of its creation: a change of class would make it look fresh."""
         try:
             size_bytes, created_at = blob.size, blob.time_created
         except (AttributeError, TypeError, ValueError):
             size_bytes = created_at = None
         if not isinstance(blob.name, str) or size_bytes is None or created_at is None:
             raise self.session.foreign_answer(operation, api, str(blob.name))
-        version = str(blob.generation or "")
-        return ObjectInfo(key=blob.name, size_bytes=size_bytes, modified_at=created_at, version=version)
+        key, version = blob.name[len(self._root) :], str(blob.generation or "")
+        return ObjectInfo(key=key, size_bytes=size_bytes, modified_at=created_at, version=version)
 
     def _pages(self, operation: str, *, prefix: str, **arguments: Any) -> Iterator[tuple[Sequence[Any], Sequence[str]]]:
         """Yield the library's objects of each page, and its prefixes."""
@@ -277,7 +262,7 @@ class GCSStore(HTTPStore):
         while True:
             raw, blobs, prefixes = self.session.call(operation, "objects.list", prefix, ask)
             # Other JSON than a listing would be taken for an empty one.
-            if raw.get("kind") != _KIND:
+            if raw.get("kind") != LISTING:
                 raise self.session.foreign_answer(operation, "objects.list", prefix)
             self.session.check_names(operation, prefix=prefix, names=[*(blob.name for blob in blobs), *prefixes])
             yield blobs, prefixes

@@ -6,6 +6,7 @@ what it belongs to, so that a store with any root finds it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -256,17 +257,16 @@ def describe(session: GCSSession, operation: str, api: str, name: str, answer: A
     return ObjectGeneration(name=name, generation=generation, size_bytes=size_bytes, crc32c=crc32c)
 
 
-def remove_generation(session: GCSSession, operation: str, stored: ObjectGeneration) -> None:
-    """Remove one object if it is still this generation of it; a newer one belongs to somebody else."""
+def remove(session: GCSSession, operation: str, name: str, *, generation: int | None = None) -> None:
+    """Remove one object, if it exists; or only one generation of it, since a newer one belongs to somebody else."""
 
     def ask(client: GCSClient) -> None:
         bucket = client.bucket(session.bucket)
-        bucket.delete_blob(stored.name, if_generation_match=stored.generation, **client.each_call)
+        bucket.delete_blob(name, if_generation_match=generation, **client.each_call)
 
-    try:
-        session.call(operation, "objects.delete", stored.name, ask)
-    except (ObjectNotFoundError, ObjectExistsError):  # it is gone, or it is another generation
-        return
+    is_gone = (ObjectNotFoundError,) if generation is None else (ObjectNotFoundError, ObjectExistsError)
+    with contextlib.suppress(*is_gone):
+        session.call(operation, "objects.delete", name, ask)
 
 
 def _check_stored(
@@ -277,7 +277,7 @@ def _check_stored(
         return
     removed = "it was removed again"
     try:
-        remove_generation(session, operation, stored)
+        remove(session, operation, stored.name, generation=stored.generation)
     except StoreError as error:
         removed = f"removing it failed too ({error}), so remove generation {stored.generation} by hand"
     raise _changed(

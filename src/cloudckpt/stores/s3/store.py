@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -147,10 +148,8 @@ class S3Store(HTTPStore):
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         name = self.name_of(key, "abort_multipart")
-        try:
+        with contextlib.suppress(ObjectNotFoundError):
             self.session.call("abort_multipart", "AbortMultipartUpload", name, UploadId=upload_id)
-        except ObjectNotFoundError:
-            return
 
     def head(self, key: str) -> ObjectInfo:
         """Make a HeadObject; if it fails, a GetObject, whose answer has a body that says why."""
@@ -174,10 +173,8 @@ class S3Store(HTTPStore):
                 yield item["Prefix"][len(self._root) :].rstrip("/")
 
     def delete_object(self, name: str) -> None:
-        try:
+        with contextlib.suppress(ObjectNotFoundError):
             self.session.call("delete", "DeleteObject", name)
-        except ObjectNotFoundError:
-            return
 
     def delete_row(self, names: Sequence[str]) -> None:
         """Make one DeleteObjects; if the store does not offer it, a DeleteObject for each name."""

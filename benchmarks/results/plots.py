@@ -27,6 +27,8 @@ _COLOURS = {
     "filesystem": "#E69F00",
     "limit": "#999999",
 }
+_NAMES = {"cloudckpt": "cloudckpt", "s3torchconnector": "s3torchconnector", "s3fs": "torch FsspecWriter (s3fs)"}
+"""Systems of the headline, as users call them, in its order."""
 _OTHER_COLOUR = "#56B4E9"
 _REACHED, _MISSED = "#009E73", "#D55E00"
 _WIDTH_INCHES = 10.0
@@ -49,14 +51,35 @@ class Plot:
 
 
 def plots(results: Results) -> list[Plot]:
-    """The bars, if any can be judged, and then each place."""
+    """Return the headline, each place, and what the project holds itself to, for each that was measured."""
     judged = [verdict for verdict in verdicts(results) if verdict.found is not None]
-    found = [_bars_plot(judged)] if judged else []
+    found = [plot for plot in [_headline_plot(results)] if plot is not None]
     for place in results.places():
         rows = [row for row in results.rows if row.place == place and row.counted]
         if rows:
             found.append(_place_plot(place, rows))
-    return found
+    return [*found, _bars_plot(judged)] if judged else found
+
+
+def _headline_plot(results: Results) -> Plot | None:
+    """Draw GB/s of saves and loads by system, for the first place where cloudckpt was measured beside another one."""
+    for place in results.places():
+        rows = [row for row in results.rows if row.place == place and row.counted and row.system in _NAMES]
+        systems = [system for system in _NAMES if any(row.system == system for row in rows)]
+        if len(systems) < 2 or systems[0] != "cloudckpt":
+            continue
+        figure = _figure(2 * len(systems), title="GB/s, more is better")
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, verb in zip(axes, ("save", "load"), strict=True):
+            by_system = {row.system: row for row in rows if row.verb == verb}
+            _draw_rows(axis, [by_system[system] for system in systems if system in by_system], gb_per_s, verb)
+        axes[0].set_yticks(range(len(systems)), [_NAMES[system] for system in systems])
+        axes[0].invert_yaxis()
+        about = (
+            f"Saves and loads of {', '.join(_NAMES[system] for system in systems)} in GB/s: medians, with the range."
+        )
+        return Plot(name="headline", title="Saves and loads", about=about, png=_png(figure))
+    return None
 
 
 def _place_plot(place: Place, rows: Sequence[Row]) -> Plot:

@@ -18,7 +18,7 @@ from cloudckpt.testing.servers import S3Server, fake_gcs_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
-DOCUMENTS = ["README.md", "docs/command-line.md", "docs/exports.md", "docs/migrating.md"]
+DOCUMENTS = ["docs/command-line.md", "docs/exports.md", "docs/migrating.md"]
 SMALLER = {"4GiB": "4MiB", "16GiB": "4MiB", "5": "1", "8": "2"}
 """For `bench`, which has to end within a test."""
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from cloudckpt.dcp.random_state import RandomState
+from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations import require
 from cloudckpt.integrations._state import deserialize, serialize

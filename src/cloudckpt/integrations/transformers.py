@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cloudckpt.dcp.random_state import RandomState
+from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.integrations import require
 from cloudckpt.integrations._state import deserialize, serialize

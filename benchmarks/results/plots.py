@@ -75,7 +75,8 @@ def _headline_plot(results: Results) -> Plot | None:
             _draw_rows(axis, [by_system[system] for system in systems if system in by_system], gb_per_s, verb)
         axes[0].set_yticks(range(len(systems)), [_NAMES[system] for system in systems])
         axes[0].invert_yaxis()
-        about = (
+        names = ", ".join(_NAMES[system] for system in systems)
+        about = f"Saves and loads of {names} in GB/s: medians, with the range."
             f"Saves and loads of {', '.join(_NAMES[system] for system in systems)} in GB/s: medians, with the range."
         )
         return Plot(name="headline", title="Saves and loads", about=about, png=_png(figure))

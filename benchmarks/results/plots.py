@@ -77,8 +77,6 @@ def _headline_plot(results: Results) -> Plot | None:
         axes[0].invert_yaxis()
         names = ", ".join(_NAMES[system] for system in systems)
         about = f"Saves and loads of {names} in GB/s: medians, with the range."
-            f"Saves and loads of {', '.join(_NAMES[system] for system in systems)} in GB/s: medians, with the range."
-        )
         return Plot(name="headline", title="Saves and loads", about=about, png=_png(figure))
     return None
 

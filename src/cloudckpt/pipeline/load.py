@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -170,10 +171,9 @@ class LoadJob:
         budget_bytes = context.options.read_bytes - context.hedge_bytes - shares.ring_bytes
         arena = new_arena(budget_bytes=budget_bytes)
         in_inference_mode = torch.is_inference_mode_enabled()  # each thread has a mode of its own
-
-        def fetch_request(request: RangeRead) -> None:
-            with torch.inference_mode(in_inference_mode):
-                self._fetch(request, consumers, shares, arena)
+        fetch_request = functools.partial(
+            self._fetch, consumers=consumers, shares=shares, arena=arena, in_inference_mode=in_inference_mode
+        )
 
         def receive_request(request: RangeRead, copy: Callable[[Views], bool]) -> bool:
             with torch.inference_mode(in_inference_mode), open_request(request, consumers.targets, arena) as views:
@@ -196,10 +196,19 @@ class LoadJob:
         with contextlib.closing(arena), hedger.watching(), contextlib.closing(reads) as done:
             self._finisher.finish_all(consumers, planner, [*requests, *shares.to_receive], done)
 
-    def _fetch(self, request: RangeRead, consumers: Consumers, shares: SharedReads, arena: Arena) -> None:
+    def _fetch(
+        self,
+        request: RangeRead,
+        *,
+        consumers: Consumers,
+        shares: SharedReads,
+        arena: Arena,
+        in_inference_mode: bool,
+    ) -> None:
         context, manifest = self._context, self._manifest
         key = manifest.objects[request.object_index].key
         with (
+            torch.inference_mode(in_inference_mode),
             shares.publishing(request) as publish,
             stage_targets(open_request(request, consumers.targets, arena), key=key, recorder=context.recorder) as views,
         ):

@@ -157,7 +157,7 @@ def test_several_models_and_all_kinds_of_objects_come_back() -> None:
         assert_same(loaded["extra"][key], saved["extra"][key])
 
 
-def test_what_would_be_left_behind_is_refused_by_name() -> None:
+def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """If this fails, a run goes on with a fresh optimizer, or without a part of its model, and nobody is told."""
     model = make_two()
     optimizer = AdamW(model.parameters())
@@ -185,6 +185,7 @@ def test_what_would_be_left_behind_is_refused_by_name() -> None:
         with pytest.raises(StateDictMismatchError, match=pattern):
             call()
     cloudckpt.load(nested, uri, strict=False, no_dist=True)
+    assert "12 entries of its state" in caplog.text
     cloudckpt.load(uri, model=small, strict=False, no_dist=True)
     assert_same(small[0].weight.detach(), model[0].weight.detach())  # type: ignore[operator]
     cloudckpt.load({"model": model.state_dict()}, uri, no_dist=True)

@@ -26,14 +26,20 @@ from cloudckpt.uri import is_remote_uri, is_valid_location, mangled_uri_scheme, 
 _restore: list[Callable[[], None]] = []
 
 
-def enable(*, options: Options | None = None, overwrite: bool = False, allow_pickle: bool = False) -> None:
+def enable(
+    *,
+    options: Options | None = None,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    strict: bool | None = None,
+) -> None:
     """Make torch's own calls understand URIs, from here on: ``dcp.save(state_dict, checkpoint_id="s3://…")``.
 
     Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, except for those
     that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged.
     A call without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts.
-    `options`, `overwrite` and `allow_pickle`, as for `cloudckpt.load`, apply to all of these calls; calling again
-    replaces them. `disable` undoes it all.
+    `options`, `overwrite`, `allow_pickle` and `strict`, as for `cloudckpt.load`, apply to all of these calls; calling
+    again replaces them. `disable` undoes it all.
     """
     disable()
     chosen = options or Options()
@@ -49,7 +55,7 @@ def enable(*, options: Options | None = None, overwrite: bool = False, allow_pic
     def set_up(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:  # torch's signature
         if storage is None and _is_ours(checkpoint_id, options=chosen):
             if reader:
-                return ObjectStoreReader(checkpoint_id, options=chosen, allow_pickle=allow_pickle)
+                return ObjectStoreReader(checkpoint_id, options=chosen, allow_pickle=allow_pickle, strict=strict)
             return ObjectStoreWriter(checkpoint_id, options=chosen, overwrite=overwrite)
         return original(storage, checkpoint_id, reader)
 

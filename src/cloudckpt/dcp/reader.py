@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import os
 import time
 import uuid
@@ -21,7 +22,13 @@ from cloudckpt.dcp.completeness import check_completeness
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.dcp.torch_checkpoints import TorchCheckpointReader, read_torch_metadata
 from cloudckpt.distributed.shared_reads.exchange import RankPlanData, ShareSession, assign_groups
-from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, CloudckptError, portable
+from cloudckpt.errors import (
+    CheckpointChangedError,
+    CheckpointNotFoundError,
+    CloudckptError,
+    StateDictMismatchError,
+    portable,
+)
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Manifest
 from cloudckpt.format.torch_metadata import make_metadata
@@ -32,6 +39,8 @@ from cloudckpt.report import LoadReport
 from cloudckpt.telemetry.timeline import new_recorder
 from cloudckpt.tensors.extensions import ReadTransforms, extend_registry
 from cloudckpt.uri import is_valid_location, parse_location
+
+_log = logging.getLogger("cloudckpt")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,9 +229,14 @@ class ObjectStoreReader(StorageReader):
 
         Raises `StateDictMismatchError` if all ranks together ask for less than they must.
         """
-        if self._metadata is not None and self._strict is not False:
+        if self._metadata is not None:
             whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
-            check_completeness(plans, self._metadata.state_dict_metadata, whole=whole, uri=self.checkpoint_id)
+            try:
+                check_completeness(plans, self._metadata.state_dict_metadata, whole=whole, uri=self.checkpoint_id)
+            except StateDictMismatchError as error:
+                if self._strict is not False:
+                    raise
+                _log.warning("loading all the same, because of strict=False: %s", error)
         attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
         if len(attempts) > 1:
             raise CheckpointChangedError(

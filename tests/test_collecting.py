@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cloudckpt
-from cloudckpt._python_gc import rare_collections
+from cloudckpt._this_process import rare_collections
 from cloudckpt.options import Options
 
 STATE = {f"t{number}": torch.ones(4) for number in range(100)}

@@ -14,9 +14,8 @@ from tests.in_memory import Memory, state_of
 
 import cloudckpt
 from cloudckpt.errors import AccessDeniedError
-from cloudckpt.integrations import TESTED_VERSIONS
+from cloudckpt.integrations import TESTED_VERSIONS, find_steps
 from cloudckpt.integrations._state import deserialize, serialize
-from cloudckpt.integrations.existing_steps import find_steps
 
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
 _MODULES = {name.partition("[")[0]: name for name in TESTED_VERSIONS}

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.scaling.clock import Clock, Phase, resident_bytes
 from benchmarks.scaling.job import ATTEMPT, TILE_BYTES, Job
-from cloudckpt._python_gc import rare_collections
+from cloudckpt._this_process import rare_collections
 from cloudckpt.dcp.load_planner import narrow_metadata
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.codec import decode, encode

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from typing_extensions import Self
 
-from cloudckpt._forks import is_forked
+from cloudckpt._this_process import is_forked
 
 _T = TypeVar("_T")
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol, TypeVar
 
-from cloudckpt._forks import refuse_in_fork
+from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.protocol import SavedMetadata
 from cloudckpt.errors import SaveCancelledError

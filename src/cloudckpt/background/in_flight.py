@@ -15,7 +15,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt._forks import is_forked, refuse_in_fork
+from cloudckpt._this_process import is_forked, refuse_in_fork
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.process import end_process
 from cloudckpt.dcp.protocol import causes_of, failure_of

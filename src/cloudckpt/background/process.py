@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from cloudckpt._forks import is_forked
+from cloudckpt._this_process import is_forked
 from cloudckpt._torch_compat import DistWrapper, forget_checkpoint_process, get_checkpoint_process
 from cloudckpt.dcp.protocol import SavedMetadata, end_failed_save, end_save
 from cloudckpt.dcp.writer import ObjectStoreWriter

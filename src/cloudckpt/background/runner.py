@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from cloudckpt._forks import refuse_in_fork
+from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper, has_cpu_backend
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import forget, keep, own_stager

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import bench, cleanup, convert, diff, doctor, ls, show, verify
+from cloudckpt.cli import bench, checks, cleanup, convert, diff, ls, show
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of
 from cloudckpt.cli._options import expand_options
 
@@ -81,11 +81,11 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
     "show": show.show,
     "diff": diff.diff,
-    "verify": verify.verify,
+    "verify": checks.verify,
     "rm": cleanup.rm,
     "gc": cleanup.gc,
     "bench": bench.bench,
-    "doctor": doctor.doctor,
+    "doctor": checks.doctor,
     "cp": convert.cp,
     "export": convert.export,
     "import": convert.import_,

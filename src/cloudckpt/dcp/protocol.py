@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cloudckpt._python_gc import rare_collections
+from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.dcp.live_entry import LiveEntry, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner

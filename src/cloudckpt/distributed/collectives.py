@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cloudckpt._forks import refuse_in_fork
+from cloudckpt._this_process import refuse_in_fork
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.distributed.rendezvous import Rendezvous
 from cloudckpt.errors import RankLostError

@@ -13,8 +13,7 @@ import cloudckpt.manager.checkpoint_manager
 from cloudckpt.api import load
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.errors import CheckpointNotFoundError, portable
-from cloudckpt.integrations import require
-from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps
+from cloudckpt.integrations import find_steps, refuse_existing_steps, require
 from cloudckpt.options import Options
 from cloudckpt.uri import parse_location
 

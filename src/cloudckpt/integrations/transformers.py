@@ -14,10 +14,9 @@ from torch import nn
 
 from cloudckpt.dcp.live_objects import RandomState
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.integrations import require
+from cloudckpt.integrations import find_steps, refuse_existing_steps, require
 from cloudckpt.integrations._state import deserialize, serialize
 from cloudckpt.integrations.accelerate import AcceleratorState
-from cloudckpt.integrations.existing_steps import find_steps, refuse_existing_steps
 from cloudckpt.manager.checkpoint_manager import CheckpointManager
 from cloudckpt.manager.steps import parse_step_uri
 from cloudckpt.options import Options

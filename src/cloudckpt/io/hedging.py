@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
-from cloudckpt._forks import is_forked
+from cloudckpt._this_process import is_forked
 from cloudckpt.errors import ObjectNotFoundError, StoreError, StoreTimeoutError, ThrottledError, TransientStoreError
 from cloudckpt.options import DEFAULT_CONNECTIONS
 from cloudckpt.stores.base import FoundPart, Part, Store, UploadedPart, Views, copy_into, num_bytes

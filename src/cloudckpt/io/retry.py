@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from typing_extensions import ParamSpec, Self
 
-from cloudckpt import _forks
+from cloudckpt import _this_process
 from cloudckpt.errors import (
     ChecksumRefusedError,
     CloudckptError,
@@ -143,7 +143,7 @@ class Attempts:
     """The attempts at one call, as a context, for callers that have to act between two of them."""
 
     def __init__(self, retrier: Retrier) -> None:
-        _forks.refuse_in_fork()
+        _this_process.refuse_in_fork()
         self._retrier = retrier
         self._begun_ns = now_ns()
         self.renew()

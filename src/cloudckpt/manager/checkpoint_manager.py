@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
-from cloudckpt._forks import refuse_in_fork
+from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.api import async_save, load, require_state_dict, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from cloudckpt import _forks, telemetry
+from cloudckpt import _this_process, telemetry
 from cloudckpt._workers import num_cores_of_rank, ranks_of_host
 from cloudckpt.errors import InterruptedReadError, SaveCancelledError
 from cloudckpt.events import LEVELS, Event, EventName
@@ -88,7 +88,7 @@ class Context:
     """One location in one save or load of one rank. Belongs to one process; opens its store on first use."""
 
     def __init__(self, location: Location, options: Options, *, rank: int, recorder: Recorder | None = None) -> None:
-        _forks.refuse_in_fork()
+        _this_process.refuse_in_fork()
         self.location = location
         self.options = options
         self.rank = rank

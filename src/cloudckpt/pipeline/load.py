@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from typing_extensions import Self
 
-from cloudckpt._python_gc import rare_collections
+from cloudckpt._this_process import rare_collections
 from cloudckpt._workers import each_done
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.distributed.shared_reads.exchange import Exchange

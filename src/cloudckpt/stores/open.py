@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cloudckpt._forks import refuse_in_fork
+from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.errors import InvalidOptionError
 from cloudckpt.options import DEFAULT_CONNECTIONS, Options
 from cloudckpt.uri import Location, parse_location

@@ -1,0 +1,64 @@
+"""State of the whole process: refuse one that was forked, and make garbage collection rare during a call.
+
+A process that was forked from one that has used cloudckpt has none of its parent's threads, shares the sockets of its
+clients, and may find locks held by threads that it lacks. Code that only waits for work of the parent, or frees what
+belongs to it, asks `is_forked` and does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+from cloudckpt.errors import ForkedProcessError
+
+_GC_THRESHOLD = 100_000
+
+_user_processes: set[int] = set()
+
+
+def refuse_in_fork() -> None:
+    """Raise `ForkedProcessError` if `is_forked`; otherwise note that this process uses cloudckpt.
+
+    Everything that opens a store, makes a request, waits for a background save or waits for other ranks calls this.
+    """
+    if is_forked():
+        raise ForkedProcessError(
+            f"process {os.getpid()} was forked from a process that has used cloudckpt, so it cannot use cloudckpt "
+            'itself. Start it with the "spawn" or "forkserver" method of multiprocessing (in a DataLoader: '
+            'multiprocessing_context="forkserver"), or fork before the first call of cloudckpt'
+        )
+    _user_processes.add(os.getpid())
+
+
+def is_forked() -> bool:
+    """True in a process that was forked from one that has used cloudckpt."""
+    return bool(_user_processes) and os.getpid() not in _user_processes
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect cyclic garbage only after 100,000 new containers, if the main thread calls; else change nothing.
+
+    Planning makes some twenty containers for each tensor, none of them garbage. At Python's own threshold of 700 new
+    containers, a save of 20,000 small tensors takes twice the processor time, and so does a load
+    (``docs/design/013-save-balance.md``).
+
+    The thresholds belong to the whole process. The main thread that calls this waits for a save, a load or a snapshot,
+    so no training loop runs beside it. The work of a background save runs in other threads, and leaves the thresholds
+    alone. Garbage of other threads stays bounded.
+    """
+    before = gc.get_threshold()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not 0 < before[0] < _GC_THRESHOLD:
+        yield
+        return
+    gc.set_threshold(_GC_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        if gc.get_threshold()[0] == _GC_THRESHOLD:  # otherwise the user's program has set it meanwhile
+            gc.set_threshold(*before)

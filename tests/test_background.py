@@ -147,6 +147,7 @@ def test_progress_tells_how_far_a_save_is(memory: Memory) -> None:
     assert report is not None
     end = handle.progress
     assert (end.phase, end.staged_bytes) == ("committed", SIZE_BYTES)
+    assert repr(handle) == f"<AsyncSave to {handle.uri}: committed>"
     assert end.uploaded_bytes == end.total_bytes == report.num_bytes
 
 

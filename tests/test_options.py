@@ -65,7 +65,7 @@ def test_wrong_storage_options_are_not_repeated() -> None:
 def test_every_problem_is_named_at_once() -> None:
     """If this fails, a user with three wrong options needs three runs to find them."""
     with pytest.raises(InvalidOptionError) as caught:
-        Options(timeout_s=0, retries=-1, connections=0, commit="never")  # type: ignore[arg-type]
+        Options(timeout_s=0, retries="5", connections=0, commit="never")  # type: ignore[arg-type]
     message = str(caught.value)
     assert all(f"{name} must be" in message for name in ("timeout_s", "retries", "connections", "commit"))
     assert message.count(";") == 3

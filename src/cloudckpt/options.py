@@ -222,12 +222,20 @@ _BOUNDS: tuple[_Rule, ...] = (
 
 
 def _check(options: Any, types: Iterable[_Rule], bounds: Iterable[_Rule]) -> None:
-    # Types come first, because a value of the wrong type cannot be compared with a bound.
-    problems = [(name, valid) for name, is_valid, valid in types if not is_valid(getattr(options, name))]
-    problems = problems or [(name, valid) for name, is_valid, valid in bounds if not is_valid(options)]
+    problems = {name: valid for name, is_valid, valid in types if not is_valid(getattr(options, name))}
+    is_typed = not problems
+    for name, is_valid, valid in bounds:
+        try:
+            is_within = name in problems or is_valid(options)
+        except (TypeError, ValueError, AttributeError):
+            if is_typed:
+                raise
+            continue  # the bound depends on another option, whose type is wrong
+        if not is_within:
+            problems[name] = valid
     if problems:
         raise InvalidOptionError(
-            "; ".join(f"{name} must be {valid}, not {_format_value(options, name)}" for name, valid in problems)
+            "; ".join(f"{name} must be {valid}, not {_format_value(options, name)}" for name, valid in problems.items())
         )
     for name, _, valid in types:
         value = getattr(options, name)

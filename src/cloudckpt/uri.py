@@ -273,7 +273,7 @@ def _unknown_scheme_message(shown: str, scheme: str) -> str:
             f"pass the URI of what lies below."
         )
     likely = difflib.get_close_matches(scheme, _OWN_SCHEMES, n=1, cutoff=0.5) or difflib.get_close_matches(
-        scheme, sorted(known_schemes()), n=1, cutoff=0.5
+        scheme, sorted(known_schemes()), n=1, cutoff=0.75
     )
     hint = f" Did you mean '{likely[0]}://'?" if likely else ""
     return (

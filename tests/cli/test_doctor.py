@@ -99,6 +99,7 @@ def test_an_endpoint_that_is_down(s3: S3Place) -> None:
     assert failed(report) == {"endpoint"}
     assert "endpoint_url" in report["endpoint"].advice
     assert all(check.outcome == "skipped" for check in report.checks if check.name != "endpoint")
+    assert str(report).count("not asked") == 1
 
 
 def test_an_unknown_key(s3: S3Place) -> None:

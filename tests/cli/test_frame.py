@@ -114,6 +114,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["ls", "s3:/bucket/run"], 2, "'s3://"),
         (["ls", "s3://user:secret@bucket/run"], 2, "storage options"),
         (["ls", "torchs"], 2, "torchs"),
+        (["ls", "typo"], 3, "There is nothing at"),
+        (["ls", "foo://bucket"], 2, "unknown scheme 'foo'. Known"),
         (["gc", "torchs/below"], 2, "torchs"),
         (["show", "x" * 300], 2, "too long"),
     ],
@@ -125,7 +127,15 @@ def test_errors_have_their_codes_and_name_flags(
     before = sorted(folder.rglob("*"))
     ended = run(*arguments)
     assert (ended.code, ended.out, said in ended.err) == (code, "", True), ended.err
+    assert ended.err.splitlines()[-1].startswith("Error: ")
     assert sorted(folder.rglob("*")) == before
+
+
+def test_flags_of_all_commands_count_before_and_after_the_name(run: Run, folder: Path) -> None:
+    """If this fails, a command that wants one of the two places has to be guessed."""
+    for command in (["-q", "verify", "step-1"], ["verify", "step-1", "-q"]):
+        assert (run(*command).code, run(*command).err) == (0, "")
+    assert "Read in" in run("verify", "step-1").err
 
 
 def test_hints_name_flags_that_the_command_has() -> None:

@@ -98,6 +98,9 @@ class AsyncSave:
         self._tell_others = tell_others
         staging.completed.add_done_callback(self._staging_ended)
 
+    def __repr__(self) -> str:
+        return f"<AsyncSave to {self.uri}: {self.progress.phase}>"
+
     def result(self, timeout: float | None = None) -> SavedMetadata:
         """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
         return _waited(self.committed, self.committed.result, timeout)

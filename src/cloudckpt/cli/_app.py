@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
 from cloudckpt.cli import bench, checks, cleanup, convert, diff, ls, show
-from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of
-from cloudckpt.cli._options import expand_options
+from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
+from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
 
 class _Commands(TyperGroup):
     """Shows expected errors in a line, and exits as ``docs/command-line.md`` says."""
+
+    def main(self, *arguments: Any, **more: Any) -> NoReturn:
+        try:
+            code = super().main(*arguments, **more | {"standalone_mode": False})
+        except typer.Abort:
+            typer.echo("Aborted.", err=True)
+            sys.exit(1)
+        except Exception as error:
+            message = usage_message(error)
+            if message is None:
+                raise
+            typer.echo(message, err=True)
+            sys.exit(error.exit_code)  # type: ignore[attr-defined]  # Click's, of which Typer exports no class
+        sys.exit(code)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,17 +77,14 @@ def _print_version(is_asked: bool) -> None:  # noqa: FBT001  # Typer calls it so
 @app.callback()
 def _configure(
     *,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log what the library does, and show errors with their tracebacks.")
-    ] = False,
+    verbose: Annotated[bool, VERBOSE] = False,  # noqa: ARG001  # its callback acts
+    quiet: Annotated[bool, QUIET] = False,  # noqa: ARG001
     version: Annotated[  # noqa: ARG001  # its callback answers
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     # A command is one process, so torch's remark that it saves without other ranks helps nobody.
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-    if verbose:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {

@@ -78,7 +78,7 @@ class Console:
         columns = (
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
+            progress.DownloadColumn(),  # in MB, as the speed
             progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(),
         )

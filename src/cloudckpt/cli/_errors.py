@@ -111,6 +111,17 @@ def message_of(error: BaseException, *, flags: Collection[str] = ()) -> str:
     return f"Error: {type(error).__name__}: {text} (cloudckpt --verbose … shows where)"
 
 
+def usage_message(error: BaseException) -> str | None:
+    """Return one line for an error in the use of a command, or the help where Typer wants that; None for others."""
+    context, format_message = (getattr(error, name, None) for name in ("ctx", "format_message"))
+    if format_message is None:
+        return None
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error)
+    command = "cloudckpt" if context is None else context.command_path
+    return f"Error: {plain_line(' '.join(format_message().split()))} ({command} --help shows how to use it)"
+
+
 def _single_cause(error: BaseException) -> BaseException:
     """Return the error itself where a save or load has wrapped that of its only rank."""
     failures = getattr(error, "failures", None)

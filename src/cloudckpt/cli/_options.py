@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,22 @@ _SECONDS = {"": 1, "s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400, "w": 7 * 8
 _WITHOUT_OPTIONS = ("file", "memory")
 
 
+def _share(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:  # noqa: FBT001  # Typer calls it so
+    """Let a flag count before the command's name and after it."""
+    shared = ctx.find_root().params
+    name = str(param.name)
+    shared[name] = value or shared.get(name, False)
+    if name == "verbose" and value:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    return bool(shared[name])
+
+
+VERBOSE: Any = typer.Option(
+    "--verbose", "-v", callback=_share, help="Log what the library does, and show errors with their tracebacks."
+)
+QUIET: Any = typer.Option("--quiet", "-q", callback=_share, help="Only the result and errors: no progress, no remarks.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
     """The options that every command has, as the user gave them. Each field is one option."""
@@ -56,9 +73,8 @@ class CommonOptions:
     ] = None
     timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest wait without progress.")] = 60.0
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/command-line.md).")] = False
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only the result and errors: no progress, no remarks.")
-    ] = False
+    quiet: Annotated[bool, QUIET] = False
+    verbose: Annotated[bool, VERBOSE] = False
 
     @property
     def console(self) -> Console:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,9 +50,8 @@ def ls(
     console = common.console
     options = common.options()
     found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
-    if not (found or common.as_json or common.quiet):
-        console.say(_nothing_in(root, options))
-        return
+    if not found:
+        _tell_nothing(console, root, options)
     _tell(console, root, found, long=long)
     if any(one.state == "denied" for one in found):
         raise typer.Exit(DENIED)
@@ -75,8 +76,10 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], *, long:
         console.say(f"cloudckpt gc {root} tells what of the garbage can go.")
 
 
-def _nothing_in(root: str, options: Options) -> str:
+def _tell_nothing(console: Console, root: str, options: Options) -> None:
+    """Say what is there instead of checkpoints. Raises `CheckpointNotFoundError` if that is nothing."""
     from cloudckpt.commit.manifest_log import describe_folders
+    from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.io.retry import Retrier
     from cloudckpt.stores.open import open_store
     from cloudckpt.uri import parse_location
@@ -85,10 +88,13 @@ def _nothing_in(root: str, options: Options) -> str:
     store = open_store(location, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
     folders = retrier.collect(store.list_directories)
+    is_folder = location.scheme == "file" and os.path.isdir(location.path)  # noqa: PTH112  # as URIs have it
+    if not folders and not is_folder and not retrier.collect(lambda: itertools.islice(store.list(), 1)):
+        raise CheckpointNotFoundError(f"There is nothing at {location.uri}.", uri=location.uri)
     text = f"No checkpoint lies directly in {location.uri}, and nothing that a save has left."
-    if not folders:
-        return text
-    return f"{text} It has the {describe_folders(folders)}: name the one that the checkpoints lie in."
+    if folders:
+        text += f" It has the {describe_folders(folders)}: name the one that the checkpoints lie in."
+    console.say(text)
 
 
 def document_of(one: CheckpointInfo) -> dict[str, Any]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Outcome = Literal["passed", "failed", "skipped"]
 
 _MARKS = {"passed": "✓", "failed": "✗", "skipped": "–"}  # noqa: RUF001  # a dash as wide as the other marks
+_NOT_ASKED = "not asked: "
 _MAX_WAIT_S = 10.0
 _MAX_SHOWN = 5
 _LOST_WITHOUT = {
@@ -96,7 +97,14 @@ class DoctorReport:
 
     def __str__(self) -> str:
         width = max((len(check.name) for check in self.checks), default=0)
-        lines = [f"{check.mark}  {check.name:<{width}}  {check.found}" for check in self.checks]
+        not_asked: dict[str, list[str]] = {}
+        lines = []
+        for check in self.checks:
+            if check.found.startswith(_NOT_ASKED):
+                not_asked.setdefault(check.found, []).append(check.name)
+            else:
+                lines.append(f"{check.mark}  {check.name:<{width}}  {check.found}")
+        lines += [f"{_MARKS['skipped']}  {why}: {', '.join(names)}" for why, names in not_asked.items()]
         for check in self.failures:
             note = "" if check.matters else " (saves and loads work all the same)"
             lines += ["", f"{check.mark} {check.name}{note}", f"  {check.advice or check.found}"]

@@ -314,7 +314,7 @@ def _modified_at(info: Mapping[str, Any]) -> datetime:
             with contextlib.suppress(ValueError):
                 value = datetime.fromisoformat(value.replace("Z", "+00:00"))
         if isinstance(value, datetime):
-            return value if value.tzinfo else value.replace(tzinfo=timezone.utc)
+            return value.astimezone(timezone.utc) if value.tzinfo else value.replace(tzinfo=timezone.utc)
         if isinstance(value, (int, float)):
             return datetime.fromtimestamp(value, tz=timezone.utc)
     # Unknown, so never old enough for gc.

@@ -29,7 +29,7 @@ def test_every_error_has_its_paragraph() -> None:
     assert sections.keys() == set(errors.__all__)
     bases = {"CloudckptError", "StoreError", "CheckpointError"}
     for name, section in sections.items():
-        assert name in bases or ("**What happened:**" in section and "**What to do:**" in section), name
+        assert name in bases or ("**Cause:**" in section and "**Remedy:**" in section), name
 
 
 def test_the_navigation_has_every_document() -> None:

@@ -335,10 +335,11 @@ class TestErrors:
     def test_secrets_of_the_options_are_blotted_out(self):
         """Clients put their connection strings into messages, and messages travel to every rank."""
         options = {"password": "hunter2", "client_kwargs": {"access_token": "hunter2b"}, "host": "hosthost"}
-        error = Exception("login hunter2 / hunter2b to hosthost failed")
+        options["key_filename"] = "/home/me/keys/id_ed25519"
+        error = Exception("login hunter2 / hunter2b to hosthost with /home/me/keys/id_ed25519 failed")
         found = translate(error, key="k", operation="put", options=options)
         assert "hunter2" not in str(found)
-        assert "hosthost" in str(found)
+        assert "hosthost with /home/me/keys/id_ed25519 failed" in str(found)
 
 
 def test_large_objects_are_streamed(bucket, monkeypatch):

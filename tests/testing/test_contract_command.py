@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.wire import Wire, WireCallback, WireRule
 
+from cloudckpt.doctor import Check, DoctorReport
 from cloudckpt.options import Options
 from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Store
@@ -105,3 +106,15 @@ def test_a_wrong_argument_is_told_before_anything_is_written(arguments, message,
     said = capsys.readouterr().err
     assert message in said
     assert "SECRET" not in said
+
+
+@pytest.mark.parametrize(("failed", "status"), [("", 0), ("create-if-absent", 1), ("put", 2), ("list", 2)])
+def test_a_check_that_the_doctor_did_not_make_is_not_taken_for_passed(failed, status, monkeypatch):
+    """A store without create-if-absent would be said to do all, or one that denies puts to break promises."""
+    names = ("list", "put", "create-if-absent")
+    checks = [Check(name=name, outcome="skipped" if name == failed else "passed", found="") for name in names]
+    report = DoctorReport(uri="memory://x", read_only=False, checks=tuple(checks))
+    monkeypatch.setattr("cloudckpt.testing.__main__.examine", lambda *_, **__: report)
+    monkeypatch.setattr("cloudckpt.testing.__main__._run_clauses", lambda *_, **__: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main(["memory://x"]) == status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -123,6 +124,13 @@ def test_a_truncated_body_has_filled_what_it_says(inner: MemoryStore, after_byte
 
 def num_different_bits(left: bytes, right: bytes) -> int:
     return sum((a ^ b).bit_count() for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [{"fault": Fails}, {"fault": FlippedBits(), "operations": "put"}])
+def test_rules_refuse_a_class_for_a_fault_and_a_text_for_names(wrong: dict[str, Any]) -> None:
+    """If this fails, a rule injects nothing, and counts it as injected."""
+    with pytest.raises(TypeError, match=r", not "):
+        Rule(**wrong)
 
 
 def test_a_bit_flips_on_the_way_and_nowhere_else(inner: MemoryStore) -> None:

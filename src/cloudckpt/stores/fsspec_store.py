@@ -418,6 +418,7 @@ _ADVICE: dict[type[StoreError], str] = {
     UnsupportedOperationError: "This file system cannot do that: use another.",
 }
 _SECRET_WORDS = ("secret", "password", "passwd", "token", "key", "credential", "connection_string", "sas", "cookie")
+_PATH_ENDINGS = ("file", "filename", "path")  # key_filename=/home/… is no secret, and paths like it are in error texts
 
 
 def translate(error: Exception, *, key: str, operation: str, options: Mapping[str, Any]) -> StoreError:
@@ -473,7 +474,8 @@ def _statuses(error: BaseException) -> Iterator[object]:
 
 def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
+        is_secret = any(word in name.lower() for word in _SECRET_WORDS) and not name.lower().endswith(_PATH_ENDINGS)
         if isinstance(value, Mapping):
             yield from _secrets(value)
-        elif isinstance(value, str) and any(word in name.lower() for word in _SECRET_WORDS):
+        elif isinstance(value, str) and is_secret:
             yield value

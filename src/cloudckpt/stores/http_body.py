@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from email.errors import MissingHeaderBodySeparatorDefect
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +142,9 @@ class WholeHeadResponse(http.client.HTTPResponse):
         self.fp = head
         super().begin()
         self.fp = head.connection
-        # The parser leaves what follows a line that is no header to the body of the head's message.
-        if head.last_line not in (b"\r\n", b"\n") or self.headers.get_payload():
+        # The parser stops at a line that is no header, and takes what follows for the body of the head's message.
+        has_stopped = any(isinstance(defect, MissingHeaderBodySeparatorDefect) for defect in self.headers.defects)
+        if head.last_line not in (b"\r\n", b"\n") or has_stopped:
             raise http.client.IncompleteRead(b"")
 
 
@@ -158,6 +160,8 @@ class _HeadReader:
 
     def readline(self, most_bytes: int) -> bytes:
         self.last_line = self.connection.readline(most_bytes)
+        if b"\r" in self.last_line.removesuffix(b"\n").removesuffix(b"\r"):
+            raise http.client.IncompleteRead(b"")  # the parser would take what follows for a header of its own
         return self.last_line
 
 

@@ -287,7 +287,7 @@ def mask(text: str, secrets: Iterable[str]) -> str:
     """Replace `secrets` in `text`, plain and as in a URL; the beginning of a long one too, since quotes are cut."""
     for secret in secrets:
         if len(secret) >= _FEWEST_SECRET_CHARACTERS:
-            for form in (secret, quote(secret, safe=""), quote(secret)):
+            for form in (secret, quote(secret, safe="", errors="replace"), quote(secret, errors="replace")):
                 text = text.replace(form, "***")
                 if len(form) >= 2 * _PREFIX_CHARACTERS:
                     text = re.sub(rf"{re.escape(form[:_PREFIX_CHARACTERS])}[^\s'\"]*", "***", text)

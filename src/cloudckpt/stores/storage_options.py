@@ -132,16 +132,18 @@ def parse_endpoint(instead_of_credentials: str, value: Any) -> str:
     """Return ``http://`` or ``https://`` and a host. The error names the options for credentials."""
     if not isinstance(value, str):
         raise TypeError("must be a string")
-    if "@" in value:
+    _, separator, rest = value.partition("://")
+    if "@" in (rest.partition("/")[0] if separator else value):
         raise ValueError(f"must not hold credentials; pass {instead_of_credentials}")
+    shown = re.sub(r"(?s).*@", "***@", value)  # a "/" in a password ends the host's part of a URL
     parts = urlsplit(value)
     odd = any(character.isspace() or not character.isprintable() for character in value)
     if parts.scheme not in ("http", "https") or not parts.hostname or odd or "?" in value or "#" in value:
-        raise ValueError(f"must look like https://host or http://host:port, not {value!r}")
+        raise ValueError(f"must look like https://host or http://host:port, not {shown!r}")
     try:
         _ = parts.port
     except ValueError:
-        raise ValueError(f"has a port that is no port: {value!r}") from None
+        raise ValueError(f"has a port that is no port: {shown!r}") from None
     return value
 
 

@@ -112,7 +112,8 @@ class Rule:
 
     With a `probability` below 1, the rule acts only on that fraction of the calls. The choice depends on the seed, the
     rule, the operation, the key, and the number of earlier calls of this operation on this key, but not on the random
-    ids of attempts. Raises `ValueError` for operations that the fault cannot happen to.
+    ids of attempts. Raises `ValueError` for operations that the fault cannot happen to, and `TypeError` for a class in
+    the place of a fault.
     """
 
     fault: Fault
@@ -126,6 +127,10 @@ class Rule:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fault, Fault):
+            raise TypeError(f"fault is one of this module's, such as Fails(ThrottledError), not {self.fault!r}")
+        if isinstance(self.operations, str):
+            raise TypeError(f"operations are a collection of names: {{{self.operations!r}}}, not {self.operations!r}")
         if impossible := sorted(set(self.operations or ()) - self._possible_operations):
             raise ValueError(f"{type(self.fault).__name__} cannot happen to {impossible}")
 

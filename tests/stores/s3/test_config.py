@@ -35,6 +35,7 @@ KEY = bytes(range(32))
         ({"verify": False}, {"verify": False}),
         ({"ca_bundle": "/etc/ca.pem"}, {"verify": "/etc/ca.pem"}),
         ({"region": None, "profile": None}, {}),
+        ({"endpoint_url": "https://host/a@b"}, {"endpoint_url": "https://host/a@b"}),
     ],
 )
 def test_options_are_understood(options: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -77,6 +78,7 @@ def test_options_that_cannot_work_are_refused_in_words(options: dict[str, Any], 
         {"sse_customer_key": "hush"},
         {"endpoint_url": "https://user:hush@host"},
         {"endpoint_url": "user:hush@host"},
+        {"endpoint_url": "https://user:hush/@host"},
     ],
 )
 def test_refusals_do_not_show_secrets(options: dict[str, Any]) -> None:

@@ -1,28 +1,36 @@
-"""The writer on one rank, over a store that can be watched and disturbed."""
+"""The writer and the reader on one rank, used again and again, over a store that can be watched and disturbed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, assert_holds, loaded, state_of
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 import cloudckpt
 from cloudckpt import Event, ObjectStoreReader, ObjectStoreWriter, Options
 from cloudckpt.errors import (
+    CheckpointChangedError,
     CheckpointExistsError,
+    CheckpointNotFoundError,
     CommitUnknownError,
     IncompleteSaveError,
     NoConditionalCommitError,
 )
 from cloudckpt.stores.base import Capabilities
+from cloudckpt.stores.local import files
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -141,3 +149,160 @@ def test_a_store_without_the_condition_needs_consent(memory: Memory) -> None:
         cloudckpt.save(state_of(), memory.uri())
     cloudckpt.save(state_of(5.0), memory.uri(), options=Options(commit="unconditional"))
     assert_holds(loaded(memory.uri()), 5.0)
+
+
+# --- loading
+
+
+def test_ranks_that_found_different_saves_load_neither(memory: Memory) -> None:
+    """If this fails, a model is made of two checkpoints (G1)."""
+    readers = []
+    for fill in (1.0, 2.0):
+        cloudckpt.save(state_of(fill), memory.uri(), overwrite=True)
+        reader = ObjectStoreReader(memory.uri())
+        reader.set_up_storage_reader(reader.read_metadata(), is_coordinator=True)
+        readers.append(reader)
+    plans = [reader.prepare_local_plan(LoadPlan([])) for reader in readers]
+    with pytest.raises(CheckpointChangedError, match="2 different saves"):
+        readers[0].prepare_global_plan(plans)
+    assert readers[0].prepare_global_plan([plans[0], plans[0]])
+
+
+def overwriting(memory: Memory, *fills: float, known: Sequence[str] = ()) -> None:
+    """Overwrite the checkpoint when its data is first read, and again for each further value."""
+    if fills:
+        before = memory.data_keys()
+
+        def overwrite() -> None:
+            cloudckpt.save(state_of(fills[0]), memory.uri(), overwrite=True)
+            overwriting(memory, *fills[1:], known=before)
+
+        # Not one that has vanished by now, which is looked for again.
+        (key,) = set(before) - set(known)
+        memory.at().once_before("read_into", key, overwrite)
+
+
+@pytest.mark.parametrize("options", [Options(), Options(verify=False)], ids=["verified", "not verified"])
+def test_an_overwrite_in_the_middle_of_a_load_is_followed(memory: Memory, options: Options) -> None:
+    """If this fails, a load beside an overwrite fails, or mixes two saves (G1)."""
+    cloudckpt.save(state_of(1.0), memory.uri())
+    overwriting(memory, 2.0)
+    assert_holds(loaded(memory.uri(), options=options), 2.0)
+
+
+def test_overwrites_without_end_are_an_error(memory: Memory) -> None:
+    """If this fails, a load never ends, or ends with a mixture."""
+    cloudckpt.save(state_of(1.0), memory.uri())
+    overwriting(memory, 2.0, 3.0)
+    with pytest.raises(CheckpointChangedError, match="load again"):
+        loaded(memory.uri())
+
+
+def test_a_deletion_in_the_middle_of_a_load_is_told_from_damage(memory: Memory) -> None:
+    """If this fails, a checkpoint that retention removed is reported as damaged."""
+    cloudckpt.save(state_of(1.0), memory.uri())
+    memory.at().once_before(
+        "read_into", "data/", lambda: memory.at().inner.delete(["manifest.json", *memory.data_keys()])
+    )
+    with pytest.raises(CheckpointNotFoundError):
+        loaded(memory.uri())
+
+
+# --- a writer that is used again, interrupts, and checkpoints of other kinds
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((2000,), value) for i in range(4)}
+
+
+def _loaded(uri: str) -> float:
+    target = _state(0)
+    cloudckpt.load(target, uri)
+    values = {float(tensor.unique()) for tensor in target.values()}
+    assert len(values) == 1, "two saves were mixed"
+    return values.pop()
+
+
+def test_a_later_failure_of_the_same_writer_leaves_what_it_committed(memory: Memory) -> None:
+    """If this fails, a broken state dict at step 2 removes the data of the checkpoint of step 1."""
+    writer = cloudckpt.ObjectStoreWriter(memory.uri(), overwrite=True)
+    cloudckpt.save(_state(1), storage_writer=writer)
+    with pytest.raises(cloudckpt.errors.CloudckptError):
+        cloudckpt.save({"a": {"b": 1}, "a.b": 2}, storage_writer=writer)
+    assert _loaded(memory.uri()) == 1
+
+
+def test_discard_keeps_what_a_commit_refers_to(memory: Memory) -> None:
+    """torch also reports a failure where something broke only after the commit; the data is the checkpoint's then."""
+
+    class Careless(cloudckpt.ObjectStoreWriter):
+        def finish(self, metadata, results):  # type: ignore[no-untyped-def]
+            self.kept = list(self._job._written_keys)  # type: ignore[union-attr]
+            super().finish(metadata, results)
+            self._job._written_keys = self.kept  # type: ignore[union-attr]  # as on a rank that did not commit itself
+            raise OSError("after the commit")
+
+    with pytest.raises(BaseException, match="after the commit"):
+        cloudckpt.save(_state(1), storage_writer=Careless(memory.uri()))
+    assert _loaded(memory.uri()) == 1
+
+
+def test_background_saves_of_one_writer_keep_to_their_uris(tmp_path: Path) -> None:
+    """A writer that is pointed to its next URI while it still saves puts one state where another belongs."""
+    writer = cloudckpt.ObjectStoreWriter(tmp_path / "unused")
+    handles = [
+        cloudckpt.async_save(_state(step), str(tmp_path / f"step-{step}"), storage_writer=writer) for step in (1, 2, 3)
+    ]
+    for handle in handles:
+        handle.result(60)
+    assert [_loaded(str(tmp_path / f"step-{step}")) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("which", ["torch's", "a rank's own"])
+def test_checkpoints_of_other_kinds_are_not_hidden_unasked(tmp_path: Path, which: str) -> None:
+    """A save beside one would make later loads return something else than before."""
+    if which == "torch's":
+        dcp.save(_state(1), checkpoint_id=str(tmp_path / "c"))
+    else:
+        cloudckpt.save(_state(1), tmp_path / "c" / "rank-0")
+    with pytest.raises(cloudckpt.CheckpointExistsError, match="Checkpoint already exists"):
+        cloudckpt.save(_state(2), tmp_path / "c")
+
+
+def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -> None:
+    """What torch saved there would never be loaded again, since loads find the manifest."""
+    path = str(tmp_path / "c")
+    cloudckpt.save(_state(1), path)
+    try:
+        cloudckpt.enable()
+        with pytest.raises(BaseException, match="Checkpoint already exists"):
+            dcp.save(_state(2), checkpoint_id=path)
+        cloudckpt.enable(overwrite=True)
+        dcp.save(_state(2), checkpoint_id=path)
+    finally:
+        cloudckpt.disable()
+    assert _loaded(path) == 2
+
+
+def test_a_converting_load_works_in_inference_mode(memory: Memory) -> None:
+    """Inference mode belongs to a thread, and reads run in others."""
+    cloudckpt.save(_state(3), memory.uri())
+    with torch.inference_mode():
+        target = {name: torch.zeros(2000, dtype=torch.bfloat16) for name in _state(0)}
+        cloudckpt.load(target, memory.uri())
+        assert all(bool((tensor == 3).all()) for tensor in target.values())
+
+
+def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for a refusal, it would remove the data of a checkpoint that everybody can see."""
+    real = files.fsync_directory
+
+    def broken(directory: str) -> None:
+        if (tmp_path / "c" / "manifest.json").exists():
+            raise OSError(errno.EIO, "input/output error")
+        real(directory)
+
+    monkeypatch.setattr(files, "fsync_directory", broken)
+    with contextlib.suppress(cloudckpt.errors.CloudckptError):
+        cloudckpt.save(_state(1), tmp_path / "c")
+    assert _loaded(str(tmp_path / "c")) == 1

@@ -56,41 +56,31 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoseAnswer:
-    """The store answers the whole request; then the connection is reset before the client gets the answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CutRequest:
-    """The connection is reset after `after_bytes` of the request's body, always before its end."""
+    """The connection is reset after `after_bytes` of the request's body, always before its end.
+
+    With `stalls`, it remains open, and nothing more is forwarded.
+    """
 
     after_bytes: int = 0
+    stalls: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutAnswer:
     """The connection ends after `after_bytes` of the answer's body, always before its last byte.
 
-    With `reset`, it is reset instead of closed, and the client's system may drop received bytes. An answer without a
-    body is lost.
+    With ``None``, it ends before the answer's first line. The store has carried out the whole request. With `reset`,
+    the connection is reset instead of closed, and the client's system may drop received bytes; with `stalls`, it
+    remains open.
     """
 
-    after_bytes: int = 0
-    reset: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StallRequest:
-    """The connection stalls after `after_bytes` of the request's body, always before its end."""
-
-    after_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StallAnswer:
-    """The connection stalls after `after_bytes` of the answer's body; with ``None``, before the answer's first line."""
-
     after_bytes: int | None = None
+    reset: bool = False
+    stalls: bool = False
+
+
+LOSE_ANSWER = CutAnswer(reset=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +105,11 @@ class Throttle:
 class CutSomewhere:
     """The connection breaks at a random place: in the request, before the answer, or in it.
 
-    The `action` of the request's record is the chosen `CutRequest`, `LoseAnswer` or `CutAnswer`.
+    The `action` of the request's record is the chosen `CutRequest` or `CutAnswer`.
     """
 
 
-Action: TypeAlias = (
-    Reply | LoseAnswer | CutRequest | CutAnswer | StallRequest | StallAnswer | WireCallback | Throttle | CutSomewhere
-)
+Action: TypeAlias = Reply | CutRequest | CutAnswer | WireCallback | Throttle | CutSomewhere
 
 
 def _s3_error(status: int, code: str, message: str) -> Reply:
@@ -197,7 +185,7 @@ def _choose_cut(head: Head, event: tuple[object, ...]) -> Action:
     if kind < 1 / 3:
         return CutRequest(after_bytes=int(place * ((head.length_bytes or 0) + 1)))
     if kind < 2 / 3:
-        return LoseAnswer()
+        return LOSE_ANSWER
     return CutAnswer(after_bytes=int(place * _LONGEST_ANSWER_BYTES), reset=draw("reset", event) < 1 / 2)
 
 
@@ -421,11 +409,11 @@ class _Connection:
         if isinstance(action, Throttle):
             self._wire.wait(action.delay_s)
             body = self._slow_down(body, action.bytes_per_s)
-        if isinstance(action, CutRequest | StallRequest):
+        if isinstance(action, CutRequest):
             return self._break_request(action, head, body)
         answer = self._pass_on(head, body)
         pieces = self._reach_store().answer_body(answer, method=head.method)
-        if isinstance(action, LoseAnswer | CutAnswer | StallAnswer):
+        if isinstance(action, CutAnswer):
             return self._break_answer(action, answer, pieces)
         if isinstance(action, WireCallback):
             pieces = iter(list(pieces))  # S3 has carried a completion out when its answer ends, not when it begins
@@ -481,7 +469,7 @@ class _Connection:
             self._client.socket.sendall(answer.raw)
         return answer
 
-    def _break_request(self, action: CutRequest | StallRequest, head: Head, body: Iterator[bytes]) -> bool:
+    def _break_request(self, action: CutRequest, head: Head, body: Iterator[bytes]) -> bool:
         pieces = _all_but_the_last_byte(body, most_bytes=action.after_bytes)
         first = next(pieces, None)
         if first is not None:  # a request without a body is complete with its head, so nothing is forwarded
@@ -490,24 +478,21 @@ class _Connection:
             store.socket.sendall(first)
             for piece in pieces:
                 store.socket.sendall(piece)
-        if isinstance(action, StallRequest):
+        if action.stalls:
             self._wire.wait()
         _reset(self._client.socket)
         return False
 
-    def _break_answer(
-        self, action: LoseAnswer | CutAnswer | StallAnswer, answer: Head, pieces: Iterator[bytes]
-    ) -> bool:
-        after_bytes = None if isinstance(action, LoseAnswer) else action.after_bytes
-        if after_bytes is not None:
+    def _break_answer(self, action: CutAnswer, answer: Head, pieces: Iterator[bytes]) -> bool:
+        if action.after_bytes is not None:
             self._client.socket.sendall(answer.raw)
-            for piece in _all_but_the_last_byte(pieces, most_bytes=after_bytes):
+            for piece in _all_but_the_last_byte(pieces, most_bytes=action.after_bytes):
                 self._client.socket.sendall(piece)
         for _ in pieces:  # read the answer to its end, so that the store has carried the request out
             pass
-        if isinstance(action, StallAnswer):
+        if action.stalls:
             self._wire.wait()
-        if isinstance(action, LoseAnswer) or (isinstance(action, CutAnswer) and action.reset):
+        if action.reset:
             _reset(self._client.socket)
         return False
 

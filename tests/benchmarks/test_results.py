@@ -1,22 +1,24 @@
 """A run's results as tables, ratios, verdicts and comparisons, by documents whose figures were worked out by hand."""
-
 # ruff: noqa: RUF001  # the signs are those of the tables
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.results.bars import LARGE, verdicts
+from benchmarks.results.bars import LARGE, LOCAL, SLOW, verdicts
 from benchmarks.results.comparison import compare, compared
 from benchmarks.results.model import MIB, Place, parsed
 from benchmarks.results.report import text
 from benchmarks.runner import Row
 from benchmarks.sweeps import SWEEPS
 
-from benchmarks import compare as command
+from benchmarks import compare as compare_command
+from benchmarks import plot as plot_command
 
 GB = 10**9
 
@@ -159,8 +161,40 @@ def test_the_command_prints_the_comparison_or_what_is_wrong(tmp_path: Any, capsy
     """If this fails, `python -m benchmarks.compare` does not work."""
     for name, wall_s in (("a.json", 1.0), ("b.json", 2.0)):
         (tmp_path / name).write_text(json.dumps(document(cell("cloudckpt", "save", [1.0, wall_s]))))
-    assert command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert compare_command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     assert "WORSE" in capsys.readouterr().out
     (tmp_path / "b.json").write_text("[]")
-    assert command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+    assert compare_command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
     assert "b.json: not the results of a run" in capsys.readouterr().err
+
+
+RUN = document(
+    cell("cloudckpt", "save", [1.0, 1.0, 1.1], cpu_s=0.5, peak_bytes=512 * MIB),
+    cell("s3torchconnector", "save", [4.0, 4.0, 4.0], cpu_s=3.0),
+    cell("limit", "send", [0.7, 0.7, 0.7]),
+    cell("cloudckpt-path", "load", [1.0, 1.0], place=LOCAL),
+    cell("s3fs", "save", [], place=SLOW, failed="not installed: <s3fs> & more"),
+)
+
+
+def test_the_command_writes_all_of_it(tmp_path: Path, capsys: Any) -> None:
+    """If this fails, `python -m benchmarks.plot` does not work."""
+    (tmp_path / "r.json").write_text(json.dumps(RUN))
+    assert plot_command.main([str(tmp_path / "r.json"), "--out", str(tmp_path / "out" / "deep")]) == 0
+    written = capsys.readouterr().out.split()
+    assert sorted(map(str, (tmp_path / "out" / "deep").iterdir())) == sorted(written)
+    assert {Path(name).suffix for name in written} == {".html", ".png"}
+    assert plot_command.main([str(tmp_path / "none.json"), "--out", str(tmp_path)]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sweep", SWEEPS.values(), ids=lambda sweep: sweep.name)
+def test_each_result_has_a_name_of_its_own(sweep):
+    """Two cells of one sweep would be taken for one in its results, and their samples be mixed."""
+    names = Counter(
+        (cell.payload.name, verb, cell.server, cell.wire, cell.num_ranks, system)
+        for cell in sweep.cells
+        for verb in cell.verbs
+        for system in cell.systems
+    )
+    assert [name for name, count in names.items() if count > 1] == []

@@ -10,6 +10,7 @@ from awscrt.checksums import crc32c
 from tests.commit.actors import data_key_of, manifest_for
 from tests.wrapped import FaultyStore, permanent
 
+from cloudckpt.commit.attempts import ATTEMPT, data_key, data_prefix, new_attempt_id, parse_number
 from cloudckpt.commit.manifest_log import (
     list_entries,
     manifest_key,
@@ -265,3 +266,19 @@ def test_a_damaged_manifest_is_not_passed_over(store: FaultyStore) -> None:
     put(store, "manifest.1.json", encode(manifest_for("b"))[:-5])
     with pytest.raises(InvalidManifestError, match=r"manifest\.1\.json is truncated"):
         resolve(store, retrier())
+
+
+@pytest.mark.parametrize("number", [None, 0, 7, 10**18 - 1])
+def test_what_is_drawn_is_recognised(number):
+    """Garbage collection would take a running save's data for somebody else's, or leave its own for ever."""
+    drawn = [new_attempt_id(resumable_as=number) for _ in range(200)]
+    assert len(set(drawn)) == len(drawn)
+    assert all(ATTEMPT.fullmatch(attempt) for attempt in drawn)
+    assert {parse_number(attempt) for attempt in drawn} == {number}
+
+
+def test_the_keys_of_one_rank_begin_like_no_others():
+    """Rank 1 would look at what rank 10 wrote."""
+    assert data_key("a", 1, 2) == "data/a/1-2.safetensors"
+    assert data_key("a", 1, 2).startswith(data_prefix("a", 1))
+    assert not data_key("a", 10, 2).startswith(data_prefix("a", 1))

@@ -1,8 +1,10 @@
-"""State dicts to copy and convert, and how they are compared: bit for bit."""
+"""State dicts to copy and convert, how they are compared, bit for bit, and copies that die."""
 
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from tests.options import make_options
 import cloudckpt
 from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
+from cloudckpt.testing.faults import Call, WrappedStore
 
 
 def small() -> dict[str, Any]:
@@ -84,3 +87,31 @@ def torch_saved(state_dict: dict[str, Any]) -> bytes:
     target = io.BytesIO()
     torch.save(state_dict, target)
     return target.getvalue()
+
+
+class DiedError(BaseException):
+    """The process is gone, and makes no call any more."""
+
+
+class Mortal(WrappedStore):
+    """Dies at the `at`-th call, or the `at`-th of `writes` at a data key: before, or `after` it was carried out."""
+
+    def __init__(self, inner: Any, at: int, *, after: bool, writes: set[str] | None = None) -> None:
+        super().__init__(inner)
+        self._writes = writes
+        self._at, self._after, self._num_calls = at, after, 0
+        self._lock = threading.Lock()
+
+    def around(self, call: Call, action: Callable[[], Any]) -> Any:
+        with self._lock:
+            is_counted = self._writes is None or (call.operation in self._writes and call.key.startswith("data/"))
+            self._num_calls += is_counted
+            is_due = is_counted and self._num_calls == self._at
+            is_dead = self._num_calls > self._at or (is_due and not self._after)
+        if is_dead:
+            raise DiedError
+        result = action()
+        if is_due:
+            self._num_calls += 1
+            raise DiedError
+        return result

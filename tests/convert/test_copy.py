@@ -14,7 +14,7 @@ import pytest
 import torch
 from awscrt.checksums import crc32c
 from tests.convert.conftest import Root
-from tests.convert.states import bits, contents, loaded, save, small, store_at
+from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save, small, store_at
 from tests.options import make_options
 
 import cloudckpt
@@ -203,27 +203,6 @@ def test_a_copy_says_no_newer_version_than_it_has(root_of: Root) -> None:
     assert bits(loaded(state, target)) == bits(state)
 
 
-class _DiedError(BaseException):
-    """The process is gone, and makes no call any more."""
-
-
-class _Mortal(WrappedStore):
-    """Dies at the call with a number, or, `after`, when the store has carried it out."""
-
-    def __init__(self, inner: Any, at: int, *, after: bool) -> None:
-        super().__init__(inner)
-        self.num_calls, self._at, self._after = 0, at, after
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        self.num_calls += 1
-        if self.num_calls > self._at or (self.num_calls == self._at and not self._after):
-            raise _DiedError
-        result = action()
-        if self.num_calls == self._at:
-            raise _DiedError
-        return result
-
-
 @pytest.mark.parametrize(("kind", "after"), [("memory", False), ("path", True)])
 def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, after: bool) -> None:
     """If this fails, a copy that is killed leaves what a reader takes for a checkpoint, or what nobody removes."""
@@ -235,11 +214,11 @@ def test_whenever_it_dies_nothing_or_all_is_there(root_of: Root, kind: str, *, a
         root = root_of(kind)
         target = f"{root}/step-1"
         options = make_options(
-            wrap_store=lambda inner, at=at: _Mortal(inner, at, after=after), connections=1, part_bytes=MIB
+            wrap_store=lambda inner, at=at: Mortal(inner, at, after=after), connections=1, part_bytes=MIB
         )
         try:
             cloudckpt.copy(source, target, target_options=options)
-        except (_DiedError, cloudckpt.CommitUnknownError):
+        except (DiedError, cloudckpt.CommitUnknownError):
             num_died += 1
         else:
             break

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.convert.conftest import Root
-from tests.convert.states import bits, contents, loaded, save, store_at
+from tests.convert.states import DiedError, Mortal, bits, contents, loaded, save, store_at
 from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.testing import damage
-from cloudckpt.testing.faults import Call, Faults, Rule, Tell, WrappedStore
+from cloudckpt.testing.faults import Call, Faults, Rule, Tell
 
 NUM_OBJECTS = 4
 OPTIONS: dict[str, Any] = {"resume": True, "connections": 1}
@@ -32,34 +31,6 @@ def saved(uri: str, fill: int = 1, *, overwrite: bool = False) -> dict[str, Any]
     return state
 
 
-class _DiedError(BaseException):
-    """The process is gone, and makes no call any more."""
-
-
-class _Mortal(WrappedStore):
-    """Dies at the `at`-th call that writes at a data key: before, or `after` it was carried out."""
-
-    def __init__(self, inner: Any, at: int, *, after: bool, writes: set[str]) -> None:
-        super().__init__(inner)
-        self._writes = writes
-        self._at, self._after, self._num_writes = at, after, 0
-        self._lock = threading.Lock()
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        with self._lock:
-            is_write = call.operation in self._writes and call.key.startswith("data/")
-            self._num_writes += is_write
-            is_due = is_write and self._num_writes == self._at
-            is_dead = self._num_writes > self._at or (is_due and not self._after)
-        if is_dead:
-            raise _DiedError
-        result = action()
-        if is_due:
-            self._num_writes += 1
-            raise _DiedError
-        return result
-
-
 def noting(operation: str, note: Callable[[Call], None]) -> Faults:
     """Tells of each such call."""
     return Faults(Rule(fault=Tell(before=note), operations={operation}, times=None))
@@ -70,8 +41,8 @@ _OBJECTS = {"put", "complete_multipart", "copy_from"}
 
 def died(source: str, target: str, at: int, *, after: bool, writes: set[str] = _OBJECTS, **options: Any) -> None:
     """A copy that dies there."""
-    mortal = make_options(**OPTIONS, **options, wrap_store=lambda inner: _Mortal(inner, at, after=after, writes=writes))
-    with pytest.raises(_DiedError):
+    mortal = make_options(**OPTIONS, **options, wrap_store=lambda inner: Mortal(inner, at, after=after, writes=writes))
+    with pytest.raises(DiedError):
         cloudckpt.copy(source, target, target_options=mortal)
     assert cloudckpt.list_checkpoints(target.rpartition("/")[0]) == []
 

@@ -9,11 +9,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from tests.docs.markdown import anchors_of, links_of, snippets_of
 from tests.docs.tables import ROOT, TABLES, marked
 
+import cloudckpt
+from cloudckpt import errors, types
 from cloudckpt.stores.gcs.client import PARSERS as GCS_PARSERS
 from cloudckpt.stores.s3.client import ALIASES, PARSERS
 from cloudckpt.testing.servers import S3Server
@@ -146,3 +150,61 @@ def test_the_picture_of_the_architecture_is_that_of_the_linter() -> None:
     assert {name for layer in layers for name in layer} <= drawn.keys()
     for upper, lower in itertools.pairwise(layers):
         assert max(drawn[name] for name in upper) < min(drawn[name] for name in lower), (upper, lower)
+
+
+DOCS = ROOT / "docs"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """If this fails, a public name can be used, and is documented nowhere."""
+    named = re.findall(r"^::: cloudckpt\.(?:types\.)?(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert set(named) == {*cloudckpt.__all__, *types.__all__, "errors"} - {*errors.__all__, "__version__", "types"}
+
+
+def test_every_error_has_its_paragraph() -> None:
+    """If this fails, whoever meets an error looks in vain for what to do about it."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    sections = dict(re.findall(r"^### `(\w+)`\n\n(.*?)(?=^##|\Z)", text, re.DOTALL | re.MULTILINE))
+    assert sections.keys() == set(errors.__all__)
+    bases = {"CloudckptError", "StoreError", "CheckpointError"}
+    for name, section in sections.items():
+        assert name in bases or ("**Cause:**" in section and "**Remedy:**" in section), name
+
+
+def test_the_navigation_has_every_document() -> None:
+    """If this fails, a document is on the site, and nobody finds it there."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    documents = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    listed = set(re.findall(r"- (?:\w+: )?(\S+\.md)$", navigation, re.MULTILINE))
+    assert {name for name in documents if not re.match(r"design/\d", name)} <= listed
+
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+
+
+def jobs(workflow: str = "ci") -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / f".github/workflows/{workflow}.yml").read_text())["jobs"]
+    return found
+
+
+def test_ci_and_the_workflow_run_the_same_targets() -> None:
+    """If this fails, a change that one of them lets through is refused by the other."""
+    lines = re.findall(r"^run (.+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    own = {word for line in lines for word in line.split() if not word.startswith("-")}
+    assert own <= TARGETS
+    of_workflow = {target for job in jobs().values() for target in job["strategy"]["matrix"]["target"]}
+    # What lanes install by themselves, and the tests of `make test` once more, for which one machine has no time.
+    assert own - {"servers", "frameworks-installed"} == of_workflow - {"coverage"}
+
+
+def test_every_target_is_told_of() -> None:
+    """If this fails, a contributor does not learn of a lane, or reads of one that is not there."""
+    helped = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
+    shown = re.search(r"```sh\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert shown is not None
+    assert {line.removeprefix("make ") for line in shown[1].splitlines()} == helped
+    phony = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)
+    assert phony is not None
+    assert set(phony[1].split()) == TARGETS

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.e2e.servers import FlakyS3, serve
 from tests.options import make_options
-from tests.wire import StallRequest, Throttle, Wire, WireRule
+from tests.wire import CutRequest, Throttle, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.io import hedging
@@ -68,7 +68,7 @@ def test_a_part_that_stalls_is_sent_by_a_second_request(server: Server) -> None:
     """If this fails, one dead connection holds a save up until its timeout, or what it had sent is stored."""
     uri = uri_at(server)
     method, path = PARTS[server.scheme]
-    rule = WireRule(action=StallRequest(after_bytes=MIB), method=method, path=path, skip=NUM_BEFORE)
+    rule = WireRule(action=CutRequest(after_bytes=MIB, stalls=True), method=method, path=path, skip=NUM_BEFORE)
     with Wire(server.endpoint_url, rule) as wire:
         report = cloudckpt.save(values(), uri, options=options_at(server, wire.url)).report
         assert wire.num_acted == 1

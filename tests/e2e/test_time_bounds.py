@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.servers import FlakyS3, serve
 from tests.options import make_options
-from tests.wire import Action, StallAnswer, StallRequest, Wire, WireRule
+from tests.wire import Action, CutAnswer, CutRequest, Wire, WireRule
 
 import cloudckpt
 from cloudckpt.options import MIB
@@ -47,11 +47,11 @@ class Step:
 
 # Each call of the stores has tests of its own; of whole saves and loads, one of each kind.
 STEPS = [
-    ("s3", Step("part-stops", "save", "PUT", r"/data/.*partNumber=", StallRequest(after_bytes=MIB))),
-    ("s3", Step("commit", "save", "PUT", r"/manifest\.json", StallRequest(after_bytes=10))),
-    ("s3", Step("read-stops", "load", "GET", r"/data/", StallAnswer(after_bytes=MIB))),
-    ("gs", Step("put", "save", "POST", r"/upload/", StallAnswer())),
-    ("gs", Step("manifest", "load", "GET", r"/download/.*manifest\.json", StallAnswer())),
+    ("s3", Step("part-stops", "save", "PUT", r"/data/.*partNumber=", CutRequest(after_bytes=MIB, stalls=True))),
+    ("s3", Step("commit", "save", "PUT", r"/manifest\.json", CutRequest(after_bytes=10, stalls=True))),
+    ("s3", Step("read-stops", "load", "GET", r"/data/", CutAnswer(after_bytes=MIB, stalls=True))),
+    ("gs", Step("put", "save", "POST", r"/upload/", CutAnswer(stalls=True))),
+    ("gs", Step("manifest", "load", "GET", r"/download/.*manifest\.json", CutAnswer(stalls=True))),
 ]
 
 

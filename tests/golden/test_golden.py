@@ -1,19 +1,29 @@
-"""Checkpoints of every version of the format that was ever released, read for ever."""
+"""Checkpoints of every version of the format that was ever released, read for ever; some went through extensions."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zstandard
+from tests.docs.independent_reader import ELEMENT_BYTES, Checkpoint, positions
+from tests.golden.make_transformed import Cipher, flipped
 
 import cloudckpt
 
 HERE = Path(__file__).resolve().parent
 VERSIONS = sorted(path.name for path in HERE.iterdir() if (path / "SHA256SUMS").exists())
+UNDO = {
+    "stream.zstd/1": lambda stored: zstandard.ZstdDecompressor().decompressobj().decompress(stored),
+    "golden.cipher/1": flipped,
+}
+"""By code that is not cloudckpt's."""
+CHAINS = {"compressed": ["stream.zstd/1"], "encrypted": ["golden.cipher/1", "stream.zstd/1"]}
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -22,6 +32,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|u
 def golden(request: pytest.FixtureRequest) -> Path:
     """The folder of one version."""
     return HERE / request.param
+
+
+@pytest.fixture(params=sorted(path.parent.name for path in HERE.glob("transformed/*/SHA256SUMS")))
+def transformed(request: pytest.FixtureRequest) -> Path:
+    """The folder of one version's checkpoints that went through stream extensions."""
+    return HERE / "transformed" / request.param
 
 
 def expected_of(golden: Path) -> dict[str, Any]:
@@ -62,19 +78,24 @@ def test_the_files_are_those_that_were_committed(sums: str) -> None:
     assert found == listed
 
 
-def test_flat_names_load_to_the_bit(golden: Path) -> None:
-    """If this fails, checkpoints of this version load wrongly, or no longer at all."""
+def load_to_the_bit(golden: Path, name: str, options: cloudckpt.Options | None = None) -> cloudckpt.LoadReport:
     expected = expected_of(golden)
     state: dict[str, Any] = {name: blank(entry) for name, entry in expected["tensors"].items()}
     state |= dict.fromkeys(expected["values"])
-    report = cloudckpt.load(state, golden / "once")
-    for name, entry in expected["tensors"].items():
-        assert str(state[name].dtype) == f"torch.{entry['dtype']}", name
-        assert list(state[name].shape) == entry["shape"], name
-        assert hex_of(state[name]) == entry["hex"], name
+    report = cloudckpt.load(state, golden / name, options=options)
+    for fqn, entry in expected["tensors"].items():
+        assert str(state[fqn].dtype) == f"torch.{entry['dtype']}", fqn
+        assert list(state[fqn].shape) == entry["shape"], fqn
+        assert hex_of(state[fqn]) == entry["hex"], fqn
     assert {name: state[name] for name in expected["values"]} == expected["values"]
     assert report is not None
-    assert report.num_bytes_read >= sum(len(entry["hex"]) // 2 for entry in expected["tensors"].values())
+    return report
+
+
+def test_flat_names_load_to_the_bit(golden: Path) -> None:
+    """If this fails, checkpoints of this version load wrongly, or no longer at all."""
+    report = load_to_the_bit(golden, "once")
+    assert report.num_bytes_read >= sum(len(entry["hex"]) // 2 for entry in expected_of(golden)["tensors"].values())
 
 
 def test_the_nesting_is_kept(golden: Path) -> None:
@@ -115,3 +136,39 @@ def test_golden_checkpoints_are_listed(golden: Path) -> None:
     """If this fails, checkpoints of this version can no longer be found."""
     names = {info.name for info in cloudckpt.list_checkpoints(golden)}
     assert names == {"once", "overwritten"}
+
+
+def test_compressed_ones_load_to_the_bit_without_options(transformed: Path) -> None:
+    """If this fails, compressed checkpoints of this version load wrongly, or no longer at all."""
+    load_to_the_bit(transformed, "compressed")
+
+
+def test_encrypted_ones_load_to_the_bit(transformed: Path) -> None:
+    """If this fails, what users' own extensions wrote in this version is lost with it: descriptors or their order."""
+    load_to_the_bit(transformed, "encrypted", cloudckpt.Options(extensions=[Cipher()]))
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_document_suffices_to_read_them(transformed: Path, name: str) -> None:
+    """If this fails, the format's document does not say how to undo transforms, or what is stored is something else."""
+    checkpoint = Checkpoint(transformed / name)
+    for fqn, expected in expected_of(transformed)["tensors"].items():
+        entry = checkpoint.tensors[fqn]
+        assert entry["transforms"] == CHAINS[name]
+        size_bytes = ELEMENT_BYTES[entry["dtype"]]
+        whole = bytearray(math.prod(entry["shape"]) * size_bytes)
+        for offsets, lengths, object_index, begin, end, *_ in entry["chunks"]:
+            content = checkpoint.object_bytes(object_index)[begin:end]
+            for descriptor in entry["transforms"]:
+                content = UNDO[descriptor](content)
+            assert len(content) == math.prod(lengths) * size_bytes
+            for number, position in enumerate(positions(entry["shape"], offsets, lengths)):
+                element = content[number * size_bytes : (number + 1) * size_bytes]
+                whole[position * size_bytes : (position + 1) * size_bytes] = element
+        assert whole.hex() == expected["hex"], fqn
+
+
+def test_they_are_verified_without_the_extension(transformed: Path) -> None:
+    """If this fails, nobody without the key can tell whether an encrypted checkpoint is damaged."""
+    report = cloudckpt.verify(transformed / "encrypted")
+    assert report.num_tensors == len(expected_of(transformed)["tensors"])

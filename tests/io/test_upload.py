@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.io.conftest import FakeClock
 from tests.oracles import slow_crc32c
 from tests.wrapped import FaultyStore
@@ -22,10 +24,11 @@ from cloudckpt.errors import (
     TransientStoreError,
 )
 from cloudckpt.format.model import ObjectReceipt
+from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.retry import Retrier
 from cloudckpt.io.upload import UploadSession
-from cloudckpt.stores.base import Limits, Store, Views, crc32c_of
+from cloudckpt.stores.base import Limits, Store, Views, crc32c_of, num_bytes
 from cloudckpt.stores.memory import MemoryStore
 
 TILE_BYTES = 8
@@ -231,3 +234,36 @@ def test_an_error_between_two_objects_removes_the_first(store: FaultyStore, erro
     with pytest.raises(type(error)):
         save()
     assert_nothing_left(store)
+
+
+RFC_3720_VECTORS = [
+    (bytes(32), 0x8A9136AA),
+    (b"\xff" * 32, 0x62A8AB43),
+    (bytes(range(32)), 0x46DD794E),
+    (bytes(range(31, -1, -1)), 0x113FDB5C),
+    (b"123456789", 0xE3069283),
+]
+
+
+@st.composite
+def views_of(draw: st.DrawFn) -> list[memoryview]:
+    return [memoryview(draw(st.binary(max_size=40))) for _ in range(draw(st.integers(0, 6)))]
+
+
+@pytest.mark.parametrize(("data", "expected"), RFC_3720_VECTORS)
+def test_vectors_of_the_rfc(data: bytes, expected: int) -> None:
+    """If this fails, what we call CRC32C is something else, and stores refuse every upload."""
+    assert slow_crc32c(data) == expected
+    assert crc32c_of([memoryview(data)]) == expected
+    assert compute_tile_crc32cs([memoryview(data)], len(data)) == [expected]
+
+
+@given(views_of(), st.integers(1, 50))
+def test_tiles_are_cut_across_views(views: list[memoryview], tile_bytes: int) -> None:
+    """If this fails, checksums depend on how tensors lie in memory, and good data is refused when loaded."""
+    data = b"".join(views)
+    expected = [slow_crc32c(data[begin : begin + tile_bytes]) for begin in range(0, len(data), tile_bytes)]
+    assert compute_tile_crc32cs(views, tile_bytes) == expected
+    assert combine_tile_crc32cs(expected, tile_bytes=tile_bytes, size_bytes=len(data)) == slow_crc32c(data)
+    assert crc32c_of(views) == slow_crc32c(data)
+    assert num_bytes(views) == len(data)

@@ -159,7 +159,7 @@ MUTANTS = {
         file="pipeline/save.py",
         old="if keys and not self._may_be_committed(keys):",
         new="if keys:",
-        tests=("tests/test_reuse.py::test_discard_keeps_what_a_commit_refers_to",),
+        tests=("tests/test_writer.py::test_discard_keeps_what_a_commit_refers_to",),
     ),
     "overwrite-unasked": Mutant(
         breaks="G2: a save replaces a checkpoint without overwrite=True.",
@@ -271,7 +271,7 @@ MUTANTS = {
         file="io/checksum.py",
         old="    if filled_bytes:\n",
         new="    if False:\n",
-        tests=("tests/io/test_checksum.py::test_tiles_are_cut_across_views",),
+        tests=("tests/io/test_upload.py::test_tiles_are_cut_across_views",),
     ),
     "checksums-in-the-order-of-arrival": Mutant(
         breaks="G4: the checksums of an object's tiles are recorded in the order in which its parts arrived.",
@@ -417,7 +417,7 @@ MUTANTS = {
         file="dcp/reader.py",
         old="if len(attempts) > 1:",
         new="if False:",
-        tests=("tests/test_reader_writer.py::test_ranks_that_found_different_saves_load_neither",),
+        tests=("tests/test_writer.py::test_ranks_that_found_different_saves_load_neither",),
     ),
     "pickle-without-consent": Mutant(
         breaks="G6: a value of a checkpoint is unpickled without weights_only.",
@@ -574,7 +574,7 @@ MUTANTS = {
         file="tensors/stager.py",
         old="if cache.is_valid(tree.tensors):",
         new="if True:",
-        tests=("tests/tensors/test_stager_again.py::test_each_change_alone_is_seen",),
+        tests=("tests/tensors/test_stager.py::test_each_change_alone_is_seen",),
     ),
     "reuse-a-snapshot-that-is-still-saved": Mutant(
         breaks="G4: the memory of a snapshot is overwritten while it is still uploaded.",
@@ -705,7 +705,7 @@ MUTANTS = {
         file="stores/base.py",
         old='"." in segments or ".." in segments',
         new='"." in segments',
-        tests=("tests/stores/test_memory.py::TestContract::test_keys_that_could_leave_the_root_are_refused",),
+        tests=("tests/stores/test_open.py::TestContract::test_keys_that_could_leave_the_root_are_refused",),
     ),
     "other-bytes-than-asked-for": Mutant(
         breaks="G4: an answer that holds another range of an object is taken for the one asked for.",

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.options import make_options
 from tests.soak.values import SMALL_BYTES, MixedError, empty_state, identity_of, state_of
-from tests.wire import Action, CutSomewhere, LoseAnswer, Reply, Wire, WireRule
+from tests.wire import LOSE_ANSWER, Action, CutSomewhere, Reply, Wire, WireRule
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -55,7 +55,7 @@ _NONSENSE: tuple[Action, ...] = (
     Reply(status=400, body=b"<html>bad request</html>", headers=_HTML),
     Reply(status=403, body=b"<html>blocked</html>", headers=_HTML),
     Reply(status=502, body=b"<html>bad gateway</html>", headers=_HTML),
-    LoseAnswer(),
+    LOSE_ANSWER,
     CutSomewhere(),
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 from awscrt.checksums import crc32c
-from tests.stores.scripted import SOCKET_TIMEOUT_S
-from tests.wire import Head, Stream
+from tests.stores.scripted import SOCKET_TIMEOUT_S, Recorded, ScriptedServer
+from tests.wire import Stream
 
 from cloudckpt.errors import StoreError, TransientStoreError
 from cloudckpt.stores.base import Part
@@ -97,58 +96,23 @@ class Tape:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
+        self.server = ScriptedServer((self._answer,))
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    def _answer(self, connection: socket.socket, request: Recorded) -> None:
         with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(SOCKET_TIMEOUT_S)
+            if self.script is not None:
+                played = self.script.pop(0) if self.script else b""
+            else:
+                played, self.instead = self.instead, self.instead if self.is_lasting else None
+        connection.sendall(self._fetched(request) if played is None else played)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):  # until the client has closed it too: nothing of the answer is reset away
+            pass
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                with self._lock:
-                    self._open = [one for one in self._open if one.fileno() >= 0] + [connection]
-                self._threads = [thread for thread in self._threads if thread.is_alive()]
-                self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
-                self._threads[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(SOCKET_TIMEOUT_S)
-        with connection, contextlib.suppress(OSError):
-            client = Stream(connection)
-            request = client.head()
-            if request is None:
-                return
-            body = b"".join(client.request_body(request))
-            with self._lock:
-                if self.script is not None:
-                    played = self.script.pop(0) if self.script else b""
-                else:
-                    played, self.instead = self.instead, self.instead if self.is_lasting else None
-            connection.sendall(self._fetched(request, body) if played is None else played)
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(4096):  # until the client has closed it too: nothing of the answer is reset away
-                pass
-
-    def _fetched(self, request: Head, body: bytes) -> bytes:
+    def _fetched(self, request: Recorded) -> bytes:
         parts = urlsplit(self.target_url)
         with socket.create_connection((parts.hostname or "", parts.port or 80), SOCKET_TIMEOUT_S) as target:
-            target.sendall(request.raw + body)
+            target.sendall(request.head + request.body)
             stream = Stream(target)
             head = stream.head()
             assert head is not None
@@ -283,7 +247,7 @@ class BrokenAnswerTests:
     def tape(self, http_server: Any) -> Iterator[Tape]:
         tape = Tape(http_server.endpoint_url)
         yield tape
-        tape.close()
+        tape.server.close()
 
     def test_a_broken_answer_is_tried_again(self, tape: Tape, taped: tuple[Any, Any], name: str) -> None:
         """If this fails, a connection that breaks ends a save or a load, for a wrong reason; or half an answer is taken

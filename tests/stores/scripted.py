@@ -6,18 +6,48 @@ import contextlib
 import socket
 import ssl
 import threading
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BufferedReader
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from awscrt.checksums import crc32c
 
 from cloudckpt.errors import StoreError
+from cloudckpt.stores.base import Part, UploadedPart
 
 SOCKET_TIMEOUT_S = 30.0
+_BODY, _CRC = [memoryview(b"x")], crc32c(b"x")
+_PART = Part(number=1, offset_bytes=0, size_bytes=1)
+_DONE = UploadedPart(part=_PART, token="0123abcd-7", crc32c=_CRC)  # noqa: S106  # an ETag, or a try and a generation
+
+
+def _upload_id() -> str:
+    """An id that both services could have given, and that no call has aborted."""
+    return uuid.uuid4().hex[:16]
+
+
+CALLS: dict[str, Callable[[Any], object]] = {
+    "put": lambda store: store.put("k", _BODY, crc32c=_CRC),
+    "create_multipart": lambda store: store.create_multipart("k"),
+    "upload_part": lambda store: store.upload_part("k", _upload_id(), _PART, _BODY, crc32c=_CRC),
+    "complete_multipart": lambda store: store.complete_multipart("k", _upload_id(), [_DONE]),
+    "abort_multipart": lambda store: store.abort_multipart("k", _upload_id()),
+    "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(4))]),
+    "read": lambda store: store.read("k", max_bytes=10),
+    "list": lambda store: list(store.list()),
+    "list_directories": lambda store: list(store.list_directories()),
+    "list_uploads": lambda store: list(store.list_uploads()),
+    "delete": lambda store: store.delete(["k"]),
+    "head": lambda store: store.head("k"),
+    "copy_from": lambda store: store.copy_from(store.url("k"), "k2"),
+}
+"""One call of each operation, on any store over HTTP."""
 
 
 @dataclass
@@ -29,6 +59,8 @@ class Recorded:
     query: dict[str, str]
     headers: dict[str, str]
     """Names in lower case."""
+    head: bytes
+    """All before the body, as it was sent."""
     body: bytes
 
 
@@ -103,12 +135,13 @@ class ScriptedServer:
                 answer(connection, request)
 
     def _read(self, reader: BufferedReader) -> Recorded | None:
-        first = reader.readline().decode("latin-1").split()
+        lines = list(takewhile(bytes.strip, reader))
+        first = lines[0].decode("latin-1").split() if lines else []
         if len(first) != 3:
             return None
         headers = {}
-        while line := reader.readline().decode("latin-1").strip():
-            name, _, value = line.partition(":")
+        for line in lines[1:]:
+            name, _, value = line.decode("latin-1").partition(":")
             headers[name.lower()] = value.strip()
         size_bytes = int(headers.get("content-length", 0)) if self.reads_bodies else 0
         body, buffer = bytearray(), bytearray(min(size_bytes, 1 << 20))
@@ -121,7 +154,7 @@ class ScriptedServer:
         method, target, _ = first
         parts = urlsplit(target)
         query = {name: values[0] for name, values in parse_qs(parts.query, keep_blank_values=True).items()}
-        return Recorded(method, unquote(parts.path), query, headers, bytes(body))
+        return Recorded(method, unquote(parts.path), query, headers, b"".join([*lines, b"\r\n"]), bytes(body))
 
 
 def reply(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import subprocess
 import sys
+import uuid
 
 import fsspec
 import pytest
 
 from cloudckpt import Options
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError, UnsupportedOperationError
 from cloudckpt.stores import open_store
 from cloudckpt.stores.fsspec_store import FsspecStore
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.local import LocalStore
 from cloudckpt.stores.memory import MemoryStore
 from cloudckpt.stores.s3 import S3Store
+from cloudckpt.testing import StoreContract
+from cloudckpt.testing.contract_base import content, keys, put
 from cloudckpt.uri import parse_location
 
 
@@ -73,3 +78,40 @@ def test_no_client_is_imported_for_nothing(location, absent):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class TestContract(StoreContract):
+    """Every clause, against the store that the others are compared with."""
+
+    @pytest.fixture
+    def store(self):
+        return MemoryStore(uuid.uuid4().hex, "run/step-1")
+
+
+@pytest.fixture
+def name():
+    return uuid.uuid4().hex
+
+
+def test_stores_of_one_name_share_their_objects(name):
+    """A reader opened by URI must see what a writer opened by URI saved; other names must not."""
+    put(MemoryStore(name, "run"), "step-1/a", b"body")
+    assert content(MemoryStore(name, "run/step-1"), "a") == b"body"
+    assert keys(MemoryStore(name)) == ["run/step-1/a"]
+    assert keys(MemoryStore(f"{name}-other")) == []
+    assert keys(MemoryStore(name, "ru")) == []
+
+
+def test_another_process_is_refused(name, monkeypatch):
+    """A background process or forked rank that saves into its own memory would report success and save nothing."""
+    store = MemoryStore(name, "run")
+    put(store, "a", b"body")
+    pickled = pickle.dumps(store)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with pytest.raises(UnsupportedOperationError, match="another store"):
+        put(pickle.loads(pickled), "b", b"body")
+    with pytest.raises(UnsupportedOperationError, match="work that spans processes"):
+        put(store, "b", b"body")
+    with pytest.raises(UnsupportedOperationError):
+        keys(store)

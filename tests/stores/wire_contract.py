@@ -9,18 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import pytest
-from tests.wire import (
-    GCS_TOO_MANY_REQUESTS,
-    S3_SLOW_DOWN,
-    CutAnswer,
-    CutRequest,
-    LoseAnswer,
-    Reply,
-    StallAnswer,
-    StallRequest,
-    Wire,
-    WireRule,
-)
+from tests.wire import GCS_TOO_MANY_REQUESTS, LOSE_ANSWER, S3_SLOW_DOWN, CutAnswer, CutRequest, Reply, Wire, WireRule
 
 from cloudckpt.errors import (
     AccessDeniedError,
@@ -149,7 +138,7 @@ class WireContract(DeniedContract):
         with self.open_wire(store) as (wire, far):
             for name, call in _calls_that_send(store, wire, far).items():
                 wire.clear()
-                wire.add(WireRule(action=LoseAnswer()))
+                wire.add(WireRule(action=LOSE_ANSWER))
                 lost = capture_outcome(functools.partial(call.run, far))
                 assert isinstance(lost, TransientStoreError), (name, lost)
                 assert not isinstance(lost, ThrottledError), (name, lost)
@@ -162,7 +151,7 @@ class WireContract(DeniedContract):
         """The commit is such a call: it must neither count as failed nor be made twice."""
         self.require_create(store)
         with self.open_wire(store) as (wire, far):
-            wire.add(WireRule(action=LoseAnswer()))
+            wire.add(WireRule(action=LOSE_ANSWER))
             with pytest.raises(TransientStoreError):
                 put(far, "manifest", b"ours", if_absent=True)
             assert content(store, "manifest") == b"ours"
@@ -187,7 +176,7 @@ class WireContract(DeniedContract):
         upload_id = store.create_multipart(key)
         done = upload_parts(store, key, upload_id, bodies)
         wire.clear()
-        wire.add(WireRule(action=LoseAnswer(), skip=skip))
+        wire.add(WireRule(action=LOSE_ANSWER, skip=skip))
         num_before = wire.num_acted
         first = capture_outcome(lambda: far.complete_multipart(key, upload_id, done))
         has_lost = wire.num_acted > num_before
@@ -249,12 +238,12 @@ class WireContract(DeniedContract):
         "action",
         [
             pytest.param(None, id="connect"),
-            pytest.param(StallRequest(), id="request"),
-            pytest.param(StallAnswer(), id="answer"),
-            pytest.param(StallAnswer(after_bytes=1000), id="body"),
+            pytest.param(CutRequest(stalls=True), id="request"),
+            pytest.param(CutAnswer(stalls=True), id="answer"),
+            pytest.param(CutAnswer(after_bytes=1000, stalls=True), id="body"),
         ],
     )
-    def test_silence_ends_in_time(self, store: Store, action: StallRequest | StallAnswer | None) -> None:
+    def test_silence_ends_in_time(self, store: Store, action: CutRequest | CutAnswer | None) -> None:
         """A rank that waits for ever blocks all others: a silent server may cost `timeout_s`, and no more."""
         with self.open_wire(store, timeout_s=self.short_timeout_s) as (wire, far):
             body = bytes(16 << 20)  # more than any socket buffers
@@ -274,7 +263,7 @@ class WireContract(DeniedContract):
             pool.shutdown(wait=False)  # a call that hangs ends with the wire
             assert not hanging
             outcomes = [future.result() for future in futures]
-            if isinstance(action, StallAnswer) and action.after_bytes is not None:
+            if isinstance(action, CutAnswer) and action.after_bytes is not None:
                 outcomes = outcomes[1:2]  # the answers to the other calls have no such body
             for outcome in outcomes:
                 assert isinstance(outcome, StoreTimeoutError | InterruptedReadError), outcomes

@@ -41,7 +41,7 @@ class TestBrokenAnswers(BrokenAnswerTests):
     @pytest.fixture
     def taped(self, tape: Tape, http_server: GCSServer, bucket: str) -> tuple[GCSStore, UploadedPart]:
         """A store behind the tape with objects and an upload, whose part comes with it."""
-        options = {**http_server.storage_options, "endpoint_url": tape.url}
+        options = {**http_server.storage_options, "endpoint_url": tape.server.endpoint_url}
         store = GCSStore(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
         for key in ("k", "a/b", "gone"):
             store.put(key, VIEWS, crc32c=CRC)

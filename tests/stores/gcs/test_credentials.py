@@ -9,10 +9,14 @@ import pytest
 from awscrt.checksums import crc32c
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+from google.auth.credentials import AnonymousCredentials
+from google.oauth2.credentials import Credentials
 
 from cloudckpt import errors
+from cloudckpt.errors import InvalidOptionError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
+from cloudckpt.stores.gcs.client import parse_storage_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,3 +167,74 @@ def test_no_credentials_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     with pytest.raises(errors.CredentialsError, match=r"gs://bucket/p/k: .*application-default login.*anonymous"):
         open_store(endpoint_url="https://127.0.0.1:1", timeout_s=0.5).head("k")
+
+
+TOKEN, REFRESH, CLIENT = "ya29.a/token+of=" + 30 * "HUSH", "1//refresh-HUSH", "client-HUSH"
+
+
+@pytest.mark.parametrize("kind", ["own", "plain", "page", "range"])
+def test_no_secret_that_a_store_echoes_is_repeated(scripted: Any, kind: str) -> None:
+    """If this fails, an error in a training log gives the bucket away."""
+    words = f"Bearer {TOKEN} {REFRESH} {CLIENT}"
+    answers = {
+        "own": scripted.error(403, "forbidden", words),
+        "plain": scripted.reply(403, words, {"Content-Type": "text/plain", "X-GUploader-UploadID": "u"}),
+        "page": scripted.reply(404, words, {"Content-Type": TOKEN}),
+        "range": scripted.reply(206, "x", {"Content-Range": words}),
+    }
+    server = scripted.serve(answers[kind])
+    credentials = Credentials(
+        token=TOKEN, refresh_token=REFRESH, client_id="id", client_secret=CLIENT, token_uri=server.endpoint_url
+    )
+    store = server.store(credentials=credentials, project="p")
+    with pytest.raises(errors.StoreError) as caught:
+        store.read_into("k", 0, [memoryview(bytearray(4))])
+    assert server.requests[0].headers["authorization"] == f"Bearer {TOKEN}"
+    assert "HUSH" not in f"{caught.value} {vars(caught.value)!r} {store!r}"
+
+
+def test_a_token_that_was_renewed_meanwhile_is_not_repeated(scripted: Any) -> None:
+    """If this fails, the answer to the request that went out before shows a token that is still good for an hour."""
+    tokens = scripted.tokens()
+
+    def answer(connection: Any, request: Any) -> None:
+        tokens.refresh(None)
+        scripted.error(403, "forbidden", request.headers["authorization"])(connection, request)
+
+    with pytest.raises(errors.AccessDeniedError) as caught:
+        scripted.serve(answer).store(credentials=tokens, project="p").head("k")
+    assert "HUSH" not in str(caught.value)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    """One problem at a time means one start of a large job for each."""
+    with pytest.raises(InvalidOptionError) as caught:
+        parse_storage_options(
+            {
+                "endpoint": "http://x",
+                "anonymous": "yes",
+                "endpoint_url": "storage.example",
+                "credentials": "a token",
+                "storage_class": "NEAR LINE",
+            }
+        )
+    text = str(caught.value)
+    assert text.startswith("Storage options for GCS: 'endpoint' is not known (did you mean 'endpoint_url'?)")
+    for words in (
+        "anonymous must be True or False",
+        "endpoint_url must look like https://host",
+        "credentials must be a google.auth.credentials.Credentials, not a str",
+        "storage_class holds white space",
+    ):
+        assert words in text
+    assert "a token" not in text
+
+
+def test_credentials_are_never_shown() -> None:
+    """A configuration that is logged would log a token."""
+
+    class Shown(AnonymousCredentials):
+        def __repr__(self) -> str:
+            return "HUSH"
+
+    assert "HUSH" not in repr(parse_storage_options({"credentials": Shown()}))

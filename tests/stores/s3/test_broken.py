@@ -47,7 +47,7 @@ class TestBrokenAnswers(BrokenAnswerTests):
     @pytest.fixture
     def taped(self, tape: Tape, http_server: S3Server, bucket: str) -> tuple[S3Store, str]:
         """A store behind the tape with an object and an upload, whose id comes with it."""
-        options = {**http_server.storage_options, "endpoint_url": tape.url}
+        options = {**http_server.storage_options, "endpoint_url": tape.server.endpoint_url}
         store = S3Store(bucket, "runs/one", storage_options=options, timeout_s=30, connections=2)
         for key in ("k", "a/b", "a/c"):
             store.put(key, VIEWS, crc32c=CRC)

@@ -1,4 +1,4 @@
-"""What goes wrong on the way: each failure ends in time, in one typed error, and leaves clean connections."""
+"""What goes wrong on the way, and servers that do something else: each ends in time, and in one typed error."""
 
 from __future__ import annotations
 
@@ -7,34 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.stores.bodies import BodyTests
-from tests.stores.scripted import refuse
+from tests.stores.scripted import CALLS, refuse
 from tests.stores.tls import TLSTests
 
 from cloudckpt import errors
-from cloudckpt.stores.base import Part
-from cloudckpt.stores.s3 import S3Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
+
 MIB = 1 << 20
-CALLS: dict[str, Callable[[S3Store], object]] = {
-    "put": lambda store: store.put("k", [memoryview(b"x")], crc32c=0),
-    "upload_part": lambda store: store.upload_part(
-        "k", "UP", Part(number=1, offset_bytes=0, size_bytes=1), [memoryview(b"x")], crc32c=0
-    ),
-    "create_multipart": lambda store: store.create_multipart("k"),
-    "complete_multipart": lambda store: store.complete_multipart("k", "UP", []),
-    "abort_multipart": lambda store: store.abort_multipart("k", "UP"),
-    "read_into": lambda store: store.read_into("k", 0, [memoryview(bytearray(4))]),
-    "read": lambda store: store.read("k", max_bytes=10),
-    "list": lambda store: list(store.list()),
-    "list_directories": lambda store: list(store.list_directories()),
-    "list_uploads": lambda store: list(store.list_uploads()),
-    "delete": lambda store: store.delete(["k"]),
-    "head": lambda store: store.head("k"),
-}
 
 
 @pytest.mark.parametrize("operation", sorted(CALLS))
@@ -121,3 +103,51 @@ def test_a_bucket_in_an_unknown_region_names_the_option(scripted: Any) -> None:
         error = refuse(lambda server=server: CALLS["put"](server.store()), errors.StoreError)
         assert "Set the storage option region" in str(error)
         assert len(server.requests) <= 3
+
+
+PAGE = "<ListBucketResult><IsTruncated>{truncated}</IsTruncated>{content}</ListBucketResult>"
+OBJECT = "<Contents><Key>{key}</Key><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>"
+
+
+def test_a_key_outside_the_root_is_an_error(scripted: Any) -> None:
+    """Its beginning would be cut off, and the rest taken for a key of ours: removing it could hit another object."""
+    listing = PAGE.format(truncated="false", content=OBJECT.format(key="elsewhere/a"))
+    with pytest.raises(errors.UnsupportedOperationError, match="ignores prefixes"):
+        list(scripted.serve(scripted.reply(200, listing)).store(prefix="p").list())
+
+
+def test_a_listing_without_end_is_noticed(scripted: Any) -> None:
+    """Opening a checkpoint would hang for ever behind a proxy that ignores page tokens."""
+    token = "<NextContinuationToken>again</NextContinuationToken>"  # noqa: S105  # of a listing
+    server = scripted.serve(scripted.reply(200, PAGE.format(truncated="true", content=token)))
+    with pytest.raises(errors.UnsupportedOperationError, match="round in circles"):
+        list(server.store(prefix="p").list())
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("<Prefix>q/</Prefix>", "another Prefix"),
+        ("<Prefix/>", "another Prefix"),
+        ("<Prefix>p/</Prefix><KeyCount>2</KeyCount>" + OBJECT.format(key="p/a"), "has 1"),
+        ("<Contents><Size>1</Size><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>", "lacks"),
+        ("<Contents><Key>p/a</Key><LastModified>2026-01-01T00:00:00Z</LastModified></Contents>", "lacks"),
+        ("<Contents><Key>p/a</Key><Size>1</Size></Contents>", "lacks"),
+    ],
+)
+def test_a_listing_that_was_not_asked_for_is_not_believed(scripted: Any, content: str, words: str) -> None:
+    """If this fails, a cache that ignores queries answers with another listing: checkpoints are missing, or a KeyError
+    names neither store nor remedy.
+    """
+    server = scripted.serve(scripted.reply(200, PAGE.format(truncated="false", content=content)))
+    with pytest.raises(errors.TransientStoreError, match=f"not asked for: .*{words}|cannot be|is not S3's"):
+        list(server.store(prefix="p").list())
+
+
+@pytest.mark.parametrize("echo", ["p/a b+%20/", "p/a%20b%2B%2520/", "p/a+b%2B%2520/"], ids=["rgw", "moto", "rclone"])
+def test_a_listing_that_was_asked_for_is_believed_however_it_is_spelled(scripted: Any, echo: str) -> None:
+    """If this fails, a bucket on Ceph or rclone cannot be listed where a key has a space or a percent sign."""
+    content = f"<Prefix>{echo}</Prefix><EncodingType>url</EncodingType><KeyCount>0</KeyCount>"
+    server = scripted.serve(scripted.reply(200, PAGE.format(truncated="false", content=content)))
+    assert list(server.store(prefix="p").list("a b+%20/")) == []

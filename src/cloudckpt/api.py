@@ -32,6 +32,7 @@ from cloudckpt.dcp.protocol import (
     causes_of,
     end_failed_save,
     failure_of,
+    num_ranks_of,
     raise_own_interrupt,
     rank_in,
     run_load,
@@ -324,7 +325,8 @@ def _entries_of(
         state_dict, uri = None, state_dict
     if state_dict is not None:
         raise TypeError("pass a state dict or live objects (model=…), not both. Put further values into extra={…}")
-    return objects.entries(rank_in(process_group, no_dist=no_dist), is_strict=strict is not False), uri
+    rank, num_ranks = rank_in(process_group, no_dist=no_dist), num_ranks_of(process_group, no_dist=no_dist)
+    return objects.entries(rank=rank, num_ranks=num_ranks, is_strict=strict is not False), uri
 
 
 def require_state_dict(state_dict: object, *, doing: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.e2e.models import assert_same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -100,9 +101,12 @@ def test_the_layout_is_that_of_torch() -> None:
     cloudckpt.save(ours, model=model, optimizer=optimizer, random_state=False, no_dist=True)
     of_model, of_optimizer = get_state_dict(model, optimizer)
     cloudckpt.save({"model": of_model, "optimizer": of_optimizer}, torchs, no_dist=True)
-    cloudckpt.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain, no_dist=True)
+    numbered = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    cloudckpt.save(numbered, plain, no_dist=True)
+    as_text = new_uri()  # as torch's own planner saves the numbers
+    dcp.save(numbered, storage_writer=cloudckpt.ObjectStoreWriter(as_text), no_dist=True)
     assert_same(cloudckpt.read(ours), cloudckpt.read(torchs))
-    for uri in (torchs, plain):  # a plain state dict numbers the parameters
+    for uri in (torchs, plain, as_text):  # a plain state dict numbers the parameters
         fresh = make_two()
         loaded = AdamW(fresh.parameters())
         cloudckpt.load(uri, model=fresh, optimizer=loaded, no_dist=True)
@@ -131,7 +135,7 @@ def make_all() -> dict[str, Any]:
         "optimizer": optimizers,
         "scheduler": {"steps": steps, "parts": parts},
         "dataloader": {"train": Sampler(), "test": Sampler()},
-        "extra": {"epoch": 0, "noise": torch.Generator(), "mean": torch.zeros(2)},
+        "extra": {"epoch": 0, "noise": torch.Generator(), "deep": {"mean": torch.zeros(2), "net": nn.Linear(2, 2)}},
     }
 
 
@@ -143,18 +147,21 @@ def test_several_models_and_all_kinds_of_objects_come_back() -> None:
     for scheduler in [*saved["scheduler"].values()] * 4:
         scheduler.step()
     saved["dataloader"]["train"].state = {"position": 7, "shuffled": torch.arange(9), "epochs": {1: {"seen": [1, 2]}}}
-    saved["extra"].update(epoch=5, noise=torch.Generator().manual_seed(9), mean=torch.ones(2), more={"a": (1, None)})
+    saved["extra"].update(epoch=5, noise=torch.Generator().manual_seed(9), more={"a": (1, None)})
+    saved["extra"]["deep"]["mean"] += 1
     cloudckpt.save(uri, **saved, no_dist=True)
     expected = [torch.rand(3), torch.rand(3, generator=saved["extra"]["noise"])]
-    mean = loaded["extra"]["mean"]
+    mean = loaded["extra"]["deep"]["mean"]
     cloudckpt.load(uri, **loaded, random_state=True, no_dist=True)
     assert_same([torch.rand(3), torch.rand(3, generator=loaded["extra"]["noise"])], expected)
     for name in ("model", "optimizer", "scheduler", "dataloader"):
         for key, value in saved[name].items():
             assert_same(loaded[name][key].state_dict(), value.state_dict())
-    assert loaded["extra"]["mean"] is mean
-    for key in ("epoch", "mean", "more"):
+    assert torch.equal(mean, torch.ones(2))
+    for key in ("epoch", "more"):
         assert_same(loaded["extra"][key], saved["extra"][key])
+    nets = [each["extra"]["deep"]["net"].state_dict() for each in (loaded, saved)]
+    assert_same(*nets)
 
 
 def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -208,6 +215,7 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
         ("extra must be a dict", {"extra": [1]}),
         ("StatefulDataLoader", {"dataloader": torch.utils.data.DataLoader([1])}),
         ("scheduler is a int, which has no state_dict", {"scheduler": 3}),
+        ("optimizer=…, several in a dict", {"extra": {"deep": {"sgd": SGD(make_two().parameters())}}}),
     ],
 )
 def test_objects_that_cannot_be_saved_are_named(pattern: str, objects: dict[str, Any]) -> None:
@@ -234,3 +242,21 @@ def test_a_model_without_memory_is_refused() -> None:
         model = make_two()
     with pytest.raises(InvalidOptionError, match=r"meta device.*to_empty"):
         cloudckpt.load(uri, model=model, no_dist=True)
+
+
+def test_a_part_of_the_parameters_may_be_loaded_with_their_state() -> None:
+    """If this fails, a stage of a pipeline cannot load its part; or it can, without the state of what it loads."""
+    model = make_two()
+    optimizer = AdamW(model.parameters())
+    trained(model, optimizer)
+    uri = new_uri()
+    cloudckpt.save(uri, model=model, optimizer=optimizer, no_dist=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    stage = {
+        "model": {name: value for name, value in of_model.items() if name.startswith("0.")},
+        "optimizer": {**of_optimizer, "state": {n: s for n, s in of_optimizer["state"].items() if n.startswith("0.")}},
+    }
+    cloudckpt.load(stage, uri, no_dist=True)
+    stage["optimizer"]["state"].pop("0.bias")
+    with pytest.raises(StateDictMismatchError, match=r"3 entries.*0\.bias"):
+        cloudckpt.load(stage, uri, no_dist=True)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import cloudckpt
+from cloudckpt.errors import StateDictMismatchError
 
 NUM_RANKS: dict[Parallelism, int] = {
     "none": 1,
@@ -114,6 +115,8 @@ def resume(root: str, parallelism: Parallelism, optimizer: str) -> None:
         assert restored.step == 2
         assert_same(resumed.train(3, 6), expected)
         assert_same(resumed.state(), undisturbed.state())
+        manager.restore(**resumed.objects())  # into an optimizer that has state
+        assert_same(resumed.train(3, 6), expected)
 
 
 @pytest.mark.multirank
@@ -122,6 +125,47 @@ def test_a_resumed_run_equals_an_undisturbed_one(parallelism: Parallelism, optim
     """If this fails, a run that was resumed has lost some of its state."""
     num_ranks = NUM_RANKS[parallelism]
     run_ranks(resume, str(tmp_path), parallelism, optimizer, world_size=num_ranks, process_group=num_ranks > 1)
+
+
+class Sampler:
+    """A stateful data loader, as far as a checkpoint is concerned."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+def save_positions(uri: str) -> None:
+    cloudckpt.save(uri, dataloader=Sampler(7 + dist.get_rank()))
+
+
+def load_positions(uri: str) -> None:
+    if dist.get_world_size() != 2:
+        with pytest.raises(StateDictMismatchError, match="was saved by 2 ranks"):
+            cloudckpt.load(uri, dataloader=Sampler())
+        return
+    for wrong in (3, Sampler()) if dist.get_rank() else (Sampler(), Sampler()):
+        try:
+            cloudckpt.load(uri, dataloader=wrong)  # type: ignore[arg-type]
+        except BaseException as error:  # noqa: BLE001  # torch's is no Exception
+            assert wrong == 3 or dist.get_rank() == 0, error  # noqa: PT017
+            continue
+        assert wrong.position == 7 + dist.get_rank()
+
+
+@pytest.mark.multirank
+def test_each_rank_has_a_data_loader_of_its_own(tmp_path: Path) -> None:
+    """If this fails, ranks read each other's data; or a job of other ranks skips some; or a wrong argument on one rank
+    makes all later calls fail.
+    """
+    run_ranks(save_positions, str(tmp_path / "a"), world_size=2)
+    for num_ranks in (1, 2, 3):
+        run_ranks(load_positions, str(tmp_path / "a"), world_size=num_ranks)
 
 
 def resave(source: str, target: str, parallelism: Parallelism) -> None:

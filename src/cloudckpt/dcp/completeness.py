@@ -24,7 +24,8 @@ def check_completeness(
     """Compare what all ranks ask for with what was saved.
 
     A target that asks for the ``param_groups`` of an optimizer is to be resumed, so it must ask for all of its
-    ``state``. A fresh optimizer's state dict asks for none.
+    ``state``. A fresh optimizer's state dict asks for none. If parameters are asked for beside it, the state of others
+    may be left out: a stage of a pipeline may load its part in a process group of its own.
 
     Args:
         plans: The load plans of all ranks.
@@ -37,6 +38,8 @@ def check_completeness(
         StateDictMismatchError: Names what is not asked for, and the remedy.
 
     """
+    if whole is not None and not whole and not any(_GROUPS in name for name in saved):
+        return  # nothing can be left behind, and plans of many ranks take long to go through
     asked = {fqn for plan in plans for fqn in _fqns_of(plan)}
     if left := _find_left(saved, asked, whole):
         raise StateDictMismatchError(
@@ -45,8 +48,7 @@ def check_completeness(
             uri=uri,
         )
     for prefix in {match.group() for name in asked if _GROUPS in name and (match := _BEFORE_GROUPS.match(name))}:
-        state = f"{prefix}state."
-        if left := [name for name in saved if name.startswith(state) and name not in asked and _holds(saved[name])]:
+        if left := _find_left_state(saved, asked, f"{prefix}state."):
             raise StateDictMismatchError(
                 f"the load asks for {prefix}param_groups of an optimizer in {uri}, but not for {len(left)} entries of "
                 f"its state: {quote_names(left)}. The optimizer would go on without them. One that has not taken a "
@@ -78,6 +80,26 @@ def _find_left(saved: Mapping[str, Any], asked: set[str], whole: Collection[str]
         and not name.startswith("random_state.")
         and _holds(saved[name])
     ]
+
+
+def _find_left_state(saved: Mapping[str, Any], asked: set[str], state: str) -> list[str]:
+    left = [name for name in saved if name.startswith(state) and name not in asked and _holds(saved[name])]
+    if not left:
+        return []
+    of_asked_state = {_param_of(name, state) for name in asked if name.startswith(state)}
+    # "model.up.weight" asks for the parameter "up.weight", and "weight" at that.
+    params = {name[at:] for name in asked if not name.startswith(state) for at in _begins_of_parts(name)}
+    if params.isdisjoint(of_asked_state | {_param_of(name, state) for name in left}):
+        return left  # the optimizer is loaded apart from its model
+    return [name for name in left if _param_of(name, state) in params | of_asked_state]
+
+
+def _param_of(name: str, state: str) -> str:
+    return name.removeprefix(state).rpartition(".")[0]
+
+
+def _begins_of_parts(name: str) -> list[int]:
+    return [0, *(at + 1 for at, letter in enumerate(name) if letter == ".")]
 
 
 def _summarize(left: list[str], saved: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -69,7 +69,9 @@ class StatefulEntry(LiveEntry):
         return make_empty(saved)
 
     def load_state_dict(self, state: Any) -> None:
-        self._value.load_state_dict(_with_types_of(self._value.state_dict(), state))
+        if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
+            state = _with_types_of(self._value.state_dict(), state)
+        self._value.load_state_dict(state)
 
 
 class GeneratorEntry(StatefulEntry):
@@ -89,52 +91,84 @@ class ValuesEntry(LiveEntry):
         if not isinstance(values, dict):
             kind = type(values).__name__
             raise InvalidOptionError(f"extra must be a dict, which a load fills in place, not a {kind}")
-        self._values: dict[str, Any] = values
-        self._live = {key: entry for key, value in values.items() if (entry := wrap(value)) is not None}
+        self._values: dict[Any, Any] = values
+        self._live = {key: entry for key, value in values.items() if (entry := _wrap_value(key, value)) is not None}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[Any, Any]:
         return {
             key: self._live[key].state_dict() if key in self._live else value for key, value in self._values.items()
         }
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
         known = saved if isinstance(saved, Mapping) else {}
-        missing = [key for key in self._live if key not in known]
+        missing = [key for key, entry in self._live.items() if key not in known and not isinstance(entry, ValuesEntry)]
         if missing:
             raise StateDictMismatchError(f"{uri} has no {quote_names(missing)} under {where!r}", uri=uri)
-        tensors = {key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}
-        return {key: tensors.get(key, make_empty(entry)) for key, entry in known.items()}
+        return {key: self._plan_value(key, entry, where=where, uri=uri) for key, entry in known.items()}
 
     def load_state_dict(self, state: Any) -> None:
         for key, value in state.items():
-            if key in self._live:
+            if key in self._live and (isinstance(value, dict) or not isinstance(self._live[key], ValuesEntry)):
                 self._live[key].load_state_dict(value)
             else:
                 self._values[key] = value
+
+    def _plan_value(self, key: Any, saved: Any, *, where: str, uri: str) -> Any:
+        live, value = self._live.get(key), self._values.get(key)
+        if live is not None and (isinstance(saved, Mapping) or not isinstance(live, ValuesEntry)):
+            return live.plan_load(saved, where=f"{where}.{key}", uri=uri)
+        return value if isinstance(value, torch.Tensor) else make_empty(saved)
+
+
+def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
+    """Return the entry for a value of `extra` that has a state or values of its own; None for a plain value."""
+    if isinstance(value, torch.optim.Optimizer):
+        raise InvalidOptionError(f"extra[{key!r}] is an optimizer: pass it as optimizer=…, several in a dict")
+    if isinstance(value, nn.Module):
+        return ModelEntry(value, is_strict=True)
+    return ValuesEntry(value) if type(value) is dict else wrap(value)
 
 
 class RankEntry(LiveEntry):
     """An entry that differs between ranks: each saves and loads its own, under ``rank-<r>``."""
 
-    def __init__(self, entry: LiveEntry, rank: int) -> None:
+    def __init__(self, entry: LiveEntry, *, rank: int, num_ranks: int) -> None:
         self._entry = entry
         self._key = f"rank-{rank}"
+        self._num_ranks = num_ranks
 
     def state_dict(self) -> dict[str, Any]:
         return {self._key: self._entry.state_dict()}
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
-        if self._key not in known:
+        if self._key not in known or len(known) not in {1, self._num_ranks}:  # 1: this rank saved by itself
             raise StateDictMismatchError(
-                f"{where!r} of {uri} was saved by {len(known)} ranks, and {self._key} is none of them. It cannot be "
-                f"shared out to another number of ranks: leave {where} out of this load, and set its position yourself",
+                f"{where!r} of {uri} was saved by {len(known)} ranks, and this job has {self._num_ranks}. Positions "
+                f"in the data cannot be shared out anew: leave {where} out, pass strict=False, and set the position "
+                "yourself",
                 uri=uri,
             )
         return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", uri=uri)}
 
     def load_state_dict(self, state: Any) -> None:
         self._entry.load_state_dict(state[self._key])
+
+
+class RefusedEntry(OptionalEntry):
+    """Stands for objects that cannot be saved. Raises the reason within the call, so that all ranks hear of it."""
+
+    def __init__(self, reason: InvalidOptionError) -> None:
+        self._reason = reason
+
+    def state_dict(self) -> Any:
+        raise self._reason
+
+    def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:  # nothing fits
+        raise self._reason
+
+    def load_state_dict(self, state: Any) -> None:
+        raise self._reason
 
 
 class RandomState(NamedTuple):
@@ -233,27 +267,32 @@ class LiveObjects:
         given = (self.model, self.optimizer, self.scheduler, self.dataloader, self.extra)
         return any(value is not None for value in given)
 
-    def entries(self, rank: int, *, is_strict: bool) -> dict[str, Any]:
+    def entries(self, *, rank: int, num_ranks: int, is_strict: bool) -> dict[str, Any]:
         """Return a state dict of the objects, each as a `LiveEntry`.
 
-        Raises `InvalidOptionError` for an object that cannot be saved.
+        Does not raise, since the other ranks wait: an object that cannot be saved is a `RefusedEntry`.
         """
-        entries: dict[str, Any] = {}
+        try:
+            return dict(self._make_entries(rank, num_ranks, is_strict=is_strict))
+        except InvalidOptionError as error:
+            return {"refused": RefusedEntry(error)}
+
+    def _make_entries(self, rank: int, num_ranks: int, *, is_strict: bool) -> Iterator[tuple[str, LiveEntry]]:
         modules = {} if self.model is None else _named_modules(self.model)
         if self.model is not None:
             models = {key.removesuffix("."): ModelEntry(one, is_strict=is_strict) for key, one in modules.items()}
-            entries["model"] = models.get("") or EntryGroup(models)
+            yield "model", models.get("") or EntryGroup(models)
         if self.optimizer is not None:
-            entries["optimizer"] = wrap_optimizers(self.optimizer, modules)
+            yield "optimizer", wrap_optimizers(self.optimizer, modules)
         if self.scheduler is not None:
-            entries["scheduler"] = wrap_all(self.scheduler, keyword="scheduler")
+            yield "scheduler", wrap_all(self.scheduler, keyword="scheduler")
         if self.dataloader is not None:
-            entries["dataloader"] = RankEntry(wrap_all(self.dataloader, keyword="dataloader"), rank)
+            loaders = wrap_all(self.dataloader, keyword="dataloader")
+            yield "dataloader", RankEntry(loaders, rank=rank, num_ranks=num_ranks)
         if self.extra is not None:
-            entries["extra"] = ValuesEntry(self.extra)
+            yield "extra", ValuesEntry(self.extra)
         if self.has_random_state:
-            entries["random_state"] = RandomStateEntry(rank)
-        return entries
+            yield "random_state", RandomStateEntry(rank)
 
 
 def _with_types_of(live: Any, loaded: Any) -> Any:

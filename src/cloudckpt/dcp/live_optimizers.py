@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -80,7 +79,8 @@ class OptimizerEntry(LiveEntry):
             if name not in params:  # another rank may have it, and `check_completeness` finds what no rank has
                 continue
             optimizer, param = params[name]
-            held = optimizer.state.get(param, {})
+            # torch's first FSDP holds parts of flat parameters, which can have the size of a whole one by chance.
+            held = {} if self._find_fsdp1(optimizer) is not None else optimizer.state.get(param, {})
             try:
                 state[key] = _plan_state(saved[_STATE][key], held, _Layout(layouts[name], optimizer, param))
             except NotImplementedError:
@@ -113,6 +113,11 @@ class OptimizerEntry(LiveEntry):
                 ],
             }
         names = self._names_of(optimizer)
+        if unnamed := [key for key in held[_STATE] if key not in names]:
+            raise InvalidOptionError(
+                f"a {type(optimizer).__name__} holds state of no parameter, under {quote_names(unnamed)}. Save it by "
+                "itself, as a value in extra={…}"
+            )
         return {
             _STATE: {names[index]: value for index, value in held[_STATE].items()},
             _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in held[_GROUPS]],
@@ -159,11 +164,12 @@ class OptimizerEntry(LiveEntry):
         of_param = {
             name: position for position, group in enumerate(saved_groups) for name in self._names_in(group[_PARAMS])
         }
+        all_names = {name for names in names_of_groups for name in names}
         groups = []
         for position, (names, live) in enumerate(zip(names_of_groups, optimizer.param_groups, strict=True)):
             found = {of_param[name] for name in names if name in of_param}
             # Each stage of a pipeline has parameters of its own, and one stage's names are in the checkpoint.
-            if not found and len(saved_groups) == len(names_of_groups):
+            if of_param.keys().isdisjoint(all_names) and len(saved_groups) == len(names_of_groups):
                 found = {position}
             settings = [_without_params(saved_groups[number]) for number in sorted(found)]
             if any(not _is_same(settings[0], other) for other in settings[1:]):
@@ -172,7 +178,8 @@ class OptimizerEntry(LiveEntry):
                     f"different settings, such as {quote_names(names)}. Group the parameters as they were saved",
                     uri="",
                 )
-            groups.append({**_without_params(live), **(settings[0] if settings else {})})
+            saved = {key: _on_device_of(live.get(key), value) for key, value in (settings or [{}])[0].items()}
+            groups.append({**_without_params(live), **saved})
         return groups
 
     def _names_of(self, optimizer: Optimizer) -> dict[int, str]:
@@ -210,10 +217,10 @@ class OptimizerEntry(LiveEntry):
 
     def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:
         """Return the parameter's name for each key of a saved state, which is a number in a plain state dict."""
-        if not all(isinstance(key, int) for key in state):
+        if not all(str(key).isdigit() for key in state):  # torch's planners make text of numbers
             return {key: str(key) for key in state}
         names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
-        return {key: names.get(key, str(key)) for key in state}
+        return {key: names.get(int(key), str(key)) for key in state}
 
     def _names_in(self, params: Sequence[Any]) -> list[str]:
         return list(self._by_name(dict.fromkeys(params)).values())
@@ -256,7 +263,8 @@ class _Layout:
     def _step(self) -> dict[str, Any]:
         """Return the state that a copy of the optimizer makes for a copy of the parameter."""
         if self._stepped is None:
-            shadow = copy.copy(self._optimizer)
+            shadow = object.__new__(type(self._optimizer))  # copies of optimizers lack attributes of their own
+            shadow.__dict__.update(self._optimizer.__dict__)
             param = self._param.detach().clone().requires_grad_()
             param.grad = torch.zeros_like(param)
             live = next(group for group in shadow.param_groups if any(one is self._param for one in group[_PARAMS]))
@@ -317,6 +325,10 @@ def _sharded_fsdp1(module: nn.Module) -> Any:
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != _PARAMS}
+
+
+def _on_device_of(live: Any, saved: Any) -> Any:
+    return saved.to(live.device) if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor) else saved
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -56,6 +56,11 @@ def rank_in(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
     return dist.get_rank(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 0
 
 
+def num_ranks_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> int:
+    """Return the number of ranks in the group that saves or loads."""
+    return dist.get_world_size(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 1
+
+
 def run_save(
     state_dict: Mapping[str, Any],
     writer: ObjectStoreWriter,

@@ -215,8 +215,9 @@ class ObjectStoreReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Attach which commit this rank found, and what it can share."""
         manifest, metadata = self._manifest, self._metadata
-        # The checkpoints that ranks saved for themselves differ.
-        if manifest is None or self._context is None or self._context.location != self._location:
+        if self._is_of_rank:  # other ranks have other entries
+            self._check_completeness([plan])
+        if manifest is None or self._context is None or self._is_of_rank:
             return dataclasses.replace(plan, storage_data=RankPlanData(attempt=""))
         offer = None
         if metadata is not None and self._call is not None and self._call.session is not None:
@@ -229,14 +230,8 @@ class ObjectStoreReader(StorageReader):
 
         Raises `StateDictMismatchError` if all ranks together ask for less than they must.
         """
-        if self._metadata is not None:
-            whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
-            try:
-                check_completeness(plans, self._metadata.state_dict_metadata, whole=whole, uri=self.checkpoint_id)
-            except StateDictMismatchError as error:
-                if self._strict is not False:
-                    raise
-                _log.warning("loading all the same, because of strict=False: %s", error)
+        if not self._is_of_rank:
+            self._check_completeness(plans)
         attempts = {plan.storage_data.attempt for plan in plans if isinstance(plan.storage_data, RankPlanData)}
         if len(attempts) > 1:
             raise CheckpointChangedError(
@@ -267,6 +262,22 @@ class ObjectStoreReader(StorageReader):
     def __getstate__(self) -> dict[str, Any]:
         # A load that has begun belongs to its process.
         return {**self.__dict__, "_context": None, "_torch_reader": None, "_found_here": None, "_call": None}
+
+    @property
+    def _is_of_rank(self) -> bool:
+        """True if this rank reads a checkpoint that it saved for itself."""
+        return self._context is not None and self._context.location != self._location
+
+    def _check_completeness(self, plans: list[LoadPlan]) -> None:
+        if self._metadata is None:
+            return
+        whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
+        try:
+            check_completeness(plans, self._metadata.state_dict_metadata, whole=whole, uri=self.checkpoint_id)
+        except StateDictMismatchError as error:
+            if self._strict is not False:
+                raise
+            _log.warning("loading all the same, because of strict=False: %s", error)
 
     def _forget(self) -> None:
         self._failure = self._failed_lookup = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 import os
@@ -23,7 +24,7 @@ from cloudckpt.api import async_save, load, require_state_dict, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
-from cloudckpt.dcp.protocol import SavedMetadata, causes_of, rank_in
+from cloudckpt.dcp.protocol import SavedMetadata, causes_of, num_ranks_of, rank_in
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError
 from cloudckpt.manager.restore import Coordinator, Restored, find_step_uris, load_newest, raise_missing
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
@@ -140,8 +141,9 @@ class CheckpointManager:
         self._save_every = save_every
         self._is_async = async_
         self._process_group, self._no_dist, self._use_collectives = process_group, no_dist, use_collectives
+        get_num_ranks = functools.partial(num_ranks_of, process_group, no_dist=no_dist)
         self._steps = Steps(
-            parse_location(root), self._options, get_num_ranks=None if use_collectives else self._get_num_ranks
+            parse_location(root), self._options, get_num_ranks=None if use_collectives else get_num_ranks
         )
         self._allow_pickle, self._verify_first, self._on_damaged = allow_pickle, verify_first, on_damaged
         self._damaged: frozenset[str] = frozenset()
@@ -299,7 +301,8 @@ class CheckpointManager:
                 raise TypeError("pass a state dict or live objects (model=…), not both")
             strict = strict is not False
             rank = rank_in(self._process_group, no_dist=self._no_dist)
-            state_dict = objects.entries(rank, is_strict=strict)
+            num_ranks = num_ranks_of(self._process_group, no_dist=self._no_dist)
+            state_dict = objects.entries(rank=rank, num_ranks=num_ranks, is_strict=strict)
         require_state_dict(state_dict, doing="loading")
         assert state_dict is not None  # noqa: S101  # it is a dict
         wanted = None if step is None else _check_step(step)
@@ -472,10 +475,6 @@ class CheckpointManager:
         return Coordinator(
             self._process_group, no_dist=self._no_dist, root=self.root, timeout_s=self._options.timeout_s
         )
-
-    def _get_num_ranks(self) -> int:
-        is_alone = self._no_dist or not dist.is_available() or not dist.is_initialized()
-        return 1 if is_alone else dist.get_world_size(self._process_group)
 
 
 def _remaining_s(ends_at_s: float | None) -> float | None:

@@ -113,10 +113,15 @@ class Block:
         if problem:
             _log.warning("Host memory is not pinned, so copies from the GPU are slower: %s. See ulimit -l.", problem)
             return False
-        owner = self if self._memory is None else self._memory  # tensors keep the memory, and not this object
-        self._unpin = weakref.finalize(owner, _unpin, self.address, self.num_bytes, os.getpid())
+        self._unpin = weakref.finalize(self, _unpin, self.address, self.num_bytes, os.getpid())
         self._unpin.atexit = False  # CUDA may have ended by then, and unpins everything itself
         return True
+
+    def release_after_last_tensor(self) -> None:
+        """Unpin the memory and let go of it once no tensor refers to it: never after it was unmapped."""
+        finalizer = weakref.finalize(self._view, self.release)  # tensors keep the view, and this keeps the memory
+        finalizer.atexit = False
+        self._view = None
 
     def release(self) -> None:
         """Unpin the memory and let go of it. The last tensor that refers to it frees it."""
@@ -251,7 +256,9 @@ class PinnedBuffers:
             block = Block(num_bytes)
             self._can_pin = block.pin()
             if self._can_pin:
-                return block.bytes_tensor(0, num_bytes)
+                buffer = block.bytes_tensor(0, num_bytes)
+                block.release_after_last_tensor()
+                return buffer
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def keep(self, buffers: Sequence[torch.Tensor]) -> None:

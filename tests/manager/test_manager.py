@@ -23,7 +23,9 @@ from tests.wrapped import permanent
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Options
 from cloudckpt.commit import commit_time
+from cloudckpt.commit.fences import encode_fence, new_fence
 from cloudckpt.errors import AccessDeniedError
+from cloudckpt.manager import checkpoint_manager
 from cloudckpt.stores.base import Store, crc32c_of
 from cloudckpt.testing.faults import Call, WrappedStore
 
@@ -809,7 +811,7 @@ def test_ranks_on_their_own(memory: Memory) -> None:
 def ranks_faked(num_ranks: int) -> Iterator[None]:
     """Managers take this process for rank 0 of so many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointManager, "_get_num_ranks", lambda _: num_ranks)
+        patch.setattr(checkpoint_manager, "num_ranks_of", lambda *_, **__: num_ranks)
         yield
 
 
@@ -859,3 +861,17 @@ def test_one_listing_that_lacks_the_other_form_is_no_fresh_start(
     options = hiding(operation, key, nth=nth)
     with pytest.raises(cloudckpt.CheckpointNotFoundError, match="has saved the steps 7"):
         CheckpointManager(memory.root, use_collectives=is_saved_alone, options=options).restore(state_of())
+
+
+def test_a_damaged_fence_is_damage_of_its_own_step_alone(memory: Memory) -> None:
+    """If this fails, one flipped bit in what a removed step has left ends every look at the others, and retention."""
+    manager = CheckpointManager(memory.root, keep_last=1, keep_best=("loss", "min", 1), async_=False)
+    save_all(manager, 1, 2, metrics={"loss": 1.0})
+    damaged = bytearray(encode_fence(new_fence(keeps=None)))
+    damaged[60] ^= 1
+    views = [memoryview(bytes(damaged))]
+    memory.at("step-0").inner.put("manifest.1.json", views, crc32c=crc32c_of(views))
+    assert [info.step for info in manager.steps()] == [0, 2]
+    best = manager.best("loss")
+    assert best is not None
+    assert best.step == 2

@@ -526,6 +526,7 @@ class SummaryReader:
     def _read(self, store: Store, number: int) -> Summary | None:
         document, key = read_document(store, number, self._retrier), manifest_key(number)
         if is_fence(document) and len(document) <= MAX_FENCE_BYTES:
+            decode_fence(document, number=number, uri=store.url(key))  # one that cannot be read is damage
             return None
         if self._check:
             decode(document, uri=store.url(key))

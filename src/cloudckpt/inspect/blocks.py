@@ -17,12 +17,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, Manifest
 from cloudckpt.format.torch_metadata import ItemLocations, dtype_of, find_overlapping_chunks
 from cloudckpt.io.boxes import Box, intersect, split_into_boxes
+from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.load import LoadJob
 from cloudckpt.tensors.extensions import ReadTransforms
 
 ChunkName: TypeAlias = tuple[str, tuple[int, ...]]
 """The name of a tensor, and the offsets of one of its chunks."""
+_MAX_KEPT_BYTES = 512 * MIB
+"""More than that is kept only of a single chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ class CheckpointReader:
     """Reads from one manifest, however its tensors are cut into chunks, and checks each byte.
 
     A chunk that was saved through an extension can only be unpacked whole. If parts of it are wanted, one chunk is
-    unpacked at a time, and kept for the reads of the next parts.
+    unpacked at a time. The last ones are kept for the reads of the next parts, up to `_MAX_KEPT_BYTES` in all.
     """
 
     def __init__(self, context: Context, manifest: Manifest) -> None:
@@ -47,7 +50,8 @@ class CheckpointReader:
         self.manifest = manifest
         self._locations = ItemLocations(manifest)
         self._unpacking = threading.Lock()
-        self._unpacked: tuple[ChunkName, torch.Tensor] | None = None
+        self._unpacked: dict[ChunkName, torch.Tensor] = {}
+        """The chunks that are kept, the one that was used last at the end."""
 
     def stop(self) -> None:
         """Stop retries."""
@@ -84,18 +88,24 @@ class CheckpointReader:
                 targets.append(target)
 
     def _unpack_kept(self, name: str, chunk: Chunk) -> torch.Tensor:
-        """Return a chunk that can only be unpacked whole. The last one is kept."""
+        """Return a chunk that can only be unpacked whole."""
         key = (name, chunk.offsets)
         with self._unpacking:  # a second thread that wants the chunk waits instead of unpacking it again
-            if self._unpacked is None or self._unpacked[0] != key:
-                self._unpacked = None  # frees the last one first
+            whole = self._unpacked.pop(key, None)
+            if whole is None:
                 dtype = self.manifest.tensors[name].dtype
-                raw = torch.empty(math.prod(chunk.lengths) * ITEMSIZE_BYTES[dtype], dtype=torch.uint8, device="cpu")
+                num_bytes = math.prod(chunk.lengths) * ITEMSIZE_BYTES[dtype]
+                self._make_room(num_bytes)
+                raw = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
                 whole = raw.view(dtype_of(dtype)).view(chunk.lengths)
                 within = Box((0,) * len(chunk.lengths), chunk.lengths)
                 self._run([_read_item(name, LoadItemType.TENSOR, 0, chunk=chunk, within=within)], [whole])
-                self._unpacked = key, whole
-            return self._unpacked[1]
+            self._unpacked[key] = whole
+            return whole
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._unpacked and sum(kept.nbytes for kept in self._unpacked.values()) + num_bytes > _MAX_KEPT_BYTES:
+            self._unpacked.pop(next(iter(self._unpacked)))
 
     def _run(self, items: Sequence[ReadItem], targets: Sequence[Any]) -> None:
         """Carry out `items`, each into the target whose number it has."""

@@ -15,7 +15,7 @@ from cloudckpt.cli import _errors
 from cloudckpt.cli._app import app
 
 TEXT = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
-COMMON = TEXT.partition("## What all commands have")[2].partition("\n## ")[0]
+COMMON = TEXT.partition("## Options of all commands")[2].partition("\n## ")[0]
 OF_THIS_PAGE = ("ls", "show", "diff", "verify", "rm", "gc", "bench", "doctor")
 """Others have pages of their own."""
 

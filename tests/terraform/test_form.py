@@ -52,16 +52,32 @@ def test_the_examples_pass_what_the_modules_take(path: Path) -> None:
     assert called
     for body in called.values():
         variables = blocks(_called(body) / "variables.tf", "variable")
-        passed = set(re.findall(r"^  ([a-z_]+)\s+= ", body, re.MULTILINE)) - {"source"}
+        passed = set(re.findall(r"^  ([a-z_]+)\s+= ", body, re.MULTILINE)) - {"source", "count"}
         required = {name for name, text in variables.items() if not re.search(r"^  default", text, re.MULTILINE)}
         assert required <= passed <= set(variables)
     files = [path, path.with_name("outputs.tf")] if path.name == "main.tf" else [path]
     text = "\n".join(file.read_text() for file in files)
     cloud = "gcs" if "gcs" in path.parent.name or "gcp" in path.parent.name else "s3"
     named = {"bucket": MODULES_DIR / f"{cloud}-bucket", "roles": MODULES_DIR / f"{cloud}-roles"}
+    named |= {"container": MODULES_DIR / "azure-container"}
     named |= {name: _called(body) for name, body in called.items()}
     for name, output in re.findall(r"\bmodule\.([a-z_]+)\.([a-z_]+)", text):
         assert output in blocks(named[name] / "outputs.tf", "output"), f"{name}.{output}"
+
+
+@pytest.mark.parametrize("directory", MODULES, ids=lambda path: path.name)
+def test_a_readme_has_the_variables_and_the_outputs(directory: Path) -> None:
+    """If this fails, a user reads of a setting that does not exist, or does not read of one that does."""
+    text = (directory / "README.md").read_text()
+    variables = blocks(directory / "variables.tf", "variable")
+    descriptions = {
+        name: re.search(r'^  description = "(.*)"$', body, re.MULTILINE) for name, body in variables.items()
+    }
+    rows = re.findall(r"^\| `([a-z0-9_]+)` \| .+? \| (.+) \|$", text, re.MULTILINE)
+    assert dict(rows) == {name: found and found[1].replace('\\"', '"') for name, found in descriptions.items()}
+    outputs = re.search(r"^Outputs: (.+)\.$", text, re.MULTILINE)
+    assert outputs is not None
+    assert re.findall(r"`([a-z_]+)`", outputs[1]) == list(blocks(directory / "outputs.tf", "output"))
 
 
 def _called(body: str) -> Path:

@@ -28,7 +28,23 @@ module "roles" {
   prefix             = var.prefix
   kms_key_arn        = module.bucket.kms_key_arn
   trusted_principals = var.trusted_principals
-  trusted_services   = var.trusted_services
+  eks_cluster_name   = var.eks_cluster_name
   oidc_provider_arn  = var.oidc_provider_arn
   service_accounts   = var.service_accounts
+
+  trusted_services = merge(var.trusted_services, {
+    janitor = concat(lookup(var.trusted_services, "janitor", []), var.gc_image == null ? [] : ["ecs-tasks.amazonaws.com"])
+  })
+}
+
+# Nothing is scheduled without an image.
+module "gc" {
+  source = "../../modules/gc-job-aws"
+  count  = var.gc_image == null ? 0 : 1
+
+  uri        = var.prefix == "" ? module.bucket.uri : "${module.bucket.uri}/${var.prefix}"
+  image      = var.gc_image
+  role_arn   = module.roles.role_arns["janitor"]
+  vpc_id     = var.gc_vpc_id
+  subnet_ids = var.gc_subnet_ids
 }

@@ -43,6 +43,12 @@ variable "trusted_services" {
   nullable    = false
 }
 
+variable "eks_cluster_name" {
+  description = "As in the module s3-roles: an EKS cluster with the Pod Identity agent."
+  type        = string
+  default     = null
+}
+
 variable "oidc_provider_arn" {
   description = "As in the module s3-roles: the OIDC provider of an EKS cluster."
   type        = string
@@ -53,5 +59,24 @@ variable "service_accounts" {
   description = "As in the module s3-roles: the cluster's service accounts that may assume each role."
   type        = map(list(string))
   default     = {}
+  nullable    = false
+}
+
+variable "gc_image" {
+  description = "As in the module gc-job-aws: the image that runs gc each night. Null: nothing is scheduled."
+  type        = string
+  default     = null
+}
+
+variable "gc_vpc_id" {
+  description = "As in the module gc-job-aws: the VPC that gc runs in. It is needed with gc_image."
+  type        = string
+  default     = null
+}
+
+variable "gc_subnet_ids" {
+  description = "As in the module gc-job-aws: the subnets that gc runs in. They are needed with gc_image."
+  type        = list(string)
+  default     = []
   nullable    = false
 }

@@ -31,4 +31,17 @@ module "roles" {
   prefix           = var.prefix
   members          = var.members
   service_accounts = var.service_accounts
+  own_accounts     = var.gc_image == null ? [] : ["janitor"]
+}
+
+# Nothing is scheduled without an image.
+module "gc" {
+  source = "../../modules/gc-job-gcp"
+  count  = var.gc_image == null ? 0 : 1
+
+  uri                   = var.prefix == "" ? module.bucket.uri : "${module.bucket.uri}/${var.prefix}"
+  image                 = var.gc_image
+  project               = var.project
+  region                = var.location
+  service_account_email = module.roles.service_account_emails["janitor"]
 }

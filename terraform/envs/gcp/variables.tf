@@ -42,3 +42,9 @@ variable "service_accounts" {
   default     = {}
   nullable    = false
 }
+
+variable "gc_image" {
+  description = "As in the module gc-job-gcp: the image that runs gc each night. Null: nothing is scheduled."
+  type        = string
+  default     = null
+}

@@ -16,6 +16,15 @@ resource "google_storage_bucket" "this" {
     retention_duration_seconds = var.soft_delete_days * 86400
   }
 
+  dynamic "logging" {
+    for_each = var.access_logs_bucket == null ? [] : [var.access_logs_bucket]
+
+    content {
+      log_bucket        = logging.value
+      log_object_prefix = var.name
+    }
+  }
+
   dynamic "encryption" {
     for_each = var.kms_key_name == null ? [] : [var.kms_key_name]
 

@@ -85,6 +85,17 @@ variable "remove_parts_after_days" {
   }
 }
 
+variable "access_logs_bucket" {
+  description = "The bucket that Google writes a line for each request to, in objects that begin with <name>. It has to let cloud-storage-analytics@google.com create objects. Null: no access logs."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.access_logs_bucket == null || can(regex("^[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]$", var.access_logs_bucket))
+    error_message = "The name of a bucket, without gs://."
+  }
+}
+
 variable "force_destroy" {
   description = "Whether destroying the bucket destroys the checkpoints in it."
   type        = bool

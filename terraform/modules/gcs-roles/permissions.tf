@@ -28,9 +28,11 @@ locals {
     fence = "resource.name.startsWith('${local.objects}') && resource.name.endsWith('.json')"
   }
 
-  has_account = { for role, accounts in var.service_accounts : role => accounts if length(accounts) > 0 }
-  roles       = toset([for role in ["trainer", "reader", "janitor"] : role if length(var.members[role]) + length(var.service_accounts[role]) > 0])
-  all_roles   = setunion(local.roles, contains(local.roles, "janitor") ? ["fence"] : [])
+  has_account = {
+    for role, accounts in var.service_accounts : role => accounts if length(accounts) > 0 || contains(var.own_accounts, role)
+  }
+  roles     = toset([for role in ["trainer", "reader", "janitor"] : role if length(var.members[role]) > 0 || contains(keys(local.has_account), role)])
+  all_roles = setunion(local.roles, contains(local.roles, "janitor") ? ["fence"] : [])
 
   workload_identity_pool = "${coalesce(var.workload_identity_project, var.project)}.svc.id.goog"
   impersonations = {

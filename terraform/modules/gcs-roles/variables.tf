@@ -80,6 +80,18 @@ variable "service_accounts" {
   }
 }
 
+variable "own_accounts" {
+  description = "Roles that get a Google service account of their own though no Kubernetes service account acts as them: janitor for gc-job-gcp, trainer for virtual machines."
+  type        = list(string)
+  default     = []
+  nullable    = false
+
+  validation {
+    condition     = length(setsubtract(var.own_accounts, ["trainer", "reader", "janitor"])) == 0
+    error_message = "trainer, reader or janitor."
+  }
+}
+
 variable "workload_identity_project" {
   description = "The project of the GKE cluster that the service accounts live in. Without one, it is project."
   type        = string

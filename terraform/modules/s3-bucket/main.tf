@@ -64,12 +64,23 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
   }
 }
 
+# A bucket without this has no versions (S3 calls that Disabled). Turning versioning off removes this, which suspends it.
 resource "aws_s3_bucket_versioning" "this" {
+  count = var.versioning ? 1 : 0
+
   bucket = aws_s3_bucket.this.id
 
   versioning_configuration {
-    status = var.versioning ? "Enabled" : "Suspended"
+    status = "Enabled"
   }
+}
+
+resource "aws_s3_bucket_logging" "this" {
+  count = var.access_logs_bucket == null ? 0 : 1
+
+  bucket        = aws_s3_bucket.this.id
+  target_bucket = var.access_logs_bucket
+  target_prefix = "${var.name}/"
 }
 
 # Nothing that is current expires by age, under no prefix: a manifest names data that can be as old as it likes (a

@@ -39,4 +39,16 @@ locals {
       ] : [],
     )
   })
+
+  # Which requests to make, the roles' own policies say.
+  vpc_endpoint_policy = jsonencode({
+    Version = "2012-10-17"
+    Statement = [{
+      Sid       = "OnlyThisBucket"
+      Effect    = "Allow"
+      Principal = "*"
+      Action    = "s3:*"
+      Resource  = [local.arn, "${local.arn}/*"]
+    }]
+  })
 }

@@ -77,6 +77,17 @@ variable "require_conditional_commits" {
   nullable    = false
 }
 
+variable "access_logs_bucket" {
+  description = "The bucket that S3 writes a line for each request to, below <name>/. Its policy has to let logging.s3.amazonaws.com put objects. Null: no access logs."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.access_logs_bucket == null || can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", var.access_logs_bucket))
+    error_message = "The name of a bucket, without s3://."
+  }
+}
+
 variable "force_destroy" {
   description = "Whether destroying the bucket destroys the checkpoints in it."
   type        = bool

@@ -10,8 +10,8 @@ resource "aws_iam_role" "this" {
 
   lifecycle {
     precondition {
-      condition     = var.oidc_provider_arn != null || length(flatten(values(var.service_accounts))) == 0
-      error_message = "service_accounts need oidc_provider_arn."
+      condition     = var.eks_cluster_name != null || var.oidc_provider_arn != null || length(flatten(values(var.service_accounts))) == 0
+      error_message = "service_accounts need eks_cluster_name or oidc_provider_arn."
     }
   }
 }
@@ -22,4 +22,14 @@ resource "aws_iam_role_policy" "this" {
   name   = "checkpoints"
   role   = aws_iam_role.this[each.key].id
   policy = local.policies[each.key]
+}
+
+resource "aws_eks_pod_identity_association" "this" {
+  for_each = local.pods
+
+  cluster_name    = var.eks_cluster_name
+  namespace       = split(":", each.value.account)[0]
+  service_account = split(":", each.value.account)[1]
+  role_arn        = aws_iam_role.this[each.value.role].arn
+  tags            = var.tags
 }

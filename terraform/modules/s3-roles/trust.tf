@@ -32,7 +32,23 @@ locals {
               "${local.oidc_issuer}:sub" = [for account in accounts : "system:serviceaccount:${account}"]
             }
           }
-        } if length(accounts) > 0
+        } if length(accounts) > 0 && var.oidc_provider_arn != null
+      ],
+      # https://docs.aws.amazon.com/eks/latest/userguide/pod-id-role.html
+      [
+        for account in sort(var.service_accounts[role]) : {
+          Sid       = "Pods${index(sort(var.service_accounts[role]), account)}"
+          Effect    = "Allow"
+          Principal = { Service = "pods.eks.amazonaws.com" }
+          Action    = ["sts:AssumeRole", "sts:TagSession"]
+          Condition = {
+            StringEquals = {
+              "aws:RequestTag/eks-cluster-name"           = var.eks_cluster_name
+              "aws:RequestTag/kubernetes-namespace"       = split(":", account)[0]
+              "aws:RequestTag/kubernetes-service-account" = split(":", account)[1]
+            }
+          }
+        } if var.eks_cluster_name != null
       ],
     )
   }
@@ -42,5 +58,11 @@ locals {
       Version   = "2012-10-17"
       Statement = statements
     }) if length(statements) > 0
+  }
+
+  pods = var.eks_cluster_name == null ? {} : {
+    for pair in flatten([
+      for role, accounts in var.service_accounts : [for account in accounts : { role = role, account = account }]
+    ]) : "${pair.role}/${pair.account}" => pair
   }
 }

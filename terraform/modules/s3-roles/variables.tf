@@ -69,6 +69,17 @@ variable "trusted_services" {
   }
 }
 
+variable "eks_cluster_name" {
+  description = "An EKS cluster with the Pod Identity agent, where service accounts are to have the roles. A service account has one role."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.eks_cluster_name == null || can(regex("^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$", var.eks_cluster_name))
+    error_message = "The cluster's name, not its ARN."
+  }
+}
+
 variable "oidc_provider_arn" {
   description = "The OIDC provider of an EKS cluster, where service accounts are to assume the roles (IRSA)."
   type        = string
@@ -81,7 +92,7 @@ variable "oidc_provider_arn" {
 }
 
 variable "service_accounts" {
-  description = "For each role, the service accounts of the cluster that may assume it, as <namespace>:<name>. They need oidc_provider_arn."
+  description = "For each role, the service accounts of the cluster that may assume it, as <namespace>:<name>. They need eks_cluster_name or oidc_provider_arn."
   type = object({
     trainer = optional(list(string), [])
     reader  = optional(list(string), [])

@@ -1,0 +1,14 @@
+output "checkpoint_uri" {
+  description = "What to pass to cloudckpt: save to <it>/step-100."
+  value       = module.container.uri
+}
+
+output "storage_options" {
+  description = "What to pass to Options(storage_options=...)."
+  value       = module.container.storage_options
+}
+
+output "client_ids" {
+  description = "The client IDs of the identities of the roles that have one."
+  value       = module.roles.client_ids
+}

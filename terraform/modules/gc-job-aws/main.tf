@@ -51,6 +51,7 @@ resource "aws_ecs_task_definition" "this" {
     name                   = "gc"
     image                  = var.image
     command                = local.command
+    environment            = [{ name = "AWS_DEFAULT_REGION", value = local.region }]
     essential              = true
     readonlyRootFilesystem = true
     logConfiguration = {

@@ -182,6 +182,23 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:
     assert (running.returncode, told) == (130, "Interrupted.\n")
 
 
+def test_a_server_for_trials_prints_exports_that_work() -> None:
+    """If this fails, who has no bucket cannot try the command that runs a store."""
+    command = [sys.executable, "-m", "cloudckpt"]
+    with subprocess.Popen([*command, "dev-server", "s3"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            lines = [server.stdout.readline() for _ in range(5)]
+            exports = dict(line.removeprefix("export ").strip().split("=", 1) for line in lines)
+            environment = clean_environment() | exports
+            listing = [*command, "ls", "s3://bucket"]
+            done = subprocess.run(listing, env=environment, capture_output=True, text=True, timeout=120, check=False)
+            server.send_signal(signal.SIGINT)
+            assert (server.wait(60), done.returncode) == (0, 3), done.stderr
+        finally:
+            server.kill()
+
+
 _CLEANING = """
 import os, signal, sys, threading
 from cloudckpt.cli import _errors

@@ -53,6 +53,12 @@ def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
     unfinished = found["step-3", "in progress"]
     assert (unfinished["num_bytes"], unfinished["num_objects"], unfinished["world_size"]) == (1500, 2, 2)
     assert "truncated" in found["step-4", "damaged"]["problem"]
+    names = [
+        [one["name"] for one in run("ls", local.root, "--json", "--sort", "name", *r).document] for r in ([], ["-r"])
+    ]
+    assert names == [sorted(names[0]), sorted(names[0], reverse=True)]
+    total = run("du", local.root, "--json").document
+    assert total["num_bytes"] == sum(one["num_bytes"] or 0 for one in ended.document)
     table = run("ls", local.root, "--long")
     assert table.code == 0
     lines = table.out.splitlines()

@@ -32,6 +32,11 @@ def test_everything_that_was_saved_is_shown(local: LocalPlace, run: Run) -> None
     chosen = run("show", local.uri(), "--json", "--name", "*.w", "--name", "optim.s*").document
     assert [one["name"] for one in [*chosen["tensors"], *chosen["values"]]] == ["model.w", "optim.step"]
     assert run("show", local.uri(), "--name", "nothing*").code == 3
+    tensor = run("cat", local.uri(), "model.b", "--json").document
+    assert [tensor[key] for key in ("dtype", "shape", "min", "max", "mean", "num_nan")] == ["bfloat16", [7], 0, 6, 3, 0]
+    assert run("cat", local.uri(), "optim.lr").out == "[0.5, nan]\n"
+    ended = run("cat", local.uri(), "optim.lt")
+    assert (ended.code, "'optim.lr'" in ended.err) == (3, True)
 
 
 def test_names_do_not_command_the_terminal(tmp_path: Path, run: Run) -> None:

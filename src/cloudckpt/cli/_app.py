@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import bench, checks, cleanup, convert, diff, ls, show
+from cloudckpt.cli import bench, checks, cleanup, convert, dev_server, diff, ls, show
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
@@ -89,7 +89,9 @@ def _configure(
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
+    "du": ls.du,
     "show": show.show,
+    "cat": show.cat,
     "diff": diff.diff,
     "verify": checks.verify,
     "rm": cleanup.rm,
@@ -102,3 +104,4 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(expand_options(_command))
+app.command("dev-server")(dev_server.dev_server)  # it takes no options of a store

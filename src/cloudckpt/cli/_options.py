@@ -71,6 +71,9 @@ class CommonOptions:
         str | None,
         typer.Option(metavar="URL", help="Short for -o endpoint_url=URL: a server of another provider."),
     ] = None
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Short for -o profile=NAME: a profile of ~/.aws.")
+    ] = None
     timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Longest wait without progress.")] = 60.0
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/command-line.md).")] = False
     quiet: Annotated[bool, QUIET] = False
@@ -83,14 +86,13 @@ class CommonOptions:
 
     def options(self, **more: Any) -> Options:
         """Return the library's `Options`. Raises `InvalidOptionError`."""
-        return self._options(self.storage_option, self.endpoint_url, **more)
+        return self._options(self.storage_option, {"endpoint_url": self.endpoint_url, "profile": self.profile}, **more)
 
-    def _options(self, storage_option: Sequence[str] | None, endpoint_url: str | None, **more: Any) -> Options:
+    def _options(self, storage_option: Sequence[str] | None, short: Mapping[str, str | None], **more: Any) -> Options:
         from cloudckpt.options import Options
 
         storage_options = parse_assignments(storage_option or (), flag="--storage-option")
-        if endpoint_url is not None:
-            storage_options["endpoint_url"] = endpoint_url
+        storage_options |= {name: value for name, value in short.items() if value is not None}
         return Options(storage_options=storage_options, timeout_s=self.timeout, **more)
 
 
@@ -120,11 +122,11 @@ class PairOptions(CommonOptions):
 
         given = self.options()
         if self.target_storage_option or self.target_endpoint_url:
-            return given, self._options(self.target_storage_option, self.target_endpoint_url)
+            return given, self._options(self.target_storage_option, {"endpoint_url": self.target_endpoint_url})
         source_scheme, target_scheme = (parse_location(uri).scheme for uri in (source, target))
         if source_scheme == target_scheme:
             return given, given
-        none = self._options(None, None)
+        none = self._options(None, {})
         if source_scheme in _WITHOUT_OPTIONS and target_scheme not in _WITHOUT_OPTIONS:
             return none, given
         return given, none

@@ -6,7 +6,8 @@ import itertools
 import json
 import os
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import timedelta, timezone
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,15 +20,25 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.catalog import CheckpointInfo
     from cloudckpt.options import Options
 
-_LONG = ("OBJECTS", "TENSORS", "OVERWRITES", "ATTEMPT")
+
+class _Order(str, Enum):
+    date = "date"
+    name = "name"
+    size = "size"
+
+
+_LONG = ("DATE", "OBJECTS", "TENSORS", "OVERWRITES", "ATTEMPT")
+_RIGHT = ("SIZE", "OBJECTS")
 
 
 def ls(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
     *,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Also attempts, overwrites, tensors and metadata.")
+        bool, typer.Option("--long", "-l", help="Also dates, attempts, overwrites, tensors and metadata.")
     ] = False,
+    sort: Annotated[_Order, typer.Option("--sort", help="The order; size is that of all data objects.")] = _Order.date,
+    reverse: Annotated[bool, typer.Option("--reverse", "-r", help="The last one first.")] = False,
     alive_within: Annotated[
         timedelta,
         typer.Option(
@@ -52,7 +63,49 @@ def ls(
     found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
     if not found:
         _tell_nothing(console, root, options)
-    _tell(console, root, found, long=long)
+    if sort is _Order.name:
+        found.sort(key=lambda one: one.name)
+    elif sort is _Order.size:
+        found.sort(key=lambda one: one.num_bytes or 0)
+    _tell(console, root, found[::-1] if reverse else found, long=long)
+    if any(one.state == "denied" for one in found):
+        raise typer.Exit(DENIED)
+
+
+def du(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    *,
+    common: CommonOptions,
+) -> None:
+    """Sum up the data objects of each checkpoint in ROOT, garbage included, and of all of them.
+
+    Example: cloudckpt du s3://bucket/run
+    """
+    from cloudckpt.inspect.catalog import list_checkpoints
+
+    console = common.console
+    options = common.options()
+    found = list_checkpoints(root, all=True, options=options)
+    if not found:
+        _tell_nothing(console, root, options)
+    sums: dict[str, list[int]] = {}
+    for one in found:
+        num_bytes, num_objects = sums.get(one.name, (0, 0))
+        sums[one.name] = [num_bytes + (one.num_bytes or 0), num_objects + (one.num_objects or 0)]
+    total_bytes, num_objects = (sum(column) for column in zip([0, 0], *sums.values(), strict=True))
+    if common.as_json:
+        checkpoints = [{"name": name, "num_bytes": each[0], "num_objects": each[1]} for name, each in sums.items()]
+        console.document(
+            {"root": root, "num_bytes": total_bytes, "num_objects": num_objects, "checkpoints": checkpoints}
+        )
+    else:
+        rows = [[size(each[0]), f"{each[1]:,}", name] for name, each in sums.items()]
+        console.table(
+            ["SIZE", "OBJECTS", "NAME"], [*rows, [size(total_bytes), f"{num_objects:,}", "(all)"]], right=_RIGHT
+        )
+    for one in found:
+        if one.num_bytes is None:
+            console.warn(f"{one.name}: its size is not known ({one.state})")
     if any(one.state == "denied" for one in found):
         raise typer.Exit(DENIED)
 
@@ -64,7 +117,7 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], *, long:
     if not found:
         return
     titles = ["NAME", "AGE", "SIZE", "RANKS", "STATE", *(_LONG if long else ())]
-    console.table(titles, [_row(one, long=long) for one in found], right=("AGE", "SIZE", "RANKS", *_LONG[:3]))
+    console.table(titles, [_row(one, long=long) for one in found], right=("AGE", "SIZE", "RANKS", *_LONG[1:4]))
     if long:
         for one in found:
             if one.metadata:
@@ -122,7 +175,14 @@ def _row(one: CheckpointInfo, *, long: bool) -> list[str]:
     size_text = "" if one.num_bytes is None else size(one.num_bytes)
     row = [one.name, age_text, size_text, _number(one.world_size), state]
     if long:
-        row += [_number(one.num_objects), _number(one.num_tensors), f"{one.num_overwrites:,}", one.attempt]
+        date = one.committed_at.astimezone(timezone.utc)
+        row += [
+            f"{date:%Y-%m-%d %H:%M:%SZ}" if one.state != "denied" else "",
+            _number(one.num_objects),
+            _number(one.num_tensors),
+            f"{one.num_overwrites:,}",
+            one.attempt,
+        ]
     return row
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import json
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,10 +16,13 @@ from cloudckpt.cli._errors import NOT_FOUND
 from cloudckpt.cli._options import CommonOptions
 
 if TYPE_CHECKING:
+    import torch
+
     from cloudckpt.inspect.description import CheckpointDescription, TensorDescription
     from cloudckpt.options import Options
 
 _HEAD = ("uri", "attempt", "created_at", "world_size", "num_overwrites", "num_bytes", "software", "metadata")
+_BLOCK_ELEMENTS = 2**22
 _RIGHT = ("BYTES", "CHUNKS", "OBJECTS")
 
 
@@ -78,6 +83,71 @@ def show(
     if name and not tensors and not others:
         console.warn(f"Nothing in {found.uri} has a name like {' or '.join(name)}.")
         raise typer.Exit(NOT_FOUND)
+
+
+def cat(
+    uri: Annotated[str, typer.Argument(metavar="URI", help="The checkpoint.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The entry, as show names it.")],
+    *,
+    common: CommonOptions,
+) -> None:
+    """Show one value, or a tensor's shape, dtype, smallest and largest element, mean, and number of NaNs.
+
+    Reads that entry alone. Nothing that lies there is run.
+
+    Example: cloudckpt cat s3://bucket/run/step-100 model.layer.weight
+    """
+    from cloudckpt.api import load
+    from cloudckpt.inspect.description import describe
+
+    console = common.console
+    options = common.options()
+    found = describe(uri, options=options)
+    tensor = next((one for one in found.tensors if one.name == name), None)
+    names = [*(one.name for one in found.tensors), *(one.name for one in found.values)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"cloudckpt show {uri} lists the names."
+        console.warn(f"Error: {found.uri} has no entry {name!r}. {hint}")
+        raise typer.Exit(NOT_FOUND)
+    state: dict[str, Any] = {name: 0}
+    if tensor is not None:
+        import torch
+
+        state[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+    load(state, found.uri, no_dist=True, options=options)
+    members: dict[str, Any] = {"dtype": None, "shape": None, "min": None, "max": None, "mean": None, "num_nan": None}
+    if tensor is not None:
+        members |= {"dtype": tensor.dtype, "shape": list(tensor.shape), **_statistics(state[name])}
+    if common.as_json:
+        for key, one in members.items():
+            if isinstance(one, float) and not math.isfinite(one):  # JSON has none
+                members[key] = "infinity" if one > 0 else "-infinity"
+        value = None if tensor is not None else repr(state[name])
+        console.document({"uri": found.uri, "name": name, "value": value, **members})
+    elif tensor is None:
+        console.line(repr(state[name]))
+    else:
+        for key, one in members.items():
+            console.line(f"{key:<8} {'' if one is None else one}".rstrip())
+
+
+def _statistics(tensor: torch.Tensor) -> dict[str, float | None]:
+    """Return the statistics of all elements but NaNs, block by block; None for what the tensor does not have."""
+    if tensor.is_complex():
+        return {}
+    lowest, highest, total, num_nan = math.inf, -math.inf, 0.0, 0
+    for block in tensor.flatten().split(_BLOCK_ELEMENTS):
+        elements = block.double()
+        numbers = elements[~elements.isnan()]
+        num_nan += len(elements) - len(numbers)
+        if len(numbers):
+            lowest, highest = min(lowest, numbers.min().item()), max(highest, numbers.max().item())
+            total += numbers.sum().item()
+    num_numbers = tensor.numel() - num_nan
+    if not num_numbers:
+        return {"num_nan": num_nan}
+    return {"min": lowest, "max": highest, "mean": total / num_numbers, "num_nan": num_nan}
 
 
 def _fits(name: str, patterns: list[str]) -> bool:

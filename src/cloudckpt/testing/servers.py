@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import MissingDependencyError
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 
 __all__ = [
     "ACCESS_KEY_ID",
@@ -156,16 +156,19 @@ os._exit(status & 127)
 
 
 @contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """Yield a free port of the loopback interface.
+def reserved_port(port: int = 0) -> Iterator[int]:
+    """Yield a free port of the loopback interface, or `port`. Raises `InvalidOptionError` if that is in use.
 
     On Linux a bound socket that does not listen reserves the port, also while the server is down. On other systems the
     port is only known to be free at the start.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port: int = holder.getsockname()[1]
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise InvalidOptionError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}") from error
+        port = holder.getsockname()[1]
         if sys.platform != "linux":
             holder.close()
         yield port
@@ -400,18 +403,18 @@ class S3Server(Server):
 
 
 @contextlib.contextmanager
-def moto_server() -> Iterator[S3Server]:
-    """Start an empty S3 server in its own process on a free port; it ends with the context.
+def moto_server(*, port: int = 0) -> Iterator[S3Server]:
+    """Start an empty S3 server in its own process on `port`, or on a free one; it ends with the context.
 
     Raises `MissingDependencyError` without moto, and `RuntimeError` with the output of the server if it does not start.
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("werkzeug") is None:
         raise MissingDependencyError("moto's server is not installed: pip install 'cloudckpt[testing]'")
-    with reserved_port() as port:
-        endpoint_url = f"http://127.0.0.1:{port}"
+    with reserved_port(port) as reserved:
+        endpoint_url = f"http://127.0.0.1:{reserved}"
         program = Program(
             name="moto's server",
-            command=[sys.executable, "-c", _MOTO, str(port)],
+            command=[sys.executable, "-c", _MOTO, str(reserved)],
             environment=clean_environment(),
             is_ready=lambda timeout_s: answers(endpoint_url, "/moto-api/", timeout_s=timeout_s),
         )
@@ -471,8 +474,8 @@ class GCSServer(Server):
 
 
 @contextlib.contextmanager
-def fake_gcs_server(*, keeps_data: bool = False) -> Iterator[GCSServer]:
-    """Start an empty GCS server in its own process on a free port; it ends with the context.
+def fake_gcs_server(*, keeps_data: bool = False, port: int = 0) -> Iterator[GCSServer]:
+    """Start an empty GCS server in its own process on `port`, or on a free one; it ends with the context.
 
     With `keeps_data` its objects are files in a temporary directory and survive `kill` and `restart`; otherwise they
     are in memory. Raises `MissingDependencyError` without the package that contains it, and `RuntimeError` with the
@@ -480,7 +483,7 @@ def fake_gcs_server(*, keeps_data: bool = False) -> Iterator[GCSServer]:
     """
     binary = _binary()
     with contextlib.ExitStack() as stack:
-        port = stack.enter_context(reserved_port())
+        port = stack.enter_context(reserved_port(port))
         endpoint_url = f"http://127.0.0.1:{port}"
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cloudckpt-gcs-")))
         # A server that is killed during an upload leaves its temporary files here.

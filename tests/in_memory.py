@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,3 +77,18 @@ def written(
     plans, metadata = planner.create_global_plan([local])
     (plan,) = writer.prepare_global_plan(plans)
     return metadata, writer.write_data(planner.finish_plan(plan), planner).value()
+
+
+class Gate:
+    """A point that a thread comes to, and is let through when the test wants it."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(60.0)
+
+    def at_event(self, name: str) -> Callable[[cloudckpt.Event], None]:
+        return lambda event: self() if event.name == name else None

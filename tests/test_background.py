@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.in_memory import Memory
+from tests.in_memory import Gate, Memory
 from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -48,21 +48,6 @@ def fill_at(uri: str) -> int:
     cloudckpt.load(state, uri)
     (fill,) = {int(value) for tensor in state.values() for value in tensor.unique()}
     return fill
-
-
-class Gate:
-    """A point that a thread comes to, and is let through when the test wants it."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self.opened.wait(WAIT_S)
-
-    def at_event(self, name: str) -> Callable[[cloudckpt.Event], None]:
-        return lambda event: self() if event.name == name else None
 
 
 class ByHand(AsyncStager):

@@ -15,10 +15,12 @@ from benchmarks.results.comparison import compare, compared
 from benchmarks.results.model import MIB, Place, parsed
 from benchmarks.results.report import text
 from benchmarks.runner import Row
+from benchmarks.scaling.simulate import BUILD, GLOBAL_PLAN, MANIFEST_BYTES
 from benchmarks.sweeps import SWEEPS
 
 from benchmarks import compare as compare_command
 from benchmarks import plot as plot_command
+from benchmarks import scale
 
 GB = 10**9
 
@@ -198,3 +200,16 @@ def test_each_result_has_a_name_of_its_own(sweep):
         for system in cell.systems
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_job_is_one_that_torch_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """If this fails, what is simulated is no checkpoint, or the figures of a run are lost."""
+    results = tmp_path / "scale.json"
+    assert scale.main(["--ranks", "16", "--json", str(results)]) == 0
+    printed = capsys.readouterr().out
+    assert BUILD in printed
+    assert "1 M chunks: build and encode" in printed
+    (size,) = json.loads(results.read_text())["sizes"]
+    assert size["num_chunks"] == 16 * 300
+    assert GLOBAL_PLAN in size["phases"]
+    assert size["sizes_bytes"][MANIFEST_BYTES] < 100 * size["num_chunks"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
+from tests.in_memory import Gate
 from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -34,20 +34,6 @@ def values(fill: float) -> dict[str, torch.Tensor]:
 
 def options_of(**settings: Any) -> cloudckpt.Options:
     return make_options(part_bytes=5 * MIB, timeout_s=TIMEOUT_S, **settings)
-
-
-class Gate:
-    """Stops this rank's save at its first event of this name, until the test lets it go on."""
-
-    def __init__(self, moment: str) -> None:
-        self._moment = moment
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self, event: cloudckpt.Event) -> None:
-        if event.name == self._moment:
-            self.reached.set()
-            assert self.opened.wait(WAIT_S)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -77,10 +63,10 @@ def save_again(root: str) -> None:
 
 def cancel_on_one(root: str, canceller: int, moment: str) -> None:
     """On each rank: one cancels when its own save is at `moment`; the others go their way."""
-    gate = Gate(moment)
+    gate = Gate()
     if dist.get_rank() != canceller:
         gate.opened.set()
-    handle = cloudckpt.async_save(values(1.0), f"{root}/cancelled", options=options_of(on_event=gate))
+    handle = cloudckpt.async_save(values(1.0), f"{root}/cancelled", options=options_of(on_event=gate.at_event(moment)))
     if dist.get_rank() == canceller:
         assert gate.reached.wait(WAIT_S)
         assert handle.cancel()

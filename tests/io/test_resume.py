@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 import pytest
 from tests.io.conftest import FakeClock
-from tests.io.test_upload import LIMITS, PART_BYTES, TILE_BYTES, Bytes, data_of
+from tests.io.test_upload import LIMITS, PART_BYTES, TILE_BYTES, Bytes, data_of, session_of
 from tests.oracles import slow_crc32c
 from tests.wrapped import FaultyStore, permanent, transient
 
 from cloudckpt.errors import ObjectNotFoundError, StoreError
 from cloudckpt.format.model import ObjectReceipt
-from cloudckpt.io.hedging import ConcurrencyLimit, Hedger
 from cloudckpt.io.resume import find_leftovers
 from cloudckpt.io.retry import Retrier
-from cloudckpt.io.upload import UploadSession
-from cloudckpt.stores.base import Part, Store, UploadedPart, crc32c_of
+from cloudckpt.stores.base import Part, UploadedPart, crc32c_of
 from cloudckpt.stores.memory import MemoryStore
 
 OLD, NEW = "data/x/0-", "data/y/0-"
@@ -33,21 +31,6 @@ def store(request: pytest.FixtureRequest, clock: FakeClock) -> FaultyStore:
     return FaultyStore(MemoryStore(f"resume-{request.node.nodeid.replace('/', '-')}", limits=LIMITS))
 
 
-def session_of(store: Store) -> UploadSession:
-    return UploadSession(
-        store,
-        Retrier(retries=3, timeout_s=100),
-        cleaner=Retrier(retries=3, timeout_s=100),
-        hedger=Hedger(ConcurrencyLimit(2), budget_bytes=0),
-        part_bytes=PART_BYTES,
-        tile_bytes=TILE_BYTES,
-        resumable=True,
-        on_part=lambda key, num_bytes: None,
-        on_completing=lambda key: None,
-        on_object=lambda key, num_bytes: None,
-    )
-
-
 def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple[ObjectReceipt, int]:
     """One object sent by a later attempt that looks at the earlier one's: its receipt, and what was not sent of it.
 
@@ -55,7 +38,7 @@ def resumed(store: FaultyStore, data: bytes = DATA, *, name: str = "0") -> tuple
     """
     store.calls.clear()
     leftovers = find_leftovers(store, Retrier(retries=3, timeout_s=100), [OLD])
-    with session_of(store) as session:
+    with session_of(store, connections=2, resumable=True) as session:
         session.submit(NEW + name, Bytes(data), leftovers.get(name, []))
         session.tasks.join()
         (receipt,) = session.receipts()
@@ -188,7 +171,7 @@ def test_whoever_is_taken_over_hears_of_it(store: FaultyStore, theirs: bytes) ->
         store.inner.complete_multipart(OLD + "0", upload.upload_id, tokens)
 
     store.once_before("complete_multipart", OLD, taken_over)
-    with session_of(store) as session:
+    with session_of(store, connections=2, resumable=True) as session:
         session.submit(OLD + "0", Bytes(DATA))
         if theirs == DATA:
             session.tasks.join()
@@ -226,7 +209,7 @@ def test_a_session_that_fails_leaves_what_it_sent(store: FaultyStore) -> None:
     store.fail("upload_part", skip=3, error=lambda: permanent("upload_part"))
 
     def fail() -> None:
-        with session_of(store) as session:
+        with session_of(store, connections=2, resumable=True) as session:
             session.submit(OLD + "1", Bytes(data_of(5)))
             session.submit(OLD + "0", Bytes(DATA))
             session.tasks.join()

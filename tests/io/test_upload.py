@@ -76,6 +76,7 @@ def session_of(
     *,
     connections: int = 3,
     retries: int = 3,
+    resumable: bool = False,
     on_part: Callable[[str, int], None] = lambda key, num_bytes: None,
 ) -> UploadSession:
     return UploadSession(
@@ -85,7 +86,7 @@ def session_of(
         hedger=hedger_of(connections),
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
-        resumable=False,
+        resumable=resumable,
         on_part=on_part,
         on_completing=lambda key: None,
         on_object=lambda key, num_bytes: None,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.in_memory import Memory, assert_holds, state_of
+from tests.in_memory import Gate, Memory, assert_holds, state_of
 from tests.options import make_options
 from tests.wrapped import permanent
 
@@ -63,18 +63,6 @@ def break_data(memory: Memory, name: str) -> None:
     (key,) = memory.data_keys(name)
     data = memory.at(name).inner.read(key, max_bytes=2**30)[:-1]
     memory.at(name).inner.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
-
-
-class Gate:
-    """A point that a thread comes to, and is let through when the test wants it."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.opened = threading.Event()
-
-    def __call__(self) -> None:
-        self.reached.set()
-        assert self.opened.wait(WAIT_S)
 
 
 def denied(operation: str) -> AccessDeniedError:

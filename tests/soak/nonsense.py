@@ -7,6 +7,7 @@ judgement at the end never sees the proxy.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import random
 import threading
@@ -18,14 +19,57 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from tests.options import make_options
-from tests.soak.values import SMALL_BYTES, MixedError, empty_state, identity_of, state_of
 from tests.wire import LOSE_ANSWER, Action, CutSomewhere, Reply, Wire, WireRule
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt.options import KIB, MIB
 from cloudckpt.testing.servers import Server
+
+_TEXT_BYTES = 128
+_BIAS_BYTES = 1000
+SMALL_BYTES = 192 * 1024
+LARGE_BYTES = 5 * 1024 * 1024 + 64 * 1024
+"""More than one part of a multipart upload."""
+
+
+class MixedError(AssertionError):
+    """What was loaded is no state that was ever saved."""
+
+
+def state_of(identity: str, *, weights_bytes: int) -> dict[str, torch.Tensor]:
+    """The state that `identity` stands for."""
+    text = identity.encode()
+    assert len(text) <= _TEXT_BYTES, identity
+    return {
+        "identity": torch.frombuffer(bytearray(text.ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8),
+        "weights": _derived(identity, "weights", weights_bytes),
+        "bias": _derived(identity, "bias", _BIAS_BYTES),
+    }
+
+
+def empty_state(*, weights_bytes: int) -> dict[str, torch.Tensor]:
+    """What to load one into."""
+    sizes = {"identity": _TEXT_BYTES, "weights": weights_bytes, "bias": _BIAS_BYTES}
+    return {name: torch.zeros(size, dtype=torch.uint8) for name, size in sizes.items()}
+
+
+def identity_of(state: dict[str, torch.Tensor]) -> str:
+    """Which save it is. Raises `MixedError` unless every byte is that save's."""
+    identity = state["identity"].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    expected = state_of(identity, weights_bytes=state["weights"].numel())
+    wrong = [name for name, tensor in state.items() if not torch.equal(tensor, expected[name])]
+    if wrong:
+        raise MixedError(f"what was loaded calls itself {identity!r}, but {', '.join(wrong)} is not of it")
+    return identity
+
+
+def _derived(identity: str, name: str, size_bytes: int) -> torch.Tensor:
+    digest = hashlib.shake_128(f"{identity} {name}".encode()).digest(size_bytes)
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
 
 SHARE = 0.05
 _HTML = (("Content-Type", "text/html"),)

@@ -1,9 +1,11 @@
-"""Credentials: where they come from, when they are renewed, and that nobody gets to see them."""
+"""Credentials, clients and the ordinary Google configuration: where they come from, and who gets to see them."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from awscrt.checksums import crc32c
@@ -11,16 +13,20 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from google.auth.credentials import AnonymousCredentials
 from google.oauth2.credentials import Credentials
+from tests.stores.shared_clients import ClientTests
 
 from cloudckpt import errors
-from cloudckpt.errors import InvalidOptionError
+from cloudckpt.errors import InvalidOptionError, UnsupportedOperationError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
-from cloudckpt.stores.gcs.client import parse_storage_options
+from cloudckpt.stores.gcs.client import is_googles, parse_storage_options
+from cloudckpt.testing.contract_base import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from cloudckpt.testing.servers import GCSServer
 
 
 X = [memoryview(b"x")]
@@ -238,3 +244,87 @@ def test_credentials_are_never_shown() -> None:
             return "HUSH"
 
     assert "HUSH" not in repr(parse_storage_options({"credentials": Shown()}))
+
+
+class TestClients(ClientTests):
+    """Of google-cloud-storage."""
+
+    cache = clients.GCSSession.cache
+    extra = "gcs"
+    store_type = GCSStore
+    credentials: ClassVar = {"anonymous": True}
+    endpoint_variable = "STORAGE_EMULATOR_HOST"
+    another_class = "NEARLINE"
+
+
+class Unpicklable(AnonymousCredentials):
+    """As those of most identity providers' plug-ins are, by a lock or a socket in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_credentials_that_cannot_be_pickled_are_told_before_they_fail(scripted: Any) -> None:
+    """ "cannot pickle '_thread.lock' object", from the depths of a background save, would help nobody."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store(credentials=Unpicklable())
+    assert store.head("k").size_bytes == 10
+    with pytest.raises(errors.InvalidOptionError, match=r"credentials of the type Unpicklable.*credentials_file"):
+        pickle.dumps(store)
+    assert pickle.loads(pickle.dumps(server.store(credentials=AnonymousCredentials()))).head("k").size_bytes == 10
+
+
+# Where requests go.
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_the_emulators_variable_is_enough(gcs_server: GCSServer, bucket: str, monkeypatch: Any, scheme: str) -> None:
+    """Every other tool is led to an emulator so; some write the scheme, and some do not."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", scheme + gcs_server.endpoint_url.removeprefix("http://"))
+    store = open_store(bucket)
+    store.put("k", X, crc32c=CRC)
+    assert store.read("k", max_bytes=1) == b"x"
+
+
+@pytest.mark.parametrize("value", ["http://user:hush@127.0.0.1:1", "ftp://127.0.0.1:1", "http://"])
+def test_an_emulators_address_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """The HTTP library's own error would pass for a bug, and quote a password that was meant for the store."""
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", value)
+    with pytest.raises(errors.InvalidOptionError, match="STORAGE_EMULATOR_HOST") as caught:
+        open_store().read("k", max_bytes=1)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint_url", "expected"),
+    [
+        ("https://storage.googleapis.com", True),
+        ("https://storage.europe-west3.rep.googleapis.com", True),
+        ("http://127.0.0.1:4443", False),
+        ("https://storage.googleapis.com.example", False),
+    ],
+)
+def test_googles_endpoints_are_told_by_their_names(endpoint_url: str, expected: bool) -> None:  # noqa: FBT001
+    """If this fails, a stranger's server is believed, or Google's own is asked before each first save."""
+    assert is_googles(endpoint_url) is expected
+
+
+def test_google_is_not_asked() -> None:
+    """If this fails, a role without the right to delete leaves an object in the bucket with each job."""
+    store = GCSStore("bucket", "", storage_options={"anonymous": True}, timeout_s=1, connections=1)
+    assert store.probe() == store.capabilities  # nothing answers under that name here
+
+
+def test_a_server_that_ignores_the_condition_is_refused(scripted: Any) -> None:
+    """If this fails, two saves to one URI both succeed there, and one of them is lost."""
+    server = scripted.serve(scripted.any_gcs())
+    store = server.store()
+    found = store.probe()
+    assert not found.conditional_create
+    assert server.endpoint_url in found.observed
+    assert "ignores the condition" in found.observed
+    num_requests = len(server.requests)
+    with pytest.raises(UnsupportedOperationError, match="ignores the condition"):
+        put(store, "manifest.json", b"ours", if_absent=True)
+    assert len(server.requests) == num_requests

@@ -12,7 +12,7 @@ from werkzeug.serving import make_server
 
 from cloudckpt.testing.servers import S3Server
 
-Trouble = Literal["deny", "slow down", "lose the answer", "cut the body"]
+Trouble = Literal["deny", "slow down", "lose the answer"]
 Interference = Callable[[str, str], Trouble | None]
 """Of a request's method and URL path with its query: what to do to it."""
 
@@ -49,8 +49,6 @@ class FlakyS3:
         status, headers, body = self._answer(environ)
         if trouble == "lose the answer":
             return _failure(start_response, "500 Internal Server Error", "InternalError")
-        if trouble == "cut the body":  # under the length that the headers promise
-            body = body[: len(body) // 2]
         start_response(status, headers)
         return [body]
 

@@ -1,11 +1,9 @@
-"""A store that denies, throttles, loses its answers or cuts them off, seen by ranks that save and load."""
+"""A store that denies or loses its answers, seen by ranks that save and load."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import S3Place
-from tests.e2e.servers import FlakyS3, Interference, Trouble
+from tests.e2e.servers import FlakyS3, Trouble
 from tests.options import make_options
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -33,16 +31,6 @@ def values() -> dict[str, torch.Tensor]:
 
 def zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in values().items()}
-
-
-def at_most(times: int, trouble: Trouble, matches: Callable[[str, str], Any]) -> Interference:
-    """Trouble for the first so many requests that match."""
-    numbers = itertools.count()
-
-    def interfere(method: str, url: str) -> Trouble | None:
-        return trouble if matches(method, url) and next(numbers) < times else None
-
-    return interfere
 
 
 def save_while_rank_1_is_denied(root: str) -> None:
@@ -86,8 +74,13 @@ def test_a_denied_part_leaves_nothing_behind(s3: S3Place, s3_application: FlakyS
 @single_process
 def test_a_lost_answer_to_the_commit_is_looked_up(s3: S3Place, s3_application: FlakyS3) -> None:
     """If this fails, a save that did commit reports a failure, or blames another writer."""
-    lose = at_most(1, "lose the answer", lambda method, url: method == "PUT" and MANIFEST.search(url))
-    with s3_application.troubled(lose):
+    commits = itertools.count()
+
+    def lose_first(method: str, url: str) -> Trouble | None:
+        is_commit = method == "PUT" and MANIFEST.search(url) is not None
+        return "lose the answer" if is_commit and next(commits) == 0 else None
+
+    with s3_application.troubled(lose_first):
         cloudckpt.save(values(), s3.uri())
     assert len(s3.manifest_keys()) == 1
     state = zeros()

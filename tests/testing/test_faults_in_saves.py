@@ -20,7 +20,7 @@ from cloudckpt.testing.faults import Fails, Faults, FlippedBits, Rule, Truncated
 from cloudckpt.testing.servers import S3Server, moto_server
 
 _numbers = itertools.count()
-READS, WRITES = {"read", "read_into"}, {"put", "upload_part"}
+WRITES = {"put", "upload_part"}
 RULES = (
     Rule(fault=Fails(TransientStoreError), probability=0.04, times=None),
     Rule(fault=Fails(ThrottledError), probability=0.04, times=None),

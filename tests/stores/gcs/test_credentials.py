@@ -20,7 +20,6 @@ from cloudckpt.errors import InvalidOptionError, UnsupportedOperationError
 from cloudckpt.stores.gcs import GCSStore
 from cloudckpt.stores.gcs import client as clients
 from cloudckpt.stores.gcs.client import is_googles, parse_storage_options
-from cloudckpt.testing.contract_base import put
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -326,5 +325,5 @@ def test_a_server_that_ignores_the_condition_is_refused(scripted: Any) -> None:
     assert "ignores the condition" in found.observed
     num_requests = len(server.requests)
     with pytest.raises(UnsupportedOperationError, match="ignores the condition"):
-        put(store, "manifest.json", b"ours", if_absent=True)
+        store.put("manifest.json", X, crc32c=CRC, if_absent=True)
     assert len(server.requests) == num_requests

@@ -155,7 +155,7 @@ def _fits(name: str, patterns: list[str]) -> bool:
 
 
 def _read_values(uri: str, names: list[str], options: Options) -> dict[str, str]:
-    """What each is, as Python shows it."""
+    """Show each value as Python does."""
     import reprlib
 
     from cloudckpt.api import load

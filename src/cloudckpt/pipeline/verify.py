@@ -29,7 +29,7 @@ _MIN_READ_BYTES = 4096
 
 
 class _DamagedUnitError(Exception):
-    """What was read is not what was saved. The arguments say how."""
+    """The bytes read differ from the bytes saved. The arguments say how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class VerifyJob:
         return list(bad)
 
     def _bad_large_tile(self, unit: _Unit, expected: int) -> Sequence[int]:
-        """Of a tile that is read in pieces."""
+        """Check a tile that is read in pieces."""
 
         def look() -> None:
             if self._crc32c_of(unit) != expected:

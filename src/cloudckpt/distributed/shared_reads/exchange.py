@@ -90,7 +90,7 @@ class _Peer:
 
 
 class Exchange:
-    """What one rank publishes and receives in one load. Many threads may call `reserve`, one calls `arrivals`."""
+    """Bytes that one rank publishes and receives in a load. Many threads may call `reserve`, one calls `arrivals`."""
 
     def __init__(
         self,

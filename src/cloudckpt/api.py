@@ -72,34 +72,45 @@ def save(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> SavedMetadata:
-    """Save to `uri` from all ranks; returns once it is committed (`torch.distributed.checkpoint.save`).
+    """Save a checkpoint from all ranks, and return once it is committed (`torch.distributed.checkpoint.save`).
 
-    Pass the live objects, as in ``save(uri, model=model, optimizer=optimizer)``, or a state dict, as in
-    ``save(state_dict, uri)``. `load` with the same objects resumes them exactly (``docs/manager.md``).
-
-    Atomic: until it returns, nothing at `uri` changes for readers. A checkpoint that exists there is left alone, and
-    makes the save fail, unless `overwrite`, which replaces it at the instant of the commit.
-
-    With ``use_collectives=False`` each rank commits a checkpoint of its own under ``<uri>/rank-<r>/``, and loads that
-    one back. Sharded entries are then refused with `IncompleteSaveError`: no rank has all of them. Tensors that are not
-    dense are always refused with `UnsupportedValueError`.
+    Nothing at `uri` changes for readers until the commit. A checkpoint that exists there is left alone, and the save
+    fails, unless `overwrite` is true.
 
     Args:
         state_dict: A dict of tensors, values, dicts and ``Stateful`` objects; or `uri`, if live objects are passed.
-        uri: The place of the checkpoint. `checkpoint_id` is torch's name for it.
+        uri: Place of the checkpoint.
         model: A ``torch.nn.Module``, or a dict of them. FSDP1, FSDP2, TP, DDP and compiled ones are saved by the names
             of the plain model.
         optimizer: A ``torch.optim.Optimizer``, or a list or a dict of them. Its state is saved by parameter names.
         scheduler: An object with ``state_dict()`` and ``load_state_dict()``, or a list or a dict of them.
         dataloader: The same, such as torchdata's ``StatefulDataLoader`` or a sampler. Each rank saves its own.
-        extra: Numbers, dicts, ``torch.Generator`` and ``Stateful`` objects by name. All ranks have the same.
+        extra: Numbers, tensors, dicts, ``torch.Generator`` and ``Stateful`` objects by name. All ranks have the same.
         random_state: Save this rank's generators (Python, numpy, torch, its GPU), if live objects are passed.
+        checkpoint_id: torch's name for `uri`.
+        storage_writer: Writer to use. `overwrite` and `options` then belong to it.
+        planner: Planner to use instead of one that balances the ranks by bytes.
+        process_group: Group of the ranks; None for all.
+        no_dist: Save from this process alone.
+        use_collectives: If false, each rank commits a checkpoint of its own under ``<uri>/rank-<r>/``, and loads that
+            one back. Sharded entries are then refused.
+        overwrite: Replace a checkpoint at `uri` at the instant of the commit.
+        options: Options of this save.
 
-    Raises torch's ``CheckpointException``, on every rank, with the causes
-    by rank; it is also an instance of the causes' class if they have one in common, such as `CheckpointExistsError`.
-    Raises `InvalidURIError`, or ``TypeError`` for a `state_dict` that is no dict, before anything else. If a rank dies
-    or hangs, or does not come within `Options.timeout_s`, the others get `RankLostError`; a rank that is slow but
-    alive is waited for.
+    Returns:
+        torch's metadata of the checkpoint, with this rank's report in ``report``.
+
+    Raises:
+        CheckpointException: The save failed. Raised on every rank, with the causes by rank. It is also an instance of
+            the causes' class if they have one in common, such as `CheckpointExistsError`.
+        RankLostError: A rank died, hangs, or did not come within `Options.timeout_s`. A slow one is waited for.
+        InvalidURIError: `uri` cannot name a checkpoint.
+        TypeError: `state_dict` is no dict.
+
+    Example::
+
+        cloudckpt.save("s3://bucket/run/step-100", model=model, optimizer=optimizer)
+        cloudckpt.load("s3://bucket/run/step-100", model=model, optimizer=optimizer)
 
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
@@ -143,23 +154,46 @@ def load(
     allow_pickle: bool = False,
     options: Options | None = None,
 ) -> LoadReport:
-    """Load the checkpoint at `uri` into live objects or a state dict, in place (`torch.distributed.checkpoint.load`).
+    """Load a checkpoint into live objects or a state dict, in place (`torch.distributed.checkpoint.load`).
 
-    ``load(uri, model=model, optimizer=optimizer)`` takes the objects that `save` takes, and resumes them from what the
-    checkpoint has: also a fresh optimizer gets all of its state. `random_state` sets this rank's random generators.
+    The load plans by what the checkpoint holds, so a fresh optimizer gets all of its state. Shards are cut anew as the
+    ranks need them. Every byte is checked against the checksums of the save. All ranks load the same save; if it is
+    overwritten meanwhile, the load begins once more. After an error, what the tensors hold is undefined.
 
-    Shards are cut anew as the ranks need them. Every byte is checked against the checksums of the save. All ranks
-    load the same save; if it is overwritten meanwhile, the load begins once more. Plain Python and
-    numpy values load, and objects of classes that ``torch.serialization.add_safe_globals`` has allowed. `allow_pickle`
-    admits all others, which may run any code, and checkpoints of torch's own writers.
+    Args:
+        state_dict: The state dict to fill; or `uri`, if live objects are passed.
+        uri: Place of the checkpoint.
+        model: Models to fill, as `save` takes them. So are `optimizer`, `scheduler`, `dataloader` and `extra`.
+        optimizer: See `model`.
+        scheduler: See `model`.
+        dataloader: See `model`. The number of ranks must be that of the save.
+        extra: See `model`. It is filled with everything that was saved in it.
+        random_state: Set this rank's random generators to the saved state.
+        strict: None: a live object is loaded whole, and a state dict that asks for the ``param_groups`` of an optimizer
+            asks for all of its ``state``. True: all that was saved is asked for. False: live objects take what fits.
+        checkpoint_id: torch's name for `uri`.
+        storage_reader: Reader to use. `allow_pickle`, `strict` and `options` then belong to it.
+        planner: Planner to use for a state dict.
+        process_group: Group of the ranks; None for all.
+        no_dist: Load in this process alone.
+        allow_pickle: Load values of any class, which may run any code, and checkpoints of torch's own writers. Without
+            it, plain Python and numpy values load, and classes that ``torch.serialization.add_safe_globals`` allows.
+        options: Options of this load.
 
-    `strict` says what has to fit. By default, a target that asks for the ``param_groups`` of an optimizer must ask for
-    all of its ``state``, and a live object must be loaded whole. With True, all that was saved must be asked for. With
-    False, live objects take what fits, and a state dict anything.
+    Returns:
+        This rank's report.
 
-    Raises torch's ``CheckpointException``, also an instance of the cause's class: `CheckpointNotFoundError`,
-    `CorruptCheckpointError`, `StateDictMismatchError`, `UnsafePickleError`, `RankLostError`, … After an error, what
-    the tensors hold is undefined. Returns this rank's report.
+    Raises:
+        CheckpointException: The load failed. Raised on every rank. It is also an instance of the cause's class, such as
+            `CheckpointNotFoundError`, `CorruptCheckpointError`, `UnsafePickleError` or `RankLostError`.
+        StateDictMismatchError: The checkpoint lacks what is asked for, or `strict` is not kept.
+
+    Example::
+
+        extra = {}
+        cloudckpt.load("s3://bucket/run/step-100", model=model, optimizer=optimizer, extra=extra)
+        print(extra["epoch"])
+
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
     state_dict, uri = _entries_of(
@@ -218,18 +252,47 @@ def async_save(
     overwrite: bool = False,
     options: Options | None = None,
 ) -> AsyncSave:
-    """Like `save`, in the background: returns once the objects' state is copied, so that training may go on.
+    """Save a checkpoint in the background, and return once the state is copied, so that training may go on.
 
-    `Options.async_overlap` returns before that. ``AsyncCheckpointerType.PROCESS`` moves the work to a process that
-    torch starts (``docs/async.md`` has the differences). The copy lies in memory that is kept for the next one, until
-    `cloudckpt.close`. The save's collectives run on a gloo group of their own, so they cannot get mixed up with
-    training's. A save that is still running is waited for first, or refused (`Options.async_in_flight`). What goes
-    wrong is raised by the handle's `AsyncSave.result`; if nobody asks it, by the next save, on all ranks. Where the
-    script just ends, the save is still completed.
+    The copy stays in memory that is kept for the next save, until `cloudckpt.close`. A save that is still running is
+    waited for first, or refused (`Options.async_in_flight`). A script that ends waits for its last save.
 
-    Raises `SaveInFlightError`, torch's ``AssertionError`` where the process group has no CPU backend, and
-    `RankLostError` where it is the first one and not all ranks come; ``CheckpointException`` where `state_dict` could
-    not be copied on this rank.
+    Args:
+        state_dict: See `save`, also for `uri` and all arguments that are not named here.
+        uri: See `save`.
+        model: See `save`.
+        optimizer: See `save`.
+        scheduler: See `save`.
+        dataloader: See `save`.
+        extra: See `save`.
+        random_state: See `save`.
+        checkpoint_id: See `save`.
+        storage_writer: See `save`.
+        planner: See `save`.
+        process_group: See `save`. The save's collectives run on a gloo group of their own.
+        async_checkpointer_type: ``AsyncCheckpointerType.PROCESS`` saves in a process that torch starts.
+        async_stager: Stager to use instead of the writer's.
+        no_dist: See `save`.
+        use_collectives: See `save`.
+        overwrite: See `save`.
+        options: See `save`. `Options.async_overlap` returns before the state is copied.
+
+    Returns:
+        A handle. `AsyncSave.result` waits for the commit, and raises the failure. If nobody calls it, the next save
+        raises the failure, on all ranks.
+
+    Raises:
+        SaveInFlightError: A save is still running, and `Options.async_in_flight` is ``"raise"``.
+        RankLostError: Not all ranks came.
+        CheckpointException: The state could not be copied on this rank.
+        AssertionError: The process group has no CPU backend.
+
+    Example::
+
+        handle = cloudckpt.async_save("s3://bucket/run/step-100", model=model, optimizer=optimizer)
+        train_on()
+        handle.result()
+
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
     state_dict, uri = _entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")

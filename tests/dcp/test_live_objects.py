@@ -174,6 +174,7 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
     fresh = AdamW(model.parameters())
     small = nn.Sequential(nn.Linear(4, 4))
     nested = {"model": model.state_dict(), "optimizer": fresh.state_dict()}
+    caplog.set_level("INFO")
     partly = copy.deepcopy(get_state_dict(model, optimizer)[1])
     partly["state"].pop("0.bias")
     for pattern, call in (
@@ -194,8 +195,12 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
     cloudckpt.load(nested, uri, strict=False, no_dist=True)
     assert "12 entries of its state" in caplog.text
     cloudckpt.load(uri, model=small, strict=False, no_dist=True)
+    assert cloudckpt.read(uri, include="optimizer.param_groups")["optimizer"]["param_groups"][0]["lr"] == 0.001
     assert_same(small[0].weight.detach(), model[0].weight.detach())  # type: ignore[operator]
     cloudckpt.load({"model": model.state_dict()}, uri, no_dist=True)
+    with pytest.raises(StateDictMismatchError) as caught:
+        cloudckpt.load(nested, uri, no_dist=True)
+    assert "12 entries of its state" in caught.value.message
     with cloudckpt.CheckpointManager(root, async_=False, no_dist=True) as manager:
         manager.save(1, model=model, optimizer=optimizer)
         with pytest.raises(StateDictMismatchError, match=r"leaves behind.*optimizer"):

@@ -103,7 +103,8 @@ def load_whole(source: Location, options: Options, selection: Selection, *, allo
     if holds_rank_checkpoints(store, retrier, is_confirmed=True):
         resolve(store, retrier)  # raises, unless these are folders beside a checkpoint
     planner = _Planner(dataclasses.replace(selection, strip_prefix="", add_prefix=""))
-    load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, options=options)
+    # A part is read on purpose: nothing is resumed from it.
+    load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, strict=False, options=options)
     return dataclasses.replace(selection, include=()).rename_entries(planner.nest())
 
 

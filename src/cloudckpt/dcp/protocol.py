@@ -253,6 +253,11 @@ class SaveOrLoadError(CheckpointException):
     step: str
     what: str
 
+    @property
+    def message(self) -> str:
+        """The text: that of each failing rank."""
+        return str(self)
+
     def __str__(self) -> str:
         ranks = sorted(self.failures)
         lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(ranks)}:"]

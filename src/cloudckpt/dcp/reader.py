@@ -277,7 +277,7 @@ class ObjectStoreReader(StorageReader):
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise
-            _log.warning("loading all the same, because of strict=False: %s", error)
+            _log.info("loading all the same, because of strict=False: %s", error)
 
     def _forget(self) -> None:
         self._failure = self._failed_lookup = None

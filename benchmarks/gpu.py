@@ -27,7 +27,7 @@ import cloudckpt
 from benchmarks.figures import Figure, text
 from benchmarks.measure import HighWaterPeak, NoPeak, PeakWatch, SampledPeak
 from benchmarks.provenance import provenance
-from benchmarks.sinks import Discarding, Sink
+from benchmarks.sinks import Discarding, PacedSink, Sink
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -49,6 +49,9 @@ class Sizes:
 class Bench:
     """The measures. On a CPU its figures mean nothing; that it runs there is for its tests."""
 
+    training_s = 3.0
+    """Of the window before an upload, and of that after it."""
+
     def __init__(self, device: torch.device, *, sizes: Sizes, repetitions: int) -> None:
         self._device = device
         self._sizes = sizes
@@ -62,6 +65,7 @@ class Bench:
         yield self._save()
         yield from self._blocking()
         yield self._load()
+        yield self._training()
 
     def _memory_of_a_save(self) -> Figure:
         options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(wrap_store=Sink))
@@ -156,6 +160,39 @@ class Bench:
             values=tuple(1 / ratio for ratio in ratios),
         )
 
+    def _training(self) -> Figure:
+        """Steps of a small model beside an upload at the rate of a network, and without it just before and after."""
+        state = self._state(self._sizes.async_bytes)
+        options = cloudckpt.Options(advanced=cloudckpt.AdvancedOptions(wrap_store=PacedSink))
+        step = _training_step(self._device)
+        self._steps_per_s(step, _for_s(1.0))
+        ratios = []
+        for repetition in range(self._repetitions + 1):
+            before = self._steps_per_s(step, _for_s(self.training_s))
+            handle = cloudckpt.async_save(state, _uri(), options=options, no_dist=True)
+            handle.staged.result(_WAIT_S)
+            beside = self._steps_per_s(step, handle.done)
+            handle.result(_WAIT_S)
+            after = self._steps_per_s(step, _for_s(self.training_s))
+            if repetition:
+                ratios.append(beside / ((before + after) / 2))
+        return Figure(
+            name=f"training beside an upload of {_shown(self._sizes.async_bytes)}",
+            formula=f"steps a second at {PacedSink.BYTES_PER_S / 1e9:g} GB/s ÷ those without an upload",
+            sense="≥",
+            bar=0.97,
+            values=tuple(ratios),
+        )
+
+    def _steps_per_s(self, step: Callable[[], None], is_over: Callable[[], bool]) -> float:
+        self._finish()
+        num_steps, started_s = 0, time.perf_counter()
+        while not is_over():
+            step()
+            self._finish()
+            num_steps += 1
+        return num_steps / (time.perf_counter() - started_s)
+
     def _by_turns(self, name: str, operation: Callable[[], Any], base: str, copy: Callable[[], int]) -> list[float]:
         """Seconds for a byte of `operation` ÷ those of `copy`, turn by turn; the first turn warms up.
 
@@ -224,6 +261,27 @@ class Bench:
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _training_step(device: torch.device) -> Callable[[], None]:
+    """A step of a decoder so small that Python limits it: the hardest case for a training loop."""
+    torch.manual_seed(0)
+    layers = [torch.nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True) for _ in range(8)]
+    model = torch.nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(4, 64, 256, device=device)
+
+    def step() -> None:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _for_s(seconds: float) -> Callable[[], bool]:
+    end_s = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= end_s
 
 
 @contextlib.contextmanager

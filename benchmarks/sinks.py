@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -51,6 +53,24 @@ class Sink(WrappedStore):
 
     def _take(self, key: str, size_bytes: int) -> None:
         self._taken[key] = ObjectInfo(key=key, size_bytes=size_bytes, modified_at=datetime.now(timezone.utc))
+
+
+class PacedSink(Sink):
+    """The same at the rate of a network, `BYTES_PER_S` for all connections together."""
+
+    BYTES_PER_S = 1e9
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._lock = threading.Lock()
+        self._free_at_s = 0.0
+
+    def upload_part(self, key: str, upload_id: str, part: Part, views: Views, *, crc32c: int) -> UploadedPart:
+        with self._lock:
+            self._free_at_s = max(self._free_at_s, time.monotonic()) + part.size_bytes / self.BYTES_PER_S
+            wait_s = self._free_at_s - time.monotonic()
+        time.sleep(max(0.0, wait_s))
+        return super().upload_part(key, upload_id, part, views, crc32c=crc32c)
 
 
 class Discarding(StorageWriter):

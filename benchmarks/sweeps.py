@@ -125,6 +125,7 @@ def _without_repetition(cells: Iterable[Cell]) -> tuple[Cell, ...]:
 FEW_LARGE = uniform(8, 512 * MIB)
 SIXTY_FOUR = uniform(64, 32 * MIB)
 SIXTEEN = uniform(16, 32 * MIB)
+ONE_TWENTY_EIGHT = uniform(128, 32 * MIB)
 MANY_SMALL = uniform(20_000, 64 * KIB)
 MIDDLING = uniform(2_000, 512 * KIB)
 TRANSFORMER = transformer()
@@ -221,4 +222,24 @@ _BACKGROUND = Sweep(
         Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=(*IN_THE_BACKGROUND, "limit")),
     ),
 )
-SWEEPS: Mapping[str, Sweep] = {sweep.name: sweep for sweep in (_SHORT, _BARS, _BACKGROUND, _FULL)}
+_CORES = Sweep(
+    name="cores",
+    about="One process on all cores of a machine, over HTTP and TLS.",
+    repetitions=3,
+    cells=tuple(
+        Cell(payload=payload, wire=wire, systems=("cloudckpt", "s3torchconnector", "limit"))
+        for wire in ("http", "tls")
+        for payload in (ONE_TWENTY_EIGHT, MANY_SMALL)
+    ),
+)
+_RANKS = Sweep(
+    name="ranks",
+    about="Several ranks on one machine, over HTTP and TLS: the sum of their rates, and seconds of processors per GB.",
+    repetitions=2,
+    cells=tuple(
+        Cell(payload=ONE_TWENTY_EIGHT, wire=wire, num_ranks=num_ranks, systems=("cloudckpt", "s3torchconnector"))
+        for num_ranks in (8, 4, 2)
+        for wire in ("tls", "http")
+    ),
+)
+SWEEPS: Mapping[str, Sweep] = {sweep.name: sweep for sweep in (_SHORT, _BARS, _BACKGROUND, _CORES, _RANKS, _FULL)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from cloudckpt.testing.servers import Program, clean_environment, reserved_port,
 
 _TERMINATOR = """\
 global
-  nbthread 2
+  nbthread {num_threads}
 defaults
   mode tcp
   timeout connect 10s
@@ -44,7 +45,13 @@ def tls(endpoint_url: str, certificates: Certificates, *, cipher: str | None = N
         configuration = Path(directory) / "haproxy.cfg"
         ciphersuites = f" ciphersuites {cipher}" if cipher else ""
         configuration.write_text(
-            _TERMINATOR.format(port=port, certificate=certificates.server, ciphersuites=ciphersuites, target=target)
+            _TERMINATOR.format(
+                num_threads=max(2, (os.cpu_count() or 2) // 2),
+                port=port,
+                certificate=certificates.server,
+                ciphersuites=ciphersuites,
+                target=target,
+            )
         )
         program = Program(
             name="haproxy",

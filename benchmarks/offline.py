@@ -97,17 +97,19 @@ def run(directory: Path, results: Path, *, limit_s: float) -> int:
     document: dict[str, Any] = {"provenance": provenance(ROOT), "nvidia_smi": _nvidia_smi(), "steps": {}}
     for step in steps(directory / "bin"):
         left_s = min(step.limit_s, deadline_s - time.monotonic())
-        document["steps"][step.name] = _run_step(step, python, environment, limit_s=left_s)
+        document["steps"][step.name] = _run_step(step, python, environment, directory, limit_s=left_s)
         results.write_text(json.dumps(document, indent=1) + "\n")
     return int(any(step["status"] != 0 for step in document["steps"].values()))
 
 
-def _run_step(step: Step, python: Path, environment: Mapping[str, str], *, limit_s: float) -> dict[str, Any]:
+def _run_step(
+    step: Step, python: Path, environment: Mapping[str, str], directory: Path, *, limit_s: float
+) -> dict[str, Any]:
     """Its exit status (None if no time was left for it), seconds, and results or the end of its output."""
     if limit_s <= 0:
         return {"status": None, "seconds": 0.0}
     print(f"== {step.name}: at most {limit_s:.0f} s", flush=True)
-    written = ROOT / f".offline-{step.name}.json"
+    written = directory / f"{step.name}.json"
     written.unlink(missing_ok=True)
     command = [python, *step.arguments, *(("--results", written) if step.writes_results else ())]
     started_s = time.monotonic()

@@ -160,7 +160,7 @@ def _rebuild(cls: type[CloudckptError], message: str, attributes: dict[str, Any]
 
 
 class CloudckptError(Exception):
-    """Base of all errors here. The message says what failed, on what, and what to do next.
+    """Base of all errors. The message says what failed, on what, and what to do next.
 
     ``hint`` is advice to pass an argument, if one helps. ``str()`` appends it to the message as Python code.
     """
@@ -183,7 +183,15 @@ class CloudckptError(Exception):
         return {}
 
     def with_advice(self, advice: str) -> str:
-        """Return the message, followed by `advice`."""
+        """Return the message, followed by an advice.
+
+        Args:
+            advice: One sentence or more.
+
+        Returns:
+            The text.
+
+        """
         return f"{self.message.rstrip('.')}. {advice}"
 
     def __str__(self) -> str:
@@ -203,18 +211,18 @@ class InvalidOptionError(CloudckptError, ValueError):
 
 
 class MissingDependencyError(CloudckptError, ImportError):
-    """The store needs a package that is not installed."""
+    """A package that the call needs is not installed."""
 
 
 class ForkedProcessError(CloudckptError, RuntimeError):
-    """The process was forked from one that has used cloudckpt, and lacks the threads and connections of that."""
+    """The process was forked from one that has used cloudckpt, and lacks its threads and connections."""
 
 
 class StoreError(CloudckptError):
     """One call to a store failed.
 
     ``key`` is the full address of the object, without credentials, and ``operation`` the call. ``had_no_effect`` is
-    True if the call certainly changed nothing, for example because the disk was full.
+    True if the call certainly changed nothing.
     """
 
     had_no_effect: bool = False
@@ -304,10 +312,10 @@ class CommitUnknownError(CheckpointError):
 
 
 class RankLostError(CheckpointError, TimeoutError):
-    """Other ranks died, hang, left, never came, or came to make another call. ``ranks`` are theirs in the group.
+    """Other ranks died, hang, left, never came, or made another call.
 
-    ``ranks`` is empty where it could not be found out which. What this rank wrote is still there: a rank that was
-    lost may have committed it. ``ranks`` is this rank alone where it was the others that went on without it.
+    ``ranks`` are their numbers in the group: empty if they are unknown, and this rank alone if the others went on
+    without it. A lost rank may have committed the save, so nothing that this rank wrote was removed.
     """
 
     def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
@@ -316,13 +324,17 @@ class RankLostError(CheckpointError, TimeoutError):
 
 
 class SaveInFlightError(CheckpointError):
-    """Another background save, of this process or of another rank, still runs. ``uri`` is where that one goes; nothing
-    was begun.
+    """Another background save, of this process or of another rank, still runs. Nothing was begun.
+
+    ``uri`` is the place of that save.
     """
 
 
 class SaveCancelledError(CheckpointError):
-    """The save was cancelled before its commit, by ``ranks``. Readers see nothing of it."""
+    """A rank cancelled the save before its commit. Readers see nothing of it.
+
+    ``ranks`` are the ranks that cancelled.
+    """
 
     def __init__(self, message: str, *, uri: str, ranks: tuple[int, ...]) -> None:
         super().__init__(message, uri=uri)
@@ -330,7 +342,10 @@ class SaveCancelledError(CheckpointError):
 
 
 class GarbageLeftError(CheckpointError):
-    """`cloudckpt.gc` could not look at everything, or not remove all that it found. ``report`` is its whole report."""
+    """`cloudckpt.gc` could not look at everything, or not remove all that it found.
+
+    ``report`` is its whole report.
+    """
 
     def __init__(self, message: str, *, uri: str, report: Any = None) -> None:
         super().__init__(message, uri=uri)
@@ -338,7 +353,7 @@ class GarbageLeftError(CheckpointError):
 
 
 class IncompleteSaveError(CheckpointError):
-    """The ranks wrote something else than was planned, so nothing was committed."""
+    """The ranks did not write what was planned, so nothing was committed."""
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -358,14 +373,16 @@ class UnsupportedFormatError(CheckpointError):
 
 
 class UnsupportedValueError(CheckpointError):
-    """The state dict has a value that the format cannot store, or a tensor without memory; or a saved object is whole
-    and cannot be rebuilt on this machine.
+    """The format cannot store a value of the state dict, or a tensor has no memory.
+
+    In a load: this machine cannot rebuild a saved object, although its bytes are whole.
     """
 
 
 class StateDictMismatchError(CheckpointError):
-    """The state dict does not fit the checkpoint: an entry is missing there, or has another shape or kind. In a save,
-    ranks have different entries under one name.
+    """The state dict does not fit the checkpoint: an entry is missing there, or has another shape or kind.
+
+    In a save: ranks have different entries under one name.
     """
 
 

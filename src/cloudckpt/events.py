@@ -109,18 +109,22 @@ class Event:
     """One step of a save or load, as it happens; `Options.on_event` and `cloudckpt.telemetry` receive it."""
 
     name: EventName
+    """Name of the step, such as ``save.committed``."""
     uri: str
+    """URI of the checkpoint."""
     rank: int
+    """Rank on which it happens."""
     key: str = ""
-    """The object concerned, relative to `uri`; empty where it concerns none."""
+    """Key of the object concerned, relative to `uri`; empty if it concerns none."""
     num_bytes: int = 0
+    """Bytes of this step."""
     operation: str = ""
-    """An id that all events of one save or load on one rank share."""
+    """Identifier that all events of one save or load on one rank share."""
     seconds: float = 0.0
-    """The time that it took, if something has ended."""
+    """Seconds that it took, if something has ended."""
     error: str = ""
-    """The class of the error, such as ``ThrottledError``."""
+    """Class of the error, such as ``ThrottledError``."""
     message: str = ""
-    """The text of the error."""
+    """Text of the error."""
     report: SaveReport | LoadReport | None = None
-    """The report, if a save or load is done."""
+    """Report, if a save or load is done."""

@@ -30,37 +30,42 @@ DEFAULT_CONNECTIONS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvancedOptions:
-    """Options of saves and loads that measurements and tests change. Sizes are in bytes.
-
-    Example:
-        >>> Options(advanced=AdvancedOptions(part_bytes=16 * 1024**2))
+    """Options of saves and loads that few users change. Sizes are in bytes.
 
     Raises:
         InvalidOptionError: A value is invalid. The message lists every problem.
+
+    Example::
+
+        advanced = cloudckpt.AdvancedOptions(part_bytes=16 * 1024**2)
+        options = cloudckpt.Options(advanced=advanced)
 
     """
 
     part_bytes: int = 64 * MIB
     """Maximum size of a part of an upload. Small saves use smaller parts, down to 16 MiB. Parts grow if an object would
-    have more of them than the store allows."""
+    have more of them than the store allows. Larger parts need fewer requests, and repeat more bytes after a failure."""
     object_bytes: int = 4 * GIB
     """Approximate size of the objects that a rank packs its tensors into. A larger tensor gets an object of its own."""
     tile_bytes: int = 1 * MIB
-    """Number of bytes that share one CRC32C. A load reads and verifies whole tiles."""
+    """Number of bytes that share one CRC32C. A load reads and verifies whole tiles. Lower it if loads read small parts
+    of tensors; the manifest then grows."""
     request_bytes: int = 64 * MIB
-    """Maximum size of a ranged read. Longer ranges are read in parallel. Small loads use smaller reads, down to
-    8 MiB."""
+    """Maximum size of a ranged read. Longer ranges are read in parallel. Small loads use smaller reads, down to 8
+    MiB."""
     max_gap_bytes: int = 512 * KIB
-    """Maximum gap between two ranges that are read with one request, because a second request would cost more."""
+    """Maximum gap between two ranges that are read with one request. With 0, a load reads fewer bytes with more
+    requests."""
     max_over_read: float = 0.1
-    """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes."""
+    """Maximum number of bytes in larger gaps that are read to save requests, relative to the number of wanted bytes.
+    With 0.0, a load reads fewer bytes with more requests."""
     share_reads: Literal["auto", "always", "never"] = "auto"
     """Condition under which one rank reads bytes that several ranks of its host load, and passes them on in shared
     memory. ``"auto"``: four or more ranks want the same 16 MiB or more, and the store is not a path. ``"always"``: two
     or more ranks want the same bytes. ``"never"``: each rank reads for itself."""
     wrap_store: Callable[[Store], Store] | None = None
-    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls. Picklable for
-    async saves by process, in which it is called there."""
+    """Puts a store of yours in front of the one that the URI opens, to count, slow down or break calls in tests. Async
+    saves by process pickle it, and call it in that process."""
 
     def __post_init__(self) -> None:
         _check(self, _ADVANCED_TYPES, _ADVANCED_BOUNDS)
@@ -73,37 +78,49 @@ class Options:
     Raises:
         InvalidOptionError: A value is invalid. The message lists every problem.
 
+    Example::
+
+        options = cloudckpt.Options(connections=32, timeout_s=120)
+        cloudckpt.save("s3://bucket/run/step-100", model=model, options=options)
+
     """
 
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``)."""
+    """Options of the store's client: ``endpoint_url``, ``region``, ``profile``, … (see ``docs/stores.md``). Needed
+    where the environment does not have them."""
     timeout_s: float = 60.0
-    """Maximum time without progress, for every wait."""
+    """Maximum time without progress, for every wait. Raise it if ranks arrive further apart, or if the store pauses for
+    longer."""
     retries: int = 5
-    """Number of retries after a transient failure, within `timeout_s` of the last progress."""
+    """Number of retries after a transient failure, within `timeout_s` of the last progress. Raise it on an unreliable
+    line."""
     connections: int | None = None
     """Maximum number of requests of one rank in flight. None stands for 16; for less if a host has more than eight
-    ranks (``LOCAL_WORLD_SIZE``), which share 128; and for a path, for the number of cores of the rank, from 2 to 8.
-    The number is halved when the store asks to slow down or requests time out, and grows again after that."""
+    ranks (``LOCAL_WORLD_SIZE``), which share 128; and for a path, for the number of cores of the rank, from 2 to 8. The
+    number is halved when the store asks to slow down or requests time out, and grows again after that. Raise it if the
+    network has room and the CPU is idle. Lower it if a background save slows training down."""
     staging_bytes: int = 512 * MIB
-    """Maximum memory that a save uses to copy tensors that cannot be sent in place (GPU, strided tensors)."""
+    """Maximum memory that a save uses to copy tensors that cannot be sent in place (GPU, strided tensors). Lower it if
+    memory is short. Raise it to 1 GiB for larger parts of GPU tensors."""
     read_bytes: int = 256 * MIB
-    """Maximum memory that a load uses besides the tensors themselves."""
+    """Maximum memory that a load uses besides the tensors themselves. Lower it if memory is short."""
     verify: bool = True
-    """Verify every byte that is read against the checksum of the save."""
+    """Verify every byte that is read against the checksum of the save. With False, damaged bytes load without an
+    error."""
     commit: Literal["conditional", "unconditional"] = "conditional"
     """``"unconditional"`` accepts a store without create-if-absent, and loses the protection against overwrites."""
     async_in_flight: Literal["wait", "raise"] = "wait"
     """Behavior of `async_save` while another save runs on any rank: wait for its end, or raise `SaveInFlightError` on
-    all ranks. It must be equal on all ranks."""
+    all ranks. It must be equal on all ranks. ``"raise"`` is for jobs that skip a save rather than wait."""
     async_overlap: bool = False
     """If True, `async_save` returns before the state dict is copied, and the state dict must not change until
-    `AsyncSave.staged` is done. If False, it returns after the copy."""
+    `AsyncSave.staged` is done. If False, it returns after the copy. Set it on a GPU if the optimizer can wait for
+    ``staged``."""
     resume: bool = False
     """If True, a save continues one with this option that was killed: it sends only the parts that are missing or have
-    changed. A save that fails then removes nothing."""
+    changed. A save that fails then removes nothing. Set it if saves take so long that jobs die during them."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values of the user, stored in the manifest."""
+    """JSON values of yours, stored in the manifest, such as the configuration of the run."""
     extensions: Sequence[Any] = ()
     """Transforms of the stored bytes, such as ``cloudckpt.Zstandard()``: torch's `StreamTransformExtension` objects. A
     save applies them in this order. A load undoes the transforms that the manifest names; it looks for unknown names
@@ -115,7 +132,8 @@ class Options:
     """Sizes of parts, objects and reads, and others that few users change."""
     trace: str | os.PathLike[str] | None = None
     """Local file for a timeline that Perfetto and chrome://tracing open. The next save or load replaces it. ``{rank}``
-    and ``{verb}`` are replaced; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on."""
+    and ``{verb}`` are replaced; without ``{rank}``, rank 1 writes ``trace.1.json``, and so on. Set it to find the slow
+    part of a save or load."""
 
     def __post_init__(self) -> None:
         _check(self, _TYPES, _BOUNDS)

@@ -8,32 +8,38 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """Describes one save of one rank."""
+    """Report of one save on one rank."""
 
     uri: str
+    """URI of the checkpoint."""
     attempt: str
+    """Identifier of the save."""
     rank: int
+    """This rank in the group that saved."""
     num_bytes: int
-    """Bytes this rank sent, headers included."""
+    """Bytes that this rank sent, headers included."""
     num_reused_bytes: int = 0
-    """Bytes that this save did not send, because an earlier one had left them there (`Options.resume`)."""
+    """Bytes that an earlier save had sent, and this one did not send again (`Options.resume`)."""
     num_objects: int
+    """Data objects that this rank wrote."""
     num_requests: int
+    """Requests to the store, retries included."""
     num_retries: int
+    """Requests that were made again after a failure."""
     num_hedges: int = 0
     """Parts that were sent once more on another connection, because they took far longer than their peers."""
     plan_s: float
-    """From set-up to the start of writing: planning and its collectives."""
+    """Seconds from set-up to the start of writing: planning and its collectives."""
     write_s: float
-    """Staging and upload, which overlap, from the first to the last byte."""
+    """Seconds of the writing phase: staging and upload, which overlap, from the first to the last byte."""
     stage_s: float = 0.0
-    """Seconds of the writing phase that its connections together spent on copies and checksums, waits for room in
-    `Options.staging_bytes` included."""
+    """Seconds of the writing phase that its connections together spent on copies and checksums, and on waits for room
+    in `Options.staging_bytes`."""
     transfer_s: float = 0.0
-    """Seconds of the writing phase that its connections together spent in calls to the store, waits between tries
-    included."""
+    """Seconds of the writing phase that its connections together spent in calls to the store, and on waits between
+    tries."""
     commit_s: float
-    """Building and putting the manifest; 0 on all ranks but the coordinator."""
+    """Seconds of building and putting the manifest; 0 on all ranks but the coordinator."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -46,11 +52,11 @@ SavePhase = Literal["staging", "planning", "uploading", "committing", "committed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveProgress:
-    """The progress of a background save on one rank, as `AsyncSave.progress` gives it."""
+    """Progress of a background save on one rank (`AsyncSave.progress`)."""
 
     phase: SavePhase
-    """The copy may go on in later phases. ``"committing"`` of a rank that is not the coordinator begins when it has
-    sent its part, and lasts until it knows the outcome."""
+    """Phase of the save. The copy may go on in later phases. On a rank that is not the coordinator, ``"committing"``
+    begins when it has sent its part, and lasts until it knows the outcome."""
     staged_bytes: int
     """Bytes that are copied."""
     uploaded_bytes: int
@@ -61,21 +67,26 @@ class SaveProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedCheckpoint:
-    """A newer checkpoint that `load_latest` could not load and skipped."""
+    """A newer checkpoint that `load_latest` skipped, because it could not load it."""
 
     uri: str
+    """URI of the checkpoint."""
     why: str
+    """Reason, in words."""
     is_gone: bool = False
     """True if it was removed meanwhile, False if it is damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Describes one load of one rank."""
+    """Report of one load on one rank."""
 
     uri: str
+    """URI of the checkpoint."""
     attempt: str
+    """Identifier of the save that was loaded."""
     rank: int
+    """This rank in the group that loaded."""
     num_bytes_wanted: int
     """Bytes of the tensors and objects that were asked for."""
     num_bytes_read: int
@@ -83,23 +94,25 @@ class LoadReport:
     num_bytes_received: int = 0
     """Bytes of them that another rank read and passed on to this one."""
     num_requests: int
+    """Requests to the store, retries included."""
     num_retries: int
+    """Requests that were made again after a failure."""
     num_hedges: int = 0
     """Ranges that were requested once more on another connection, because they took far longer than their peers."""
     plan_s: float
-    """Manifest and planning, with its collectives."""
+    """Seconds of planning: the manifest, and the collectives."""
     manifest_s: float = 0.0
     """Seconds of `plan_s` that finding, fetching and decoding the manifest took."""
     read_s: float
-    """Reading, checking and placing, which overlap, from the first to the last byte."""
+    """Seconds of the reading phase: reading, checking and placing, which overlap, from the first to the last byte."""
     transfer_s: float = 0.0
-    """Seconds of the reading phase that its connections together spent in calls to the store, waits between tries
-    included."""
+    """Seconds of the reading phase that its connections together spent in calls to the store, and on waits between
+    tries."""
     stage_s: float = 0.0
-    """Seconds of the reading phase that its connections together spent on checksums, and on copies of bytes that could
-    not be received in place, waits for room in `Options.read_bytes` included."""
+    """Seconds of the reading phase that its connections together spent on checksums, on copies of bytes that could not
+    be received in place, and on waits for room in `Options.read_bytes`."""
     skipped: tuple[SkippedCheckpoint, ...] = ()
-    """The checkpoints that `load_latest` skipped, the newest first."""
+    """Checkpoints that `load_latest` skipped, the newest first."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -109,21 +122,28 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """Describes a verification that found no damage."""
+    """Report of a verification that found no damage. `verify` returns it."""
 
     uri: str
+    """URI of the checkpoint."""
     attempts: tuple[str, ...]
-    """The attempt of the save; one for each rank if the ranks saved without collectives."""
+    """Identifier of the save; one for each rank if the ranks saved without collectives."""
     num_objects: int
+    """Number of data objects."""
     num_tensors: int
+    """Number of tensors."""
     num_values: int
+    """Number of Python objects."""
     num_bytes: int
-    """Bytes of all data objects, each of them read."""
+    """Size of all data objects. Every byte was read."""
     num_requests: int
+    """Requests to the store, retries included."""
     num_retries: int
+    """Requests that were made again after a failure."""
     verify_s: float
+    """Seconds of the whole call."""
 
     @property
     def bytes_per_s(self) -> float:
-        """Throughput."""
+        """Throughput of the whole call."""
         return self.num_bytes / self.verify_s if self.verify_s > 0 else 0.0

@@ -68,10 +68,18 @@ class Outcome(Future[SavedMetadata]):
 
 
 class AsyncSave:
-    """A save that runs in the background, as one rank sees it.
+    """A save that runs in the background, as one rank sees it. `async_save` returns it.
 
-    If nobody gets a failure from `result`, `exception` or `committed`, the next `save` or `async_save` of this process
-    raises it, or `cloudckpt.close`, or the interpreter writes it to stderr at its exit. Cancelling is no failure.
+    If nobody gets a failure from `result`, `exception` or `committed`, it is raised by this process's next `save` or
+    `async_save` or by `cloudckpt.close`; else the interpreter writes it to stderr at its exit. Cancelling is no
+    failure.
+
+    Example::
+
+        handle = cloudckpt.async_save("s3://bucket/run/step-100", model=model)
+        handle.staged.result()  # from here on the model may change
+        print(handle.result().report, handle.progress)
+
     """
 
     def __init__(
@@ -102,27 +110,52 @@ class AsyncSave:
         return f"<AsyncSave to {self.uri}: {self.progress.phase}>"
 
     def result(self, timeout: float | None = None) -> SavedMetadata:
-        """Wait until the checkpoint is committed. Raises what `cloudckpt.save` would, or `TimeoutError`."""
+        """Wait until the checkpoint is committed.
+
+        Args:
+            timeout: Seconds to wait. None waits for ever.
+
+        Returns:
+            torch's metadata of the checkpoint, with this rank's report, as from `cloudckpt.save`.
+
+        Raises:
+            CheckpointException: The save failed, as in `cloudckpt.save`.
+            TimeoutError: The save has not ended within `timeout`, and goes on.
+
+        """
         return _waited(self.committed, self.committed.result, timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the failure, or None."""
+        """Wait until the save has ended.
+
+        Args:
+            timeout: Seconds to wait. None waits for ever.
+
+        Returns:
+            The failure, or None.
+
+        Raises:
+            TimeoutError: The save has not ended within `timeout`, and goes on.
+
+        """
         return _waited(self.committed, self.committed.exception, timeout)
 
     def done(self) -> bool:
-        """True if the save has ended, in either way."""
+        """Return True if the save has ended, in either way."""
         return self.committed.done()
 
     def cancel(self) -> bool:
-        """End the save without a checkpoint on all ranks. Any rank can ask. Returns True if the save ends so.
+        """End the save without a checkpoint on all ranks. Any rank can ask.
 
-        No part and no retry begins any more on this rank; the others follow within seconds. Each rank waits for its
+        This rank begins no part and no retry any more; the others follow within seconds. Each rank waits for its
         requests in flight, aborts its uploads and removes its objects (unless `Options.resume`). Then its handle holds
-        a `SaveCancelledError` that names the ranks which cancelled, or an error that had ended the save before.
+        a `SaveCancelledError` that names the ranks which cancelled, or an error that had ended the save before. A rank
+        that has sent its part, and is not the coordinator, waits here for the end of the save.
 
-        Returns False if it is too late, because the commit has begun: the save goes on. A rank that has sent its part,
-        and is not the coordinator, waits here until the save has ended. Always False for
-        writers that are not cloudckpt's, and for saves by torch's process.
+        Returns:
+            True if the save ends so. False if its commit has begun: the save goes on. Always False for writers that are
+            not cloudckpt's, and for saves by torch's process.
+
         """
         refuse_in_fork()
         if self.done() or not self._can_be_cancelled:
@@ -137,19 +170,19 @@ class AsyncSave:
         return self.cancelled()
 
     def cancelled(self) -> bool:
-        """True if the save has ended because a rank cancelled it."""
+        """Return True if the save has ended because a rank cancelled it."""
         return self.done() and isinstance(self.committed.failure(), SaveCancelledError)
 
     @property
     def progress(self) -> SaveProgress:
-        """The progress of the save on this rank."""
+        """Progress of the save on this rank."""
         staging = self._staging
         staged_bytes = self._staged_bytes if staging is None else staging.copied_bytes
         return self._cancellation.progress(staged_bytes=staged_bytes)
 
     @property
     def report(self) -> SaveReport | None:
-        """The report of this rank, once committed; None before, and for a save by torch's process."""
+        """Report of this rank, once committed; None before, and for a save by torch's process."""
         if not self.done() or self.committed.failure() is not None:
             return None
         return self.committed.result().report

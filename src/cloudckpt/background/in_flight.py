@@ -217,11 +217,22 @@ def own_stager(*, is_shared: bool) -> PinnedStager:
 def close(timeout: float | None = None) -> None:
     """Wait for the background save in flight, free the memory that saves keep, and end torch's background process.
 
-    Raises the failure of the last save if nobody has asked its handle for it. Raises `TimeoutError`, with nothing
-    freed, if the save has not ended within `timeout` seconds. Can be called again, and later saves allocate memory
-    anew. A script that ends without it loses nothing: the interpreter completes the save in flight, and frees
-    everything. Waits, too, while another thread begins a save. Raises `SaveInFlightError` if this very thread begins a
-    save, or makes one.
+    It also waits while another thread begins a save. It can be called again, and later saves allocate memory anew. A
+    script that ends without it loses nothing: the interpreter completes the save in flight, and frees everything.
+
+    Args:
+        timeout: Seconds to wait. None waits for ever.
+
+    Raises:
+        CheckpointException: The last save failed, and nobody has asked its handle for the failure.
+        TimeoutError: The save has not ended within `timeout`. Nothing is freed.
+        SaveInFlightError: This very thread begins a save, or makes one.
+
+    Example::
+
+        cloudckpt.async_save("s3://bucket/run/step-100", model=model)
+        cloudckpt.close()
+
     """
     refuse_in_fork()
     ends_at_s = None if timeout is None else time.monotonic() + timeout

@@ -37,10 +37,13 @@ class CopyReport:
     """Result of `cloudckpt.copy`."""
 
     source: str
+    """URI of the source."""
     target: str
+    """URI of the copy."""
     attempts: tuple[str, ...]
     """Identifiers of the copy; one for each rank if the ranks saved separately."""
     num_objects: int
+    """Number of data objects."""
     num_bytes: int
     """Size of all data objects."""
     num_service_bytes: int
@@ -52,8 +55,11 @@ class CopyReport:
     was_there: bool
     """True if an earlier copy had committed all of it (`Options.resume`), so that nothing was written."""
     num_requests: int
+    """Number of requests to both stores."""
     num_retries: int
+    """Number of requests that were made again."""
     copy_s: float
+    """Seconds of the whole call."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -66,9 +72,13 @@ class ConversionReport:
     """Result of `cloudckpt.export_checkpoint` or `cloudckpt.import_checkpoint`."""
 
     source: str
+    """URI of the source."""
     target: str
+    """URI of the target."""
     format: Format
+    """Format of the files."""
     num_tensors: int
+    """Number of tensors."""
     num_values: int
     """Number of Python objects."""
     left_out: tuple[str, ...]
@@ -78,6 +88,7 @@ class ConversionReport:
     num_bytes: int
     """Size of the files."""
     convert_s: float
+    """Seconds of the whole call."""
 
     @property
     def bytes_per_s(self) -> float:

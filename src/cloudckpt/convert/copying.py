@@ -57,12 +57,12 @@ def copy(
     """Copy the checkpoint at `source` to `target`, on any store.
 
     The copy has the same tensors, values and chunks, in objects of its own, and is committed last, as a save is. Every
-    byte is compared with the checksums of the save. If one service has both places, with the same ``storage_options``,
-    it is asked to copy, and its CRC32C of each object is compared; without one, the copy is read back. Everything else
-    is read and written in at most ``options.read_bytes`` of memory; a target without uploads in parts takes whole
-    objects. What a killed copy leaves, `gc` removes.
+    byte is compared with the checksums of the save. A service that has both places, with the same ``storage_options``,
+    copies by itself, and its CRC32C of each object is compared; without one, the copy is read back. Everything else is
+    read and written in at most ``options.read_bytes`` of memory; a target without uploads in parts takes whole objects.
+    `gc` removes the remains of a killed copy.
 
-    With ``target_options.resume``, objects that an earlier copy of exactly this checkpoint left are read at the target,
+    With ``target_options.resume``, objects that an earlier copy of exactly this checkpoint left at the target are
     compared, and used. A copy that fails then removes nothing. If all of it is committed already, it is compared, and
     nothing is written (`CopyReport.was_there`).
 
@@ -74,13 +74,21 @@ def copy(
         target_options: Options for the target.
         on_progress: Called with the bytes done and their total.
 
+    Returns:
+        Bytes, requests and seconds of the copy.
+
     Raises:
         CorruptCheckpointError: The source is damaged, or the earlier copy that would be resumed.
         CheckpointChangedError: The source was overwritten or removed during the copy.
         CheckpointExistsError: A checkpoint exists at `target`.
         CheckpointNotFoundError: No checkpoint exists at `source`.
         InvalidURIError: One place lies inside the other.
-        StoreError: A request failed; ``key`` tells on which side.
+        StoreError: A request failed; ``key`` names its object.
+
+    Example::
+
+        report = cloudckpt.copy("s3://bucket/run/step-100", "s3://archive/run/step-100")
+        print(report.num_bytes, report.copy_s)
 
     """
     conversion = Conversion(

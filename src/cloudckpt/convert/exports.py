@@ -80,8 +80,8 @@ def export_checkpoint(
     - ``"safetensors"``: a folder in Hugging Face's layout. Several files have an index, which is written last. Tensors
       of any size are streamed in at most ``options.read_bytes`` of memory. Tied tensors are written once for each name.
     - ``"torch"``: one file of ``torch.save`` with the nested state dict. Takes memory for the state dict, and as much
-      room in the folder for temporary files.
-      ``torch.distributed.checkpoint.format_utils.torch_save_to_dcp`` makes a checkpoint in torch's DCP format of it.
+      room in the folder for temporary files. ``torch.distributed.checkpoint.format_utils.torch_save_to_dcp`` turns the
+      file into torch's DCP format.
 
     Every byte that is read is checked, sharded tensors are put together, and all bits are those of the save. After an
     error, no index and no single file exists. `target` may hold other files.
@@ -90,7 +90,8 @@ def export_checkpoint(
         source: URI of the checkpoint.
         target: URI of the folder, or of the file for ``"torch"``.
         format: One of the two formats.
-        include: Patterns of names, as of files (``"model.*"``). Empty for all entries.
+        include: Names of entries, or patterns as of files. ``"model"`` and ``"model.*"`` take all that is below
+            ``model``. Empty for all entries.
         strip_prefix: Prefix to remove from names. Makes the state dict of ``"torch"`` flat.
         max_shard_bytes: Largest size of a safetensors file, unless one tensor is larger.
         skip_non_tensors: Leave Python objects out of safetensors files, which cannot hold them.
@@ -100,11 +101,21 @@ def export_checkpoint(
         target_options: Options for the target.
         on_progress: Called with the bytes done and their total.
 
+    Returns:
+        Names and sizes of the files.
+
     Raises:
         UnsupportedValueError: The format cannot hold some entries, which the message names.
         CheckpointExistsError: Files of an earlier export exist.
         InvalidOptionError: An argument is wrong, or matches no entry.
-        CloudckptError: The source cannot be read, as in `load`.
+        CheckpointNotFoundError: No checkpoint exists at `source`.
+        CorruptCheckpointError: The source is damaged.
+
+    Example::
+
+        source, target = "s3://bucket/run/step-100", "s3://bucket/exports/step-100"
+        report = cloudckpt.export_checkpoint(source, target, include="model", strip_prefix="model.")
+        print(report.files)  # ("model.safetensors",)
 
     """
     if format not in ("safetensors", "torch"):

@@ -84,8 +84,8 @@ def import_checkpoint(
     - ``"safetensors"``: a file, a folder of files with or without Hugging Face's index, or the index. Tensors are
       streamed in at most ``options.read_bytes`` of memory. Names that ``safetensors.torch.save_model`` left out for
       tied tensors come back.
-    - ``"torch"``: a file of ``torch.save`` with a state dict. Its tensors are mapped from the file. A file that is
-      not local is first copied to the folder for temporary files.
+    - ``"torch"``: a file of ``torch.save`` with a state dict. Its tensors are mapped from the file. A file that is not
+      local is first copied to the folder for temporary files.
     - ``"dcp"``: a folder in torch's own format, of any version that torch reads. Takes memory for the state dict.
 
     The checkpoint is committed as by `save`. None of these formats has checksums, so damage from before the import
@@ -95,7 +95,7 @@ def import_checkpoint(
         source: URI of the file or folder.
         target: URI of the checkpoint.
         format: One of the three formats.
-        include: Patterns of names, as of files. Empty for all entries.
+        include: Names of entries, or patterns as of files. Empty for all entries.
         add_prefix: Prefix for each name. Makes the state dict of ``"torch"`` and ``"dcp"`` flat.
         tie: More names for tensors of safetensors files (``{"lm_head.weight": "embed.weight"}``), for those that
             ``save_pretrained`` leaves out. The bytes are stored once.
@@ -105,6 +105,9 @@ def import_checkpoint(
         target_options: Options for the target.
         on_progress: Called with the bytes done and their total.
 
+    Returns:
+        Counts and sizes of the import.
+
     Raises:
         CheckpointNotFoundError: No such file exists.
         CorruptCheckpointError: A file is cut, or of another kind.
@@ -112,6 +115,12 @@ def import_checkpoint(
         UnsupportedValueError: The content is no state dict that can be saved.
         CheckpointChangedError: A file was replaced during the import.
         CheckpointExistsError: A checkpoint exists at `target`.
+        InvalidOptionError: An argument is wrong, or matches no entry.
+
+    Example::
+
+        cloudckpt.import_checkpoint("model.safetensors", "s3://bucket/base/step-0")
+        cloudckpt.load(model.state_dict(), "s3://bucket/base/step-0")
 
     """
     if format not in ("safetensors", "torch", "dcp"):

@@ -161,10 +161,13 @@ def read(
 ) -> dict[str, Any]:
     """Read a checkpoint, or a part of it, without a state dict to fill.
 
+    Only the chosen entries are read, and every byte of them is checked. One process reads them, without a process
+    group.
+
     Args:
         uri: The checkpoint.
-        include: Names of entries, or patterns as of files: ``"model"`` and ``"model.*"`` take all that is below
-            ``model``. Empty for everything. Only what is taken is read.
+        include: Names of entries, or patterns as of files. ``"model"`` and ``"model.*"`` take all that is below
+            ``model``. Empty for all entries.
         allow_pickle: See `cloudckpt.load`.
         options: See `cloudckpt.load`.
 
@@ -172,12 +175,14 @@ def read(
         The state dict, nested as it was saved. Tensors are whole, and on the CPU.
 
     Raises:
-        CheckpointException: As `cloudckpt.load`.
+        CheckpointException: See `cloudckpt.load`.
+        CheckpointNotFoundError: The ranks saved separately, so that no single state dict exists.
         InvalidOptionError: A pattern fits no entry.
 
     Example::
 
-        weight = cloudckpt.read("s3://bucket/run/step-100", include="model.head.*")["model"]["head.weight"]
+        state_dict = cloudckpt.read("s3://bucket/run/step-100", include="model.head.*")
+        print(state_dict["model"]["head.weight"].shape)
 
     """
     location = parse_location(uri)

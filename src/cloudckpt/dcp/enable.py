@@ -33,13 +33,28 @@ def enable(
     allow_pickle: bool = False,
     strict: bool | None = None,
 ) -> None:
-    """Make torch's own calls understand URIs, from here on: ``dcp.save(state_dict, checkpoint_id="s3://…")``.
+    """Make torch's own calls understand URIs (`torch.distributed.checkpoint.save`, ``load`` and ``async_save``).
 
     Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, except for those
-    that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged.
-    A call without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts.
-    `options`, `overwrite`, `allow_pickle` and `strict`, as for `cloudckpt.load`, apply to all of these calls; calling
-    again replaces them. `disable` undoes it all.
+    that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged. A
+    call without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts. Calling
+    again replaces the arguments, and `disable` undoes it all.
+
+    Args:
+        options: Options of all these calls.
+        overwrite: See `save`.
+        allow_pickle: See `load`.
+        strict: See `load`.
+
+    Raises:
+        CloudckptError: This version of torch finds storages in another way.
+
+    Example::
+
+        cloudckpt.enable()
+        dcp.save(state_dict, checkpoint_id="s3://bucket/run/step-100")
+        cloudckpt.disable()
+
     """
     disable()
     chosen = options or Options()
@@ -85,7 +100,14 @@ def enable(
 
 
 def disable() -> None:
-    """Undo `enable`. Does nothing if it is not in force."""
+    """Undo `enable`. Does nothing if it is not in force.
+
+    Example::
+
+        cloudckpt.enable()
+        cloudckpt.disable()
+
+    """
     while _restore:
         _restore.pop()()
 

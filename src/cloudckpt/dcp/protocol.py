@@ -41,9 +41,10 @@ _last_save_s = 0.0
 
 @dataclasses.dataclass
 class SavedMetadata(Metadata):
-    """torch's `Metadata` of a checkpoint that was saved, with this rank's report."""
+    """torch's ``Metadata`` of a checkpoint that was saved (`torch.distributed.checkpoint.metadata.Metadata`)."""
 
     report: SaveReport | None = None
+    """Report of this rank. None for a save by torch's process."""
 
 
 def last_save_seconds() -> float:

@@ -71,19 +71,32 @@ class _Call:
 
 
 class ObjectStoreReader(StorageReader):
-    """Reads checkpoints from `uri`, every byte checked, and only the bytes that are needed.
+    """Reads checkpoints from `uri` for torch's own calls (`torch.distributed.checkpoint.StorageReader`).
 
-    For ``dcp.load(state_dict, storage_reader=ObjectStoreReader("s3://bucket/run/step-100"))``. With any planner, only
-    plain Python and numpy values load, and classes that ``torch.serialization.add_safe_globals`` has allowed;
-    `allow_pickle` lifts that, and also reads the checkpoints of torch's own writers; `strict` is that of
-    `cloudckpt.load`. It can be pickled, and opens its
-    store in the process that uses it.
+    Every byte is checked, and only the needed bytes are read. One reader can be used for several loads, one after the
+    other. It can be pickled, and opens its store in the process that uses it.
+
+    Args:
+        uri: Place of the checkpoint.
+        options: Options of its loads.
+        allow_pickle: See `cloudckpt.load`.
+        strict: See `cloudckpt.load`.
+
+    Raises:
+        InvalidURIError: `uri` cannot name a checkpoint.
+
+    Example::
+
+        reader = cloudckpt.ObjectStoreReader("s3://bucket/run/step-100")
+        dcp.load(state_dict, storage_reader=reader)
+        print(reader.report.num_bytes_read)
+
     """
 
     load_id: str
-    """The id of the load, as torch's readers have it: a new one after each `reset`."""
+    """Identifier of the load, as torch's readers have it: a new one after each `reset`."""
     report: LoadReport | None
-    """The report of this reader's last load on this rank."""
+    """Report of this reader's last load on this rank; None before it has read."""
     lifecycle: Lifecycle
     _metadata: Metadata | None
     _context: Context | None
@@ -113,16 +126,21 @@ class ObjectStoreReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URI that is read."""
+        """URI that is read."""
         return self._location.uri
 
     @property
     def options(self) -> Options:
-        """The options that were given, or the defaults."""
+        """Options that were given, or the defaults."""
         return self._options
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another load, from `checkpoint_id` if one is given."""
+        """Prepare for another load.
+
+        Args:
+            checkpoint_id: Place of that load. None keeps the place.
+
+        """
         if checkpoint_id is not None:
             self._location = parse_location(checkpoint_id)
         self.end_call()
@@ -136,7 +154,7 @@ class ObjectStoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if `checkpoint_id` has the form of a place that can be read."""
+        """Return True if `checkpoint_id` has the form of a place that can be read."""
         return is_valid_location(checkpoint_id)
 
     def begin_call(self, ranks: DistWrapper, *, is_lazy: bool, whole_keys: Collection[str] = ()) -> None:

@@ -31,13 +31,26 @@ from cloudckpt.uri import is_valid_location, parse_location
 
 
 class ObjectStoreWriter(StorageWriter):
-    """Writes checkpoints to `uri`: atomically, and over another one only with `overwrite`.
+    """Writes checkpoints to `uri` for torch's own calls (`torch.distributed.checkpoint.StorageWriter`).
 
-    For ``dcp.save(state_dict, storage_writer=ObjectStoreWriter("s3://bucket/run/step-100"))``. One writer can be used
-    for several saves, one after the other, each with its ``checkpoint_id``. It can be pickled, and opens its store in
-    the process that uses it.
+    One writer can be used for several saves, one after the other, each with its ``checkpoint_id``. It can be pickled,
+    and opens its store in the process that uses it. A failure reaches all ranks in torch's ``CheckpointException``.
 
-    Its methods raise `CloudckptError` subclasses, which DCP carries to all ranks in a ``CheckpointException``.
+    Args:
+        uri: Place of the checkpoint.
+        options: Options of its saves.
+        overwrite: Replace a checkpoint at `uri` at the instant of the commit. Without it, the save fails before any
+            byte is sent.
+
+    Raises:
+        InvalidURIError: `uri` cannot name a checkpoint.
+
+    Example::
+
+        writer = cloudckpt.ObjectStoreWriter("s3://bucket/run/step-100")
+        dcp.save(state_dict, storage_writer=writer)
+        print(writer.report.bytes_per_s)
+
     """
 
     def __init__(
@@ -67,12 +80,12 @@ class ObjectStoreWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URI that is written to."""
+        """URI that is written to."""
         return self._location.uri
 
     @property
     def options(self) -> Options:
-        """The options that were given, or the defaults."""
+        """Options that were given, or the defaults."""
         return self._options
 
     @property
@@ -82,7 +95,7 @@ class ObjectStoreWriter(StorageWriter):
 
     @property
     def report(self) -> SaveReport | None:
-        """The report of this writer's last save on this rank, once it has written."""
+        """Report of this writer's last save on this rank; None before it has written."""
         return self._job.report if self._job is not None else None
 
     def follow(self, cancellation: Cancellation | None, snapshot: Staging | None = None) -> None:
@@ -90,7 +103,12 @@ class ObjectStoreWriter(StorageWriter):
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another save, to `checkpoint_id` if one is given."""
+        """Prepare for another save.
+
+        Args:
+            checkpoint_id: Place of that save. None keeps the place.
+
+        """
         if checkpoint_id is not None:
             self._location = parse_location(checkpoint_id)
         self.save_id = str(uuid.uuid4())
@@ -99,7 +117,7 @@ class ObjectStoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if `checkpoint_id` has the form of a place that can be written."""
+        """Return True if `checkpoint_id` has the form of a place that can be written."""
         return is_valid_location(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:

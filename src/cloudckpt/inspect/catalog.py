@@ -54,24 +54,26 @@ class CheckpointInfo:
 
     - ``"committed"``: the checkpoint can be loaded.
     - ``"damaged"``: a manifest exists and cannot be read.
-    - ``"newer"``: the format is one that only a newer cloudckpt reads.
+    - ``"newer"``: only a newer cloudckpt reads the format.
     - ``"denied"``: this user may not look at the location.
     - ``"in progress"``: data of a save that may still be committed.
     - ``"garbage"``: data that no save will commit, or that shows no sign of life. `gc` removes it.
     - ``"torch"``: a checkpoint of torch's own writer, whose size is unknown.
 
-    All states but the first, and all fields from `num_bytes` on, come from ``list_checkpoints(root, all=True)``.
+    Only ``list_checkpoints(root, all=True)`` lists other states than the first, and sets the fields from `num_bytes`
+    on.
     """
 
     uri: str
+    """URI of the checkpoint."""
     name: str
-    """The last segment of `uri`: ``step-100`` of ``s3://bucket/run/step-100``."""
+    """Last segment of `uri`: ``step-100`` of ``s3://bucket/run/step-100``."""
     committed_at: datetime
-    """Time of the commit in UTC, by the clock of the coordinator that wrote the manifest. The store's own time replaces
-    it if the manifest has no time (format 1.0) or cannot be read. In the other states this is the time of the last
-    write, by the store's clock; if denied, the time of the listing.
-    """
+    """Time of the commit in UTC, by the clock of the coordinator. If the manifest has no time (format 1.0) or cannot be
+    read, it is the store's time of the manifest. In the other states, it is the store's time of the last write; if
+    denied, the time of the listing."""
     state: CheckpointState = "committed"
+    """See the list of states."""
     num_bytes: int | None = None
     """Size of the data objects, without unfinished uploads. None if unknown."""
     num_objects: int | None = None
@@ -83,6 +85,7 @@ class CheckpointInfo:
     world_size: int | None = None
     """Number of ranks that saved; of an uncommitted save, the number of ranks that have written data."""
     num_tensors: int | None = None
+    """Number of tensors. None if unknown."""
     num_overwrites: int = 0
     """Number of earlier saves that this checkpoint replaced."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -101,26 +104,32 @@ def list_checkpoints(
 ) -> list[CheckpointInfo]:
     """List the committed checkpoints directly under `root`, oldest first.
 
-    The order is that of `CheckpointInfo.committed_at`, which copies keep. Equal times are ordered by name, numbers by
-    value. Each checkpoint costs one listing and one small read of the head of its manifest. A folder without a
-    checkpoint is listed twice, because absence is believed only from two equal answers.
-
-    With `all`, the list also has what is not a committed checkpoint of cloudckpt, at `root` and directly under it, and
-    each entry has its state and size. Each folder then costs two listings and a read of its whole manifest. Unfinished
-    uploads that may not be listed are left out.
+    The order is that of `CheckpointInfo.committed_at`, which copies keep; then of the names, numbers by value. Each
+    checkpoint costs one listing and one small read. With `all`, each folder costs two listings and a read of its whole
+    manifest. Unfinished uploads that may not be listed are left out.
 
     Args:
-        root: The folder of the checkpoints.
-        all: Also list damaged checkpoints, uncommitted saves and checkpoints of torch's own writer.
+        root: Folder of the checkpoints.
+        all: Also list, at `root` and directly under it, damaged checkpoints, uncommitted saves and checkpoints of
+            torch's own writer, each with its state and size.
         alive_within: With `all`, an uncommitted save is in progress if it wrote something in this time and began after
-            the last commit; otherwise it is garbage.
-        check: With `all`, validate what each manifest says of every tensor, as a load does. Takes about twenty times
-            the computing.
+            the last commit. Otherwise it is garbage.
+        check: With `all`, validate the entry of every tensor in each manifest, as a load does. This takes about twenty
+            times the computing.
         options: How to reach the store.
 
+    Returns:
+        The checkpoints. Empty if there is none.
+
     Raises:
+        InvalidURIError: `root` cannot name a folder.
         StoreError: A request failed, or this user may look at none of the folders.
         CheckpointChangedError: The folders change so fast that no two looks agree.
+
+    Example::
+
+        for info in cloudckpt.list_checkpoints("s3://bucket/run"):
+            print(info.name, info.committed_at)
 
     """
     options = options or Options()
@@ -151,9 +160,23 @@ def list_checkpoints(
 
 
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
-    """Return the checkpoint directly under `root` that was committed last, or None if there is none.
+    """Return the checkpoint directly under `root` that was committed last.
 
-    It may be damaged; `load_latest` skips damaged checkpoints. Raises what `list_checkpoints` raises.
+    It may be damaged; `load_latest` skips damaged checkpoints. The errors are those of `list_checkpoints`.
+
+    Args:
+        root: Folder of the checkpoints.
+        options: How to reach the store.
+
+    Returns:
+        The checkpoint, or None if there is none.
+
+    Example::
+
+        newest = cloudckpt.latest("s3://bucket/run")
+        if newest is not None:
+            cloudckpt.load(newest.uri, model=model)
+
     """
     return next(reversed(list_checkpoints(root, options=options)), None)
 

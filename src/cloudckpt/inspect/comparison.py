@@ -31,35 +31,41 @@ Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One entry that is not the same in both."""
+    """One entry that is not the same in both checkpoints."""
 
     name: str
+    """Name of the entry."""
     kind: Kind
-    """``"added"``: only the second has it. ``"type"``: a tensor in one, and none in the other."""
+    """``"added"``: only the second has it. ``"removed"``: only the first has it. ``"type"``: it is a tensor in only
+    one. ``"dtype"``, ``"shape"``, ``"values"``: these differ."""
     before: str
     """Description of the entry in the first checkpoint; empty if it has none."""
     after: str
+    """Description of the entry in the second checkpoint; empty if it has none."""
     num_elements: int = 0
+    """Number of elements of the tensor, if values differ."""
     num_different: int = 0
-    """Elements whose values differ by more than the tolerances."""
+    """Number of elements whose values differ by more than the tolerances."""
     max_absolute: float = 0.0
-    """The largest ``|after - before|``; infinite if only one of the two is NaN or infinite."""
+    """Largest ``|after - before|``; infinite if only one of the two is NaN or infinite."""
     max_relative: float = 0.0
-    """The largest difference as a share of the larger of the two magnitudes: from 0 to 2."""
+    """Largest difference as a share of the larger of the two magnitudes: from 0 to 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Differences of the second of two checkpoints from the first."""
+    """Differences of the second of two checkpoints from the first. `compare` returns it."""
 
     before: str
+    """URI of the first checkpoint."""
     after: str
-    """Their URIs."""
+    """URI of the second checkpoint."""
     differences: tuple[Difference, ...]
-    """By name."""
+    """One for each entry that differs, by name."""
     num_same: int
-    """Entries that are the same in both."""
+    """Number of entries that are the same in both."""
     num_bytes_compared: int
+    """Number of bytes that were read from each checkpoint and compared."""
 
     @property
     def is_same(self) -> bool:
@@ -80,12 +86,10 @@ def compare(
 ) -> Comparison:
     """Compare two checkpoints entry by entry, element by element.
 
-    Elements are equal if both are NaN, or if ``|after - before| <= atol + rtol * |before|``. How tensors are cut into
-    shards makes no difference. Every byte is checked as in a load. Values that are no tensors are equal if their bytes
-    are, or if they load without running code and compare equal.
-
-    Takes memory for a block of 64 MiB of each checkpoint besides what two loads take (`Options.read_bytes`). A
-    transformed chunk and a value are held whole.
+    Elements are equal if both are NaN, or if ``|after - before| <= atol + rtol * |before|``. The cut into shards makes
+    no difference. Every byte is checked as in a load. Values that are no tensors are equal if their bytes are, or if
+    they load without running code and compare equal. Takes memory for a block of 64 MiB of each checkpoint besides that
+    of two loads (`Options.read_bytes`). A transformed chunk and a value are held whole.
 
     Args:
         before: URI of the first checkpoint.
@@ -97,9 +101,20 @@ def compare(
         options_after: Options for `after`, if it is on another store.
         on_progress: Called with the bytes done and their total.
 
+    Returns:
+        The differences of `after` from `before`, by name.
+
     Raises:
         InvalidOptionError: A tolerance is negative or not finite.
-        CloudckptError: A checkpoint cannot be read, as in `load`.
+        CheckpointNotFoundError: No checkpoint exists at one of the URIs.
+        CorruptCheckpointError: Stored bytes are not those of the save.
+        StoreError: A request failed.
+
+    Example::
+
+        found = cloudckpt.compare("s3://bucket/run/step-100", "s3://bucket/run/step-200", rtol=1e-5)
+        for one in found.differences:
+            print(one.name, one.kind, one.max_absolute)
 
     """
     for name, value in (("rtol", rtol), ("atol", atol)):

@@ -18,12 +18,14 @@ from cloudckpt.uri import parse_location
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDescription:
-    """One tensor."""
+    """One tensor of a `CheckpointDescription`."""
 
     name: str
+    """Name of the tensor, such as ``model.layer.weight``."""
     dtype: str
-    """Torch's name, without the ``torch.``."""
+    """torch's name, without the ``torch.``."""
     shape: tuple[int, ...]
+    """Global shape."""
     num_bytes: int
     """Size on the store."""
     num_chunks: int
@@ -33,44 +35,57 @@ class TensorDescription:
     objects: tuple[int, ...]
     """Positions of its data objects in `CheckpointDescription.objects`."""
     requires_grad: bool
+    """True if the tensor required a gradient at the save."""
     transforms: tuple[str, ...]
     """Transforms of each chunk, such as compression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDescription:
-    """One Python object."""
+    """One Python object of a `CheckpointDescription`."""
 
     name: str
+    """Name of the object."""
     num_bytes: int
+    """Size on the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectDescription:
-    """One data object."""
+    """One data object of a `CheckpointDescription`."""
 
     key: str
-    """Relative to the checkpoint."""
+    """Key relative to the checkpoint."""
     num_bytes: int
+    """Size on the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDescription:
-    """A committed checkpoint."""
+    """Content of a committed checkpoint. `describe` returns it."""
 
     uri: str
+    """URI of the checkpoint."""
     attempt: str
+    """Identifier of the save."""
     created_at: str
-    """When the manifest was made, by the writer's clock (RFC 3339, UTC)."""
+    """Time at which the manifest was made, by the writer's clock (RFC 3339, UTC)."""
     world_size: int
+    """Number of ranks that saved."""
     num_overwrites: int
+    """Number of earlier saves that this checkpoint replaced."""
     software: Mapping[str, str]
+    """Versions of the libraries of the save, by name."""
     metadata: Mapping[str, Any]
     """``Options.metadata`` of the save."""
     tile_bytes: int
+    """Number of bytes that share one CRC32C."""
     objects: tuple[ObjectDescription, ...]
+    """The data objects."""
     tensors: tuple[TensorDescription, ...]
+    """The tensors."""
     values: tuple[ValueDescription, ...]
+    """The Python objects."""
 
     @property
     def num_bytes(self) -> int:
@@ -84,9 +99,28 @@ class CheckpointDescription:
 
 
 def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointDescription:
-    """Describe the checkpoint at `uri`. Reads only its manifest, and runs no code from the store.
+    """Describe the content of the checkpoint at `uri`.
 
-    Raises `CheckpointNotFoundError`, `CorruptCheckpointError`, `UnsupportedFormatError` and `StoreError`.
+    Reads only the manifest, and runs no code from the store.
+
+    Args:
+        uri: The checkpoint.
+        options: How to reach the store.
+
+    Returns:
+        The tensors, values and data objects, with their names and sizes.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint is committed there.
+        CorruptCheckpointError: The manifest is damaged.
+        UnsupportedFormatError: A newer cloudckpt wrote it.
+        StoreError: A request failed.
+
+    Example::
+
+        for tensor in cloudckpt.describe("s3://bucket/run/step-100").tensors:
+            print(tensor.name, tensor.dtype, tensor.shape)
+
     """
     options = options or Options()
     store = open_store(parse_location(uri), options)

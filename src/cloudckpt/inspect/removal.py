@@ -44,14 +44,13 @@ def gc(
     quiet: bool = False,
     options: Options | None = None,
 ) -> GarbageReport:
-    """Find, and with ``dry_run=False`` remove, what dead, failed or overwritten saves left under `root`.
+    """Find, and with ``dry_run=False`` remove, the remains of dead, failed and overwritten saves under `root`.
 
     Garbage is data that the current manifest does not name, unfinished uploads, manifests that no longer count, remains
-    of probes, and the last traces of deleted checkpoints. Never removed are files that cloudckpt did not write, objects
-    of a checkpoint, and data of a save with a sign of life in the last `older_than`. A save whose data is removed all
-    the same fails: it can no longer be committed. A location whose state is unclear is left alone and reported.
-
-    A real run can be interrupted at any moment and repeated, and two can run at once.
+    of probes, and the last traces of deleted checkpoints. Files of other programs, objects of a checkpoint, and data of
+    a save with a sign of life in the last `older_than` are never removed. A save whose data is removed all the same can
+    no longer be committed, and fails. A location whose state is unclear is left alone and reported. A run can be
+    interrupted and repeated at any moment, and two can run at once.
 
     Args:
         root: A checkpoint, a folder of checkpoints, or any folder above.
@@ -60,11 +59,19 @@ def gc(
         quiet: Do not print the report of a dry run.
         options: How to reach the store.
 
+    Returns:
+        The garbage that was found, and removed unless it was a dry run.
+
     Raises:
-        GarbageLeftError: Something could not be removed or looked at. The rest was done; ``report`` says what is left.
+        GarbageLeftError: Something could not be removed or looked at. The rest was done; ``report`` lists the remains.
         StoreError: `root` cannot be listed.
         NoConditionalCommitError: The store cannot create-if-absent, unless ``Options(commit="unconditional")``.
         InvalidOptionError: An argument is wrong.
+
+    Example::
+
+        cloudckpt.gc("s3://bucket/run")  # prints the garbage
+        cloudckpt.gc("s3://bucket/run", older_than=2 * 86_400, dry_run=False)
 
     """
     options = options or Options()
@@ -88,11 +95,15 @@ def gc(
 
 
 def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> None:
-    """Delete the checkpoint at `uri`: all that cloudckpt wrote there, with what other saves left.
+    """Delete the checkpoint at `uri`, with the remains of other saves there.
 
     After the first request it is gone for every reader. If the process dies then, `gc` removes the rest. A save that
-    runs at the same place fails. One object of about a hundred bytes stays, which keeps that save from being committed;
-    `gc` removes it after its `older_than`. Folders of ranks that saved separately are deleted, too.
+    runs at the same place fails: one object of about a hundred bytes stays to prevent its commit, until `gc` removes it
+    after its `older_than`. Folders of ranks that saved separately are deleted, too.
+
+    Args:
+        uri: The checkpoint.
+        options: How to reach the store.
 
     Raises:
         CheckpointNotFoundError: No checkpoint is committed there.
@@ -101,6 +112,10 @@ def delete(uri: str | os.PathLike[str], *, options: Options | None = None) -> No
         CommitUnknownError: The outcome is unknown.
         StoreError: A request failed.
         NoConditionalCommitError: The store cannot create-if-absent.
+
+    Example::
+
+        cloudckpt.delete("s3://bucket/run/step-100")
 
     """
     options = options or Options()
@@ -263,64 +278,70 @@ def _walked_location(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Garbage:
-    """The garbage of one location, removed or to be removed."""
+    """Garbage of one location."""
 
     uri: str
+    """URI of the location."""
     keys: tuple[str, ...]
-    """The keys of the objects, relative to the root."""
+    """Keys of the objects, relative to the root."""
     uploads: tuple[str, ...]
-    """The keys of the unfinished uploads, relative to the same root."""
+    """Keys of the unfinished uploads, relative to the same root."""
     num_bytes: int
-    """The size of the objects. No store tells the size of unfinished uploads."""
+    """Size of the objects. No store tells the size of unfinished uploads."""
     reasons: tuple[str, ...]
-    """The counts by kind, in words."""
+    """Counts by kind, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptObject:
-    """A location or key that was kept, and the reason."""
+    """A location or key that was kept."""
 
     uri: str
+    """URI of the location, or of the object."""
     reason: str
+    """Reason why it was kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GarbageReport:
-    """The garbage that `gc` found, and removed unless it was a dry run. A dry run prints ``str()`` of it."""
+    """Result of `gc`. ``str()`` of it is the text that a dry run prints."""
 
     root: str
+    """URI that was searched."""
     dry_run: bool
+    """True if nothing was removed."""
     locations: tuple[Garbage, ...]
+    """Garbage by location."""
     skipped: tuple[KeptObject, ...]
-    """Locations of which it could not be told what counts there, so that nothing was removed."""
+    """Locations whose state is unclear, so that nothing was removed."""
     failed: tuple[KeptObject, ...]
     """Items that could not be removed or looked at."""
     is_nothing_there: bool = False
-    """True if nothing under `root` is cloudckpt's: the root may be the wrong one."""
+    """True if cloudckpt wrote nothing under `root`, which may be the wrong one."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys of all objects, relative to `root`."""
+        """Keys of all objects, relative to `root`."""
         return tuple(key for garbage in self.locations for key in garbage.keys)
 
     @property
     def uploads(self) -> tuple[str, ...]:
-        """The keys of all unfinished uploads, relative to `root`."""
+        """Keys of all unfinished uploads, relative to `root`."""
         return tuple(key for garbage in self.locations for key in garbage.uploads)
 
     @property
     def num_objects(self) -> int:
-        """The number of objects."""
+        """Number of objects."""
         return sum(len(garbage.keys) for garbage in self.locations)
 
     @property
     def num_uploads(self) -> int:
-        """The number of unfinished uploads."""
+        """Number of unfinished uploads."""
         return sum(len(garbage.uploads) for garbage in self.locations)
 
     @property
     def num_bytes(self) -> int:
-        """The size of all objects."""
+        """Size of all objects."""
         return sum(garbage.num_bytes for garbage in self.locations)
 
     def __str__(self) -> str:

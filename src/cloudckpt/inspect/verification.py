@@ -21,19 +21,31 @@ _MAX_SHOWN = 10
 
 
 def verify(uri: str | os.PathLike[str], *, options: Options | None = None) -> VerifyReport:
-    """Read every byte of the checkpoint at `uri`, and compare it with what the save recorded.
+    """Read every byte of the checkpoint at `uri`, and compare it with the checksums of the save.
 
     Needs no model and no process group, and runs no code from the store. Checks the manifest, the existence and exact
-    size of each object, the CRC32C of every tile with header and padding, and that each safetensors header says what
-    the manifest says. Takes `Options.connections` requests at once and at most `Options.read_bytes` of memory besides
-    the manifest and the headers. Checkpoints that ranks saved separately are verified rank by rank.
+    size of each object, the CRC32C of every tile with header and padding, and each safetensors header against the
+    manifest. Takes `Options.connections` requests at once and at most `Options.read_bytes` of memory besides the
+    manifest and the headers. Checkpoints that ranks saved separately are verified rank by rank.
+
+    Args:
+        uri: The checkpoint.
+        options: How to reach the store.
+
+    Returns:
+        Counts and seconds of a verification that found no damage.
 
     Raises:
         CorruptCheckpointError: Something differs. ``problems`` has all differences, each with its object and tensors.
         CheckpointNotFoundError: No checkpoint exists at `uri`, or one of torch's own writer, which has no checksums.
         CheckpointChangedError: The checkpoint was overwritten twice during the call.
         UnsupportedFormatError: A newer cloudckpt wrote it.
-        StoreError: A request failed, which says nothing about the checkpoint.
+        StoreError: A request failed, which proves no damage.
+
+    Example::
+
+        report = cloudckpt.verify("s3://bucket/run/step-100")
+        print(report.num_bytes, report.verify_s)
 
     """
     options = options or Options()

@@ -82,7 +82,7 @@ class _LastSave:
 class CheckpointManager:
     """Manages the checkpoints of one run, each at ``<root>/step-<n>``.
 
-    Every rank creates one with the same arguments and uses it from one thread. As a context manager, it ends with
+    Every rank makes one with the same arguments and uses it from one thread. As a context manager, it ends with
     `close`. The coordinator removes superseded checkpoints in a background thread after each commit.
 
     Args:
@@ -97,12 +97,22 @@ class CheckpointManager:
         async_: Save with `cloudckpt.async_save` instead of `cloudckpt.save`.
         verify_first: See `cloudckpt.load_latest`.
         allow_pickle: See `cloudckpt.load`.
-        process_group: See `cloudckpt.save`, also for `no_dist` and `use_collectives`.
+        process_group: See `cloudckpt.save`.
+        no_dist: See `cloudckpt.save`.
+        use_collectives: See `cloudckpt.save`.
         options: Options of all saves and loads.
 
     Raises:
         InvalidOptionError: An argument is invalid.
         InvalidURIError: `root` is not a valid URI.
+
+    Example::
+
+        with cloudckpt.CheckpointManager("s3://bucket/run", save_every=100, keep_last=3) as manager:
+            restored = manager.restore(model=model, optimizer=optimizer)  # None: a fresh start
+            for step in range(restored.step + 1 if restored else 0, 1000):
+                train_on()
+                manager.save(step, model=model, optimizer=optimizer)
 
     """
 
@@ -171,14 +181,30 @@ class CheckpointManager:
         return self._retention.report
 
     def uri_of(self, step: int) -> str:
-        """Return the URI to which this manager saves `step`. `steps` lists the URIs of committed steps."""
+        """Return the URI to which this manager saves a step. `steps` lists the URIs of committed steps.
+
+        Args:
+            step: Number of the step.
+
+        Returns:
+            ``<root>/step-<n>``, or ``<root>/step-<n>-again-<k>`` beside a damaged one.
+
+        """
         step, again = _check_step(step), 0
         while self._on_damaged == "skip" and self._steps.uri_of(step, again) in self._damaged:
             again += 1
         return self._steps.uri_of(step, again)
 
     def is_due(self, step: int) -> bool:
-        """Return True if `save` saves this step without `force`."""
+        """Return True if `save` saves a step without ``force``.
+
+        Args:
+            step: Number of the step.
+
+        Returns:
+            True for multiples of ``save_every``, and if that is None.
+
+        """
         return self._save_every is None or _check_step(step) % self._save_every == 0
 
     def save(
@@ -199,12 +225,17 @@ class CheckpointManager:
     ) -> AsyncSave | SavedMetadata | None:
         """Save a step from all ranks with `cloudckpt.async_save` or `cloudckpt.save`.
 
-        The failure of a background save is raised by the next save or by `close`.
+        The next save or `close` raises the failure of a background save.
 
         Args:
             step: Number of the step.
             state_dict: See `cloudckpt.save`. Pass it, or live objects.
-            model: See `cloudckpt.save`, also for `optimizer`, `scheduler`, `dataloader`, `extra` and `random_state`.
+            model: See `cloudckpt.save`.
+            optimizer: See `cloudckpt.save`.
+            scheduler: See `cloudckpt.save`.
+            dataloader: See `cloudckpt.save`.
+            extra: See `cloudckpt.save`.
+            random_state: See `cloudckpt.save`.
             metrics: Numbers by name, saved in the manifest. The coordinator's count.
             force: Save also a step that is not due. The step that this manager saved last is not saved again: the call
                 waits for that save and, unless it failed, returns its result. A step that was restored since is not
@@ -217,6 +248,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointExistsError: The step exists and `overwrite` is False.
+            CheckpointException: See `cloudckpt.save`.
 
         """
         step, numbers = _check_step(step), check_metrics(metrics)
@@ -273,16 +305,19 @@ class CheckpointManager:
     ) -> Restored | None:
         """Load a step into live objects or into `state_dict`, in place, on all ranks.
 
-        Pass the objects that `save` was given: ``restore(model=model, optimizer=optimizer)``. Unless ``strict=False``,
-        all that the step holds must be asked for, so that nothing is lost without a word.
-
+        Unless ``strict=False``, all that the step holds must be asked for, so that nothing is lost without a word.
         Without `step`, the newest whole step is loaded as by `cloudckpt.load_latest`: the one that was committed last.
         Damaged steps are skipped on all ranks with a warning and listed in the result.
 
         Args:
-            state_dict: See `cloudckpt.load`. Pass it, or live objects.
+            state_dict: See `cloudckpt.load`. Pass it, or the live objects that `save` was given.
             step: Step to load, or None for the newest.
-            model: See `cloudckpt.save`, also for `optimizer`, `scheduler`, `dataloader`, `extra` and `random_state`.
+            model: See `cloudckpt.save`.
+            optimizer: See `cloudckpt.save`.
+            scheduler: See `cloudckpt.save`.
+            dataloader: See `cloudckpt.save`.
+            extra: See `cloudckpt.save`.
+            random_state: See `cloudckpt.save`.
             strict: See `cloudckpt.load`. For live objects, None is the same as True.
             planner: See `cloudckpt.load`.
 
@@ -318,19 +353,38 @@ class CheckpointManager:
     def steps(self) -> list[StepInfo]:
         """Return the committed steps with their metrics, lowest first, without contacting other ranks.
 
-        Each manifest is read once. A damaged manifest gives no metrics. Raises `StoreError`.
+        Each manifest is read once. A damaged manifest gives no metrics.
+
+        Raises:
+            StoreError: A request failed.
+
         """
         committed = self._steps.find_committed(with_metrics=True)
         return sorted(keep_newest_of_each_step(committed), key=lambda info: info.step)
 
     def latest(self) -> StepInfo | None:
-        """Return the step that was committed last, without its metrics, or None. Raises `StoreError`."""
+        """Return the step that was committed last, without its metrics, or None.
+
+        Raises:
+            StoreError: A request failed.
+
+        """
         return next(iter(self._steps.find_committed(with_metrics=False)), None)
 
     def best(self, metric: str, mode: Mode = "min") -> StepInfo | None:
-        """Return the step with the lowest (``"min"``) or highest (``"max"``) value of a metric.
+        """Return the step with the best value of a metric. The newest wins if values are equal.
 
-        The newest wins if values are equal. Returns None if no step has a finite value. Raises `StoreError`.
+        Args:
+            metric: Name of the metric.
+            mode: ``"min"`` if low values are good, ``"max"`` if high ones are.
+
+        Returns:
+            The step, or None if no step has a finite value.
+
+        Raises:
+            InvalidOptionError: `mode` is another word.
+            StoreError: A request failed.
+
         """
         check_mode(mode)
         committed = self._steps.find_committed(with_metrics=True)
@@ -339,8 +393,15 @@ class CheckpointManager:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save in flight is committed and the checkpoints that it supersedes are removed.
 
-        Raises the failure of the save unless its handle or the next save has raised it, and `TimeoutError` after
-        `timeout` seconds. A checkpoint that could not be removed is not an error: see `retention`.
+        A checkpoint that could not be removed is no error: see `retention`.
+
+        Args:
+            timeout: Seconds to wait. None waits for ever.
+
+        Raises:
+            CheckpointException: The save failed, and neither its handle nor the next save has raised that.
+            TimeoutError: They have not ended within `timeout`, and go on.
+
         """
         refuse_in_fork()
         ends_at_s = None if timeout is None else time.monotonic() + timeout
@@ -360,6 +421,10 @@ class CheckpointManager:
         """Wait as `wait` does, and for retention also if the save failed. The manager stays usable.
 
         `cloudckpt.close` frees the memory that background saves keep for the process.
+
+        Args:
+            timeout: See `wait`, also for the errors.
+
         """
         try:
             self.wait(timeout)

@@ -42,17 +42,27 @@ class PreemptionReport:
     """Result of `Preemption.finish`."""
 
     in_flight: SaveOutcome
-    """Outcome of the background save that was running."""
+    """Outcome of the background save that was running: ``"none"`` if there was no save, ``"committed"``, ``"failed"``,
+    ``"cancelled"``, or ``"unfinished"`` if it had not ended at the deadline although it was cancelled."""
     last: SaveOutcome
-    """Outcome of the save that `finish` was asked to make."""
+    """Outcome of the save that `finish` was asked to make. ``"no time"``: it was not started, because it would not have
+    ended before the deadline."""
     error: BaseException | None
     """Failure of the save in flight, if the last one was committed nevertheless."""
     remaining_s: float
-    """Time from the return to the deadline."""
+    """Seconds from the return to the deadline."""
 
 
 class Preemption:
-    """Request to stop this job. `on_sigterm` creates it. For the main thread."""
+    """Request to stop this job. `on_sigterm` makes it. For the main thread.
+
+    Example::
+
+        with cloudckpt.on_sigterm() as preemption:
+            if preemption.agreed():
+                report = preemption.finish()
+
+    """
 
     def __init__(self, *, deadline_s: float, timeout_s: float) -> None:
         self._deadline_s = deadline_s
@@ -68,7 +78,7 @@ class Preemption:
 
     @property
     def remaining_s(self) -> float:
-        """Time until the deadline, which the first signal sets, and never less than 0. Without a signal, all of it."""
+        """Seconds until the deadline, which the first signal sets, at least 0. Without a signal: ``deadline_s``."""
         ends_at_s = self._ends_at_s
         return self._deadline_s if ends_at_s is None else max(0.0, ends_at_s - time.monotonic())
 
@@ -78,11 +88,20 @@ class Preemption:
             self._ends_at_s = time.monotonic() + self._deadline_s
 
     def agreed(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Return True on all ranks if any rank was told to stop. All ranks must call it equally often.
+        """Return True on all ranks if any rank was told to stop.
 
-        It reduces one number over a gloo group of the same ranks, which the first call creates. After True,
-        `remaining_s` is that of the rank that was told first. Raises `RankLostError` if the connection of the ranks
-        breaks or a rank does not call it within `timeout_s`.
+        All ranks must call it equally often. It reduces one number over a gloo group of the same ranks, which the first
+        call makes. After True, `remaining_s` is that of the rank that was told first.
+
+        Args:
+            process_group: Group of the ranks; None for all.
+
+        Returns:
+            The same answer on all ranks.
+
+        Raises:
+            RankLostError: The connection of the ranks broke, or a rank did not call it within ``timeout_s``.
+
         """
         if self._has_agreed:
             return True
@@ -108,9 +127,13 @@ class Preemption:
             in_flight: ``"finish"`` waits for the save in flight and cancels it shortly before the deadline.
                 ``"cancel"`` cancels it at once, unless its commit has begun.
 
+        Returns:
+            The outcome of both saves.
+
         Raises:
             CheckpointException: `save` failed, or the save in flight failed and no `save` was committed after it.
             RankLostError: Not all ranks agreed in time.
+            InvalidOptionError: `in_flight` is another word.
 
         """
         if in_flight not in ("finish", "cancel"):
@@ -191,16 +214,28 @@ def on_sigterm(*, deadline_s: float = 25.0, timeout_s: float = 1800.0) -> Iterat
     """Turn SIGTERM into a request to stop, which the training loop answers through `Preemption`.
 
     The handler notes the time and calls the handler that was installed before, which is restored at the end of the
-    context. Further signals change nothing. The process does not exit by itself; the training loop ends it.
+    context. Further signals change nothing. The training loop ends the process.
 
     Args:
         deadline_s: Time from the signal for which the job may still run. It must be shorter than the scheduler's time
             from SIGTERM to SIGKILL, which is usually 30 s.
         timeout_s: Maximum time that a rank waits for the others in `Preemption.agreed`.
 
+    Yields:
+        The request, which the loop asks at each step.
+
     Raises:
         InvalidOptionError: An argument is not positive and finite.
         RuntimeError: The caller is not the main thread. Python handles signals only there.
+
+    Example::
+
+        with cloudckpt.on_sigterm(deadline_s=25) as preemption:
+            for step in range(100, 103):
+                train_on()
+                if preemption.agreed():
+                    preemption.finish(lambda: cloudckpt.save(f"s3://bucket/run/step-{step}", model=model))
+                    break
 
     """
     for name, value in (("deadline_s", deadline_s), ("timeout_s", timeout_s)):

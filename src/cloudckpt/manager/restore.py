@@ -54,29 +54,39 @@ def load_latest(
 ) -> LoadReport:
     """Load the newest checkpoint directly under `root` that is whole, as `load` does.
 
-    The coordinator lists the candidates (`list_checkpoints`), and all ranks try the same ones, newest first. If any
-    rank finds a candidate damaged or gone, all ranks skip it with a warning. After one that is gone, `root` is listed
-    again, because a newer one may have been saved. No other failure makes it skip a candidate: a store that does not
-    answer or denies access, a state dict that does not fit, a value that needs `allow_pickle` and a newer format are
-    raised as `load` raises them.
+    The coordinator lists the candidates, and all ranks try the same ones, newest first. If any rank finds a candidate
+    damaged or gone, all ranks skip it with a warning. After one that is gone, `root` is listed again. Every other
+    failure is raised as by `load`: a store that does not answer, a state dict that does not fit, a value that needs
+    `allow_pickle`, a newer format.
 
-    A load checks only the bytes that it reads, and tensors are filled while it checks. The next candidate overwrites
-    all of them. A planner with ``allow_partial_load`` implies `verify_first`, because an older checkpoint may lack a
-    tensor that a damaged one has filled.
+    A load checks only the bytes that it reads, and fills tensors while it checks. The next candidate overwrites all of
+    them. A planner with ``allow_partial_load`` implies `verify_first`, because an older checkpoint may lack a tensor
+    that a damaged one has filled.
 
     Args:
         state_dict: The state dict to fill in place.
         root: Folder of the checkpoints.
-        strict: See `load`.
         storage_reader: Reader to use; `options` then apply only to listing and verifying.
+        planner: See `load`.
+        process_group: See `load`.
+        no_dist: See `load`.
+        allow_pickle: See `load`.
+        strict: See `load`.
         verify_first: Verify each candidate on the coordinator before any tensor is touched. The other ranks wait.
+        options: See `load`.
 
     Returns:
         The report of this rank. Its ``skipped`` lists the candidates that were skipped.
 
     Raises:
-        CheckpointException: As `load`. It is also a `CheckpointNotFoundError` if nothing is committed under `root`, and
-            a `CorruptCheckpointError`, with the reason for each candidate, if none can be loaded.
+        CheckpointException: See `load`. It is also a `CheckpointNotFoundError` if nothing is committed under `root`,
+            and a `CorruptCheckpointError`, with the reason for each candidate, if none can be loaded.
+
+    Example::
+
+        state_dict = {"model": model.state_dict()}
+        report = cloudckpt.load_latest(state_dict, "s3://bucket/run")
+        print(report.uri, report.skipped)
 
     """
     found = load_newest(
@@ -247,7 +257,9 @@ class Restored:
     """Result of `CheckpointManager.restore`."""
 
     step: int
+    """Number of the loaded step."""
     uri: str
+    """URI of the loaded step."""
     report: LoadReport
     """Report of this rank."""
 

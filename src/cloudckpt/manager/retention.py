@@ -34,15 +34,15 @@ _MAX_FENCES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionReport:
-    """Result of one retention run."""
+    """Result of one retention run of a `CheckpointManager`."""
 
     kept: tuple[str, ...]
-    """URIs of the checkpoints that stay, newest first. None of them was touched."""
+    """URIs of the checkpoints that stay, newest first. The run touched none of them."""
     removed: tuple[str, ...]
     """URIs of the removed checkpoints, oldest first."""
     failed: tuple[KeptObject, ...]
-    """Checkpoints that should have been removed, with the reason why they were not, and steps without read access. One
-    of them may be half removed and then cannot be loaded. The next save tries again."""
+    """Checkpoints that should have been removed, and steps without read access, each with the reason. One of them may
+    be half removed and then cannot be loaded. The next save tries again."""
 
 
 def lock_root(root: str) -> threading.Lock:

@@ -22,11 +22,13 @@ class StepInfo:
     """One committed checkpoint of a `CheckpointManager`."""
 
     step: int
+    """Number of the step."""
     uri: str
+    """URI of the checkpoint."""
     committed_at: datetime
     """See `cloudckpt.types.CheckpointInfo.committed_at`. If each rank saves alone, the time of rank 0."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics that were saved with it. NaN stands for a value that was not finite."""
+    """Metrics that were saved with it. NaN stands for a value that was not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

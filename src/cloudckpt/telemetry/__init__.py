@@ -1,7 +1,6 @@
 """Tells subscribers the events of this process's saves and loads, and makes OpenTelemetry spans and metrics of them.
 
-Events come from the pipeline, the manager and garbage collection. A subscriber cannot fail a save or a load. See
-``docs/telemetry.md``.
+A subscriber cannot fail a save or a load. ``docs/telemetry.md`` lists the events, spans and metrics.
 """
 
 from __future__ import annotations
@@ -43,10 +42,23 @@ _subscribers: dict[object, _Subscriber] = {}
 
 
 def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
-    """Call `on_event` with each event of this process's saves and loads, until the returned function is called.
+    """Call a function with each event of this process's saves and loads.
 
-    The thread that makes the step calls it, or one that waits for it, so it must be quick. Its exceptions are logged
-    and change nothing; use `Options.on_event` to stop a save.
+    The thread that makes the step calls it, or one that waits for it. Its exceptions are logged and change nothing; use
+    `Options.on_event` to stop a save.
+
+    Args:
+        on_event: Called with each event. It must be quick, and safe for use by several threads.
+
+    Returns:
+        A function that ends the subscription.
+
+    Example::
+
+        stop = cloudckpt.telemetry.subscribe(lambda event: print(event.name, event.uri))
+        cloudckpt.save("s3://bucket/run/step-100", model=model)
+        stop()
+
     """
     return _watch(on_event)
 
@@ -54,8 +66,21 @@ def subscribe(on_event: Callable[[Event], None]) -> Callable[[], None]:
 def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
     """Make OpenTelemetry spans and metrics of all saves and loads of this process from here on.
 
-    Uses the global providers by default. A second call replaces the first. Raises `MissingDependencyError` without
-    ``opentelemetry-api``. The program brings the SDK and the exporters.
+    A second call replaces the first. The program brings the SDK and the exporters.
+
+    Args:
+        tracer_provider: Provider of the tracer. None for the global one.
+        meter_provider: Provider of the meter. None for the global one.
+
+    Raises:
+        MissingDependencyError: The package ``opentelemetry-api`` is not installed.
+
+    Example::
+
+        cloudckpt.telemetry.instrument()
+        cloudckpt.save("s3://bucket/run/step-100", model=model)
+        cloudckpt.telemetry.uninstrument()
+
     """
     try:
         from cloudckpt.telemetry.opentelemetry import Instrumentation  # noqa: PLC0415  # the package may not be there
@@ -69,7 +94,7 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
 
 
 def uninstrument() -> None:
-    """Undo `instrument`."""
+    """Undo `instrument`. Does nothing if it is not in force."""
     while _ends:
         _ends.pop()()
 

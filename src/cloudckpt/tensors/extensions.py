@@ -202,12 +202,24 @@ class _WholeWriter(io.BufferedIOBase):
 
 
 class Zstandard(StreamTransformExtension):
-    """Compresses with Zstandard (RFC 8878), for ``Options(extensions=[Zstandard()])``.
+    """Compresses with Zstandard (RFC 8878), as a stream extension of torch's.
 
-    `level` goes from -100 (fast) to 22 (small). With `threads`, each tensor is compressed by so many at once. A load
-    needs no option to read it, and torch's ``ZStandard`` reads it too: both have the same descriptor.
+    A load needs no option to read it, and torch's ``ZStandard`` reads it too: both have the same descriptor.
 
-    Raises `InvalidOptionError`; `MissingDependencyError` without the package ``zstandard``.
+    Args:
+        level: From -100 (fast) to 22 (small).
+        threads: Number of threads that compress each tensor. 0 compresses in the thread that sends it.
+
+    Raises:
+        InvalidOptionError: An argument is out of its range.
+        MissingDependencyError: The package ``zstandard`` is not installed.
+
+    Example::
+
+        options = cloudckpt.Options(extensions=[cloudckpt.Zstandard(level=3)])
+        cloudckpt.save("s3://bucket/run/step-100", model=model, options=options)
+        cloudckpt.load("s3://bucket/run/step-100", model=model)
+
     """
 
     def __init__(self, *, level: int = 3, threads: int = 0) -> None:

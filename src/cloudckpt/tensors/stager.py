@@ -75,18 +75,25 @@ class CopyPlanCache:
 
 
 class PinnedStager(AsyncStager):
-    """Copies state dicts to host memory that is allocated once and used again for every later one.
+    """Copies state dicts to host memory that is allocated once and used again.
 
-    The memory grows when the state dict does, and is freed by `close`. It is pinned where CUDA is in use. Tensors
-    that share memory share it in the copy. CPU tensors are copied with `num_threads` threads: by default as many as
-    this rank has cores, but for a quarter where there are four or more.
+    It is a `torch.distributed.checkpoint.staging.AsyncStager`, for `cloudckpt.async_save` and torch's own. The memory
+    grows with the state dict, and is freed by `close`. It is pinned where CUDA is in use. Tensors that share memory
+    share it in the copy. A staged state dict is valid until `close`. Not safe for use from several threads at once, nor
+    in a forked child.
 
-    For torch's ``dcp.async_save(async_stager=…)`` and for `cloudckpt.async_save`. With `overlapped`, `stage` returns a
-    future at once, and the state dict must not change until it is done. With `shared`, the memory is shared with
-    torch's background process, which then copies nothing; without, that process gets a copy.
+    Args:
+        shared: Share the memory with torch's background process, which then copies nothing. Otherwise it gets a copy.
+        overlapped: `stage` returns a future at once, and the state dict must not change until that is done.
+        num_threads: Number of threads that copy CPU tensors. None: the cores of this rank, three quarters of them if
+            there are four or more.
 
-    A staged state dict is valid until `close`, or until `begin` is called again. Not safe for use from several
-    threads at once, nor in a forked child.
+    Example::
+
+        stager = cloudckpt.PinnedStager()
+        cloudckpt.async_save("s3://bucket/run/step-100", model=model, async_stager=stager).result()
+        stager.close()
+
     """
 
     def __init__(self, *, shared: bool = False, overlapped: bool = False, num_threads: int | None = None) -> None:
@@ -98,7 +105,7 @@ class PinnedStager(AsyncStager):
 
     @property
     def num_bytes(self) -> int:
-        """The host memory that it has, in bytes."""
+        """Bytes of host memory that it holds."""
         return self._pool.num_bytes
 
     def begin(self, state_dict: dict[str, Any]) -> Staging:

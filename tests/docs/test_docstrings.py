@@ -1,0 +1,118 @@
+"""Docstrings of public names: their sections are complete, and their examples run."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import cloudckpt
+from cloudckpt import errors, telemetry, types
+from cloudckpt.testing.servers import S3Server
+
+_MADE_FOR_USERS = {"AsyncSave", "Event", "LoadReport", "Preemption", "SaveReport"}
+"""Classes that users get, and do not make."""
+_OF_THE_PACKAGE = {"begin", "begin_call", "discard", "end", "end_call", "flush_trace", "follow", "stop_sharing"}
+"""Methods that other parts of the package call."""
+_SECTION = re.compile(r"^(Args|Returns|Yields|Raises):\n((?:    .*\n|\n)*)", re.MULTILINE)
+_EXAMPLE = re.compile(r"^Example::\n\n((?: {4}.*\n|\n)+)", re.MULTILINE)
+
+
+def _public(*modules: Any) -> dict[str, Any]:
+    found = {name: getattr(module, name) for module in modules for name in module.__all__}
+    return {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isfunction(value)}
+
+
+def _text(value: object) -> str:
+    return inspect.cleandoc(getattr(value, "__doc__", "") or "") + "\n"
+
+
+PUBLIC = _public(cloudckpt, types, errors, telemetry)
+EXAMPLES = {
+    f"{name}.{part}".removesuffix("."): inspect.cleandoc("\n" + found[1])
+    for name, value in PUBLIC.items()
+    for part, one in {"": value, **(vars(value) if inspect.isclass(value) else {})}.items()
+    if part != "__doc__" and (found := _EXAMPLE.search(_text(one)))
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name: str, tmp_path: Path, s3_bucket: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails, what an IDE shows for a name does not work."""
+    monkeypatch.chdir(tmp_path)
+    s3_bucket.create_bucket("archive")
+    model = torch.nn.Sequential(OrderedDict(body=torch.nn.Linear(8, 8), head=torch.nn.Linear(8, 2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_file({name: tensor.detach() for name, tensor in model.state_dict().items()}, "model.safetensors")
+    if not re.search(r"save\(", EXAMPLES[name]):  # an example that saves begins with an empty bucket
+        for step in (100, 200):
+            uri = f"s3://bucket/run/step-{step}"
+            cloudckpt.save(uri, model=model, optimizer=optimizer, extra={"epoch": step})
+    names = {"cloudckpt": cloudckpt, "dcp": dcp, "torch": torch, "model": model, "optimizer": optimizer}
+    exec(EXAMPLES[name], {**names, "state_dict": {"model": model.state_dict()}, "train_on": lambda: None})  # noqa: S102  # ours
+    cloudckpt.close()
+
+
+def test_docstrings_are_complete() -> None:
+    """If this fails, a user does not learn from an IDE or the reference what an argument, field or result means."""
+    problems = [f"{name} has no example" for name in _public(cloudckpt) if _needs_example(name)]
+    for name, value in PUBLIC.items():
+        node = ast.parse(inspect.getsource(value)).body[0]
+        problems += _problems_in(name, node)
+        for part in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(part, ast.FunctionDef) and not _is_hidden(value, part.name):
+                problems += _problems_in(f"{name}.{part.name}", part)
+    assert problems == []
+
+
+def _needs_example(name: str) -> bool:
+    return name not in EXAMPLES and name not in _MADE_FOR_USERS and name not in errors.__all__
+
+
+def _is_hidden(value: type, method: str) -> bool:
+    of_torch = (base for base in value.__mro__ if base.__module__.startswith("torch."))
+    return method.startswith("_") or method in _OF_THE_PACKAGE or any(method in vars(base) for base in of_torch)
+
+
+def _problems_in(name: str, node: ast.AST) -> Iterator[str]:
+    """Yield each way in which the docstring of a class or function is not complete."""
+    assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    text = ast.get_docstring(node) or ""
+    bodies = dict(_SECTION.findall(text + "\n"))
+    entries = {head: re.findall(r"^ {4}(\w+): ", body, re.MULTILINE) for head, body in bodies.items()}
+    if not text:
+        yield f"{name} has no docstring"
+    for error in entries.get("Raises", []):
+        if error != "CheckpointException" and not any(hasattr(module, error) for module in (errors, builtins)):
+            yield f"{name}: {error} does not exist"
+    if isinstance(node, ast.ClassDef):
+        fields = zip(node.body, [*node.body[1:], node], strict=True) if node.decorator_list else ()
+        for field, after in fields:
+            is_public = isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_")
+            if is_public and not isinstance(after, ast.Expr):
+                yield f"{name}: {ast.unparse(field)} has no docstring"
+        makers = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+        if name in _MADE_FOR_USERS or name in errors.__all__ or not makers:
+            return
+        function = makers[0]
+    else:
+        function = node
+    arguments = [one.arg for one in [*function.args.args, *function.args.kwonlyargs]]
+    arguments = [one for one in arguments if one not in ("self", "cls") and not one.startswith("_")]
+    if arguments != entries.get("Args", []):
+        yield f"{name}: Args are {entries.get('Args', [])} instead of {arguments}"
+    decorators = [ast.unparse(one) for one in function.decorator_list]
+    is_value = function is not node or "property" in decorators or function.returns is None
+    has_result = {"Returns", "Yields"} & bodies.keys() or (not arguments and text.startswith("Return"))
+    if not is_value and ast.unparse(function.returns or node) not in ("None", "Never") and not has_result:
+        yield f"{name}: Returns is missing"

@@ -15,7 +15,6 @@ import signal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -37,15 +36,8 @@ def main() -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def state_dict() -> dict[str, object]:
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        return {"model": model_state, "optimizer": optimizer_state}
-
     with cloudckpt.CheckpointManager(args.root, keep_last=3, options=cloudckpt.Options(timeout_s=30)) as manager:
-        state = state_dict()
-        restored = manager.restore(state)
-        if restored is not None:
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        restored = manager.restore(model=model, optimizer=optimizer)
         first = 1 if restored is None else restored.step + 1
         if dist.get_rank() == 0:
             print(f"life {life}, {dist.get_world_size()} ranks: from step {first}", flush=True)
@@ -58,7 +50,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"step {step} loss {loss.item()!r}", flush=True)
             # A step that a rank's death kept from being committed is not there; one that was is not done again.
-            manager.save(step, state_dict())
+            manager.save(step, model=model, optimizer=optimizer)
             if step == args.die_at and life == 0 and dist.get_rank() == dist.get_world_size() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     print(f"rank {dist.get_rank()} done", flush=True)

@@ -1,105 +1,86 @@
-"""Saving and loading objects that have a `state_dict` of their own, without taking them apart.
+"""Saving and loading a sharded model, its optimizer, and an object of your own that has a `state_dict`.
 
     torchrun --nproc-per-node 2 examples/stateful.py s3://bucket/run              (or gs://…, or a path)
 
-Shows two ways: one object that knows all of the application's state, which is the one to prefer; and the model
-and the optimizer put into the state dict as they are.
+Trains, saves and trains on. Then it loads into fresh objects, trains on as well, and compares the losses.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.fsdp import fully_shard
 
 import cloudckpt
 
 
-@dataclass(frozen=True)
-class AppState:
-    """What DCP calls a `Stateful`: anything with these two methods."""
+class Batches:
+    """Random batches. DCP calls an object with the two methods of its state a `Stateful`."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> torch.Tensor:
+        """Return the next batch of this rank."""
+        self.position += 1
+        return torch.randn(16, 32, generator=torch.Generator().manual_seed(100 * self.position + dist.get_rank()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters by name, in the model's state and in the optimizer's: loads on any number of ranks."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        """Return what a save stores."""
+        return {"position": self.position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called with what was loaded."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
+        """Take what a load read."""
+        self.position = state_dict["position"]
 
 
-def build(device: torch.device, *, seed: int) -> AppState:
-    """A small sharded model with its optimizer."""
+def build(device: torch.device, *, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+    """Return a small sharded model with its optimizer and its data."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
     fully_shard(model)
-    return AppState(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), Batches()
 
 
-def train(app: AppState, device: torch.device, *, seed: int) -> list[float]:
-    """A few steps; the losses."""
-    random = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, device: torch.device) -> list[float]:
+    """Train a few steps and return the losses."""
     losses = []
     for _ in range(5):
-        loss = app.model(torch.randn(16, 32, generator=random).to(device)).square().mean()
+        loss = model(batches.next().to(device)).square().mean()
         loss.backward()
-        app.optimizer.step()
-        app.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
-def main(uri: str) -> None:
-    """Train, save in both ways, train on; load in both ways, train on as well, and compare."""
-    root = f"{uri}/stateful"
+def main(root: str) -> None:
+    """Compare training that went on with training from the checkpoint."""
     local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if torch.cuda.device_count() >= num_local else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    uri = f"{root}/stateful/live"
 
-    original = build(device, seed=0)
-    train(original, device, seed=1)
-    # Without overwrite=True, a second run of this program would be told that the checkpoints exist already.
-    cloudckpt.save({"app": original}, f"{root}/app", overwrite=True)
-    as_they_are = {"model": original.model, "optimizer": original.optimizer}
-    cloudckpt.save(as_they_are, f"{root}/as-they-are", overwrite=True)
-    expected = train(original, device, seed=2)
+    model, optimizer, batches = build(device, seed=0)
+    train(model, optimizer, batches, device)
+    # Without overwrite=True, a second run of this program would be told that the checkpoint exists already.
+    cloudckpt.save(uri, model=model, optimizer=optimizer, extra={"batches": batches}, overwrite=True)
+    expected = train(model, optimizer, batches, device)
 
-    restored = build(device, seed=3)
-    cloudckpt.load({"app": restored}, f"{root}/app")
-    if train(restored, device, seed=2) != expected:
-        raise RuntimeError("AppState: trained on differently")
-
-    restored = build(device, seed=4)
-    # Only what the state dict names is loaded, and a fresh AdamW has no moments to name yet; this makes them.
-    get_optimizer_state_dict(restored.model, restored.optimizer)
-    cloudckpt.load({"model": restored.model, "optimizer": restored.optimizer}, f"{root}/as-they-are")
-    if train(restored, device, seed=2) != expected:
-        raise RuntimeError("as they are: trained on differently")
+    model, optimizer, batches = build(device, seed=3)
+    cloudckpt.load(uri, model=model, optimizer=optimizer, extra={"batches": batches})
+    if train(model, optimizer, batches, device) != expected:
+        raise RuntimeError("trained on differently")
 
     if dist.get_rank() == 0:
-        print("saved as one AppState, and as model and optimizer: both train on as the original did")
+        print("saved, and loaded into fresh objects: they train on as the original did")
     dist.destroy_process_group()
 
 

@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from tests.docs.tables import ROOT
 
 import cloudckpt
 from cloudckpt import errors, telemetry, types
+from cloudckpt.testing import contract, damage, faults, servers
 from cloudckpt.testing.servers import S3Server
 
 _MADE_FOR_USERS = {"AsyncSave", "Event", "LoadReport", "Preemption", "SaveReport"}
@@ -40,7 +42,7 @@ def _text(value: object) -> str:
 PUBLIC = _public(cloudckpt, types, errors, telemetry)
 EXAMPLES = {
     f"{name}.{part}".removesuffix("."): inspect.cleandoc("\n" + found[1])
-    for name, value in PUBLIC.items()
+    for name, value in {**PUBLIC, **_public(servers)}.items()
     for part, one in {"": value, **(vars(value) if inspect.isclass(value) else {})}.items()
     if part != "__doc__" and (found := _EXAMPLE.search(_text(one)))
 }
@@ -58,20 +60,29 @@ def test_examples_run(name: str, tmp_path: Path, s3_bucket: S3Server, monkeypatc
         for step in (100, 200):
             uri = f"s3://bucket/run/step-{step}"
             cloudckpt.save(uri, model=model, optimizer=optimizer, extra={"epoch": step})
-    names = {"cloudckpt": cloudckpt, "dcp": dcp, "torch": torch, "model": model, "optimizer": optimizer}
-    exec(EXAMPLES[name], {**names, "state_dict": {"model": model.state_dict()}, "train_on": lambda: None})  # noqa: S102  # ours
+    names = {"model": model, "optimizer": optimizer, "state_dict": {"model": model.state_dict()}, "dcp": dcp}
+    modules = {**vars(servers), "cloudckpt": cloudckpt, "train_on": lambda: None}
+    exec(EXAMPLES[name], {**modules, **names})  # noqa: S102  # our own text
     cloudckpt.close()
 
 
 def test_docstrings_are_complete() -> None:
     """If this fails, a user does not learn from an IDE or the reference what an argument, field or result means."""
     problems = [f"{name} has no example" for name in _public(cloudckpt) if _needs_example(name)]
-    for name, value in PUBLIC.items():
+    for name, value in {**_public(contract, damage, faults, servers), **PUBLIC}.items():
         node = ast.parse(inspect.getsource(value)).body[0]
         problems += _problems_in(name, node)
-        for part in node.body if isinstance(node, ast.ClassDef) else []:
+        for part in node.body if isinstance(node, ast.ClassDef) and name in PUBLIC else []:
             if isinstance(part, ast.FunctionDef) and not _is_hidden(value, part.name):
                 problems += _problems_in(f"{name}.{part.name}", part)
+    text = (ROOT / "docs/frameworks.md").read_text()  # whose snippets `make frameworks` runs
+    for path in sorted((ROOT / "src/cloudckpt/integrations").glob("[a-z]*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                problems += _problems_in(f"{path.stem}.{node.name}", node)
+                example = "".join(_EXAMPLE.findall((ast.get_docstring(node) or "") + "\n"))
+                lines = inspect.cleandoc("\n" + example).splitlines()
+                problems += [f"{node.name}: {line} is not in frameworks.md" for line in lines if line not in text]
     assert problems == []
 
 
@@ -89,7 +100,7 @@ def _problems_in(name: str, node: ast.AST) -> Iterator[str]:
     assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
     text = ast.get_docstring(node) or ""
     bodies = dict(_SECTION.findall(text + "\n"))
-    entries = {head: re.findall(r"^ {4}(\w+): ", body, re.MULTILINE) for head, body in bodies.items()}
+    entries = {head: re.findall(r"^ {4}[*]{0,2}(\w+): ", body, re.MULTILINE) for head, body in bodies.items()}
     if not text:
         yield f"{name} has no docstring"
     for error in entries.get("Raises", []):
@@ -107,8 +118,9 @@ def _problems_in(name: str, node: ast.AST) -> Iterator[str]:
         function = makers[0]
     else:
         function = node
-    arguments = [one.arg for one in [*function.args.args, *function.args.kwonlyargs]]
-    arguments = [one for one in arguments if one not in ("self", "cls") and not one.startswith("_")]
+    given = function.args
+    in_order = [*given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+    arguments = [one.arg for one in in_order if one and one.arg not in ("self", "cls") and one.arg[0] != "_"]
     if arguments != entries.get("Args", []):
         yield f"{name}: Args are {entries.get('Args', [])} instead of {arguments}"
     decorators = [ast.unparse(one) for one in function.decorator_list]

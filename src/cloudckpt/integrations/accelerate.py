@@ -29,22 +29,27 @@ _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class AcceleratorState:
-    """Saves what ``accelerator.save_state`` saves.
+    """Saves what ``accelerator.save_state`` saves, as one ``Stateful`` for `cloudckpt.save` or a manager.
+
+    Models and optimizers are saved by the names of their parameters, so FSDP1, FSDP2 and DDP shards load on any number
+    of ranks. Schedulers, the gradient scaler, registered objects and the accelerator's step are saved too, and for each
+    rank its random generators and stateful data loaders. On another number of ranks these two are not changed, and a
+    warning is logged. All ranks make an instance after ``prepare``, and save and load it together.
+
+    Args:
+        accelerator: The accelerator, after ``prepare``.
+        restores_random: Restore the random generators. If False, their state is in `random`.
+        only_models: Save or load only the models, for inference or to start another training.
+
+    Raises:
+        InvalidOptionError: DeepSpeed and Megatron-LM have state formats of their own.
 
     Example::
 
-        cloudckpt.save({"accelerator": AcceleratorState(accelerator)}, uri)
+        state = {"accelerator": AcceleratorState(accelerator), "step": 0}
+        with cloudckpt.CheckpointManager("s3://bucket/run", keep_last=3, save_every=2) as manager:
+            manager.restore(state)
 
-    Models and optimizers are saved by the names of their parameters, so FSDP1, FSDP2 and DDP shards load on any number
-    of ranks. Schedulers, the gradient scaler, objects registered for checkpointing and the accelerator's step are saved
-    too, and for each rank its random generators and its stateful data loaders. The last two are restored only on the
-    same number of ranks; on another number they are not changed, and a warning is logged. All ranks create an instance
-    after ``prepare``, and save and load it together.
-
-    With ``restores_random=False`` the generators are not restored; their state is in `random`. With ``only_models``
-    only the models are saved or loaded, for inference or to start another training.
-
-    Raises `InvalidOptionError` for DeepSpeed and Megatron-LM, which have state formats of their own.
     """
 
     def __init__(self, accelerator: Accelerator, *, restores_random: bool = True, only_models: bool = False) -> None:

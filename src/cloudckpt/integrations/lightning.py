@@ -41,12 +41,22 @@ _is_training_state = re.compile(r"optimizer_states|optimizer_[0-9]+|lr_scheduler
 
 
 class CloudCheckpointIO(CheckpointIO):
-    """Saves and loads Lightning's checkpoints by URI: ``Trainer(plugins=[CloudCheckpointIO()])``.
+    """Saves and loads the checkpoints of Lightning and Fabric by URI.
 
     Use it with strategies in which rank 0 saves everything (one device, DDP). The result is an ordinary checkpoint:
-    atomic, verified, and listed by ``cloudckpt ls``; its tensors have names such as ``state_dict.layer.weight``. The
-    commit replaces an existing checkpoint atomically, as Lightning expects (``last.ckpt``), unless ``overwrite=False``.
+    atomic, verified, and listed by ``cloudckpt ls``; its tensors have names such as ``state_dict.layer.weight``.
     ``AsyncCheckpointIO(CloudCheckpointIO())`` saves in the background.
+
+    Args:
+        options: Options of all saves and loads.
+        overwrite: Replace an existing checkpoint at the instant of the commit, as Lightning expects (``last.ckpt``).
+
+    Example::
+
+        fabric = Fabric(plugins=[CloudCheckpointIO()])
+        fabric.save("s3://bucket/fabric/step-0", state)
+        fabric.load("s3://bucket/fabric/step-0", state)
+
     """
 
     def __init__(self, *, options: Options | None = None, overwrite: bool = True) -> None:
@@ -96,10 +106,28 @@ def load_from_checkpoint(
     options: Options | None = None,
     **hyperparameters: Any,
 ) -> _Module:
-    """Call ``module_class.load_from_checkpoint(…)``, which opens only files, with the checkpoint at `uri`.
+    """Load a module as ``module_class.load_from_checkpoint(…)`` does, which opens only files.
 
-    It is for inference: the state of optimizers, schedulers, loops and callbacks is not read. The checkpoint may be
-    saved by one rank or by all. Meanwhile, the weights are in memory twice. Raises the errors of `cloudckpt.load`.
+    It is for inference: the state of optimizers, schedulers, loops and callbacks is not read. One rank or all may have
+    saved the checkpoint. Meanwhile, the weights are in memory twice.
+
+    Args:
+        module_class: Class of the module.
+        uri: Place of the checkpoint.
+        map_location: See Lightning's ``load_from_checkpoint``.
+        strict: See Lightning's ``load_from_checkpoint``.
+        weights_only: If False, values of any class load, which may run any code.
+        options: Options of the load.
+        **hyperparameters: See Lightning's ``load_from_checkpoint``.
+
+    Returns:
+        The module.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint is committed there.
+        CorruptCheckpointError: Stored bytes are not those of the save.
+        UnsafePickleError: A value could run code, and `weights_only` is not False.
+
     """
     location, options = parse_location(uri), options or Options()
     known = describe(uri, options=options)
@@ -174,7 +202,15 @@ class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):
     """Strategy for FSDP2 and tensor parallelism; all ranks save and load their shards by URI.
 
     One atomic checkpoint holds parameters and optimizer state by name, so it loads on any number of ranks, and the rest
-    of Lightning's state. Accepts every keyword of `ModelParallelStrategy`.
+    of Lightning's state.
+
+    Args:
+        *args: See ``ModelParallelStrategy``.
+        **kwargs: See ``ModelParallelStrategy``; and ``options`` and ``overwrite`` as for `CloudCheckpointIO`.
+
+    Raises:
+        InvalidOptionError: ``save_distributed_checkpoint`` is False.
+
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -189,8 +225,15 @@ class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):
 class CloudFSDPStrategy(_CloudShards, FSDPStrategy):
     """Strategy for FSDP1; all ranks save and load their shards by URI.
 
-    It uses the same names as `CloudModelParallelStrategy`, so each loads the checkpoints of the other. Accepts every
-    keyword of `FSDPStrategy`.
+    It uses the same names as `CloudModelParallelStrategy`, so each loads the checkpoints of the other.
+
+    Args:
+        *args: See ``FSDPStrategy``.
+        **kwargs: See ``FSDPStrategy``; and ``options`` and ``overwrite`` as for `CloudCheckpointIO`.
+
+    Raises:
+        InvalidOptionError: ``state_dict_type`` is not ``"sharded"``.
+
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -18,10 +18,19 @@ _FILE = "cloudckpt.json"
 
 
 def report(metrics: Mapping[str, Any], uri: str) -> None:
-    """Call ``ray.train.report`` with a small checkpoint that contains `uri`. Ray does not copy or delete the real one.
+    """Call ``ray.train.report`` with a small checkpoint that contains a URI. Ray does not copy or delete the real one.
 
-    Call it on all workers, after `cloudckpt.save` to `uri` or the ``result`` of its handle has returned on each, so
-    that every checkpoint that Ray knows is committed.
+    Call it on all workers, after `cloudckpt.save` or the ``result`` of its handle has returned on each, so that every
+    checkpoint that Ray knows is committed.
+
+    Args:
+        metrics: See ``ray.train.report``.
+        uri: Place of the saved checkpoint.
+
+    Example::
+
+        report({"step": step}, manager.uri_of(step))  # instead of ray.train.report; on all workers
+
     """
     if ray.train.get_context().get_world_rank() != 0:
         ray.train.report(dict(metrics), checkpoint=None)
@@ -32,9 +41,17 @@ def report(metrics: Mapping[str, Any], uri: str) -> None:
 
 
 def get_uri(checkpoint: ray.train.Checkpoint | None) -> str | None:
-    """Return the URI in a checkpoint of `report`, such as ``ray.train.get_checkpoint()``; None for None.
+    """Return the URI in a checkpoint of `report`.
 
-    Raises `UnsupportedFormatError` for a checkpoint that `report` did not create.
+    Args:
+        checkpoint: Ray's checkpoint, such as ``ray.train.get_checkpoint()``.
+
+    Returns:
+        The URI. None if `checkpoint` is None.
+
+    Raises:
+        UnsupportedFormatError: `report` did not make the checkpoint.
+
     """
     if checkpoint is None:
         return None

@@ -30,13 +30,21 @@ _HINT = (
 class CloudCheckpointManager(CheckpointManager):
     """Saves torchtitan's checkpoints with `cloudckpt.CheckpointManager`.
 
-    Use it as ``checkpoint=CloudCheckpointManager.Config(…)``. The fields of the configuration mean the same as in
-    torchtitan; ``folder`` may be a URI. The step ``n`` is saved to ``<folder>/step-<n>``. A load takes the newest
-    undamaged step; a requested step that is missing is an error. ``keep_latest_k`` counts committed checkpoints, and an
-    older one is deleted once a newer one is committed. Both asynchronous modes use `cloudckpt.async_save`.
+    The fields of `Config` mean the same as in torchtitan; ``folder`` may be a URI. The step ``n`` is saved to
+    ``<folder>/step-<n>``. A load takes the newest undamaged step; a requested step that is missing is an error.
+    ``keep_latest_k`` counts committed checkpoints, and an older one is deleted once a newer one is committed. Both
+    asynchronous modes use `cloudckpt.async_save`. A subclass may set `options`.
 
-    With ``overwrite`` an existing step is replaced. Without it, loading an earlier step raises `CheckpointExistsError`,
-    unless ``load_only`` is set. A subclass may set `options`.
+    Without ``overwrite``, loading an earlier step raises `CheckpointExistsError`, unless ``load_only`` is set.
+
+    Args:
+        config: A `Config`.
+        **parts: See torchtitan's ``CheckpointManager``.
+
+    Example::
+
+        config.checkpoint = CloudCheckpointManager.Config(enable=True, folder="s3://bucket/run", keep_latest_k=3)
+
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -44,6 +44,22 @@ _HINT = (
 class CloudCheckpoints(_Trainer):
     """Mixin for ``Trainer`` that saves to ``<cloud_root>/step-<n>`` instead of ``output_dir``.
 
+    When Trainer would save (``save_strategy``, ``save_steps``), all ranks save their shards of the model and optimizer,
+    and everything else that an exact continuation needs: scheduler, scaler, random generators, Trainer's own state. The
+    newest ``save_total_limit`` steps are kept, and the best by ``metric_for_best_model``, which
+    ``load_best_model_at_end`` loads. ``resume_from_checkpoint=True`` resumes from the newest committed step, or starts
+    from scratch if there is none; with a number, a missing step is an error. The last save is committed when ``train``
+    returns.
+
+    Args:
+        *args: See ``Trainer``.
+        cloud_root: Folder of all steps.
+        cloud_async: Save in the background.
+        cloud_overwrite: Replace existing steps. Without it, ``train`` raises `CheckpointExistsError` before its first
+            step if existing steps would collide with it or its limit would delete them.
+        cloud_options: Options of all saves and loads.
+        **kwargs: See ``Trainer``.
+
     Example::
 
         class CloudTrainer(CloudCheckpoints, Trainer):
@@ -52,14 +68,6 @@ class CloudCheckpoints(_Trainer):
         trainer = CloudTrainer(model, args, train_dataset=dataset, cloud_root="s3://bucket/run")
         trainer.train(resume_from_checkpoint=True)
 
-    When Trainer would save (``save_strategy``, ``save_steps``), all ranks save their shards of the model and optimizer,
-    and everything else that an exact continuation needs: scheduler, scaler, random generators, Trainer's own state.
-    The newest ``save_total_limit`` steps are kept, and the best by ``metric_for_best_model``, which
-    ``load_best_model_at_end`` loads. ``resume_from_checkpoint=True`` resumes from the newest committed step, or starts
-    from scratch if there is none; with a number, a missing step is an error. Saves run in the background, unless
-    ``cloud_async=False``; the last one is committed when ``train`` returns. Training raises `CheckpointExistsError`
-    before its first step if existing steps would collide with it or its limit would delete them. With
-    ``cloud_overwrite`` it replaces them instead.
     """
 
     def __init__(

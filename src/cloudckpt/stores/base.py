@@ -242,6 +242,7 @@ class Call:
     num_bytes: int = 0
     """Size of the body that the call sends or fills; 0 if there is none."""
     part_number: int | None = None
+    """Number of the part that the call uploads, from 1 on; None if it uploads no part."""
     offset_bytes: int | None = None
     """The begin of the range that the call reads."""
 

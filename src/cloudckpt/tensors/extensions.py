@@ -208,7 +208,7 @@ class Zstandard(StreamTransformExtension):
 
     Args:
         level: From -100 (fast) to 22 (small).
-        threads: Number of threads that compress each tensor. 0 compresses in the thread that sends it.
+        threads: Number of threads that compress each tensor. 0 adds no thread.
 
     Raises:
         InvalidOptionError: An argument is out of its range.

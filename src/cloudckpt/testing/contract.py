@@ -33,11 +33,11 @@ __all__ = ["StoreContract"]
 
 
 class StoreContract(WriteClauses, UploadClauses, ReadClauses):
-    """Inherit under a name that begins with ``Test``, and define the fixture `store`.
+    """Contract of a store, as a test class. Inherit from it under a name that begins with ``Test``.
 
-    ``shared_between_processes``: True if other processes see the store's objects (default False).
-    ``num_racing_rounds``, ``num_paging_keys``: the number of rounds and of objects; lower them if calls cost money.
-    ``check_upload_time(info)``: checks the start time of an unfinished upload.
+    Define the fixture `store`. ``shared_between_processes``: True if other processes see the store's objects (default
+    False). ``num_racing_rounds``, ``num_paging_keys``: numbers of rounds and of objects; lower them if calls cost
+    money. ``check_upload_time(info)``: checks the start time of an unfinished upload.
     """
 
     @pytest.fixture

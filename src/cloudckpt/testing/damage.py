@@ -14,14 +14,31 @@ _NO_BOUND = 1 << 62
 
 
 def flip_bit(store: Store, key: str, *, bit: int) -> None:
-    """Flip one bit of the object at `key`: bit ``bit % 8`` of byte ``bit // 8``."""
+    """Flip one bit of an object.
+
+    Args:
+        store: Store of the object.
+        key: Key of the object.
+        bit: Position of the bit: bit ``bit % 8`` of byte ``bit // 8``.
+
+    """
     body = bytearray(_read(store, key))
     body[bit // 8] ^= 1 << (bit % 8)
     overwrite(store, key, bytes(body))
 
 
 def truncate(store: Store, key: str, *, size_bytes: int) -> None:
-    """Keep only the first `size_bytes` of the object at `key`. Raises `ValueError` if it has no more."""
+    """Keep only the beginning of an object.
+
+    Args:
+        store: Store of the object.
+        key: Key of the object.
+        size_bytes: Number of bytes to keep: ``[0, size_bytes)``.
+
+    Raises:
+        ValueError: The object has no more bytes.
+
+    """
     body = _read(store, key)
     if size_bytes >= len(body):
         raise ValueError(f"{store.url(key)} has only {len(body)} bytes. Give a size_bytes below that, not {size_bytes}")
@@ -29,13 +46,29 @@ def truncate(store: Store, key: str, *, size_bytes: int) -> None:
 
 
 def remove(store: Store, key: str) -> None:
-    """Delete the object at `key`. Raises `ObjectNotFoundError` if there is none."""
+    """Delete an object.
+
+    Args:
+        store: Store of the object.
+        key: Key of the object.
+
+    Raises:
+        ObjectNotFoundError: There is no such object.
+
+    """
     store.head(key)
     store.delete([key])
 
 
 def overwrite(store: Store, key: str, body: bytes) -> None:
-    """Replace the object at `key` by `body`, with its correct checksum."""
+    """Replace an object, and send the correct checksum of its new content.
+
+    Args:
+        store: Store of the object.
+        key: Key of the object.
+        body: The new content.
+
+    """
     views = [memoryview(body)] if body else []
     store.put(key, views, crc32c=crc32c_of(views))
 

@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Fails:
-    """The call raises `error`, a class of `cloudckpt.errors`.
+    """The call raises an error of `cloudckpt.errors`.
 
     - `TransientStoreError`: the server's error 500, or a broken connection
     - `ThrottledError`: 503 SlowDown
@@ -58,22 +58,20 @@ class Fails:
     - `AccessDeniedError`: 403
     - `ObjectNotFoundError`: 404 for an object, even if it exists
     - `ShortObjectError`: 416 for a range, even if the object has it
-
-    With `carried_out`, the store carries the call out first, so that its answer is lost.
     """
 
     error: type[StoreError]
+    """Class of the error."""
     carried_out: bool = False
+    """If True, the store carries the call out first, so that its answer is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedBody:
-    """The answer to a read ends early: the first bytes are filled in, and an `InterruptedReadError` has their number.
-
-    It ends after `after_bytes`, and always before the last byte; ``None`` chooses the place at random.
-    """
+    """The answer to a read ends early, with an `InterruptedReadError` that has the number of the bytes filled in."""
 
     after_bytes: int | None = None
+    """Number of the first bytes, at most all but one. None chooses it at random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +88,7 @@ class Tell:
     """Calls a function in the caller's thread, for example to kill a process, and carries the call out."""
 
     before: Callable[[Call], object] | None = None
+    """Called before the store carries the call out."""
     after: Callable[[Call], object] | None = None
     """Called after the store has carried the call out without an error."""
 
@@ -106,25 +105,30 @@ _OPERATIONS: dict[type, frozenset[str]] = {TruncatedBody: _READS, FlippedBits: _
 class Rule:
     """A fault, and the calls that it happens to.
 
-    A rule counts every call that it matches. It skips the first `skip` of them, acts on the next `times` (``None``: all
-    of them), and ignores the rest. Calls are counted in the order in which they are made, which threads can change.
-    With `each_key`, each operation on each key is counted separately, and they cannot.
+    A rule counts every call that it matches, in the order in which they are made, which threads can change. A random
+    choice depends on the seed, the rule, the operation, the key, and the number of earlier calls of this operation on
+    this key, but not on the random ids of attempts.
 
-    With a `probability` below 1, the rule acts only on that fraction of the calls. The choice depends on the seed, the
-    rule, the operation, the key, and the number of earlier calls of this operation on this key, but not on the random
-    ids of attempts. Raises `ValueError` for operations that the fault cannot happen to, and `TypeError` for a class in
-    the place of a fault.
+    Raises:
+        ValueError: The fault cannot happen to these operations.
+        TypeError: `fault` is a class, or `operations` is one string.
+
     """
 
     fault: Fault
+    """One of this module's, such as ``Fails(ThrottledError)``."""
     operations: Collection[str] | None = None
-    """Names of methods of `Store`; ``None``: all methods that the fault can happen to."""
+    """Names of methods of `Store`; None: all methods that the fault can happen to."""
     key: str = ""
-    """A regular expression, searched for in the key."""
+    """Regular expression, searched for in the key."""
     skip: int = 0
+    """Number of the first matches on which the rule does not act."""
     times: int | None = 1
+    """Number of the next matches on which it acts; None: all of them."""
     each_key: bool = False
+    """If True, each operation on each key is counted separately, so threads cannot change the order."""
     probability: float = 1.0
+    """Fraction of these calls on which the rule acts."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.fault, Fault):
@@ -153,6 +157,11 @@ class Faults:
 
     The first rule that is due for a call acts; all rules that match count it. A pickled copy in another process, such
     as a spawned rank, has the same rules and seed and counts from the beginning. Safe for use by several threads.
+
+    Args:
+        *rules: Rules, of which the first that is due acts.
+        seed: Seed of all random choices.
+
     """
 
     def __init__(self, *rules: Rule, seed: int = 0) -> None:

@@ -72,9 +72,16 @@ _NOWHERE = {
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return `environment` (by default this process's) without the settings of AWS and Google clients.
+    """Return environment variables without the settings of AWS and Google clients.
 
     The user's profiles, credentials, endpoints and proxies could send the requests of a test to a real store.
+
+    Args:
+        environment: Variables to start from. None for those of this process.
+
+    Returns:
+        A new dict.
+
     """
     source = os.environ if environment is None else environment
     kept = {name: value for name, value in source.items() if not name.upper().startswith(_UNWANTED)}
@@ -90,9 +97,22 @@ def ask(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Send a request and return the status and text of the answer.
+    """Send one request to a local server.
 
-    Raises `OSError` or `http.client.HTTPException` if there is none.
+    Args:
+        endpoint_url: Address of the server.
+        method: HTTP method.
+        path: Path and query.
+        timeout_s: Maximum time without progress.
+        body: Body of the request.
+        headers: Headers of the request.
+
+    Returns:
+        Status and text of the answer.
+
+    Raises:
+        OSError: There is no answer. A broken one raises ``http.client.HTTPException``.
+
     """
     connection = http.client.HTTPConnection(urlsplit(endpoint_url).netloc, timeout=timeout_s)
     try:
@@ -104,7 +124,17 @@ def ask(
 
 
 def answers(endpoint_url: str, path: str = "/", *, timeout_s: float) -> bool:
-    """Return True if the server answers a request for `path` in time, with any status."""
+    """Return True if a server answers a request in time, with any status.
+
+    Args:
+        endpoint_url: Address of the server.
+        path: Path and query.
+        timeout_s: Maximum time without progress.
+
+    Returns:
+        False if there is no answer.
+
+    """
     try:
         ask(endpoint_url, "GET", path, timeout_s=timeout_s)
     except (OSError, http.client.HTTPException):
@@ -157,10 +187,20 @@ os._exit(status & 127)
 
 @contextlib.contextmanager
 def reserved_port(port: int = 0) -> Iterator[int]:
-    """Yield a free port of the loopback interface, or `port`. Raises `InvalidOptionError` if that is in use.
+    """Reserve a port of the loopback interface.
 
     On Linux a bound socket that does not listen reserves the port, also while the server is down. On other systems the
     port is only known to be free at the start.
+
+    Args:
+        port: Port to reserve. 0 chooses a free one.
+
+    Yields:
+        The port.
+
+    Raises:
+        InvalidOptionError: `port` is in use.
+
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -181,8 +221,9 @@ class Program:
     name: str
     """Name in messages."""
     command: Sequence[str | os.PathLike[str]]
+    """Program and its arguments."""
     environment: Mapping[str, str] = field(repr=False)
-    """The whole environment; it may contain secrets, so it is not in the repr."""
+    """All environment variables. They may contain secrets, so they are not in the repr."""
     is_ready: Callable[[float], bool]
     """Called repeatedly with a timeout in seconds, until it returns True."""
 
@@ -192,8 +233,11 @@ class ServerProcess:
     """A program that can be started, killed and restarted. Not safe for use by several threads."""
 
     program: Program
+    """Program to run."""
     log: IO[bytes]
+    """File for its standard error."""
     start_timeout_s: float
+    """Maximum time until it is ready."""
     pid: int = field(init=False, default=0)
     """Process id of the server, or of the previous one while it is down."""
     _supervisor: subprocess.Popen[bytes] | None = field(init=False, default=None)
@@ -331,7 +375,19 @@ class Server(abc.ABC):
 
 @contextlib.contextmanager
 def running(program: Program, *, start_timeout_s: float = 60.0) -> Iterator[ServerProcess]:
-    """Start the program and yield its process once it is ready; kill it at the end."""
+    """Start a program, and kill it at the end of the context.
+
+    Args:
+        program: Program to run.
+        start_timeout_s: Maximum time until it is ready.
+
+    Yields:
+        Its process, once it is ready.
+
+    Raises:
+        RuntimeError: It does not start. The message has the end of its output.
+
+    """
     with tempfile.TemporaryFile(mode="ab+", buffering=0) as log:
         process = ServerProcess(program, log, start_timeout_s)
         process.start()
@@ -366,6 +422,7 @@ class S3Server(Server):
     """A `Server` that speaks S3."""
 
     name: str = "moto"
+    """See `Server`."""
 
     @property
     def scheme(self) -> str:
@@ -404,9 +461,25 @@ class S3Server(Server):
 
 @contextlib.contextmanager
 def moto_server(*, port: int = 0) -> Iterator[S3Server]:
-    """Start an empty S3 server in its own process on `port`, or on a free one; it ends with the context.
+    """Start an empty S3 server in a process of its own, which ends with the context.
 
-    Raises `MissingDependencyError` without moto, and `RuntimeError` with the output of the server if it does not start.
+    Args:
+        port: Port of the loopback interface. 0 chooses a free one.
+
+    Yields:
+        The server.
+
+    Raises:
+        MissingDependencyError: moto is not installed.
+        RuntimeError: The server does not start. The message has the end of its output.
+
+    Example::
+
+        with moto_server() as server:
+            server.create_bucket("bucket")
+            options = cloudckpt.Options(storage_options=server.storage_options)
+            cloudckpt.save(state_dict, "s3://bucket/run", options=options)
+
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("werkzeug") is None:
         raise MissingDependencyError("moto's server is not installed: pip install 'cloudckpt[testing]'")
@@ -434,6 +507,7 @@ class GCSServer(Server):
     """A `Server` that speaks GCS."""
 
     name: str = "fake-gcs-server"
+    """See `Server`."""
     directory: Path | None = None
     """Directory of the objects; None if they are in memory."""
 
@@ -475,11 +549,26 @@ class GCSServer(Server):
 
 @contextlib.contextmanager
 def fake_gcs_server(*, keeps_data: bool = False, port: int = 0) -> Iterator[GCSServer]:
-    """Start an empty GCS server in its own process on `port`, or on a free one; it ends with the context.
+    """Start an empty GCS server in a process of its own, which ends with the context.
 
-    With `keeps_data` its objects are files in a temporary directory and survive `kill` and `restart`; otherwise they
-    are in memory. Raises `MissingDependencyError` without the package that contains it, and `RuntimeError` with the
-    output of the server if it does not start.
+    Args:
+        keeps_data: Keep the objects in a temporary directory, so that they survive `Server.kill` and `Server.restart`.
+        port: Port of the loopback interface. 0 chooses a free one.
+
+    Yields:
+        The server.
+
+    Raises:
+        MissingDependencyError: The package that contains the server is not installed.
+        RuntimeError: The server does not start. The message has the end of its output.
+
+    Example::
+
+        with fake_gcs_server() as server:
+            server.create_bucket("bucket")
+            options = cloudckpt.Options(storage_options=server.storage_options)
+            cloudckpt.save(state_dict, "gs://bucket/run", options=options)
+
     """
     binary = _binary()
     with contextlib.ExitStack() as stack:

@@ -116,6 +116,11 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
+def gc_advice(uri: str) -> str:
+    """Return the advice for data that could not be removed: nothing removes it until somebody runs `gc`."""
+    return f"Run `cloudckpt gc {uri}` to remove it"
+
+
 def _cut(text: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
@@ -123,7 +128,7 @@ def _cut(text: str, max_chars: int) -> str:
     return f"{text[:half]} … [{len(text) - 2 * half:,} characters] … {text[-half:]}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Hint:
     """Advice to pass one argument. The library shows it as Python code, the command line as one of its flags.
 
@@ -134,6 +139,12 @@ class Hint:
     advice: str
     option: str
     value: str = "…"
+
+    def __str__(self) -> str:
+        return self.as_python()
+
+    def __repr__(self) -> str:
+        return f"Hint({self.as_python()!r})"
 
     def as_python(self) -> str:
         """Return the advice for a caller of the library: ``pass overwrite=True``, ``raise Options(timeout_s=…)``."""

@@ -100,7 +100,8 @@ def test_an_export_and_its_way_back(local: LocalPlace, run: Run, tmp_path: Path)
     save(local.uri("step-1"))
     refused = run("export", local.uri("step-1"), local.uri("out"))
     assert (refused.code, "'optim.step'" in refused.err) == (2, True)
-    chosen = ("--include", "model.*", "--strip-prefix", "model.", "--max-shard-size", "1kB")
+    model = ("--include", "model.*", "--strip-prefix", "model")
+    chosen = (*model, "--max-shard-size", "1kB")
     ended = run("export", local.uri("step-1"), local.uri("out"), *chosen, "--json")
     assert ended.code == 0, ended.err
     assert list(ended.document) == members_of("export")
@@ -115,7 +116,10 @@ def test_an_export_and_its_way_back(local: LocalPlace, run: Run, tmp_path: Path)
     assert found.keys() == {"w", "b"}
     assert torch.equal(found["w"], state_of()["model"]["w"])
     assert run("export", local.uri("step-1"), local.uri("out"), *chosen).code == 6
-    back = run("import", local.uri("out"), local.uri("step-2"), "--add-prefix", "model.", "--json")
+    assert [run("export", local.uri("step-1"), local.uri("one.safetensors"), *model).code for _ in "ab"] == [0, 6]
+    (tmp_path / "one").write_bytes(local.read("one.safetensors"))
+    assert load_file(tmp_path / "one").keys() == {"w", "b"}
+    back = run("import", local.uri("out"), local.uri("step-2"), "--add-prefix", "model", "--json")
     assert (back.code, back.document["num_tensors"]) == (0, 2), back.err
     assert list(back.document) == members_of("import")
     state = {"model": {"w": torch.zeros(300, 10), "b": torch.zeros(7, dtype=torch.bfloat16)}}

@@ -30,6 +30,7 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
     one, two = place.uri("step-1"), place.uri("step-2")
     return {
         "ls": ([place.root], _still_there, "step-2"),
+        "latest": ([place.root], _still_there, f"{two}\n"),
         "du": ([place.root], _still_there, "(all)"),
         "cat": ([one, "model.w"], _still_there, "mean     1.0"),
         "show": ([one, "--values"], _still_there, "bfloat16"),

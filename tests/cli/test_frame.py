@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,12 +17,13 @@ import typer.main
 from tests.cli.conftest import Run, save
 from tests.e2e.places import S3Place
 from tests.e2e.servers import FlakyS3
+from tests.house import modules
 
 import cloudckpt
 from cloudckpt import errors, types
 from cloudckpt.cli._app import app
 from cloudckpt.cli._errors import _FLAGS, exit_code_of, message_of
-from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError
+from cloudckpt.errors import ALLOW_PICKLE_HINT, Hint, UnsafePickleError
 from cloudckpt.testing.servers import clean_environment
 
 
@@ -101,6 +103,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["export", "step-1", "out", "--max-shard-size", "0"], 2, "--max-shard-size"),
         (["import", "torchs", "new", "-f", "torch"], 2, "pass --unsafe-pickle."),
         (["show", "step-1", "--timeout", "0"], 2, "--timeout"),
+        (["latest", "step-1"], 3, "cloudckpt ls"),
+        (["export", "step-1", "out", "--include", "model", "--strip-prefix", "mod"], 2, "the prefix 'mod.'"),
+        (["export", "step-1", "m.safetensors", "--include", "model", "--max-shard-size", "1kB"], 2, "Name a folder"),
         (["show", "nothing"], 3, "cloudckpt ls ROOT"),
         (["doctor", "step-1", "--deadline", "0"], 2, "--deadline"),
         (["doctor", "s3://bucket/run", "-o", "no_such_option=1"], 2, "no_such_option"),
@@ -147,6 +152,22 @@ def test_hints_name_flags_that_the_command_has() -> None:
     assert set(_FLAGS.values()) <= {name for each in commands for parameter in each.params for name in parameter.opts}
 
 
+def test_hints_print_their_argument() -> None:
+    """If this fails, who prints the hint of an error sees a template with braces."""
+    calls = [
+        node
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Hint"
+    ]
+    assert calls
+    for call in calls:
+        hint = Hint(**{each.arg: ast.literal_eval(each.value) for each in call.keywords if each.arg})
+        for text in (str(hint), repr(hint), hint.as_flag("--flag")):
+            assert not re.search("[{}]", text)
+        assert f"{hint.option.rpartition('.')[2]}={hint.value}" in str(hint)
+
+
 def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, s3_application: FlakyS3, run: Run) -> None:
     """If this fails, a lacking permission or a store that is busy looks like a missing checkpoint."""
     assert run("ls", "s3://there-is-no-such-bucket/run").code == 3
@@ -154,7 +175,8 @@ def test_a_denied_request_is_told_from_what_is_missing(s3: S3Place, s3_applicati
     with s3_application.troubled(lambda method, url: "deny"):
         for command in (["ls", s3.root], ["show", s3.uri()], ["verify", s3.uri()], ["rm", s3.uri(), "--yes"]):
             ended = run(*command)
-            assert (ended.code, ended.out, "s3:" in ended.err) == (4, "", True), command
+            assert (ended.code, ended.out, f"{s3.root}" in ended.err) == (4, "", True), command
+            assert not re.search(r"/(manifest|data)\b", ended.err)  # the user named no such key
     with s3_application.troubled(lambda method, url: "slow down"):
         assert run("show", s3.uri(), "--timeout", "1").code == 5
 
@@ -224,7 +246,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         finally:
             running.kill()
     assert running.returncode == 130, told
-    assert told == "Interrupted again: ended without cleaning up; cloudckpt gc removes what is left.\n"
+    assert told == "Interrupted again: ended without cleaning up. Run `cloudckpt gc URI` to remove what is left.\n"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ def test_rm_deletes_what_is_named_and_nothing_else(local: LocalPlace, run: Run) 
     ended = run("rm", local.uri("step-1"), local.uri("step-3"), "--yes", "--json")
     assert (ended.code, [one["deleted"] for one in ended.document]) == (0, [True, True])
     assert [one.name for one in cloudckpt.list_checkpoints(local.root)] == ["step-2"]
+    assert "it has the folder step-2. " in run("show", local.root).err  # the others hold fences alone
+    assert run("gc", local.root, *_GC, "--yes").code == 0
+    assert [path.name for path in Path(local.root).iterdir()] == ["step-2"]
 
 
 def test_rm_shows_what_a_dry_run_would_delete(local: LocalPlace, run: Run) -> None:

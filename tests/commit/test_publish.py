@@ -236,7 +236,7 @@ def test_a_clean_up_that_fails_is_logged_and_no_more(
         assert (
             remove_superseded(store, manifest_for("b"), number=1, retrier=retrier(), on_removing=lambda key: None) == 0
         )
-    assert "gc will" in caplog.text
+    assert "Run `cloudckpt gc " in caplog.text
     assert what_counts(store) == (1, "b")
 
 

@@ -89,6 +89,7 @@ def _configure(
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
+    "latest": ls.latest,
     "du": ls.du,
     "show": show.show,
     "cat": show.cat,

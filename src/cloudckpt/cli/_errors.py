@@ -157,5 +157,5 @@ def _on_sigterm(_number: int, _frame: object) -> NoReturn:
 
 def _exit_at_once(_number: int, _frame: object) -> NoReturn:
     # sys.stderr may be in the middle of a write, and would refuse another one.
-    os.write(2, b"Interrupted again: ended without cleaning up; cloudckpt gc removes what is left.\n")
+    os.write(2, b"Interrupted again: ended without cleaning up. Run `cloudckpt gc URI` to remove what is left.\n")
     os._exit(INTERRUPTED)

@@ -89,7 +89,7 @@ def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
     elif any(one.state == "torch" for one in everything):
         advice = "It is a checkpoint of torch's own writer, which cloudckpt does not delete: use another tool"
     elif everything:
-        advice = f"Failed saves left data there: cloudckpt gc {uri} removes it"
+        advice = f"Failed saves left data there: run `cloudckpt gc {uri}` to remove it"
     else:
         advice = "Nothing is there: check the URI"
     raise CheckpointNotFoundError(f"no checkpoint is committed at {location.uri}. {advice}", uri=location.uri)

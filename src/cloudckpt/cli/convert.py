@@ -181,7 +181,8 @@ def export(
         str, typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, or torch (one file).")
     ] = "safetensors",
     strip_prefix: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Leave this out of the names.", show_default=False)
+        str,
+        typer.Option(metavar="PREFIX", help="Leave this first part out of the dotted names.", show_default=False),
     ] = "",
     max_shard_size: Annotated[
         int, typer.Option(parser=parse_size, metavar="SIZE", help="Largest safetensors file.")
@@ -193,7 +194,7 @@ def export(
 ) -> None:
     """Write a checkpoint as files that other programs read: Hugging Face's safetensors, or a file of torch.save.
 
-    Example: cloudckpt export s3://bucket/run/step-100 ./model --include 'model.*' --strip-prefix model.
+    Example: cloudckpt export s3://bucket/run/step-100 ./model --include 'model.*' --strip-prefix model
     """
     from cloudckpt.convert.exports import export_checkpoint
 
@@ -221,7 +222,8 @@ def import_(
         typer.Option("--format", "-f", metavar="FORMAT", help="safetensors, torch (one file), or dcp (torch's own)."),
     ] = "safetensors",
     add_prefix: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Put this before the names.", show_default=False)
+        str,
+        typer.Option(metavar="PREFIX", help="Put this first part before the dotted names.", show_default=False),
     ] = "",
     tie: Annotated[
         list[str] | None,
@@ -236,7 +238,7 @@ def import_(
 ) -> None:
     """Save files of other programs as a checkpoint: Hugging Face's safetensors, or torch's own formats.
 
-    Example: cloudckpt import ./model s3://bucket/run/step-0 --add-prefix model.
+    Example: cloudckpt import ./model s3://bucket/run/step-0 --add-prefix model
     """
     from cloudckpt.convert.imports import import_checkpoint
 

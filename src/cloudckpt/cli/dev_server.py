@@ -25,7 +25,8 @@ def dev_server(
 ) -> None:
     """Run a store with a bucket on this machine, to try cloudckpt without an account, until Ctrl-C.
 
-    Objects are kept in memory, and are gone at the end. Stdout gets the exports for another shell.
+    It accepts any credentials. Objects are kept in memory, and are lost at the end. Stdout gets the exports for
+    another shell.
 
     Example: cloudckpt dev-server s3 --port 9000
     """
@@ -38,6 +39,7 @@ def dev_server(
             typer.echo(f"export {name}={shlex.quote(value)}")
         uri = f"{server.scheme}://{bucket}/run"
         typer.echo(f"\nand then save to {uri}, or run: cloudckpt doctor {uri}", err=True)
+        typer.echo("The server accepts any credentials, from programs on this machine alone.", err=True)
         typer.echo("Ctrl-C ends the server. Its objects are in memory, and are lost then.", err=True)
         try:
             while server.is_running:

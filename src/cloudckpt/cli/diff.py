@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import math
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from cloudckpt.inspect.comparison import Comparison, Difference
 
 _RIGHT = ("ELEMENTS", "LARGEST", "RELATIVE")
+_MAX_CELL_CHARS = 32
 
 
 def diff(
@@ -81,7 +83,21 @@ def _row(one: Difference) -> list[str]:
     if one.num_different:
         largest = [f"{one.max_absolute:.4g}", f"{one.max_relative:.4g}"]
         figures = [f"{one.num_different:,} of {one.num_elements:,}", *largest]
-    return [one.name, one.kind, one.before, one.after, *figures]
+    return [one.name, one.kind, *_shorten(one.before, one.after), *figures]
+
+
+def _shorten(before: str, after: str) -> tuple[str, str]:
+    """Cut both texts to the place of their first difference, since long values often begin alike."""
+    begin = 0
+    if max(len(before), len(after)) > _MAX_CELL_CHARS:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
+        begin = max(sum(1 for _ in same) - _MAX_CELL_CHARS // 2, 0)
+    return _cut(before, begin), _cut(after, begin)
+
+
+def _cut(text: str, begin: int) -> str:
+    end = begin + _MAX_CELL_CHARS
+    return ("…" if begin and text else "") + text[begin:end] + ("…" if end < len(text) else "")
 
 
 def _document_of(found: Comparison) -> dict[str, Any]:

@@ -72,6 +72,32 @@ def ls(
         raise typer.Exit(DENIED)
 
 
+def latest(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
+    *,
+    common: CommonOptions,
+) -> None:
+    """Print the URI of the checkpoint in ROOT that was committed last; exit with 3 if there is none.
+
+    Example: cloudckpt latest s3://bucket/run
+    """
+    from cloudckpt.errors import CheckpointNotFoundError
+    from cloudckpt.inspect.catalog import latest as find_latest
+    from cloudckpt.uri import parse_location
+
+    console = common.console
+    found = find_latest(root, options=common.options())
+    if found is None:
+        uri = parse_location(root).uri
+        raise CheckpointNotFoundError(
+            f"no checkpoint is committed directly under {uri}. Run `cloudckpt ls {uri}` to see what is there", uri=uri
+        )
+    if common.as_json:
+        console.document({"name": found.name, "uri": found.uri, "time": found.committed_at.isoformat()})
+    else:
+        console.line(found.uri)
+
+
 def du(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder that the checkpoints lie in.")],
     *,
@@ -126,12 +152,12 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], *, long:
         if one.problem:
             console.warn(f"{one.name}: {one.problem}")
     if any(one.state == "garbage" for one in found):
-        console.say(f"cloudckpt gc {root} tells what of the garbage can go.")
+        console.say(f"Run `cloudckpt gc {root}` to see and remove the garbage.")
 
 
 def _tell_nothing(console: Console, root: str, options: Options) -> None:
     """Say what is there instead of checkpoints. Raises `CheckpointNotFoundError` if that is nothing."""
-    from cloudckpt.commit.manifest_log import describe_folders
+    from cloudckpt.commit.manifest_log import describe_folders, list_kept_folders
     from cloudckpt.errors import CheckpointNotFoundError
     from cloudckpt.io.retry import Retrier
     from cloudckpt.stores.open import open_store
@@ -140,7 +166,7 @@ def _tell_nothing(console: Console, root: str, options: Options) -> None:
     location = parse_location(root)
     store = open_store(location, options)
     retrier = Retrier(retries=options.retries, timeout_s=options.timeout_s)
-    folders = retrier.collect(store.list_directories)
+    folders = list_kept_folders(store, retrier)
     is_folder = location.scheme == "file" and os.path.isdir(location.path)  # noqa: PTH112  # as URIs have it
     if not folders and not is_folder and not retrier.collect(lambda: itertools.islice(store.list(), 1)):
         raise CheckpointNotFoundError(f"There is nothing at {location.uri}.", uri=location.uri)

@@ -48,6 +48,7 @@ _BYTES_PER_BYTE = 8
 _BYTES_PER_OBJECT = 128 * 1024 * 1024
 """One byte of a data object's header takes at most eight in a manifest; an object has 100,000 entries."""
 _MOST_NAMED = 5
+_MOST_LOOKED_AT = 20
 _LOAD_AN_OLDER_ONE = "Load an older checkpoint (cloudckpt ls ROOT lists them)"
 _BEGINNING = b'{"format":"cloudckpt'
 """The first bytes of every entry that cloudckpt writes, manifest or fence."""
@@ -379,27 +380,42 @@ def _not_found(store: Store, retrier: Retrier, *, was_fenced: bool) -> Checkpoin
         hint = "one of torch's own writer lies there, of which cloudckpt import --format dcp makes one of cloudckpt's"
     else:
         try:
-            folders = retrier.collect(store.list_directories)
+            folders = list_kept_folders(store, retrier)
             is_empty = retrier.call(lambda: next(iter(store.list()), None) is None)
         except StoreError:  # it is a hint, so no failure counts
             hint = "check the URI"
         else:
-            hint = _describe_content(folders, is_empty=is_empty)
+            hint = _describe_content(store.uri, folders, is_empty=is_empty)
     return CheckpointNotFoundError(f"no checkpoint is committed at {store.uri}: {hint}", uri=store.uri)
 
 
-def _describe_content(folders: Sequence[str], *, is_empty: bool) -> str:
+def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool) -> str:
     if folders:
-        return f"it has the {describe_folders(folders)}. Name the checkpoint itself: cloudckpt ls ROOT lists them"
+        return f"it has the {describe_folders(folders)}. Name the checkpoint itself: `cloudckpt ls {uri}` lists them"
     if is_empty:
-        return "nothing lies there. Check the URI, or list what there is with cloudckpt ls ROOT"
+        return "nothing lies there. Check the URI, or list what there is with `cloudckpt ls ROOT`"
     return "what lies there is no cloudckpt's. Check the URI; of files, cloudckpt import makes a checkpoint"
+
+
+def list_kept_folders(store: Store, retrier: Retrier) -> list[str]:
+    """List folders for `describe_folders`: the last ones by name, without those that hold only the fence of a deletion.
+
+    A run deletes its old checkpoints, so the last names lead to what it has kept.
+    """
+    kept: list[str] = []
+    for name in sorted(retrier.collect(store.list_directories), reverse=True)[:_MOST_LOOKED_AT]:
+        log = read_log(store, retrier, prefix=f"{name}/", is_confirmed=False, is_lenient=True)
+        if log.counting is not None or not log.entries:
+            kept.append(name)
+        if len(kept) > _MOST_NAMED:
+            break
+    return kept
 
 
 def describe_folders(folders: Sequence[str]) -> str:
     """The first few of at least one, in words."""
     more = " and more" if len(folders) > _MOST_NAMED else ""
-    return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders)[:_MOST_NAMED])}{more}"
+    return f"{'folder' if len(folders) == 1 else 'folders'} {', '.join(sorted(folders[:_MOST_NAMED]))}{more}"
 
 
 def _changing(store: Store, prefix: str = "") -> CheckpointChangedError:

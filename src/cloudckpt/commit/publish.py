@@ -26,6 +26,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
     UnsupportedValueError,
+    gc_advice,
 )
 from cloudckpt.format.codec import encode
 from cloudckpt.format.model import Manifest
@@ -130,7 +131,9 @@ def remove_superseded(
             retrier.call(store.delete, batch)
             num_removed += len(batch)
     except (StoreError, CheckpointError) as error:
-        _log.warning("could not remove what %s replaced, gc will: %s", store.url(manifest_key(number)), error)
+        _log.warning(
+            "could not remove what %s replaced: %s. %s", store.url(manifest_key(number)), error, gc_advice(store.uri)
+        )
     return num_removed
 
 
@@ -138,7 +141,9 @@ def _data_keys(store: Store, number: int, retrier: Retrier) -> list[str]:
     try:
         found = read_entry(store, number, retrier)
     except CheckpointError as error:
-        _log.warning("cannot tell which data belongs to %s, gc will: %s", store.url(manifest_key(number)), error)
+        _log.warning(
+            "cannot tell which data belongs to %s: %s. %s", store.url(manifest_key(number)), error, gc_advice(store.uri)
+        )
         return []
     return [stored.key for stored in found.objects] if isinstance(found, Manifest) else []
 

@@ -288,7 +288,7 @@ def naming_missing_file() -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
-        raise CheckpointNotFoundError(f"{error.key} is not there: {error}", uri=error.key) from error
+        raise CheckpointNotFoundError(f"{error} Check the URI", uri=error.key) from error
 
 
 def head_file(context: Context, key: str) -> ObjectInfo:

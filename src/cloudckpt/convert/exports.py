@@ -77,8 +77,9 @@ def export_checkpoint(
 ) -> ConversionReport:
     """Write the checkpoint at `source` as files that other programs read, to `target` on any store.
 
-    - ``"safetensors"``: a folder in Hugging Face's layout. Several files have an index, which is written last. Tensors
-      of any size are streamed in at most ``options.read_bytes`` of memory. Tied tensors are written once for each name.
+    - ``"safetensors"``: a folder in Hugging Face's layout, or one file. Several files have an index, which is written
+      last. Tensors of any size are streamed in at most ``options.read_bytes`` of memory. Tied tensors are written once
+      for each name.
     - ``"torch"``: one file of ``torch.save`` with the nested state dict. Takes memory for the state dict, and as much
       room in the folder for temporary files. ``torch.distributed.checkpoint.format_utils.torch_save_to_dcp`` turns the
       file into torch's DCP format.
@@ -88,11 +89,12 @@ def export_checkpoint(
 
     Args:
         source: URI of the checkpoint.
-        target: URI of the folder, or of the file for ``"torch"``.
+        target: URI of the folder; of the file for ``"torch"``, and for one file whose name ends in ``.safetensors``.
         format: One of the two formats.
         include: Names of entries, or patterns as of files. ``"model"`` and ``"model.*"`` take all that is below
             ``model``. Empty for all entries.
-        strip_prefix: Prefix to remove from names. Makes the state dict of ``"torch"`` flat.
+        strip_prefix: First part, such as ``"model"``, to remove from dotted names. Makes the state dict of ``"torch"``
+            flat.
         max_shard_bytes: Largest size of a safetensors file, unless one tensor is larger.
         skip_non_tensors: Leave Python objects out of safetensors files, which cannot hold them.
         overwrite: Remove the files of an earlier export before the first new one is written.
@@ -145,7 +147,13 @@ def export_checkpoint(
 
 
 def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool) -> ConversionReport:
-    source, target = conversion.source, conversion.target
+    source, target, single_name = conversion.source, conversion.target, _SINGLE_NAME
+    patterns: Sequence[str] = _SAFETENSORS_PATTERNS
+    is_file = target.location.path.endswith(".safetensors")
+    if is_file:
+        folder, single_name = folder_and_name(target.location)
+        target = Context(folder, target.options, rank=0)
+        patterns = (glob.escape(single_name),)
     manifest = resolve(source.store, source.retrier).manifest
     names = conversion.selection.choose_names([*manifest.tensors, *manifest.values])
     left_out = tuple(fqn for fqn in names if fqn in manifest.values)
@@ -163,12 +171,17 @@ def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_no
         )
     tensors = {name: manifest.tensors[fqn] for name, fqn in fqns.items()}
     _check_tensors(fqns, tensors, source.uri)
-    shards = name_shards(tensors, max_shard_bytes=max_shard_bytes)
+    shards = name_shards(tensors, max_shard_bytes=max_shard_bytes, single_name=single_name)
+    if is_file and len(shards) > 1:
+        raise InvalidOptionError(
+            f"{conversion.target.uri} is the name of one file, and files of at most {max_shard_bytes:,} bytes would be "
+            f"{len(shards):,}. Name a folder, or allow larger files"
+        )
     index = build_index(shards)
     last = (
         {INDEX_NAME: functools.partial(PieceBody, [new_piece(memoryview(index), begin=0)])} if len(shards) > 1 else {}
     )
-    files = Files(conversion, target, patterns=_SAFETENSORS_PATTERNS)
+    files = Files(conversion, target, patterns=patterns)
     files.check()
     # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
     budget_bytes = source.options.read_bytes // 2
@@ -212,12 +225,14 @@ def _check_tensors(fqns: Mapping[str, str], tensors: Mapping[str, StoredTensor],
         )
 
 
-def name_shards(tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int) -> dict[str, TensorFile]:
-    """Plan the files of an export, by their names."""
+def name_shards(
+    tensors: Mapping[str, StoredTensor], *, max_shard_bytes: int, single_name: str = _SINGLE_NAME
+) -> dict[str, TensorFile]:
+    """Plan the files of an export, by their names. One file alone is called `single_name`."""
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     files = plan_files(shapes, file_bytes=max_shard_bytes) or [TensorFile(entries=(), layout=lay_out(()))]
     if len(files) == 1:
-        return {_SINGLE_NAME: files[0]}
+        return {single_name: files[0]}
     return {f"model-{number:05d}-of-{len(files):05d}.safetensors": file for number, file in enumerate(files, start=1)}
 
 

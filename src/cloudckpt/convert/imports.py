@@ -96,7 +96,8 @@ def import_checkpoint(
         target: URI of the checkpoint.
         format: One of the three formats.
         include: Names of entries, or patterns as of files. Empty for all entries.
-        add_prefix: Prefix for each name. Makes the state dict of ``"torch"`` and ``"dcp"`` flat.
+        add_prefix: First part, such as ``"model"``, to add to each name. Makes the state dict of ``"torch"`` and
+            ``"dcp"`` flat.
         tie: More names for tensors of safetensors files (``{"lm_head.weight": "embed.weight"}``), for those that
             ``save_pretrained`` leaves out. The bytes are stored once.
         overwrite: Replace a checkpoint at `target`.

@@ -33,7 +33,7 @@ class Selection:
     add_prefix: str = ""
 
     def choose_names(self, fqns: Iterable[str]) -> dict[str, str]:
-        """Return the new name of each entry to take. A prefix is stripped from the names that begin with it.
+        """Return the new name of each entry to take. The prefixes are whole parts of dotted names.
 
         Raises `InvalidOptionError` for a pattern or a prefix that fits no entry, and `UnsupportedValueError` where two
         entries would have one name.
@@ -45,18 +45,19 @@ class Selection:
                     f"no entry of {self.uri} matches include={pattern!r}. It has {quote_names(sorted(known))}"
                 )
         kept = [fqn for fqn in known if self.takes(fqn)]
-        if self.strip_prefix and not any(fqn.startswith(self.strip_prefix) for fqn in kept):
+        stripped, added = _with_dot(self.strip_prefix), _with_dot(self.add_prefix)
+        if stripped and not any(fqn.startswith(stripped) for fqn in kept):
             raise InvalidOptionError(
-                f"nothing that is taken of {self.uri} begins with strip_prefix={self.strip_prefix!r}. There are "
+                f"no entry that is taken of {self.uri} has a name with the prefix {stripped!r}. The names are "
                 f"{quote_names(sorted(kept))}"
             )
         names: dict[str, str] = {}
         taken: dict[str, str] = {}
         for fqn in kept:
-            name = self.add_prefix + fqn.removeprefix(self.strip_prefix)
+            name = added + fqn.removeprefix(stripped)
             if not name:
                 raise UnsupportedValueError(
-                    f"nothing is left of the name {fqn!r} of {self.uri} without {self.strip_prefix!r}", uri=self.uri
+                    f"nothing is left of the name {fqn!r} of {self.uri} without {stripped!r}", uri=self.uri
                 )
             if name in taken:
                 raise UnsupportedValueError(
@@ -78,6 +79,10 @@ class Selection:
             return state_dict
         flat = flatten_entries(state_dict, uri=self.uri)
         return {name: flat[fqn] for fqn, name in self.choose_names(flat).items()}
+
+
+def _with_dot(prefix: str) -> str:
+    return f"{prefix.rstrip('.')}." if prefix else ""
 
 
 def matches(fqn: str, pattern: str) -> bool:

@@ -19,6 +19,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
     UnsupportedOperationError,
+    gc_advice,
     printable,
 )
 from cloudckpt.options import Options
@@ -166,7 +167,7 @@ def examine(
                 "left behind",
                 "failed",
                 f"{len(left)} of the doctor's own objects could not be removed",
-                f"Remove them, or let gc do it: {', '.join(left[:_MAX_SHOWN])}",
+                f"Remove {', '.join(left[:_MAX_SHOWN])}. {gc_advice(location.uri)}",
                 matters=False,
             )
     _check_settings(checklist, location, plain)
@@ -205,7 +206,7 @@ class _Checklist:
         except UnsupportedOperationError as error:
             self.add(name, "skipped", str(error), matters=matters)
         except AccessDeniedError as error:
-            self.add(name, "failed", "denied", f"{error} {advice}".rstrip(), matters=matters)
+            self.add(name, "failed", "the store denies it", f"{error} {advice}".rstrip(), matters=matters)
         except StoreError as error:
             self.add(name, "failed", str(error), advice or str(error), matters=matters)
         else:
@@ -222,7 +223,7 @@ def _check_contact(checklist: _Checklist, location: Location, store: Store, plai
         _check_endpoint(checklist, plain, error, timeout_s=timeout_s)
         _check_credentials(checklist, location, plain, error)
         if isinstance(error, BucketNotFoundError):
-            checklist.add("bucket", "failed", "does not exist", str(error))
+            checklist.add("bucket", "failed", f"{location.authority} does not exist", str(error))
             checklist.skip_reason = "not asked: there is no such bucket"
         elif error is None:
             checklist.add("bucket", "passed", f"{location.authority} exists")
@@ -242,7 +243,7 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
         checklist.add("endpoint", "skipped", str(unusable))
         return
     if isinstance(error, TransientStoreError):
-        checklist.add("endpoint", "failed", type(error).__name__, str(error))
+        checklist.add("endpoint", "failed", f"{endpoint} does not answer", str(error))
         checklist.skip_reason = "not asked: the store does not answer"
     elif isinstance(error, CredentialsError) and environment.request_date(endpoint, timeout_s=timeout_s) is None:
         checklist.add("endpoint", "skipped", "could not be told: without credentials nothing is asked")
@@ -257,7 +258,7 @@ def _check_credentials(checklist: _Checklist, location: Location, plain: Any, er
         if checklist.has("clock", "failed"):  # a store refuses requests of another time
             checklist.add("credentials", "skipped", "could not be told: the clock is off")
         else:
-            checklist.add("credentials", "failed", "not accepted", str(error))
+            checklist.add("credentials", "failed", "the store does not accept them", str(error))
     elif location.scheme == "s3":
         checklist.run("credentials", functools.partial(environment.check_s3_credentials, plain))
     else:

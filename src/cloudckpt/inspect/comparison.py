@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class Difference:
     """``"added"``: only the second has it. ``"removed"``: only the first has it. ``"type"``: it is a tensor in only
     one. ``"dtype"``, ``"shape"``, ``"values"``: these differ."""
     before: str
-    """Description of the entry in the first checkpoint; empty if it has none."""
+    """The value in the first checkpoint as Python shows it; of a tensor dtype and shape. Empty if it has none."""
     after: str
     """Description of the entry in the second checkpoint; empty if it has none."""
     num_elements: int = 0
@@ -340,9 +339,6 @@ def _largest(numbers: torch.Tensor, *, otherwise: float = math.inf) -> float:
     return otherwise if math.isnan(largest) else largest
 
 
-_MAX_SHOWN = 100
-
-
 def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
     """Compare two values by what ``torch.save`` wrote of them. Return also a text for each, for a `Difference`."""
     if before == after:
@@ -351,8 +347,9 @@ def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
         values = [load_safely(content, map_location="cpu") for content in (before, after)]
     except Exception:  # noqa: BLE001  # a bucket can hold anything
         return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
-    first, second = (_shown(value) for value in values)
-    return _is_equal(*values), (first, second)
+    if _is_equal(*values):
+        return True, ("", "")
+    return False, (repr(values[0]), repr(values[1]))
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -369,12 +366,6 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)
     return bool(one == other)
-
-
-def _shown(value: object) -> str:
-    shown = reprlib.Repr()
-    shown.maxother = shown.maxstring = _MAX_SHOWN
-    return shown.repr(value)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

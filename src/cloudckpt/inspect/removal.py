@@ -148,8 +148,8 @@ def _delete(location: Location, options: Options) -> None:
         was_there |= delete_checkpoint(walked, retrier, conditional=conditional)
     if not was_there:
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. What failed saves have left "
-            "there, cloudckpt.gc removes",
+            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. Run "
+            f"`cloudckpt gc {location.uri}` to remove the data of failed saves",
             uri=location.uri,
         )
 

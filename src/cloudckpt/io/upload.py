@@ -13,7 +13,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from cloudckpt._workers import WorkQueue
-from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError
+from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError, UnsupportedOperationError, gc_advice
 from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.checksum import combine_tile_crc32cs, compute_tile_crc32cs
 from cloudckpt.io.download import measure
@@ -283,9 +283,9 @@ class UploadSession:
         """After a failure, with no call in flight. What cannot be removed is left to gc, and said."""
         for target in self._open.values():
             if target.upload_id is not None:
-                with _logged("abort", self._store.url(target.key)):
+                with _logged("abort", self._store.url(target.key), uri=self._store.uri):
                     self._cleaner.call(self._store.abort_multipart, target.key, target.upload_id)
-        with _logged("remove", self._store.uri):
+        with _logged("remove what was written to", self._store.uri, uri=self._store.uri):
             self._cleaner.call(self._store.delete, self._started_keys)
 
 
@@ -297,11 +297,11 @@ def _explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def _logged(verb: str, where: str) -> Iterator[None]:
+def _logged(verb: str, where: str, *, uri: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        _log.warning("could not %s %s, gc will: %s", verb, where, error)
+        _log.warning("could not %s %s: %s. %s", verb, where, error, gc_advice(uri))
 
 
 @contextlib.contextmanager

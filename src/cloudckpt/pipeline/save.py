@@ -44,6 +44,7 @@ from cloudckpt.errors import (
     CommitUnknownError,
     StoreError,
     UnsupportedValueError,
+    gc_advice,
 )
 from cloudckpt.format.build import build_manifest
 from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
@@ -388,7 +389,7 @@ class SaveJob:
             try:
                 self._context.new_retrier().call(store.delete, doomed)
             except StoreError as error:
-                _log.warning("could not remove what a failed save left, gc will: %s", error)
+                _log.warning("could not remove what a failed save left: %s. %s", error, gc_advice(store.uri))
 
 
 def _group_items(

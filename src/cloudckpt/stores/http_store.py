@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cloudckpt.stores.base import Views
 
 _MOST_NAME_CHARACTERS = 200
+_LISTINGS = ("list", "list_directories", "list_uploads")
 _MOST_PER_ROW = 1000  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 _FEWEST_PER_ROW = 17
 _BETWEEN = "Is a proxy or a load balancer between? Try again; if it goes on, use another store or way to it."
@@ -77,6 +78,8 @@ class HTTPSession(abc.ABC):
 
     def failed_request(self, operation: str, api: str, key: str, *, secrets: tuple[str, ...] = ()) -> FailedRequest:
         """Describe the request `api` about `key`, for an error. `secrets` are those that the session does not know."""
+        if operation in _LISTINGS:  # the user gave the folder, and knows no prefix of names in it
+            key = key.rpartition("/")[0]
         endpoint = self.client_key.config.endpoint_url or self.service
         return FailedRequest(
             operation=operation,

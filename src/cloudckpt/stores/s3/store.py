@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     StoreError,
     TransientStoreError,
     UnsupportedOperationError,
+    gc_advice,
 )
 from cloudckpt.options import GIB, MIB
 from cloudckpt.stores.base import (
@@ -266,7 +267,9 @@ class S3Store(HTTPStore):
             try:
                 self.session.call("copy_from", "AbortMultipartUpload", target, UploadId=upload_id)
             except StoreError as error:  # the first error is raised
-                _log.warning("could not abort a failed copy to %s, gc will: %s", self.url(target), error)
+                _log.warning(
+                    "could not abort a failed copy to %s: %s. %s", self.url(target), error, gc_advice(self.uri)
+                )
             raise
         return crc32c if is_known else None
 

@@ -7,14 +7,18 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks import envs, servers
+from benchmarks import envs, plot, servers
 from benchmarks.places import Given, Places
+from benchmarks.progress import Progress, plan_text
 from benchmarks.provenance import provenance
 from benchmarks.results.report import text
 from benchmarks.runner import NOT_INSTALLED, Row, Run
@@ -24,20 +28,40 @@ from benchmarks.systems import SYSTEM_NAMES
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1
 INTERRUPTED_STATUS = 130
+HEADLINE = "headline"
+WITHOUT_CARGO = "short"
+NO_CARGO = f"""\
+cargo is not installed, which builds the S3 server that is faster than the clients.
+Install it (Debian: `sudo apt-get install cargo`; other systems: https://rustup.rs), and run this again.
+Without it, cells on that server are left out, and {WITHOUT_CARGO!r} on moto's slow server replaces {HEADLINE!r}.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Return 0; 1 where a system failed that is installed; 130 after an interrupt, when results are written too."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if arguments.setup_envs:
-        for environment in envs.ENVIRONMENTS.values():
-            _say(f"{environment.system}: {envs.set_up(environment, ROOT)}")
-        return 0
     sweep, given = _sweep(parser, arguments)
     if arguments.list:
         print(_listing(sweep))
         return 0
+    cargo = None
+    if arguments.fasts3_binary is None and any(cell.server == "fasts3" for cell in sweep.cells):
+        cargo = servers.find_cargo()
+        if cargo is None:
+            _say(NO_CARGO)
+            if sweep.name == HEADLINE:
+                arguments.sweep = WITHOUT_CARGO
+                sweep, given = _sweep(parser, arguments)
+    _say(plan_text(sweep))
+    if cargo is not None:
+        _say("Building the S3 server in build/fasts3")
+        try:
+            arguments.fasts3_binary = servers.build_fasts3(cargo, ROOT / "build" / "fasts3")
+        except subprocess.CalledProcessError:
+            parser.error("cargo cannot build benchmarks/fasts3, and says why above")
+    pythons = _pythons(arguments, sweep)
+    results_path = arguments.results or ROOT / "results" / f"{sweep.name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     rows: list[Row] = []
     versions: dict[str, dict[str, str]] = {}
     about = provenance(ROOT)
@@ -45,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     # A scheduler ends a job that takes too long so; what was measured is to be kept then, too.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        _measure(arguments, sweep, given, rows=rows, versions=versions)
+        _measure(arguments, sweep, given, pythons=pythons, rows=rows, versions=versions)
     except KeyboardInterrupt:
         was_interrupted = True
         _say("interrupted: what was measured until here follows")
@@ -58,10 +82,14 @@ def main(argv: list[str] | None = None) -> int:
             "parameters": _parameters(arguments, sweep),
             "cells": [row.to_json() for row in rows],
         }
-        if arguments.results is not None:
-            arguments.results.parent.mkdir(parents=True, exist_ok=True)
-            arguments.results.write_text(json.dumps(document, indent=1, default=str) + "\n")
-    print(text(document), end="")
+        results_path.parent.mkdir(parents=True, exist_ok=True)
+        results_path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    print(text(document))
+    print(results_path)
+    try:
+        print(*plot.draw(results_path, results_path.with_suffix("")), sep="\n")
+    except ImportError as error:
+        _say(f"no pictures: {error}")
     if was_interrupted:
         return INTERRUPTED_STATUS
     failed = [row for row in rows if row.failed is not None and not row.failed.startswith(NOT_INSTALLED)]
@@ -73,32 +101,25 @@ def _measure(
     sweep: Sweep,
     given: Given | None,
     *,
+    pythons: Mapping[str, str],
     rows: list[Row],
     versions: dict[str, dict[str, str]],
 ) -> None:
-    binary = arguments.fasts3_binary
-    if binary is None and arguments.fasts3_source is not None:
-        binary = servers.build_fasts3(arguments.fasts3_source, ROOT / "build" / "fasts3")
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-logs-")))
-        places = Places(stack, fasts3_binary=binary, given=given, local_parent=_local_parent(arguments))
+        local_parent = _local_parent(arguments)
+        places = Places(stack, fasts3_binary=arguments.fasts3_binary, given=given, local_parent=local_parent)
         has_tls = any(cell.wire == "tls" for cell in sweep.cells)
         run = Run(
             places=places,
             environment=servers.environment(places.certificates.ca_bundle if has_tls else None)
             if given is None
             else dict(os.environ),
-            pythons={
-                "s3fs": arguments.python_s3fs,
-                "s3fs-tuned": arguments.python_s3fs,
-                "s3torchconnector": arguments.python_s3torchconnector,
-                "s3torchconnector-kept": arguments.python_s3torchconnector,
-            },
+            pythons=pythons,
             options=dict(arguments.option),
             timeout_s=arguments.timeout_s,
             logs=logs,
-            root=ROOT,
-            progress=_say,
+            progress=stack.enter_context(Progress(sweep)),
             rows=rows,
             versions=versions,
         )
@@ -130,12 +151,30 @@ def _sweep(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tu
     return sweep, given
 
 
+def _pythons(arguments: argparse.Namespace, sweep: Sweep) -> dict[str, str]:
+    """The interpreters of the rivals that are measured: those given, or of environments, which are made if missing."""
+    given = {"s3fs": arguments.python_s3fs, "s3torchconnector": arguments.python_s3torchconnector}
+    pythons = {}
+    for system in dict.fromkeys(system for cell in sweep.cells for system in cell.systems):
+        environment = envs.environment_of(system)
+        if environment is None:
+            continue
+        python = given[environment.system]
+        if python is None:
+            if not envs.is_set_up(environment, ROOT):
+                _say(f"Installing {environment.system} in {environment.directory(ROOT).name}")
+            try:
+                python = envs.set_up(environment, ROOT)
+            except (OSError, subprocess.CalledProcessError) as error:
+                _say(f"{environment.system} cannot be installed: {error}")
+                continue
+        pythons[system] = str(python)
+    return pythons
+
+
 def _listing(sweep: Sweep) -> str:
     lines = [f"{one.name}: {one.about}" for one in SWEEPS.values()]
-    lines += ["", f"{sweep.name}, {sweep.repetitions} repetitions:"]
-    width = max(len(cell.path) for cell in sweep.cells)
-    lines += [f"  {cell.path:{width}}  {' '.join(cell.systems)}" for cell in sweep.cells]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", plan_text(sweep)])
 
 
 def _local_parent(arguments: argparse.Namespace) -> Path:
@@ -173,24 +212,24 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--sweep", choices=list(SWEEPS), default="short", help="what to measure")
+    add("--sweep", choices=list(SWEEPS), default=HEADLINE, help="what to measure")
     add("--list", action="store_true", help="show the sweeps and the cells chosen, and stop")
     add("--cells", nargs="+", default=[], metavar="PATTERN", help="only those whose path, as --list has it, holds one")
     add("--verbs", nargs="+", default=[], choices=get_args(Verb), help="only these")
     add("--systems", nargs="+", default=[], choices=SYSTEM_NAMES, help="only these")
     add("--repetitions", type=int, help="counted ones, after a warm-up; the sweep's own where absent")
-    add("--results", type=Path, metavar="FILE", help="write samples, versions, machine and parameters there, as JSON")
+    results = "write samples, versions, machine and parameters there, as JSON; results/SWEEP-TIME.json where absent"
+    add("--results", type=Path, metavar="FILE", help=results)
     add("--uri", help="a store to measure on: s3://bucket/prefix, gs://bucket/prefix, or a path")
     add("--endpoint-url", help="of the S3-compatible server that has it; Amazon S3 where absent")
     add("--bucket", help="on that server: short for --uri s3://BUCKET")
     add("--region", help="of that server")
-    add("--fasts3-binary", type=Path, default=_from_environment("FASTS3"), help="a server in memory, built ($FASTS3)")
-    add("--fasts3-source", type=Path, help="its cargo project, to be built")
+    binary = "the S3 server of benchmarks/fasts3 ($FASTS3); built with cargo where absent"
+    add("--fasts3-binary", type=Path, default=_from_environment("FASTS3"), help=binary)
     add("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of cloudckpt.Options")
     add("--local-dir", type=Path, help="where paths are saved to; /dev/shm by default")
     add("--python-s3fs", metavar="PYTHON", help="interpreter with torch and s3fs")
     add("--python-s3torchconnector", metavar="PYTHON", help="interpreter with torch and s3torchconnector[dcp]")
-    add("--setup-envs", action="store_true", help="make environments for the rivals beside the repository, and stop")
     add("--timeout-s", type=float, default=600, help="for one save or load")
     return parser
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-import sys
 import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,6 +37,11 @@ ENVIRONMENTS: Mapping[str, RivalEnvironment] = {
 _OF_ANOTHER = {"s3fs-tuned": "s3fs", "s3torchconnector-kept": "s3torchconnector"}
 
 
+def environment_of(system: str) -> RivalEnvironment | None:
+    """The environment that a system runs in; None for one that runs in this environment."""
+    return ENVIRONMENTS.get(_OF_ANOTHER.get(system, system))
+
+
 def set_up(environment: RivalEnvironment, root: Path) -> Path:
     """Make the environment unless it is there, and return its interpreter.
 
@@ -45,9 +49,7 @@ def set_up(environment: RivalEnvironment, root: Path) -> Path:
     """
     python = environment.python(root)
     directory = environment.directory(root)
-    ready = directory / "ready"
-    wanted = "\n".join(environment.requirements)
-    if ready.is_file() and ready.read_text() == wanted:
+    if is_set_up(environment, root):
         return python
     venv.create(directory, with_pip=True, clear=True)
     _purelib(python).joinpath("main-environment.pth").write_text(f"{_torch_parent()}\n")
@@ -55,18 +57,19 @@ def set_up(environment: RivalEnvironment, root: Path) -> Path:
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *environment.requirements],
         check=True,
     )
-    ready.write_text(wanted)
+    _ready(environment, root).write_text("\n".join(environment.requirements))
     return python
 
 
-def interpreter(system: str, *, given: str | None, root: Path) -> str:
-    """The interpreter for one system: as given, else of its own environment, else the one that runs this."""
-    if given is not None:
-        return given
-    environment = ENVIRONMENTS.get(_OF_ANOTHER.get(system, system))
-    if environment is not None and environment.python(root).is_file():
-        return str(environment.python(root))
-    return sys.executable
+def is_set_up(environment: RivalEnvironment, root: Path) -> bool:
+    """Whether `set_up` would do nothing."""
+    ready = _ready(environment, root)
+    return ready.is_file() and ready.read_text() == "\n".join(environment.requirements)
+
+
+def _ready(environment: RivalEnvironment, root: Path) -> Path:
+    """A file that holds the requirements, written last."""
+    return environment.directory(root) / "ready"
 
 
 def _torch_parent() -> Path:

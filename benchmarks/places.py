@@ -116,7 +116,7 @@ class Places:
         if name != "fasts3":
             return servers.start(name)
         if self._fasts3_binary is None:
-            raise ValueError("fasts3 is not there: --fasts3-binary or --fasts3-source says where it is")
+            raise ValueError("fasts3 is not there: install cargo, which builds it, or give --fasts3-binary")
         if wire == "slow":
             return servers.fasts3(self._fasts3_binary, latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_BYTES_PER_S)
         if wire == "capped":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import envs
 from benchmarks.fleet import Fleet, NotInstalledError, WorkerFailedError
 from benchmarks.outcomes import Settings
 from benchmarks.places import Place, Places, UnavailableError
+from benchmarks.progress import Progress
 from benchmarks.results.model import Sample
 from benchmarks.sweeps import Cell, Sweep, Verb
 from benchmarks.systems import system_named
@@ -75,14 +76,13 @@ class Run:
     places: Places
     environment: Mapping[str, str]
     """Of the workers."""
-    pythons: Mapping[str, str | None]
-    """Interpreters that were named for a system."""
+    pythons: Mapping[str, str]
+    """Interpreters of the systems that do not run in this environment."""
     options: Mapping[str, Any]
     """Of `cloudckpt.Options`."""
     timeout_s: float
     logs: Path
-    root: Path
-    progress: Callable[[str], None]
+    progress: Progress
     rows: list[Row] = field(default_factory=list)
     """All that was begun; an interrupted run has what it got so far."""
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Run:
     def measure(self, sweep: Sweep) -> None:
         """Every cell; what fails is said in its rows, and the others go on."""
         for cell in sweep.cells:
-            self.progress(f"{cell.path}: {', '.join(cell.systems)}")
+            self.progress.say(f"{cell.path}: {', '.join(cell.systems)}")
             rows = {
                 system: [Row(cell=cell, verb=verb, system=system) for verb in cell.verbs] for system in cell.systems
             }
@@ -98,13 +98,14 @@ class Run:
             try:
                 place = self.places.place_of(cell)
             except UnavailableError as error:
-                self.progress(f"  left out: {error}")
+                self.progress.say(f"  left out: {error}")
                 for of_system in rows.values():
                     _fail(of_system, str(error))
-                continue
-            with contextlib.ExitStack() as stack:
-                fleets = dict(self._fleets(cell, place, rows, stack))
-                self._take_turns(cell, place, fleets, rows, repetitions=sweep.repetitions)
+            else:
+                with contextlib.ExitStack() as stack:
+                    fleets = dict(self._fleets(cell, place, rows, stack))
+                    self._take_turns(cell, place, fleets, rows, repetitions=sweep.repetitions)
+            self.progress.end_cell(cell)
 
     def _take_turns(
         self,
@@ -118,6 +119,7 @@ class Run:
         for repetition in range(repetitions + 1):
             for system in rotated(list(fleets), repetition):
                 by_verb = {row.verb: row for row in rows[system]}
+                self.progress.begin_turn(cell, system, repetition)
                 said = []
                 try:
                     for verb, sample in turn(cell, fleets[system], place, system=system, repetition=repetition):
@@ -125,13 +127,14 @@ class Run:
                         gb_per_s = num_bytes_of(verb, cell.payload) / GB / sample.wall_s
                         said.append(f"{by_verb[verb].called} {gb_per_s:.2f} GB/s, CPU {sample.cpu_s:.2f} s")
                 except WorkerFailedError as error:
-                    self.progress(f"  {system} failed: {error}")
+                    self.progress.say(f"  {system} failed: {error}")
                     _fail(rows[system], str(error))
                     fleets.pop(system).close()
                     place.clear()
                     continue
                 counter = f"{repetition}/{repetitions}" if repetition else "warm-up"
-                self.progress(f"  {counter} {system}: {'; '.join(said)}")
+                self.progress.end_turn(cell, system)
+                self.progress.say(f"  {counter} {system}: {'; '.join(said)}")
         for system in fleets:
             for row in rows[system]:
                 row.failed = None
@@ -166,18 +169,18 @@ class Run:
                 )
                 for rank in range(cell.num_ranks)
             ]
-            python = envs.interpreter(system, given=self.pythons.get(system), root=self.root)
+            python = self.pythons.get(system, sys.executable)
             fleet = Fleet(python, specs, environment=self.environment, log_directory=self.logs)
             stack.callback(fleet.close)
             try:
                 self.versions[system] = fleet.versions()
                 fleet.configure(settings)
             except NotInstalledError as error:
-                self.progress(f"  {system} is left out: {error}; see --setup-envs")
+                self.progress.say(f"  {system} is left out: {error}")
                 _fail(rows[system], f"{NOT_INSTALLED}: {error}")
                 fleet.close()
             except WorkerFailedError as error:
-                self.progress(f"  {system} failed: {error}")
+                self.progress.say(f"  {system} failed: {error}")
                 _fail(rows[system], str(error))
                 fleet.close()
             else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -173,11 +175,28 @@ def start(name: str) -> AbstractContextManager[Server]:
     return started
 
 
-def build_fasts3(source: Path, target: Path) -> Path:
-    """Compile the server with cargo into `target` and return the binary."""
-    cargo = shutil.which("cargo") or str(Path.home() / ".cargo" / "bin" / "cargo")
-    subprocess.run([cargo, "build", "--release", "--quiet", "--target-dir", str(target)], cwd=source, check=True)
+def find_cargo() -> Path | None:
+    """Return Rust's cargo, which root gets from Debian's package where it is missing; None where there is none."""
+    if (found := _cargo()) is not None:
+        return found
+    if os.geteuid() == 0 and shutil.which("apt-get") is not None:
+        for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", "cargo"]):
+            subprocess.run(["apt-get", *command], check=False, stdout=sys.stderr)
+    return _cargo()
+
+
+def build_fasts3(cargo: Path, target: Path) -> Path:
+    """Compile the server into the folder `target`, unless it is there, and return the program."""
+    source = Path(__file__).with_name("fasts3")
+    command = [cargo, "build", "--release", "--locked", "--quiet", "--target-dir", target.absolute()]
+    subprocess.run(command, cwd=source, check=True)
     return target / "release" / "fasts3"
+
+
+def _cargo() -> Path | None:
+    # rustup installs it there, and not every shell has the folder on its PATH.
+    found = shutil.which("cargo") or shutil.which(Path.home() / ".cargo" / "bin" / "cargo")
+    return None if found is None else Path(found)
 
 
 def _options_of(server: Server) -> dict[str, Any]:

@@ -132,6 +132,11 @@ TRANSFORMER = transformer()
 TINY = uniform(16, 1 * MIB)
 TINY_SHARDS = uniform(2, 16 * MIB)
 
+_HEADLINE = Sweep(
+    name="headline",
+    about="Saves and loads beside the rivals', which the README shows.",
+    cells=(Cell(payload=SIXTY_FOUR, systems=S3_SYSTEMS[:3]),),
+)
 _SHORT = Sweep(
     name="short",
     about="A look at everything, in a minute or two, on a server that is always at hand and slow.",
@@ -242,4 +247,6 @@ _RANKS = Sweep(
         for wire in ("tls", "http")
     ),
 )
-SWEEPS: Mapping[str, Sweep] = {sweep.name: sweep for sweep in (_SHORT, _BARS, _BACKGROUND, _CORES, _RANKS, _FULL)}
+SWEEPS: Mapping[str, Sweep] = {
+    sweep.name: sweep for sweep in (_HEADLINE, _SHORT, _BARS, _BACKGROUND, _CORES, _RANKS, _FULL)
+}

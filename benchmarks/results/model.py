@@ -13,6 +13,18 @@ SCHEMA = 1
 GB = 1e9
 MIB = 1024 * 1024
 _MOST_PROBLEMS = 10
+SYSTEM_TITLES: Mapping[str, str] = {
+    "cloudckpt": "cloudckpt",
+    "cloudckpt-process": "cloudckpt, by process",
+    "cloudckpt-path": "cloudckpt",
+    "s3torchconnector": "s3torchconnector",
+    "s3torchconnector-kept": "s3torchconnector, one stager",
+    "s3fs": "torch FsspecWriter (s3fs)",
+    "s3fs-tuned": "torch FsspecWriter (s3fs, tuned)",
+    "filesystem": "torch FileSystemWriter",
+    "limit": "limit of the machine",
+}
+"""The systems as users call them."""
 
 
 class MalformedResultsError(ValueError):

@@ -20,7 +20,7 @@ th { background: var(--soft); }
 td.met { color: #009e73; font-weight: 600; }
 td.missed { color: #d55e00; font-weight: 600; }
 figure { margin: 1rem 0; }
-img { max-width: 100%; background: #fff; }
+img { max-width: 100%; }
 figcaption, .about { color: #888; font-size: .9em; }
 .scroll { overflow-x: auto; }
 """
@@ -32,15 +32,15 @@ def page(results: Results, plots: Sequence[Plot], *, title: str) -> str:
     bars = [table for table in shown if table.title == "Bars"]
     others = [table for table in shown if table.title != "Bars"]
     body = [f"<h1>{html.escape(title)}</h1>"]
-    if bars:
-        body.append(f"<p>{html.escape(summary(verdicts(results)))}</p>")
-    body += [_table(table) for table in bars]
     body += [_figure(plot) for plot in plots]
     body += [_table(table) for table in others]
     failed = failures(results)
     if failed:
         body.append("<h2>Not complete</h2><ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in failed) + "</ul>")
     body.append(_table(Table(title="Measured on and with", header=("", ""), rows=tuple(provenance_lines(results)))))
+    body += [_table(table) for table in bars]
+    if bars:
+        body.append(f"<p>{html.escape(summary(verdicts(results)))}</p>")
     body.append("<p class='about'>GB are 10⁹ bytes, MiB 2²⁰. CPU seconds are those of the client processes.</p>")
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"

@@ -112,6 +112,7 @@ package: ## Build the sdist and the wheel, and test and type-check what is insta
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/package/requirements.txt
 	$(WHEEL_VENV)/bin/python -m build --outdir dist .
+	$(WHEEL_VENV)/bin/python -m twine check --strict dist/*
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(CURDIR)/dist/*.whl)[all,testing]"
 	$(WHEEL_VENV)/bin/python -m pytest tests/package --confcutdir tests/package --timeout 300
 

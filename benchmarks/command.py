@@ -152,23 +152,22 @@ def _sweep(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tu
 
 
 def _pythons(arguments: argparse.Namespace, sweep: Sweep) -> dict[str, str]:
-    """The interpreters of the rivals that are measured: those given, or of environments, which are made if missing."""
+    """The interpreters of the rivals that are not installed here: those given, or of environments made for them."""
     given = {"s3fs": arguments.python_s3fs, "s3torchconnector": arguments.python_s3torchconnector}
     pythons = {}
     for system in dict.fromkeys(system for cell in sweep.cells for system in cell.systems):
         environment = envs.environment_of(system)
         if environment is None:
             continue
-        python = given[environment.system]
-        if python is None:
+        if given[environment.system] is not None:
+            pythons[system] = given[environment.system]
+        elif not envs.is_installed_here(environment):
             if not envs.is_set_up(environment, ROOT):
                 _say(f"Installing {environment.system} in {environment.directory(ROOT).name}")
             try:
-                python = envs.set_up(environment, ROOT)
+                pythons[system] = str(envs.set_up(environment, ROOT))
             except (OSError, subprocess.CalledProcessError) as error:
                 _say(f"{environment.system} cannot be installed: {error}")
-                continue
-        pythons[system] = str(python)
     return pythons
 
 

@@ -38,8 +38,13 @@ _OF_ANOTHER = {"s3fs-tuned": "s3fs", "s3torchconnector-kept": "s3torchconnector"
 
 
 def environment_of(system: str) -> RivalEnvironment | None:
-    """The environment that a system runs in; None for one that runs in this environment."""
+    """The environment that a rival runs in; None for the other systems."""
     return ENVIRONMENTS.get(_OF_ANOTHER.get(system, system))
+
+
+def is_installed_here(environment: RivalEnvironment) -> bool:
+    """Whether the rival can be imported by the interpreter that runs this."""
+    return importlib.util.find_spec(environment.system) is not None
 
 
 def set_up(environment: RivalEnvironment, root: Path) -> Path:

@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     *("awscrt", "boto3", "botocore", "fsspec", "jmespath", "msgspec", "s3transfer", "typing-extensions"),
     *("hypothesis", "pytest", "pytest-timeout", "safetensors", "sortedcontainers", "tenacity"),
+    *("rich", "markdown-it-py", "mdurl"),
     *("python-dateutil", "six", "urllib3", "iniconfig", "packaging", "pluggy", "pygments", "s3torchconnectorclient"),
 )
 """What the benchmarks and the GPU's tests need, except for torch and numpy, which are the machine's own."""

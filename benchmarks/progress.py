@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
+from typing_extensions import Self
 
 from benchmarks.results.model import SYSTEM_TITLES
 from benchmarks.sweeps import Cell, Sweep
 from benchmarks.turns import num_bytes_of
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
 
 _MEASURED_GB_PER_S = {"s3fs": 0.17, "s3fs-tuned": 0.3, "s3torchconnector": 0.7, "s3torchconnector-kept": 0.7}
 """On two cores, of saves and loads together: docs/benchmarks has the figures of each."""
@@ -38,7 +35,7 @@ def plan_text(sweep: Sweep) -> str:
         f"  {cell.path:{width}}  {', '.join(map(SYSTEM_TITLES.__getitem__, cell.systems))}" for cell in sweep.cells
     ]
     minutes = sum(_cell_s(sweep, cell) for cell in sweep.cells) / 60 + 0.5
-    about = f"{sweep.repetitions} repetitions after a warm-up; about {minutes:.0f} minutes on two cores."
+    about = f"{sweep.repetitions} repetitions after a warm-up; about {minutes:.0f} min on two cores."
     return "\n".join([f"{sweep.name}: {sweep.about}", "", *cells, "", about])
 
 
@@ -49,12 +46,13 @@ class Progress:
         console = Console(stderr=True)
         self._sweep = sweep
         self._bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            BarColumn(bar_width=20),
             TaskProgressColumn(),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
+            expand=True,
             speed_estimate_period=_WINDOW_S,  # turns of one system are all slow, those of another all fast
         )
         self._ended_s = 0.0

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from benchmarks.results.model import SYSTEM_TITLES, Place, Quantity, Results, Row, Spread, cpu_s_per_gb, gb_per_s
 
@@ -115,8 +114,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], quantity: Quantity, label: str) 
 
 
 def _figure(num_rows: int, *, title: str) -> Figure:
-    layout = ConstrainedLayoutEngine(w_pad=_PADDING_INCHES, h_pad=_PADDING_INCHES)
-    figure = Figure(figsize=(_WIDTH_INCHES, num_rows * _ROW_INCHES + _MARGIN_INCHES), dpi=_DPI, layout=layout)
+    figure = Figure(figsize=(_WIDTH_INCHES, num_rows * _ROW_INCHES + _MARGIN_INCHES), dpi=_DPI, layout="constrained")
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -132,7 +130,13 @@ def _tidy(axes: Axes, label: str) -> None:
 
 def _png(figure: Figure) -> bytes:
     content = io.BytesIO()
-    figure.savefig(content, format="png", metadata={"Software": None})  # or another version changes every file
+    figure.savefig(
+        content,
+        format="png",
+        bbox_inches="tight",
+        pad_inches=_PADDING_INCHES,
+        metadata={"Software": None},  # or another version changes every file
+    )
     return content.getvalue()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import boto3
 import pytest
 from benchmarks.payloads import KIB, uniform
+from benchmarks.progress import Progress
 from benchmarks.sweeps import Cell, Sweep
 
-from benchmarks import command, runner
+from benchmarks import command, runner, servers
 from cloudckpt.testing.servers import clean_environment, moto_server
 
 SMALL = uniform(2, 64 * KIB)
@@ -78,8 +81,42 @@ def test_small_sweep(sweep, tmp_path, capsys):
     assert absent["failed"].startswith("not installed: ")
     assert document["provenance"]["versions"]["cloudckpt"]["torch"]
     assert document["provenance"]["machine"]["num_cores"] >= 1
-    assert "not installed" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "about 1 min" in shown.err
+    assert "not installed" in shown.out
+    printed = [Path(line) for line in shown.out.splitlines() if line.startswith(str(tmp_path))]
+    assert all(path.is_file() for path in printed)
+    assert [path.name for path in printed[:2]] == ["small.json", "index.html"]
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cargo") is None, reason="needs cargo")
+def test_a_fresh_clone_builds_its_server(sweep, tmp_path, monkeypatch):
+    """The chart of the README could not be measured from the repository alone."""
+    sweep(Cell(payload=SMALL, systems=("cloudckpt", "limit")))
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setenv("RUSTFLAGS", "-D warnings")
+    assert command.main(["--sweep", "small"]) == 0
+    (results,) = (tmp_path / "results").glob("small-*.json")
+    cells = json.loads(results.read_text())["cells"]
+    assert [(cell["system"], cell["verb"], cell["failed"]) for cell in cells] == [
+        *(("cloudckpt", verb, None) for verb in ("save", "load")),
+        *(("limit", verb, None) for verb in ("send", "receive")),
+    ]
+    assert all(sample["num_bytes_read"] >= 128 * KIB for sample in cells[1]["samples"])
+
+
+def test_without_cargo_a_slower_server_serves(tmp_path, monkeypatch, capsys):
+    """A machine without Rust would measure nothing, and not learn why."""
+    local = Cell(payload=SMALL, server="path", wire="none", systems=("filesystem",))
+    sweeps = {"headline": Cell(payload=SMALL, systems=("cloudckpt",)), "short": local}
+    declared = {name: Sweep(name=name, about="For a test.", cells=(cell,)) for name, cell in sweeps.items()}
+    monkeypatch.setattr(command, "SWEEPS", declared)
+    monkeypatch.setattr(servers, "find_cargo", lambda: None)
+    assert command.main(["--results", str(tmp_path / "r.json"), "--local-dir", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["sweep"] == "short"
+    assert "cargo is not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -87,11 +124,11 @@ def test_an_interrupt_keeps_what_was_measured(sweep, tmp_path, monkeypatch, numb
     """Hours of measuring would be lost with one key, or with a scheduler's limit."""
     sweep(Cell(payload=SMALL, server="path", wire="none", systems=("filesystem",)), repetitions=3)
 
-    def interrupt(text):
+    def interrupt(_progress, text):
         if "2/3" in text:
             signal.raise_signal(number)
 
-    monkeypatch.setattr(command, "_say", interrupt)
+    monkeypatch.setattr(Progress, "say", interrupt)
     status, document = run(tmp_path)
     assert status == 130
     assert [cell["failed"] for cell in document["cells"]] == [runner.INTERRUPTED] * 2

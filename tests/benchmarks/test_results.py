@@ -186,6 +186,8 @@ def test_the_command_writes_all_of_it(tmp_path: Path, capsys: Any) -> None:
     written = capsys.readouterr().out.split()
     assert sorted(map(str, (tmp_path / "out" / "deep").iterdir())) == sorted(written)
     assert {Path(name).suffix for name in written} == {".html", ".png"}
+    page = Path(written[0]).read_text()
+    assert page.index("<img alt='Saves and loads of cloudckpt, s3torchconnector") < page.index("<h2>Bars</h2>")
     assert plot_command.main([str(tmp_path / "none.json"), "--out", str(tmp_path)]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
 

@@ -105,9 +105,8 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Every bar of the run's sweep, in the order of the list; of a sweep that is not about bars, all there are."""
-    bars = BARS_OF.get(results.sweep) or tuple(bar for of_sweep in BARS_OF.values() for bar in of_sweep)
-    return [Verdict(bar=bar, found=bar.measure(results)) for bar in bars]
+    """Every bar of the run's sweep, in the order of the list; none of a sweep that is not about bars."""
+    return [Verdict(bar=bar, found=bar.measure(results)) for bar in BARS_OF.get(results.sweep, ())]
 
 
 def _to_rival(verb: str, rival: str, place: Place, quantity: Quantity = gb_per_s, system: str = "cloudckpt") -> Formula:

@@ -125,10 +125,9 @@ def ratios_table(results: Results) -> Table:
 
 
 def bars_table(results: Results) -> Table:
-    """Every bar, and how the run stands to it; of a sweep that is not about them, those that it can judge."""
+    """Every bar of the run's sweep, and how the run stands to it."""
     header = ("bar", "what is taken", "found", "asked", "stretch", "verdict")
-    shown = [one for one in verdicts(results) if one.found is not None or results.sweep in BARS_OF]
-    rows = tuple(_verdict_cells(verdict) for verdict in shown)
+    rows = tuple(_verdict_cells(verdict) for verdict in verdicts(results))
     return Table(title="Bars", header=header, rows=rows)
 
 

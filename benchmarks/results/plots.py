@@ -27,6 +27,7 @@ _COLOURS = {
 _HEADLINE_SYSTEMS = ("cloudckpt", "s3torchconnector", "s3fs")
 _OTHER_COLOUR = "#56B4E9"
 _WIDTH_INCHES = 10.0
+_HEADLINE_WIDTH_INCHES = 4.5
 _ROW_INCHES = 0.32
 _MARGIN_INCHES = 1.2
 _PADDING_INCHES = 0.2
@@ -63,11 +64,14 @@ def _headline_plot(results: Results) -> Plot | None:
         systems = [system for system in _HEADLINE_SYSTEMS if any(row.system == system for row in rows)]
         if len(systems) < 2 or systems[0] != "cloudckpt":
             continue
-        figure = _figure(2 * len(systems), title="GB/s, more is better")
-        axes = figure.subplots(1, 2, sharey=True)
+        rows_inches = 2 * len(systems) * _ROW_INCHES
+        # Narrow, and fine: a telephone's screen shows it whole, and its letters can be read there.
+        figure = Figure(figsize=(_HEADLINE_WIDTH_INCHES, rows_inches + _MARGIN_INCHES), dpi=200, layout="constrained")
+        axes = figure.subplots(2, 1, sharey=True)
         for axis, verb in zip(axes, ("save", "load"), strict=True):
             by_system = {row.system: row for row in rows if row.verb == verb}
-            _draw_rows(axis, [by_system[system] for system in systems if system in by_system], gb_per_s, verb)
+            label = f"{verb}, GB/s: more is better"
+            _draw_rows(axis, [by_system[system] for system in systems if system in by_system], gb_per_s, label)
         titles = [SYSTEM_TITLES[system] for system in systems]
         axes[0].set_yticks(range(len(systems)), titles)
         axes[0].invert_yaxis()

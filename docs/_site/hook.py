@@ -1,13 +1,15 @@
-"""What the site has beyond the files of docs/: documents that lie elsewhere in the repository, and links that work.
+"""Adds to the site the documents that lie elsewhere in the repository, and turns links and tabs into those of the site.
 
 The documents are written for readers of the repository, and link to sources and tests. Such a link leads to the
-repository where `repo_url` says where that is, and is its text alone otherwise.
+repository where `repo_url` says where that is, and is its text alone otherwise. Between the comments ``tabs`` and
+``end of tabs``, each paragraph of bold text alone becomes a tab: a code forge shows labels with their text below.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {
-    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -28,6 +29,8 @@ OUTSIDE = {
 _SOURCES = {page: source for source, page in OUTSIDE.items()}
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+_TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.DOTALL | re.MULTILINE)
+_LABEL = re.compile(r"^\*\*([^*\n]+)\*\*$", re.MULTILINE)
 _FETCHED = re.compile(
     r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*rel=\"?stylesheet[^>]*(?:https?:)//"
 )
@@ -51,8 +54,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead each link to where its target is on the site, or in the repository."""
+    """Lead each link to where its target is on the site, or in the repository; make the tabs."""
     here = page.file.src_uri
+    if here.startswith("design/"):
+        page.meta["search"] = {"exclude": True}  # users look for the present behaviour, not for its history
+    if here == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
     source = _SOURCES.get(here, f"docs/{here}")
 
     def led(match: re.Match[str]) -> str:
@@ -63,6 +70,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if place is not None and files.get_file_from_path(place) is not None:
+            if text == posixpath.basename(path):  # the name of a file says little on a site, so its title replaces it
+                text = (ROOT / path).read_text().partition("\n")[0].lstrip("# ")
             relative = posixpath.relpath(place, posixpath.dirname(here) or ".")
             return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
         if not (ROOT / path).exists():
@@ -71,7 +80,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"[{text}]({repository.rstrip('/')}/blob/main/{path})" if repository else text
 
     parts = _FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts)
+    return _TABS.sub(_tabs, "".join(part if part.startswith("```") else _LINK.sub(led, part) for part in parts))
+
+
+def _tabs(match: re.Match[str]) -> str:
+    _, *parts = _LABEL.split(match[1])
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return "\n".join(f'=== "{label}"\n{textwrap.indent(text, "    ")}' for label, text in pairs)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001  # mkdocs passes them by name

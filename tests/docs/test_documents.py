@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import cloudckpt
 from cloudckpt import errors, types
 from cloudckpt.stores.gcs.client import PARSERS as GCS_PARSERS
 from cloudckpt.stores.s3.client import ALIASES, PARSERS
-from cloudckpt.testing.servers import S3Server
+from cloudckpt.testing.servers import S3Server, clean_environment
 
 DOCUMENTS = sorted(
     path for pattern in ("*.md", "docs/**/*.md", "terraform/**/*.md", "benchmarks/*.md") for path in ROOT.glob(pattern)
@@ -32,17 +34,20 @@ _WITH_PYTHON = [
     path
     for path in DOCUMENTS
     if any(snippet.language == "python" for snippet in snippets_of(path))
-    and path.name != "frameworks.md"  # whose snippets `make frameworks` runs
+    and path.name not in {"frameworks.md", "quickstart.md"}  # `make frameworks` runs the one, the next test the other
 ]
 
 _RUN = """
-import sys, warnings
+import subprocess, sys, warnings
 import torch.distributed
 warnings.simplefilter("error")
 warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 for path in sys.argv[1:]:
-    with open(path) as file:
-        exec(compile(file.read(), path, "exec"), globals())
+    if path.endswith(".sh"):
+        subprocess.run(["bash", "-eux", path], check=True)
+    else:
+        with open(path) as file:
+            exec(compile(file.read(), path, "exec"), globals())
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
@@ -70,6 +75,32 @@ def test_python_snippets_run(path: Path, tmp_path: Path, s3_bucket: S3Server) ->
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_quickstart_runs(tmp_path: Path) -> None:
+    """If this fails, a beginner's first attempt fails: by a snippet, a command, or the servers beside them."""
+    pasted, files = [], []
+    with ExitStack() as servers:
+        for number, snippet in enumerate(snippets_of(ROOT / "docs" / "quickstart.md")):
+            if snippet.text.startswith("cloudckpt dev-server"):
+                command = [sys.executable, "-m", *snippet.text.split()]
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+                server = servers.enter_context(subprocess.Popen(command, env=clean_environment(), **pipes))
+                servers.callback(server.terminate)
+                printed = itertools.takewhile(lambda line: not line.startswith("and then"), server.stdout)
+                pasted += [line for line in printed if line.startswith("export ")]
+            elif snippet.text.startswith("# train.py"):
+                (tmp_path / "train.py").write_text(snippet.text)
+            elif not re.match("pip |python3 -m venv ", snippet.text):  # `make package` installs
+                files.append(tmp_path / f"{number}-line-{snippet.line}.{snippet.language}")
+                files[-1].write_text(snippet.text)
+        command = ["bash", "-euc", f'{"".join(pasted)}exec "$@"', "", sys.executable, "-c", _RUN, *map(str, files)]
+        path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+        environment = {**clean_environment(), "PATH": path}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
     assert done.returncode == 0, done.stderr[-4000:]
 
 

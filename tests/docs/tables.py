@@ -29,13 +29,12 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def dtype_table() -> str:
-    """Every dtype of the format with its size and safetensors tag."""
-    names = sorted(ITEMSIZE_BYTES, key=lambda name: (-ITEMSIZE_BYTES[name], name not in SAFETENSORS_TAG, name))
-    rows = [
-        (f"`{name}`", str(ITEMSIZE_BYTES[name]), f"`{SAFETENSORS_TAG[name]}`" if name in SAFETENSORS_TAG else "")
-        for name in names
-    ]
-    return table(("dtype", "bytes", "safetensors tag"), rows)
+    """Every dtype of the format with its size and safetensors tag; those of one size without a tag in one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(ITEMSIZE_BYTES, key=lambda name: (-ITEMSIZE_BYTES[name], name not in SAFETENSORS_TAG, name)):
+        tag = f"`{SAFETENSORS_TAG[name]}`" if name in SAFETENSORS_TAG else ""
+        rows.setdefault((str(ITEMSIZE_BYTES[name]), tag), []).append(f"`{name}`")
+    return table(("dtype", "bytes", "safetensors tag"), [(", ".join(names), *key) for key, names in rows.items()])
 
 
 def options_table() -> str:
@@ -61,8 +60,9 @@ def events_table() -> str:
 
 def records_table() -> str:
     """Every event that is written to the log, with its level."""
-    rows = [(f"`{name}`", logging.getLevelName(level)) for name, level in events.LEVELS.items()]
-    return table(("record", "level"), rows)
+    levels = sorted({*events.LEVELS.values()})
+    names = {level: ", ".join(f"`{name}`" for name, each in events.LEVELS.items() if each == level) for level in levels}
+    return table(("level", "records"), [(logging.getLevelName(level), names[level]) for level in levels])
 
 
 def spans_table() -> str:

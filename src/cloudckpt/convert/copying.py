@@ -56,15 +56,13 @@ def copy(
 ) -> CopyReport:
     """Copy the checkpoint at `source` to `target`, on any store.
 
-    The copy has the same tensors, values and chunks, in objects of its own, and is committed last, as a save is. Every
-    byte is compared with the checksums of the save. A service that has both places, with the same ``storage_options``,
-    copies by itself, and its CRC32C of each object is compared; without one, the copy is read back. Everything else is
-    read and written in at most ``options.read_bytes`` of memory; a target without uploads in parts takes whole objects.
-    `gc` removes the remains of a killed copy.
+    The copy has the same content in objects of its own, and is committed last, as a save is. Every byte is compared
+    with the checksums of the save. A service that has both places, with the same ``storage_options``, copies by itself.
+    Otherwise the bytes pass through at most ``options.read_bytes`` of memory, or whole objects if the target takes no
+    uploads in parts. `gc` removes the remains of a killed copy.
 
-    With ``target_options.resume``, objects that an earlier copy of exactly this checkpoint left at the target are
-    compared, and used. A copy that fails then removes nothing. If all of it is committed already, it is compared, and
-    nothing is written (`CopyReport.was_there`).
+    With ``target_options.resume``, objects that an earlier copy of this checkpoint left are compared, and used. A copy
+    that fails then removes nothing. One that is committed already is compared, and nothing is written.
 
     Args:
         source: URI of the checkpoint. Folders of ranks that saved separately are copied one by one.

@@ -116,7 +116,7 @@ def export_checkpoint(
     Example::
 
         source, target = "s3://bucket/run/step-100", "s3://bucket/exports/step-100"
-        report = cloudckpt.export_checkpoint(source, target, include="model", strip_prefix="model.")
+        report = cloudckpt.export_checkpoint(source, target, include="model", strip_prefix="model")
         print(report.files)  # ("model.safetensors",)
 
     """

@@ -59,9 +59,8 @@ def load_latest(
     failure is raised as by `load`: a store that does not answer, a state dict that does not fit, a value that needs
     `allow_pickle`, a newer format.
 
-    A load checks only the bytes that it reads, and fills tensors while it checks. The next candidate overwrites all of
-    them. A planner with ``allow_partial_load`` implies `verify_first`, because an older checkpoint may lack a tensor
-    that a damaged one has filled.
+    Tensors are filled while they are checked, and the next candidate overwrites all of them. A planner with
+    ``allow_partial_load`` implies `verify_first`, because an older checkpoint may lack a tensor.
 
     Args:
         state_dict: The state dict to fill in place.

@@ -7,13 +7,14 @@ no state, so its own state dict would ask for none, and the moments in the check
 from __future__ import annotations
 
 import abc
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from cloudckpt.errors import StateDictMismatchError, quote_names
+from cloudckpt.errors import CloudckptError, StateDictMismatchError, quote_names
 from cloudckpt.format.nesting import Nesting, unflatten
 
 
@@ -33,8 +34,8 @@ class LiveEntry(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load_state_dict(self, state: Any) -> None:
-        """Give the object what a load has filled."""
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        """Give the object what a load has filled for the path `where`."""
 
 
 class OptionalEntry(LiveEntry):
@@ -79,9 +80,24 @@ class EntryGroup(LiveEntry):
         known = saved if isinstance(saved, Mapping) else {}
         return {key: _plan(entry, known, key, where=f"{where}.{key}", uri=uri) for key, entry in self._entries.items()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
         for key, entry in self._entries.items():
-            entry.load_state_dict(state[key])
+            entry.load_state_dict(state[key], where=f"{where}.{key}")
+
+
+def load_object(target: Any, state: Any, *, where: str) -> None:
+    """Call ``target.load_state_dict(state)``. An error in a user's code is raised with the path of the object."""
+    try:
+        target.load_state_dict(state)
+    except CloudckptError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise CloudckptError(
+            f"load_state_dict of {where!r} ({type(target).__name__}) raised {type(error).__name__}: {error} "
+            f"({place.filename}:{place.lineno}). All bytes were read. The objects hold a part of what was loaded, so "
+            "load again before training goes on"
+        ) from error
 
 
 def make_empty(saved: Any) -> Any:

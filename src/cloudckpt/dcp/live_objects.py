@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, OptionalEntry, make_empty
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, OptionalEntry, load_object, make_empty
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 
@@ -36,13 +36,15 @@ class ModelEntry(LiveEntry):
         return get_model_state_dict(self._module)
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
-        meta = [name for name, param in self._module.named_parameters() if param.is_meta]
+        wanted = self.state_dict()
+        meta = [
+            name for name, value in wanted.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"
+        ]
         if meta:
             raise InvalidOptionError(
                 f"the model has no memory for {quote_names(meta)}, which are on the meta device: call "
                 "model.to_empty(device=…) before the load"
             )
-        wanted = self.state_dict()
         known = saved if isinstance(saved, Mapping) else {}
         if not self._is_strict:
             wanted = {name: value for name, value in wanted.items() if name in known}
@@ -52,7 +54,7 @@ class ModelEntry(LiveEntry):
             for name, value in wanted.items()
         }
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
         set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
 
 
@@ -68,10 +70,10 @@ class StatefulEntry(LiveEntry):
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:  # any structure fits
         return make_empty(saved)
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
         if isinstance(self._value, torch.optim.lr_scheduler.LRScheduler):
             state = _with_types_of(self._value.state_dict(), state)
-        self._value.load_state_dict(state)
+        load_object(self._value, state, where=where)
 
 
 class GeneratorEntry(StatefulEntry):
@@ -80,7 +82,7 @@ class GeneratorEntry(StatefulEntry):
     def state_dict(self) -> torch.Tensor:
         return self._value.get_state()  # type: ignore[no-any-return]  # the object's type is open
 
-    def load_state_dict(self, state: torch.Tensor) -> None:
+    def load_state_dict(self, state: torch.Tensor, *, where: str) -> None:
         self._value.set_state(state)
 
 
@@ -106,10 +108,10 @@ class ValuesEntry(LiveEntry):
             raise StateDictMismatchError(f"{uri} has no {quote_names(missing)} under {where!r}", uri=uri)
         return {key: self._plan_value(key, entry, where=where, uri=uri) for key, entry in known.items()}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
         for key, value in state.items():
             if key in self._live and (isinstance(value, dict) or not isinstance(self._live[key], ValuesEntry)):
-                self._live[key].load_state_dict(value)
+                self._live[key].load_state_dict(value, where=f"{where}.{key}")
             else:
                 self._values[key] = value
 
@@ -151,8 +153,8 @@ class RankEntry(LiveEntry):
             )
         return {self._key: self._entry.plan_load(known[self._key], where=f"{where}.{self._key}", uri=uri)}
 
-    def load_state_dict(self, state: Any) -> None:
-        self._entry.load_state_dict(state[self._key])
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        self._entry.load_state_dict(state[self._key], where=f"{where}.{self._key}")
 
 
 class RefusedEntry(OptionalEntry):
@@ -167,7 +169,7 @@ class RefusedEntry(OptionalEntry):
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:  # nothing fits
         raise self._reason
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
         raise self._reason
 
 
@@ -218,7 +220,7 @@ class RandomStateEntry(OptionalEntry):
             return {}
         return {self._key: None}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
         if self._key in state:
             RandomState(*state[self._key]).restore()
 
@@ -242,10 +244,14 @@ def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
         return EntryGroup({key: wrap_all(one, keyword=keyword) for key, one in value.items()})
     entry = wrap(value)
     if entry is None:
-        hint = " Use torchdata's StatefulDataLoader" if isinstance(value, torch.utils.data.DataLoader) else ""
+        hint = ""
+        if isinstance(value, torch.utils.data.DataLoader):
+            hint = ". Use torchdata's StatefulDataLoader"
+        elif hasattr(value, "set_epoch"):
+            hint = ". Save the epoch in extra={…}, and call set_epoch() after the load"
         raise InvalidOptionError(
             f"{keyword} is a {type(value).__name__}, which has no state_dict() and load_state_dict(), so it cannot "
-            f"be saved.{hint}"
+            f"be saved{hint}"
         )
     return entry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -41,7 +41,8 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module]) -> LiveEnt
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise InvalidOptionError(
-                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not a {type(one).__name__}"
+                f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not a {type(one).__name__}. "
+                "Pass the optimizer that it wraps, or the wrapper in extra={…}"
             )
     return OptimizerEntry(optimizers, modules)
 
@@ -82,7 +83,7 @@ class OptimizerEntry(LiveEntry):
             # torch's first FSDP holds parts of flat parameters, which can have the size of a whole one by chance.
             held = {} if self._find_fsdp1(optimizer) is not None else optimizer.state.get(param, {})
             try:
-                state[key] = _plan_state(saved[_STATE][key], held, _Layout(layouts[name], optimizer, param))
+                state[key] = _plan_state(saved[_STATE][key], held, _Layout(layouts.get(name, param), optimizer, param))
             except NotImplementedError:
                 raise StateDictMismatchError(
                     f"the optimizer's state for the sharded parameter {name!r} in {uri} has another shape than the "
@@ -92,7 +93,8 @@ class OptimizerEntry(LiveEntry):
                 ) from None
         return {_STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        self._refuse_other_numbers(state, where=where)
         by_name = self._by_name(state[_STATE])
         loaded = {name: state[_STATE][key] for key, name in by_name.items()}
         groups = state[_GROUPS]
@@ -188,8 +190,9 @@ class OptimizerEntry(LiveEntry):
         params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
         if any(param not in names for param in params):
             raise InvalidOptionError(
-                f"a {type(optimizer).__name__} updates parameters that are not in the model that was passed. Pass all "
-                "modules whose parameters it updates, as in model={'net': net, 'loss': loss}"
+                f"the optimizer ({type(optimizer).__name__}) updates parameters that are not in the model that was "
+                "passed. Pass all modules whose parameters it updates, as in model={'net': net, 'loss': loss}. Create "
+                "the optimizer after calls that replace parameters, such as to_empty() and fully_shard()"
             )
         return {index: names[param] for index, param in enumerate(params)}
 
@@ -222,6 +225,17 @@ class OptimizerEntry(LiveEntry):
         names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
         return {key: names.get(int(key), str(key)) for key in state}
 
+    def _refuse_other_numbers(self, state: Mapping[str, Any], *, where: str) -> None:
+        """Refuse a state by number, from a plain state dict, that numbers other parameters than the optimizer's."""
+        saved = [len(group[_PARAMS]) for group in state[_GROUPS]]
+        held = [len(group[_PARAMS]) for optimizer in self._optimizers for group in optimizer.param_groups]
+        if saved != held and any(str(param).isdigit() for group in state[_GROUPS] for param in group[_PARAMS]):
+            raise StateDictMismatchError(
+                f"{where!r} was saved by the numbers of parameters, in groups of {saved}, and the optimizer has groups "
+                f"of {held}, so the numbers would mean other parameters. Group the parameters as they were saved",
+                uri="",
+            )
+
     def _names_in(self, params: Sequence[Any]) -> list[str]:
         return list(self._by_name(dict.fromkeys(params)).values())
 
@@ -229,9 +243,10 @@ class OptimizerEntry(LiveEntry):
         """Return the module of torch's first FSDP that has the optimizer's parameters, and the prefix of its names."""
         mine = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
         for prefix, module in self._modules.items():
-            if FullyShardedDataParallel.fsdp_modules(module) and any(
-                id(param) in mine for param in module.parameters()
-            ):
+            units = FullyShardedDataParallel.fsdp_modules(module)
+            if units and any(id(param) in mine for param in module.parameters()):
+                for unit in units:
+                    _refuse_part_of_unit(unit, optimizer, mine)
                 return prefix, module
         return None
 
@@ -247,9 +262,10 @@ class _Layout:
 
     def make(self, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
         dtype = entry.properties.dtype
-        if entry.size == self._like.size() and entry.size:
+        if entry.size and entry.size == self._like.size():
             return torch.empty_like(self._like, dtype=dtype, requires_grad=False)
-        if not entry.size:
+        # Moments of a parameter without dimensions look like a counter. Only a step tells how a DTensor's are held.
+        if not entry.size and (self._like.size() or not isinstance(self._like, DTensor)):
             return torch.empty((), dtype=dtype)  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
             stepped = self._step().get(name)
@@ -311,6 +327,20 @@ def _name_params(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
         for prefix, module in modules.items()
         for raw, param in module.named_parameters()
     }
+
+
+def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, updated: Collection[int]) -> None:
+    """Refuse an optimizer of some parameters of one FSDP module, whose state torch cannot take apart."""
+    nested = [one for one in FullyShardedDataParallel.fsdp_modules(unit) if one is not unit]
+    elsewhere = {id(param) for one in nested for param in one.parameters()}
+    own = {name: param for name, param in unit.named_parameters() if param.requires_grad and id(param) not in elsewhere}
+    left = [next(iter(fqns_of(unit, name))) for name, param in own.items() if id(param) not in updated]
+    if left and len(left) < len(own):
+        raise InvalidOptionError(
+            f"the optimizer ({type(optimizer).__name__}) updates some parameters of one FSDP module and not "
+            f"{quote_names(left)}, and torch cannot save their states apart. Wrap the parameters of each optimizer in "
+            "modules of their own, use one optimizer with several groups, or use fully_shard"
+        )
 
 
 def _unwrapped(name: str) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
-from cloudckpt.dcp.live_entry import LiveEntry, plan_live_entries
+from cloudckpt.dcp.live_entry import LiveEntry, load_object, plan_live_entries
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner, is_default_planner
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.dcp.save_planner import BalancedSavePlanner, is_stateful, state_of
@@ -191,15 +191,13 @@ def run_load(
         with rare_collections(), ranks_context as ranks:
             rank = ranks.rank
             entries = {key: _wanted_of(state_dict[key]) for key in sorted(state_dict, key=str)}
-            _load(entries, reader, planner, ranks, is_ours=is_ours)
+            objects = {key: value for key, value in state_dict.items() if is_stateful(value)}
+            have_objects = _load(entries, reader, planner, ranks, is_ours=is_ours, has_objects=bool(objects))
             for key, value in entries.items():
-                if key not in state_dict:
-                    continue
-                held = state_dict[key]
-                if is_stateful(held):
-                    held.load_state_dict(value)
-                else:
+                if key in state_dict and key not in objects:
                     state_dict[key] = value
+            if have_objects:
+                ranks.all_gather("load_state_dict", functools.partial(_load_objects, objects, entries))
     except BaseException as error:
         reader.lifecycle.end(error)
         if not isinstance(error, CloudckptError) or isinstance(error, CheckpointException):
@@ -217,9 +215,24 @@ def _wanted_of(value: Any) -> Any:
     return value if isinstance(value, LiveEntry) else state_of(value)
 
 
+def _load_objects(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    for key, held in objects.items():
+        if isinstance(held, LiveEntry):
+            held.load_state_dict(entries[key], where=key)
+        else:
+            load_object(held, entries[key], where=key)
+
+
 def _load(
-    entries: dict[str, Any], reader: ObjectStoreReader, planner: LoadPlanner, ranks: DistWrapper, *, is_ours: bool
-) -> None:
+    entries: dict[str, Any],
+    reader: ObjectStoreReader,
+    planner: LoadPlanner,
+    ranks: DistWrapper,
+    *,
+    is_ours: bool,
+    has_objects: bool,
+) -> bool:
+    """Fill `entries`. Returns True if any rank has objects to load."""
     live_keys = [key for key, value in entries.items() if isinstance(value, LiveEntry)]
     reader.begin_call(ranks, is_lazy=is_ours and not live_keys, whole_keys=live_keys)
 
@@ -235,13 +248,14 @@ def _load(
 
     plan = ranks.reduce_scatter("plan", plan_locally, plan_globally)
 
-    def read() -> None:
+    def read() -> bool:
         try:
             reader.read_data(planner.finish_plan(plan), planner).wait()
         finally:
             reader.stop_sharing()  # the other ranks must not wait for the bytes of one that failed
+        return has_objects
 
-    ranks.all_gather("read", read)
+    return any(ranks.all_gather("read", read))
 
 
 class SaveOrLoadError(CheckpointException):

@@ -37,19 +37,27 @@ class LiveEntry(abc.ABC):
     def load_state_dict(self, state: Any, *, where: str) -> None:
         """Give the object what a load has filled for the path `where`."""
 
+    def find_unused(self, where: str) -> list[str]:
+        """Return the paths in the checkpoint that the object has no use for, such as moments of frozen parameters."""
+        return []
+
 
 class OptionalEntry(LiveEntry):
     """An entry that may be absent from a checkpoint."""
 
 
-def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str) -> None:
-    """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills."""
+def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str) -> list[str]:
+    """Replace each `LiveEntry` in `entries` by what the load of a checkpoint with this `metadata` fills.
+
+    Returns the paths that the objects have no use for.
+    """
     live = {key: entry for key, entry in entries.items() if isinstance(entry, LiveEntry)}
     if not live:
-        return
+        return []
     saved = nest_metadata(metadata)
     for key, entry in live.items():
         entries[key] = _plan(entry, saved, key, where=key, uri=uri)
+    return [path for key, entry in live.items() for path in entry.find_unused(key)]
 
 
 def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
@@ -79,6 +87,9 @@ class EntryGroup(LiveEntry):
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         return {key: _plan(entry, known, key, where=f"{where}.{key}", uri=uri) for key, entry in self._entries.items()}
+
+    def find_unused(self, where: str) -> list[str]:
+        return [path for key, entry in self._entries.items() for path in entry.find_unused(f"{where}.{key}")]
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
         for key, entry in self._entries.items():

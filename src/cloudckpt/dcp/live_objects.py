@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from cloudckpt._torch_compat import ShardedTensor
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, OptionalEntry, load_object, make_empty
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
@@ -37,9 +38,8 @@ class ModelEntry(LiveEntry):
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         wanted = self.state_dict()
-        meta = [
-            name for name, value in wanted.items() if isinstance(value, torch.Tensor) and value.device.type == "meta"
-        ]
+        tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+        meta = [name for name, value in tensors.items() if not isinstance(value, ShardedTensor) and value.is_meta]
         if meta:
             raise InvalidOptionError(
                 f"the model has no memory for {quote_names(meta)}, which are on the meta device: call "

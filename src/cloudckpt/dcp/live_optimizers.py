@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, make_empty
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, load_object, make_empty
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -93,13 +93,21 @@ class OptimizerEntry(LiveEntry):
                 ) from None
         return {_STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
+    def find_unused(self, where: str) -> list[str]:
+        updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
+        return [
+            f"{where}.{_STATE}.{name}"
+            for param, name in _name_params(self._modules).items()
+            if not param.requires_grad and id(param) not in updated
+        ]
+
     def load_state_dict(self, state: Any, *, where: str) -> None:
         self._refuse_other_numbers(state, where=where)
         by_name = self._by_name(state[_STATE])
         loaded = {name: state[_STATE][key] for key, name in by_name.items()}
         groups = state[_GROUPS]
         for optimizer in self._optimizers:
-            self._load_one(optimizer, loaded, groups)
+            self._load_one(optimizer, loaded, groups, where=where)
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
         held = optimizer.state_dict()
@@ -125,7 +133,9 @@ class OptimizerEntry(LiveEntry):
             _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in held[_GROUPS]],
         }
 
-    def _load_one(self, optimizer: Optimizer, loaded: dict[str, Any], saved_groups: list[dict[str, Any]]) -> None:
+    def _load_one(
+        self, optimizer: Optimizer, loaded: dict[str, Any], saved_groups: list[dict[str, Any]], *, where: str
+    ) -> None:
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
             with _sharded_fsdp1(module):
@@ -155,7 +165,7 @@ class OptimizerEntry(LiveEntry):
         for group, names_of_group in zip(groups, names_of_groups, strict=True):
             group[_PARAMS] = [indices[name] for name in names_of_group]
         state = {indices[name]: value for name, value in loaded.items() if name in indices}
-        optimizer.load_state_dict({_STATE: state, _GROUPS: groups})
+        load_object(optimizer, {_STATE: state, _GROUPS: groups}, where=where)
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
             _keep_dtypes(optimizer, state)
 
@@ -220,16 +230,22 @@ class OptimizerEntry(LiveEntry):
 
     def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:
         """Return the parameter's name for each key of a saved state, which is a number in a plain state dict."""
-        if not all(str(key).isdigit() for key in state):  # torch's planners make text of numbers
+        if not self._are_numbers(state):
             return {key: str(key) for key in state}
         names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
         return {key: names.get(int(key), str(key)) for key in state}
+
+    def _are_numbers(self, keys: Collection[Any]) -> bool:
+        """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
+        if not all(str(key).isdigit() for key in keys):
+            return False
+        return not {str(key) for key in keys} <= set(_name_params(self._modules).values())
 
     def _refuse_other_numbers(self, state: Mapping[str, Any], *, where: str) -> None:
         """Refuse a state by number, from a plain state dict, that numbers other parameters than the optimizer's."""
         saved = [len(group[_PARAMS]) for group in state[_GROUPS]]
         held = [len(group[_PARAMS]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if saved != held and any(str(param).isdigit() for group in state[_GROUPS] for param in group[_PARAMS]):
+        if saved != held and self._are_numbers([param for group in state[_GROUPS] for param in group[_PARAMS]]):
             raise StateDictMismatchError(
                 f"{where!r} was saved by the numbers of parameters, in groups of {saved}, and the optimizer has groups "
                 f"of {held}, so the numbers would mean other parameters. Group the parameters as they were saved",

@@ -238,10 +238,10 @@ def _load(
 
     def plan_locally() -> LoadPlan:
         metadata = reader.read_metadata()
-        plan_live_entries(entries, metadata, uri=reader.checkpoint_id)
+        unused = plan_live_entries(entries, metadata, uri=reader.checkpoint_id)
         planner.set_up_planner(entries, metadata, ranks.is_coordinator)
         reader.set_up_storage_reader(metadata, ranks.is_coordinator, rank=ranks.rank)
-        return reader.prepare_local_plan(planner.create_local_plan())
+        return reader.prepare_local_plan(planner.create_local_plan(), unused=unused)
 
     def plan_globally(plans: list[LoadPlan]) -> list[LoadPlan]:
         return reader.prepare_global_plan(planner.create_global_plan(plans))

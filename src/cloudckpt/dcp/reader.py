@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -230,18 +230,21 @@ class ObjectStoreReader(StorageReader):
             if self._context is not None:
                 self._context.rank = rank
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Attach which commit this rank found, and what it can share."""
+    def prepare_local_plan(self, plan: LoadPlan, *, unused: Sequence[str] = ()) -> LoadPlan:
+        """Attach which commit this rank found, what it can share, and which paths its objects have no use for."""
         manifest, metadata = self._manifest, self._metadata
-        if self._is_of_rank:  # other ranks have other entries
-            self._check_completeness([plan])
         if manifest is None or self._context is None or self._is_of_rank:
-            return dataclasses.replace(plan, storage_data=RankPlanData(attempt=""))
+            plan = dataclasses.replace(plan, storage_data=RankPlanData(attempt="", unused=unused))
+            if self._is_of_rank:  # other ranks have other entries
+                self._check_completeness([plan])
+            return plan
         offer = None
         if metadata is not None and self._call is not None and self._call.session is not None:
             wanted = functools.partial(wanted_by, plan, manifest, metadata.storage_data, self._options)
             offer = self._call.session.offer(wanted, scheme=self._location.scheme, options=self._options)
-        return dataclasses.replace(plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer))
+        return dataclasses.replace(
+            plan, storage_data=RankPlanData(attempt=manifest.attempt, offer=offer, unused=unused)
+        )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Refuse to mix: raises `CheckpointChangedError` where the ranks found different commits.
@@ -290,8 +293,14 @@ class ObjectStoreReader(StorageReader):
         if self._metadata is None:
             return
         whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
+        found = [plan.storage_data for plan in plans]
+        unused = {path for one in found if isinstance(one, RankPlanData) for path in one.unused}
+        saved: Mapping[str, Any] = self._metadata.state_dict_metadata
+        if unused:
+            of_unused = tuple(f"{path}." for path in unused)
+            saved = {name: entry for name, entry in saved.items() if not name.startswith(of_unused)}
         try:
-            check_completeness(plans, self._metadata.state_dict_metadata, whole=whole, uri=self.checkpoint_id)
+            check_completeness(plans, saved, whole=whole, uri=self.checkpoint_id)
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise

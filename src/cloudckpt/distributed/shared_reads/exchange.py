@@ -274,6 +274,8 @@ class RankPlanData:
     attempt: str
     offer: ShareOffer | None = None
     group: ShareGroup | None = None
+    unused: Sequence[str] = ()
+    """Paths in the checkpoint that this rank's objects have no use for."""
 
 
 def assign_groups(

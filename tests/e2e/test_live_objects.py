@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import Parallelism, Training, assert_same, build, local
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import cloudckpt
-from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
 
 NUM_RANKS: dict[Parallelism, int] = {
     "none": 1,
@@ -137,11 +138,13 @@ class Sampler:
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.position < 0:
+            raise KeyError("shuffle")
         self.position = state["position"]
 
 
 def save_positions(uri: str) -> None:
-    cloudckpt.save(uri, dataloader=Sampler(7 + dist.get_rank()))
+    cloudckpt.save(uri, dataloader=Sampler(7 + dist.get_rank()), scheduler={"warm": Sampler()})
 
 
 def load_positions(uri: str) -> None:
@@ -156,16 +159,49 @@ def load_positions(uri: str) -> None:
             assert wrong == 3 or dist.get_rank() == 0, error  # noqa: PT017
             continue
         assert wrong.position == 7 + dist.get_rank()
+    for objects in ({"dataloader": Sampler(-dist.get_rank())}, {"scheduler": {"warm": Sampler(-dist.get_rank())}}):
+        with pytest.raises(cloudckpt.CloudckptError, match=r"rank 1\] .*'(dataloader.rank-1|scheduler.warm)'.*shuffle"):
+            cloudckpt.load(uri, **objects)  # type: ignore[arg-type]
 
 
 @pytest.mark.multirank
 def test_each_rank_has_a_data_loader_of_its_own(tmp_path: Path) -> None:
     """If this fails, ranks read each other's data; or a job of other ranks skips some; or a wrong argument on one rank
-    makes all later calls fail.
+    makes all later calls fail; or the other ranks train on after one could not load its objects.
     """
     run_ranks(save_positions, str(tmp_path / "a"), world_size=2)
     for num_ranks in (1, 2, 3):
         run_ranks(load_positions, str(tmp_path / "a"), world_size=num_ranks)
+
+
+def load_scalar_moments(uri: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.ParameterDict({"scale": distribute_tensor(torch.rand(()), mesh, [Replicate()])})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["scale"].square().backward()
+    optimizer.step()
+    cloudckpt.save(uri, model=model, optimizer=optimizer)
+    loaded = torch.optim.AdamW(model.parameters())
+    cloudckpt.load(uri, model=model, optimizer=loaded)
+    for name, value in optimizer.state[model["scale"]].items():
+        found = loaded.state[model["scale"]][name]
+        assert type(found) is type(value), name
+        assert_same(local(found), local(value))
+
+
+def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
+    model = build("fsdp1", seed=1).model
+    parts = [[param for name, param in model.named_parameters() if ("up" in name) == is_up] for is_up in (True, False)]
+    optimizers = [torch.optim.AdamW(parts[0]), torch.optim.SGD(parts[1])]
+    with pytest.raises(InvalidOptionError, match=r"some parameters of one FSDP module.*'down.weight'.*of their own"):
+        cloudckpt.save(uri, model=model, optimizer=optimizers)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("check", [load_scalar_moments, refuse_a_part_of_an_fsdp1_module])
+def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
+    """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch."""
+    run_ranks(check, str(tmp_path / "a"), world_size=2)
 
 
 def resave(source: str, target: str, parallelism: Parallelism) -> None:

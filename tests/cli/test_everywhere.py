@@ -31,6 +31,7 @@ def _commands(place: Place, folder: Path) -> dict[str, Expected]:
     return {
         "ls": ([place.root], _still_there, "step-2"),
         "latest": ([place.root], _still_there, f"{two}\n"),
+        "watch": ([place.root, "--until-step", "2"], _still_there, "step-1  committed"),
         "du": ([place.root], _still_there, "(all)"),
         "cat": ([one, "model.w"], _still_there, "mean     1.0"),
         "show": ([one, "--values"], _still_there, "bfloat16"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import signal
@@ -106,6 +107,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["latest", "step-1"], 3, "cloudckpt ls"),
         (["export", "step-1", "out", "--include", "model", "--strip-prefix", "mod"], 2, "the prefix 'mod.'"),
         (["export", "step-1", "m.safetensors", "--include", "model", "--max-shard-size", "1kB"], 2, "Name a folder"),
+        (["ls", ".", "--columns", "name,date"], 2, "committed_at"),
+        (["watch", ".", "--interval", "0s"], 2, "between 1s and 1h"),
         (["show", "nothing"], 3, "cloudckpt ls ROOT"),
         (["doctor", "step-1", "--deadline", "0"], 2, "--deadline"),
         (["doctor", "s3://bucket/run", "-o", "no_such_option=1"], 2, "no_such_option"),
@@ -202,6 +205,44 @@ def test_ctrl_c_ends_a_command_that_waits_for_a_store() -> None:
             finally:
                 running.kill()
     assert (running.returncode, told) == (130, "Interrupted.\n")
+
+
+_SLOW = """
+import sys
+from cloudckpt.cli import main
+from cloudckpt.stores.local import LocalStore
+list_directories = LocalStore.list_directories
+def answer_late(store):
+    sys.stdin.readline()
+    return list_directories(store)
+LocalStore.list_directories = answer_late
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("option", ["", "--json", "-q", "-v"])
+def test_a_spinner_shows_that_a_slow_store_is_asked(tmp_path: Path, option: str) -> None:
+    """If this fails, a command looks dead while it waits, or a program that reads its output gets a spinner."""
+    save(f"{tmp_path}/step-1")
+    ours, terminal = os.openpty()
+    command = [sys.executable, "-c", _SLOW, "ls", str(tmp_path), *([option] if option else [])]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=terminal, text=True, env=_environment()) as running:
+        os.close(terminal)
+        try:
+            seen = b""
+            while not option and b"cloudckpt ls" not in seen:  # the store does not answer before it is there
+                seen += os.read(ours, 1000)
+            out, _ = running.communicate("\n" * 10, timeout=120)
+            with contextlib.suppress(OSError):  # as a terminal without a writer ends
+                while more := os.read(ours, 1000):
+                    seen += more
+        finally:
+            running.kill()
+            os.close(ours)
+    assert (running.returncode, "step-1" in out, "\x1b" in out) == (0, True, False)
+    assert (b"\x1b" in seen) is (not option)
+    assert option or seen.rstrip().endswith(b"\x1b[2K")  # it has gone
 
 
 def test_a_server_for_trials_prints_exports_that_work() -> None:

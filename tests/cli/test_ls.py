@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
@@ -65,7 +67,29 @@ def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
     assert lines[0].split()[:5] == ["NAME", "AGE", "SIZE", "RANKS", "STATE"]
     assert sum("committed" in line for line in lines) == 4
     assert '{"loss": 0.5}' in table.out
+    chosen = run("ls", local.root, "--columns", "committed_at,name").out.splitlines()
+    assert (chosen[0].split(), len(chosen)) == (["COMMITTED_AT", "NAME"], 9)
     assert run("ls", local.root, "--alive-within", "0s").out.count("garbage") == 2
+
+
+def test_a_run_is_followed(tmp_path: Path) -> None:
+    """If this fails, who watches a run misses a checkpoint, or a script that waits for a step waits for ever."""
+    root, lines = str(tmp_path), []
+    save(f"{root}/step-1")
+    command = [sys.executable, "-m", "cloudckpt", "watch", root, "--interval", "1s", "--until-step", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            lines.append(running.stdout.readline())
+            save(f"{root}/step-2")
+            cloudckpt.delete(f"{root}/step-1")
+            lines += running.communicate(timeout=120)[0].splitlines()
+        finally:
+            running.kill()
+    assert (running.returncode, sorted(line.split()[2:4] for line in lines)) == (
+        0,
+        [["step-1", "committed"], ["step-1", "gone"], ["step-2", "committed"]],
+    )
 
 
 def test_requests_are_few_and_known(memory: Memory) -> None:

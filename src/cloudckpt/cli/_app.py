@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cloudckpt._version import __version__
-from cloudckpt.cli import bench, checks, cleanup, convert, dev_server, diff, ls, show
+from cloudckpt.cli import bench, checks, cleanup, convert, dev_server, diff, ls, show, watch
 from cloudckpt.cli._errors import INTERRUPTED, PIPE_CLOSED, exit_code_of, message_of, usage_message
 from cloudckpt.cli._options import QUIET, VERBOSE, expand_options
 
@@ -90,6 +90,7 @@ def _configure(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls.ls,
     "latest": ls.latest,
+    "watch": watch.watch,
     "du": ls.du,
     "show": show.show,
     "cat": show.cat,

@@ -16,6 +16,7 @@ from cloudckpt.errors import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from rich.status import Status
 
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
@@ -25,29 +26,47 @@ _MB, _GB = 10**6, 10**9
 class Console:
     """The output of one command. With `as_json`, stdout gets one JSON document and nothing else."""
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
-        self.as_json, self.quiet = as_json, quiet
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, is_verbose: bool = False) -> None:
+        self.as_json, self.quiet, self.is_verbose = as_json, quiet, is_verbose
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Show that the command works, while it prints nothing. Only on a terminal's stderr; a log would tear it."""
+        if self.quiet or self.as_json or self.is_verbose or not sys.stderr.isatty():
+            yield
+            return
+        from rich import console, status
+
+        shown = status.Status(plain_line(what), console=console.Console(stderr=True))
+        _shown.append(shown)
+        try:
+            with shown:
+                yield
+        finally:
+            _shown.remove(shown)
 
     def document(self, value: Any) -> None:
         """Print the result as one JSON document. Dataclasses in it become objects."""
-        typer.echo(json.dumps(value, indent=2, default=dataclasses.asdict))
+        _echo(json.dumps(value, indent=2, default=dataclasses.asdict))
 
     def line(self, text: str = "") -> None:
         """Print a line of the result."""
-        typer.echo(plain_line(text))
+        _echo(plain_line(text))
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
         """Print a table of the result, each row as one line; the columns in `right` are numbers."""
         from rich.cells import cell_len  # some characters take two columns, some none
 
         lines = [list(titles), *([plain_line(cell) for cell in row] for row in rows)]
+        texts = []
         widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             cells = []
             for title, cell, width in zip(titles, line, widths, strict=True):
                 space = " " * (width - cell_len(cell))
                 cells.append(space + cell if title in right else cell + space)
-            typer.echo("  ".join(cells).rstrip())
+            texts.append("  ".join(cells).rstrip())
+        _echo("\n".join(texts))
 
     def say(self, text: str) -> None:
         """Print a remark, unless the command is to be quiet."""
@@ -56,7 +75,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Print a remark that matters even to a quiet command."""
-        typer.echo(plain_line(text), err=True)
+        _echo(plain_line(text), err=True)
 
     @property
     def is_interactive(self) -> bool:
@@ -65,7 +84,8 @@ class Console:
 
     def confirm(self, question: str) -> bool:
         """Ask the user, whose default answer is no."""
-        return typer.confirm(plain_line(question), err=True)
+        with _without_status():
+            return typer.confirm(plain_line(question), err=True)
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
@@ -82,9 +102,32 @@ class Console:
             progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(),
         )
-        with progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar:
+        with (
+            _without_status(),
+            progress.Progress(*columns, console=console.Console(stderr=True), transient=True) as bar,
+        ):
             task = bar.add_task(plain_line(what), total=None)
             yield lambda done_bytes, total_bytes: bar.update(task, completed=done_bytes, total=total_bytes)
+
+
+_shown: list[Status] = []
+"""The one of the running command, if it is shown: a process has one terminal."""
+
+
+@contextlib.contextmanager
+def _without_status() -> Iterator[None]:
+    for shown in _shown:
+        shown.stop()
+    try:
+        yield
+    finally:
+        for shown in _shown:
+            shown.start()
+
+
+def _echo(text: str, *, err: bool = False) -> None:
+    with _without_status():
+        typer.echo(text, err=err)
 
 
 def describe_report(report: DataclassInstance, seconds: float) -> dict[str, Any]:
@@ -121,6 +164,11 @@ def count(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun[:-1]}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
+
+
+def date(moment: datetime) -> str:
+    """``2026-01-31 12:00:00Z``."""
+    return f"{moment.astimezone(timezone.utc):%Y-%m-%d %H:%M:%SZ}"
 
 
 def age(moment: datetime) -> str:

@@ -157,5 +157,7 @@ def _on_sigterm(_number: int, _frame: object) -> NoReturn:
 
 def _exit_at_once(_number: int, _frame: object) -> NoReturn:
     # sys.stderr may be in the middle of a write, and would refuse another one.
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # a bar or a spinner has hidden the cursor
     os.write(2, b"Interrupted again: ended without cleaning up. Run `cloudckpt gc URI` to remove what is left.\n")
     os._exit(INTERRUPTED)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +43,12 @@ def _share(ctx: typer.Context, param: typer.CallbackParam, value: bool) -> bool:
     name = str(param.name)
     shared[name] = value or shared.get(name, False)
     if name == "verbose" and value:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        logging.Formatter.converter = time.gmtime  # basicConfig takes none, and the process is the command's own
+        logging.basicConfig(
+            level=logging.INFO,
+            format="%(asctime)s.%(msecs)03dZ %(name)s %(levelname)s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
     return bool(shared[name])
 
 
@@ -82,7 +88,7 @@ class CommonOptions:
     @property
     def console(self) -> Console:
         """The output of the command."""
-        return Console(as_json=self.as_json, quiet=self.quiet)
+        return Console(as_json=self.as_json, quiet=self.quiet, is_verbose=self.verbose)
 
     def options(self, **more: Any) -> Options:
         """Return the library's `Options`. Raises `InvalidOptionError`."""
@@ -148,7 +154,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**arguments: Any) -> None:
         common = kind(**{parameter.name: arguments.pop(parameter.name) for parameter in shared})
-        command(**arguments, common=common)
+        with common.console.waiting(f"cloudckpt {command.__name__.rstrip('_')} …"):
+            command(**arguments, common=common)
 
     vars(run)["__signature__"] = signature.replace(parameters=[*own, *shared])
     return run

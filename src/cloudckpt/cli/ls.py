@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from datetime import timedelta, timezone
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cloudckpt.cli._console import Console, age, count, size
+from cloudckpt.cli._console import Console, age, count, date, size
 from cloudckpt.cli._errors import DENIED
 from cloudckpt.cli._options import CommonOptions, parse_duration
 
@@ -27,8 +27,33 @@ class _Order(str, Enum):
     size = "size"
 
 
-_LONG = ("DATE", "OBJECTS", "TENSORS", "OVERWRITES", "ATTEMPT")
-_RIGHT = ("SIZE", "OBJECTS")
+_COLUMNS: dict[str, Callable[[CheckpointInfo], str]] = {
+    "name": lambda one: one.name,
+    "age": lambda one: "" if one.state == "denied" else age(one.committed_at),
+    "size": lambda one: "" if one.num_bytes is None else size(one.num_bytes),
+    "ranks": lambda one: _number(one.world_size),
+    "state": lambda one: one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else ""),
+    "committed_at": lambda one: "" if one.state == "denied" else date(one.committed_at),
+    "objects": lambda one: _number(one.num_objects),
+    "tensors": lambda one: _number(one.num_tensors),
+    "overwrites": lambda one: f"{one.num_overwrites:,}",
+    "attempt": lambda one: one.attempt,
+    "uri": lambda one: one.uri,
+    "metadata": lambda one: json.dumps(dict(one.metadata)) if one.metadata else "",
+}
+_USUAL, _LONG = 5, 10
+"""The number of columns without an option, and with ``--long``."""
+_RIGHT = ("AGE", "SIZE", "RANKS", "OBJECTS", "TENSORS", "OVERWRITES")
+
+
+def _parse_columns(text: str) -> list[str]:
+    columns = [one.strip() for one in text.split(",")]
+    unknown = [one for one in columns if one not in _COLUMNS]
+    if unknown:
+        raise typer.BadParameter(
+            f"there is no column {unknown[0]!r}; the columns are {', '.join(_COLUMNS)}", param_hint="--columns"
+        )
+    return columns
 
 
 def ls(
@@ -37,6 +62,10 @@ def ls(
     long: Annotated[
         bool, typer.Option("--long", "-l", help="Also dates, attempts, overwrites, tensors and metadata.")
     ] = False,
+    columns: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help=f"The columns to show, with commas: of {', '.join(_COLUMNS)}."),
+    ] = None,
     sort: Annotated[_Order, typer.Option("--sort", help="The order; size is that of all data objects.")] = _Order.date,
     reverse: Annotated[bool, typer.Option("--reverse", "-r", help="The last one first.")] = False,
     alive_within: Annotated[
@@ -59,6 +88,7 @@ def ls(
     from cloudckpt.inspect.catalog import list_checkpoints
 
     console = common.console
+    names = _parse_columns(columns) if columns is not None else list(_COLUMNS)[: _LONG if long else _USUAL]
     options = common.options()
     found = list_checkpoints(root, all=True, alive_within=alive_within, check=check, options=options)
     if not found:
@@ -67,7 +97,7 @@ def ls(
         found.sort(key=lambda one: one.name)
     elif sort is _Order.size:
         found.sort(key=lambda one: one.num_bytes or 0)
-    _tell(console, root, found[::-1] if reverse else found, long=long)
+    _tell(console, root, found[::-1] if reverse else found, names, long=long)
     if any(one.state == "denied" for one in found):
         raise typer.Exit(DENIED)
 
@@ -136,14 +166,14 @@ def du(
         raise typer.Exit(DENIED)
 
 
-def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], *, long: bool) -> None:
+def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], columns: Sequence[str], *, long: bool) -> None:
     if console.as_json:
         console.document([document_of(one) for one in found])
         return
     if not found:
         return
-    titles = ["NAME", "AGE", "SIZE", "RANKS", "STATE", *(_LONG if long else ())]
-    console.table(titles, [_row(one, long=long) for one in found], right=("AGE", "SIZE", "RANKS", *_LONG[1:4]))
+    rows = [[_COLUMNS[name](one) for name in columns] for one in found]
+    console.table([name.upper() for name in columns], rows, right=_RIGHT)
     if long:
         for one in found:
             if one.metadata:
@@ -193,23 +223,6 @@ def document_of(one: CheckpointInfo) -> dict[str, Any]:
         "metadata": dict(one.metadata),
         "problem": one.problem,
     }
-
-
-def _row(one: CheckpointInfo, *, long: bool) -> list[str]:
-    state = one.state + (f" ({count(one.num_uploads, 'upload')})" if one.num_uploads else "")
-    age_text = "" if one.state == "denied" else age(one.committed_at)
-    size_text = "" if one.num_bytes is None else size(one.num_bytes)
-    row = [one.name, age_text, size_text, _number(one.world_size), state]
-    if long:
-        date = one.committed_at.astimezone(timezone.utc)
-        row += [
-            f"{date:%Y-%m-%d %H:%M:%SZ}" if one.state != "denied" else "",
-            _number(one.num_objects),
-            _number(one.num_tensors),
-            f"{one.num_overwrites:,}",
-            one.attempt,
-        ]
-    return row
 
 
 def _number(number: int | None) -> str:

@@ -81,15 +81,13 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
         try:
             assert running.stdout is not None
             lines.append(running.stdout.readline())
-            save(f"{root}/step-2")
             cloudckpt.delete(f"{root}/step-1")
+            save(f"{root}/step-2")
             lines += running.communicate(timeout=120)[0].splitlines()
         finally:
             running.kill()
-    assert (running.returncode, sorted(line.split()[2:4] for line in lines)) == (
-        0,
-        [["step-1", "committed"], ["step-1", "gone"], ["step-2", "committed"]],
-    )
+    told = [line.split()[2:4] for line in lines if "in progress" not in line]  # only if a listing finds it so
+    assert (running.returncode, told) == (0, [["step-1", "committed"], ["step-1", "gone"], ["step-2", "committed"]])
 
 
 def test_requests_are_few_and_known(memory: Memory) -> None:

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         written = draw(arguments.results, arguments.out, title=arguments.title)
     except ImportError as error:
-        print(f"{error}: pip install 'cloudckpt[bench]'", file=sys.stderr)
+        print(f"{error}: pip install -e '.[bench]'", file=sys.stderr)
         return 2
     except MalformedResultsError as error:
         print(error, file=sys.stderr)

@@ -89,6 +89,11 @@ def _tabs(match: re.Match[str]) -> str:
     return "\n".join(f'=== "{label}"\n{textwrap.indent(text, "    ")}' for label, text in pairs)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001  # as below
+    """End with one colon the lines before the examples of docstrings, which end with two for Sphinx."""
+    return html.replace("::</p>", ":</p>")
+
+
 def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001  # mkdocs passes them by name
     """See that a reader's browser fetches nothing from elsewhere; show the heads of examples as prose."""
     found = _FETCHED.search(output)

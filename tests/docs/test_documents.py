@@ -188,9 +188,14 @@ DOCS = ROOT / "docs"
 
 def test_the_reference_has_every_public_name() -> None:
     """If this fails, a public name can be used, and is documented nowhere."""
-    named = re.findall(r"^::: cloudckpt\.(?:types\.)?(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    pages = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+    named = re.findall(r"^::: cloudckpt\.(?:types\.)?([\w.]+)$", pages, re.MULTILINE)
     assert len(named) == len(set(named))
-    assert set(named) == {*cloudckpt.__all__, *types.__all__, "errors"} - {*errors.__all__, "__version__", "types"}
+    parts = {name for name in named if name.startswith(("integrations.", "testing."))}
+    public = {*cloudckpt.__all__, *types.__all__, "errors"} - {*errors.__all__, "__version__", "types"}
+    assert set(named) - parts == public
+    modules = {path.stem for path in (ROOT / "src/cloudckpt/integrations").glob("[a-z]*.py")}
+    assert {name.split(".")[1] for name in parts if name.startswith("integrations.")} == modules
 
 
 def test_every_error_has_its_paragraph() -> None:

@@ -8,14 +8,17 @@ import os
 import random
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import urllib3
 from tests.stores.scripted import Answer, Recorded, ScriptedServer
+from tests.stores.tls import make_certificate
 
 from cloudckpt.stores import http_body
 from cloudckpt.stores.http_body import BodyEndedError, ResponseBody
@@ -40,22 +43,30 @@ class Line:
         return ResponseBody(response), response
 
 
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Line]]:
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.fixture(params=["http", "https"])
+def serve(
+    request: pytest.FixtureRequest, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Line]]:
     past: list[None] = []
-    receiving = http_body._waiting_in_the_kernel
+    receiving = {"http": "_waiting_in_the_kernel", "https": "_receive_records"}[request.param]
+    received = getattr(http_body, receiving)
 
-    def counted(connection: socket.socket) -> contextlib.AbstractContextManager[None]:
+    def counted(*args: Any) -> Any:
         past.append(None)
-        return receiving(connection)
+        return received(*args)
 
-    monkeypatch.setattr(http_body, "_waiting_in_the_kernel", counted)
+    monkeypatch.setattr(http_body, receiving, counted)
     with contextlib.ExitStack() as stack:
 
         def started(*answers: Answer) -> Line:
-            server = ScriptedServer(answers)
+            server = ScriptedServer(answers, certificate=certificate if request.param == "https" else None)
             stack.callback(server.close)
-            pool = urllib3.PoolManager(retries=False)
+            pool = urllib3.PoolManager(retries=False, ca_certs=str(certificate))
             stack.callback(pool.clear)
             return Line(server=server, pool=pool, past=past)
 
@@ -104,6 +115,7 @@ def test_bodies_arrive_whole_and_connections_are_used_again(
 ) -> None:
     """Bytes would be lost, doubled or out of place; or every range would cost a connection of its own."""
     monkeypatch.setattr(http_body, "_MOST_RECEIVED_BYTES", at_once_bytes)
+    monkeypatch.setattr(http_body, "_GATHERED_BYTES", at_once_bytes)
     line = serve(sending(BODY))
     for _ in range(3):
         target = bytearray(len(BODY))
@@ -136,13 +148,16 @@ def test_the_socket_is_left_as_it_was(serve: Callable[..., Line]) -> None:
         kernels = connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
         reader.fill([memoryview(bytearray(len(BODY)))])
         assert connection.gettimeout() == timeout_s
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == kernels
         assert not os.get_blocking(connection.fileno())
         reader.close(reuse=True)
     assert len(line.past) == 2
 
 
-@pytest.mark.parametrize("end", [hang_up, reset])
+@pytest.mark.parametrize(
+    ("serve", "end"), [("http", hang_up), ("http", reset), ("https", hang_up)], indirect=["serve"]
+)
 @pytest.mark.parametrize("sent", [0, 1, 10_000, 2 * MIB + 5])
 def test_a_body_that_ends_early_is_seen_as_such(
     serve: Callable[..., Line], sent: int, end: Callable[[socket.socket], None]
@@ -181,6 +196,32 @@ def test_a_body_that_stalls_is_given_up_in_time(serve: Callable[..., Line], sent
     assert target[: reader.received_bytes] == BODY[: reader.received_bytes]
     assert connection.gettimeout() == 0.4
     reader.close(reuse=False)
+
+
+@pytest.mark.parametrize("serve", ["https"], indirect=True)
+@pytest.mark.parametrize(("sent", "share_of_timeout"), [(1000, 0.25), (len(BODY) - 1000, 1000)], ids=["slow", "end"])
+def test_more_is_not_awaited_than_comes(
+    serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, sent: int, share_of_timeout: float
+) -> None:
+    """A load over a slow line would time out though bytes come, and the end of each body would wait for bytes of none."""
+    takes_any, wait_for = threading.Event(), http_body._wait_for
+
+    def noted(connection: socket.socket, least_bytes: int, timeout_s: float) -> None:
+        wait_for(connection, least_bytes, timeout_s)
+        if least_bytes == 1:
+            takes_any.set()
+
+    def send_rest(connection: socket.socket) -> None:
+        takes_any.wait(WAIT_S)
+        connection.sendall(BODY[sent:])
+
+    monkeypatch.setattr(http_body, "_wait_for", noted)
+    monkeypatch.setattr(http_body, "_SHARE_OF_TIMEOUT", share_of_timeout)
+    target = bytearray(len(BODY))
+    reader, _ = serve(sending(BODY[:sent], then=send_rest)).ask(timeout_s=2.0)
+    reader.fill([memoryview(target)])
+    assert target == BODY
+    reader.close(reuse=True)
 
 
 def test_what_comes_after_a_body_is_nobodys(serve: Callable[..., Line]) -> None:

@@ -21,29 +21,33 @@ from cloudckpt.stores.base import Part
 BODY = bytes(range(256)) * 12_000  # several records of TLS
 
 
+def make_certificate(directory: Path) -> Path:
+    """Write a private key and a self-signed certificate for 127.0.0.1 into one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server of a test")])
+    now = dt.datetime.now(dt.timezone.utc)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(address, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path = directory / "server.pem"
+    path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, *form) + signed.public_bytes(serialization.Encoding.PEM)
+    )
+    return path
+
+
 class TLSTests(ABC):
     """A subclass says how a user names the certificates that are trusted."""
 
     @pytest.fixture
     def certificate(self, tmp_path: Path) -> Path:
-        """A file with a private key and a self-signed certificate for 127.0.0.1."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a server of a test")])
-        now = dt.datetime.now(dt.timezone.utc)
-        address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        signed = (
-            x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - dt.timedelta(days=1))
-            .not_valid_after(now + dt.timedelta(days=1))
-            .add_extension(address, critical=False)
-            .sign(key, hashes.SHA256())
-        )
-        form = (serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        path = tmp_path / "server.pem"
-        path.write_bytes(
-            key.private_bytes(serialization.Encoding.PEM, *form) + signed.public_bytes(serialization.Encoding.PEM)
-        )
-        return path
+        return make_certificate(tmp_path)
 
     @abstractmethod
     def trust(self, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:

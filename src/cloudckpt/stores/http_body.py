@@ -8,6 +8,7 @@ import http.client
 import io
 import os
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -35,6 +36,8 @@ _MOST_RECEIVED_BYTES = 8 * 1024 * 1024
 _MOST_RECEIVED_VIEWS = 1024  # IOV_MAX
 _FEWEST_RECEIVED_BYTES = 256 * 1024
 _SHARE_OF_TIMEOUT = 0.25
+_GATHERED_BYTES = 512 * 1024
+_MOST_HELD_BYTES = 32 * 1024  # OpenSSL may have most of one record already
 
 
 _CRC32C_BYTES = 4
@@ -206,8 +209,11 @@ class ResponseBody:
             held_bytes = len(response.fp.peek())
             for piece in next(batches(views, max_bytes=held_bytes, max_views=len(views)), []) if held_bytes else []:
                 response.readinto(piece)
+            rest = without_first(views, held_bytes)
+            if isinstance(connection, ssl.SSLSocket):
+                _receive_records(response, connection, rest)
+                return
             with _waiting_in_the_kernel(connection):
-                rest = without_first(views, held_bytes)
                 for batch in batches(rest, max_bytes=_MOST_RECEIVED_BYTES, max_views=_MOST_RECEIVED_VIEWS):
                     left = batch
                     while left:
@@ -241,7 +247,7 @@ class ResponseBody:
 def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
     """Return the socket that the body can be received from past `http.client`; None if it has to be read through it.
 
-    It has to be for chunked, short and encrypted bodies, and if anything but the standard library lies between.
+    It has to be for chunked and short bodies, and if anything but the standard library lies between.
     """
     if sys.platform != "linux" or not isinstance(response, http.client.HTTPResponse) or response.chunked:
         return None
@@ -255,7 +261,45 @@ def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
     # gevent and its like replace socket.socket; a thread of theirs must not block.
     if type(socket.socket.recvmsg_into) is not MethodDescriptorType:
         return None
-    return connection if type(connection) is socket.socket and connection.gettimeout() else None
+    return connection if type(connection) in (socket.socket, ssl.SSLSocket) and connection.gettimeout() else None
+
+
+def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> None:
+    """Fill `views`, at most one record of TLS a call. Raises `BodyEndedError` if the body ends before they are full.
+
+    The kernel gathers many records before it wakes the thread: each wake-up is a switch of threads, and a wait for the
+    GIL. It no longer does so at the body's end, and on a slow line: the timeout has to bound a stall.
+    """
+    timeout_s = connection.gettimeout() or 0.0
+    left_bytes = num_bytes(views)
+    is_gathering = True
+    _wait_for(connection, _GATHERED_BYTES, timeout_s * _SHARE_OF_TIMEOUT)
+    try:
+        for view in views:
+            begin = 0
+            while begin < view.nbytes:
+                if is_gathering and left_bytes < _GATHERED_BYTES + _MOST_HELD_BYTES:
+                    is_gathering = False
+                    _wait_for(connection, 1, timeout_s)
+                try:
+                    count = connection.recv_into(view[begin:], view.nbytes - begin)
+                except TimeoutError:
+                    if not is_gathering:
+                        raise
+                    left_bytes = 0  # a slow line: gather no more
+                    continue
+                if not count:
+                    raise BodyEndedError
+                begin += count
+                left_bytes -= count
+                response.length -= count  # http.client goes on from here
+    finally:
+        _wait_for(connection, 1, timeout_s)
+
+
+def _wait_for(connection: socket.socket, least_bytes: int, timeout_s: float) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
+    connection.settimeout(timeout_s)
 
 
 @contextlib.contextmanager

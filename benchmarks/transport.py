@@ -35,7 +35,7 @@ from benchmarks.moving.candidate import MIB, OBJECT, Candidate, Where
 from benchmarks.moving.ours import store_at
 from cloudckpt.stores.base import Store
 
-_ALWAYS = ("bare", "cloudckpt")
+_ALWAYS = ("bare", "gathering", "memory-bio", "cloudckpt")
 
 Move = Callable[[int, memoryview], None]
 """Moves the part with a number; called from many threads at once."""

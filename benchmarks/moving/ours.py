@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import awscrt.checksums
 
@@ -14,6 +16,9 @@ from cloudckpt.stores.s3 import S3Store
 from cloudckpt.testing.servers import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY
 
 _LARGEST_HEAD_BYTES = 16 * 1024
+_GATHERED_BYTES = 512 * 1024
+_LARGEST_RECORD_BYTES = 32 * 1024
+_BIO_BYTES = 256 * 1024
 
 
 class Bare(Candidate):
@@ -35,16 +40,19 @@ class Bare(Candidate):
             self._ask(connection.line, "GET", OBJECT, f"Range: {range_of(number, part)}")
             rest, ends = self._head(connection.line)
             part[: len(rest)] = rest
-            position = len(rest)
-            while position < part.nbytes:
-                received = connection.line.recv_into(part[position:])
-                if received == 0:
-                    raise ConnectionError(f"the answer ended after {position} bytes")
-                position += received
+            self._fill(connection.line, part[len(rest) :])
             connection.ends = ends
 
     def close(self) -> None:
         self._kept.close()
+
+    def _fill(self, connection: socket.socket, body: memoryview) -> None:
+        position = 0
+        while position < body.nbytes:
+            received = connection.recv_into(body[position:])
+            if received == 0:
+                raise ConnectionError(f"the answer ended {body.nbytes - position} bytes early")
+            position += received
 
     def _connected(self) -> socket.socket:
         plain = socket.create_connection((self.where.host, self.where.port), timeout=TIMEOUT_S)
@@ -68,6 +76,65 @@ class Bare(Candidate):
         head, _, rest = received.partition(b"\r\n\r\n")
         check(int(head.split(b" ", 2)[1]), rest)
         return rest, b"connection: close" in head.lower()
+
+
+class Gathering(Bare):
+    """Bare sockets again; a thread wakes for half a MiB, instead of for each record of TLS."""
+
+    def _fill(self, connection: socket.socket, body: memoryview) -> None:
+        gathered_bytes = body.nbytes - _GATHERED_BYTES - _LARGEST_RECORD_BYTES  # TLS may hold a record back
+        if gathered_bytes > 0:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GATHERED_BYTES)
+            super()._fill(connection, body[:gathered_bytes])
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        super()._fill(connection, body[max(gathered_bytes, 0) :])
+
+
+class MemoryBIO(Bare):
+    """TLS apart from its socket: bytes are received and sent 256 KiB at a time. Over HTTP bare sockets again."""
+
+    def _connected(self) -> socket.socket:
+        plain = socket.create_connection((self.where.host, self.where.port), timeout=TIMEOUT_S)
+        return cast("socket.socket", _TLSOverBuffers(plain, self._tls, self.where.host)) if self._tls else plain
+
+
+class _TLSOverBuffers:
+    """As much of a socket as the candidates use."""
+
+    def __init__(self, plain: socket.socket, context: ssl.SSLContext, host: str) -> None:
+        self._plain = plain
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._session = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+        self._buffer = memoryview(bytearray(_BIO_BYTES))
+        self.close = plain.close
+        self._call(self._session.do_handshake)
+
+    def sendall(self, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        for begin in range(0, view.nbytes, _BIO_BYTES):
+            self._call(self._session.write, view[begin : begin + _BIO_BYTES])
+
+    def recv(self, most_bytes: int) -> bytes:
+        return cast("bytes", self._call(self._session.read, most_bytes))
+
+    def recv_into(self, view: memoryview) -> int:
+        return cast("int", self._call(self._session.read, view.nbytes, view))
+
+    def _call(self, operation: Callable[..., object], *arguments: object) -> object:
+        while True:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                result = operation(*arguments)
+                self._flush()
+                return result
+            self._flush()
+            received = self._plain.recv_into(self._buffer)
+            if received == 0:
+                raise ConnectionError("the connection ended")
+            self._incoming.write(self._buffer[:received])
+
+    def _flush(self) -> None:
+        if self._outgoing.pending:
+            self._plain.sendall(self._outgoing.read())
 
 
 class Cloudckpt(Candidate):

@@ -155,9 +155,7 @@ def test_the_socket_is_left_as_it_was(serve: Callable[..., Line]) -> None:
     assert len(line.past) == 2
 
 
-@pytest.mark.parametrize(
-    ("serve", "end"), [("http", hang_up), ("http", reset), ("https", hang_up)], indirect=["serve"]
-)
+@pytest.mark.parametrize(("serve", "end"), [("http", hang_up), ("http", reset), ("https", hang_up)], indirect=["serve"])
 @pytest.mark.parametrize("sent", [0, 1, 10_000, 2 * MIB + 5])
 def test_a_body_that_ends_early_is_seen_as_such(
     serve: Callable[..., Line], sent: int, end: Callable[[socket.socket], None]
@@ -203,7 +201,7 @@ def test_a_body_that_stalls_is_given_up_in_time(serve: Callable[..., Line], sent
 def test_more_is_not_awaited_than_comes(
     serve: Callable[..., Line], monkeypatch: pytest.MonkeyPatch, sent: int, share_of_timeout: float
 ) -> None:
-    """A load over a slow line would time out though bytes come, and the end of each body would wait for bytes of none."""
+    """A load over a slow line would time out though bytes come, and each body's end wait for more than there is."""
     takes_any, wait_for = threading.Event(), http_body._wait_for
 
     def noted(connection: socket.socket, least_bytes: int, timeout_s: float) -> None:

@@ -255,7 +255,7 @@ def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
         return None
     buffer: Any = response.fp
     raw = getattr(buffer, "raw", None)
-    connection = getattr(raw, "_sock", None)
+    connection: Any = getattr(raw, "_sock", None)
     if type(buffer) is not io.BufferedReader or type(raw) is not socket.SocketIO:
         return None
     # gevent and its like replace socket.socket; a thread of theirs must not block.

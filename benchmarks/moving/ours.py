@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ class Bare(Candidate):
 
     def __init__(self, where: Where) -> None:
         super().__init__(where)
-        self._kept: Kept[socket.socket] = Kept(self._connected, socket.socket.close)
+        self._kept: Kept[socket.socket] = Kept(self._connected, operator.methodcaller("close"))
         self._tls = ssl.create_default_context(cafile=str(where.ca_bundle)) if where.ca_bundle else None
 
     def up(self, number: int, part: memoryview) -> None:

@@ -12,7 +12,7 @@ from werkzeug.serving import make_server
 
 from cloudckpt.testing.servers import S3Server
 
-Trouble = Literal["deny", "slow down", "lose the answer"]
+Trouble = Literal["deny", "slow down"]
 Interference = Callable[[str, str], Trouble | None]
 """Of a request's method and URL path with its query: what to do to it."""
 
@@ -47,8 +47,6 @@ class FlakyS3:
         if trouble == "slow down":
             return _failure(start_response, "503 Slow Down", "SlowDown")
         status, headers, body = self._answer(environ)
-        if trouble == "lose the answer":
-            return _failure(start_response, "500 Internal Server Error", "InternalError")
         start_response(status, headers)
         return [body]
 

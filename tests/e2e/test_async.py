@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import AppState, assert_same, build
 from tests.e2e.places import Place
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import cloudckpt
@@ -133,21 +132,3 @@ def save_through_every_door(root: str, kind: AsyncCheckpointerType) -> None:
 def test_every_way_to_save_asynchronously_commits_what_was_staged(place: Place, kind: AsyncCheckpointerType) -> None:
     """If this fails, an asynchronous save is torn by later training steps, or does not reach the store at all."""
     run_ranks(save_through_every_door, place.root, kind, world_size=2)
-
-
-def save_asynchronously_where_a_checkpoint_lies(uri: str) -> None:
-    cloudckpt.save(values(1.0), uri)
-    handle = cloudckpt.async_save(values(2.0), uri)
-    error = handle.exception(WAIT_S)
-    assert isinstance(error, CheckpointException)
-    assert isinstance(error, cloudckpt.CheckpointExistsError)
-    assert handle.done()
-    with pytest.raises(CheckpointException, match="Checkpoint already exists"):
-        handle.result(WAIT_S)
-    assert_checkpoint_holds(uri, 1.0)
-
-
-@pytest.mark.multirank
-def test_a_failed_asynchronous_save_says_so(place: Place) -> None:
-    """If this fails, a job believes in a checkpoint that was never committed."""
-    run_ranks(save_asynchronously_where_a_checkpoint_lies, place.uri(), world_size=2)

@@ -39,16 +39,6 @@ def test_a_bucket_that_is_not_there_is_named(bucket: BucketPlace, name: str) -> 
         CALLS[name](f"{bucket.scheme}://no-such-bucket/run")
 
 
-def test_nothing_there_is_said_so(place: Place) -> None:
-    """If this fails, loading from a wrong step starts a job from scratch without a word."""
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="checkpoint") as caught:
-        cloudckpt.load(values(), place.uri())
-    assert place.uri() in str(caught.value)
-    assert isinstance(caught.value, CheckpointException)
-    assert cloudckpt.latest(place.root) is None
-    assert cloudckpt.list_checkpoints(place.root) == []
-
-
 @pytest.fixture
 def silent_endpoint() -> Iterator[str]:
     """Takes connections and never says a word."""

@@ -46,19 +46,6 @@ def assert_names_object_and_tensor(error: BaseException, key: str) -> None:
     assert "block.victim" in str(error), str(error)
 
 
-def test_a_flipped_bit_is_found(place: Place) -> None:
-    """If this fails, a bit that rotted in storage becomes a weight."""
-    cloudckpt.save(values(), place.uri())
-    key, begin = victim_at(place)
-    data = bytearray(place.read(key))
-    data[begin + 2 * NUM_PATTERNS] ^= 1
-    place.write(key, bytes(data))
-    with pytest.raises(cloudckpt.CorruptCheckpointError) as caught:
-        cloudckpt.load(blank(), place.uri())
-    assert isinstance(caught.value, CheckpointException)
-    assert_names_object_and_tensor(caught.value, key)
-
-
 @pytest.mark.every_store
 def test_a_missing_object_is_found(place: Place) -> None:
     """If this fails, a data object that somebody removed gives an error that explains nothing."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,65 +20,6 @@ from tests.e2e.places import LocalPlace
 import cloudckpt
 
 MIB = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """At one moment, when nothing runs."""
-
-    rss_bytes: int
-    num_sockets: int
-    num_other_files: int
-    num_threads: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rss_bytes / MIB:.1f} MiB, {self.num_sockets} sockets, {self.num_other_files} other descriptors, "
-            f"{self.num_threads} threads"
-        )
-
-
-def held() -> Held:
-    """By this process, after a full collection of garbage.
-
-    The memory is the resident set as the system counts it (VmRSS): what the allocator keeps for later is in it.
-    """
-    gc.collect()
-    targets = open_files()
-    num_sockets = sum(number for target, number in targets.items() if target.startswith("socket:"))
-    return Held(
-        rss_bytes=_status("VmRSS") * 1024,
-        num_sockets=num_sockets,
-        num_other_files=targets.total() - num_sockets,
-        num_threads=len(list(Path("/proc/self/task").iterdir())),
-    )
-
-
-def open_files(pid: int | str = "self") -> Counter[str]:
-    """What the descriptors of a process lead to, and how many to each.
-
-    What is new is the later one less the earlier one. Numbers alone would not tell: a server of an earlier test that
-    runs in this process closes its ends of connections when it comes to it.
-    """
-    links = Path(f"/proc/{pid}/fd").iterdir()
-    return Counter(target for link in links if (target := _target_of(link)) is not None)
-
-
-def python_threads() -> list[str]:
-    """The names of the threads that Python knows of."""
-    return sorted(thread.name for thread in threading.enumerate())
-
-
-def _target_of(link: Path) -> str | None:
-    try:
-        return str(link.readlink())
-    except FileNotFoundError:
-        return None  # that of the listing itself
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 TIMEOUT_S = 600.0
@@ -156,6 +95,7 @@ class Holding:
     """The resources of a process and its children at one moment, when nothing runs."""
 
     rss_bytes: int
+    """Resident, as the system counts it (VmRSS): what the allocator keeps for later is in it."""
     own_bytes: int
     """What lines of cloudckpt's allocated of Python and still hold (tracemalloc)."""
     num_files: int
@@ -167,19 +107,24 @@ class Holding:
 
 def holding() -> Holding:
     """After a full collection of garbage."""
-    own = held()
+    gc.collect()
     children = child_processes()
     shared = shared_mappings()
     ours = tracemalloc.Filter(inclusive=True, filename_pattern=f"{Path(cloudckpt.__file__).parent}/*")
     return Holding(
-        rss_bytes=own.rss_bytes,
+        rss_bytes=status_kib("VmRSS") * 1024,
         own_bytes=sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([ours]).traces),
-        num_files=own.num_sockets + own.num_other_files,
-        num_threads=own.num_threads,
+        num_files=len(list(Path("/proc/self/fd").iterdir())),
+        num_threads=len(list(Path("/proc/self/task").iterdir())),
         num_children=len(children),
         shared_mappings=len(shared),
         shared_bytes=sum(shared),
     )
+
+
+def status_kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def child_processes() -> list[int]:

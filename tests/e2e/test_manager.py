@@ -21,9 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt import CheckpointManager
-from cloudckpt.errors import ObjectNotFoundError, ShortObjectError, StoreError
 from cloudckpt.stores.base import Store
-from cloudckpt.testing.faults import Fails, Faults, Rule
 
 WAIT_S = 100.0
 _T = TypeVar("_T")
@@ -114,20 +112,13 @@ def _alone(root: str) -> None:
     assert restored(CheckpointManager(root)) == 50
 
 
-def _passes_over_damage(root: str, on_damaged: str) -> list[str]:
-    manager = CheckpointManager(root, keep_last=2, on_damaged=on_damaged)  # type: ignore[arg-type]
+def _passes_over_damage(root: str) -> list[str]:
+    manager = CheckpointManager(root, keep_last=2, on_damaged="replace")
     state = state_of(-1.0)
-    if on_damaged == "raise":
-        with pytest.raises(cloudckpt.CorruptCheckpointError, match="step-3"):
-            manager.restore(state)
-        assert restored(manager, 2) == 2
-        with pytest.raises(cloudckpt.CheckpointExistsError):
-            save_all(manager, 3)
-        return []
     found = manager.restore(state)
     assert found is not None
     assert (found.step, value_in(state)) == (2, 2.0)
-    save_all(manager, 3, 4)  # where the damaged one is, or beside it
+    save_all(manager, 3, 4)
     manager.close(WAIT_S)
     dist.barrier()
     assert numbers(manager) == [3, 4]
@@ -141,34 +132,13 @@ def _saves(root: str, *steps: int) -> None:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("on_damaged", ["raise", "replace"])
-def test_ranks_agree_on_what_is_damaged(place: Place, on_damaged: str) -> None:
+def test_ranks_agree_on_what_is_damaged(place: Place) -> None:
     """If this fails, one rank that finds damage goes back a step and the others do not, or saves to another place."""
     run_ranks(_saves, place.root, 1, 2, 3, world_size=2)
     key = max(key for key in place.data_keys() if key.startswith("step-3/"))  # of the last rank
     place.write(key, place.read(key)[:-1])
-    found = run_ranks(_passes_over_damage, place.root, on_damaged, world_size=2)
-    assert found == [[f"{place.root}/step-3"] if on_damaged != "raise" else []] * 2
-    left = {info.name for info in cloudckpt.list_checkpoints(place.root)}
-    assert (
-        left
-        == {
-            "raise": {"step-1", "step-2", "step-3"},
-            "replace": {"step-3", "step-4"},
-        }[on_damaged]
-    )
-
-
-@pytest.mark.parametrize("error", [ObjectNotFoundError, ShortObjectError])
-def test_a_bogus_answer_sends_no_job_back(place: Place, error: type[StoreError]) -> None:
-    """If this fails, one 404 or 416 of a load balancer costs the steps since the last but one, on a real store."""
-    save_all(CheckpointManager(place.root), 100, 200)
-    faults = Faults(Rule(fault=Fails(error), operations={"read_into"}, key="data/"))
-    manager = CheckpointManager(place.root, async_=False, options=make_options(wrap_store=faults))
-    assert restored(manager) == 200
-    assert sum(faults.num_injected.values()) == 1
-    with pytest.raises(cloudckpt.CheckpointExistsError):
-        save_all(manager, 200)
+    assert run_ranks(_passes_over_damage, place.root, world_size=2) == [[f"{place.root}/step-3"]] * 2
+    assert {info.name for info in cloudckpt.list_checkpoints(place.root)} == {"step-3", "step-4"}
 
 
 # --- several jobs

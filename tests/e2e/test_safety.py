@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 
@@ -33,22 +31,6 @@ class Custom:
         self.value = value
 
 
-class Malicious:
-    """Leaves a mark where it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
-
-
-def cause_of(error: BaseException) -> BaseException:
-    assert isinstance(error, CheckpointException)
-    ((cause, _),) = error.failures.values()
-    return cause
-
-
 def test_objects_that_need_code_are_refused_by_name(place: Place) -> None:
     """If this fails, a load either runs code unasked, or leaves the user guessing which value stopped it."""
     cloudckpt.save({"model": torch.ones(3), "config": {"custom": Custom(5)}}, place.uri())
@@ -62,34 +44,6 @@ def test_objects_that_need_code_are_refused_by_name(place: Place) -> None:
     only_model = {"model": torch.zeros(3)}
     cloudckpt.load(only_model, place.uri())  # what is not asked for does not stand in the way
     assert_same(only_model, {"model": torch.ones(3)})
-
-
-def test_a_malicious_object_does_not_run(place: Place, tmp_path: Path) -> None:
-    """If this fails, whoever can write to the bucket owns every machine that loads from it."""
-    mark = tmp_path / "mark"
-    cloudckpt.save({"x": torch.ones(1), "evil": Malicious(mark)}, place.uri())
-    assert not mark.exists()
-
-    def blank() -> dict[str, Any]:
-        return {"x": torch.zeros(1), "evil": None}
-
-    def load_by_reader() -> None:
-        dcp.load(blank(), storage_reader=cloudckpt.ObjectStoreReader(place.uri()))
-
-    def load_by_keys() -> None:
-        _load_state_dict_from_keys(storage_reader=cloudckpt.ObjectStoreReader(place.uri()))
-
-    for load in (lambda: cloudckpt.load(blank(), place.uri()), load_by_reader, load_by_keys):
-        with pytest.raises(CheckpointException, match="evil") as caught:
-            load()
-        assert isinstance(cause_of(caught.value), cloudckpt.errors.UnsafePickleError)
-        assert not mark.exists()
-    cloudckpt.list_checkpoints(place.root)
-    cloudckpt.latest(place.root)
-    assert not mark.exists()
-    # and the trap is a real one: with consent it springs
-    cloudckpt.load(blank(), place.uri(), allow_pickle=True)
-    assert mark.exists()
 
 
 def sharded(fill: float) -> dict[str, Any]:
@@ -143,15 +97,3 @@ def torchs_checkpoint(place: Place, tmp_path: Path) -> str:
 def test_torchs_checkpoints_load_with_consent(place: Place, tmp_path: Path) -> None:
     """If this fails, users must convert every checkpoint they have before they can move to cloudckpt."""
     run_ranks(load_what_torch_saved, torchs_checkpoint(place, tmp_path), world_size=2)
-
-
-@pytest.mark.every_store
-def test_a_malicious_metadata_does_not_run(place: Place, tmp_path: Path) -> None:
-    """If this fails, a .metadata file put into a bucket runs code on every machine that looks there."""
-    mark = tmp_path / "mark"
-    place.write("checkpoint/.metadata", pickle.dumps(Malicious(mark)))
-    with pytest.raises(cloudckpt.errors.UnsafePickleError, match="allow_pickle=True"):
-        cloudckpt.load({"x": torch.zeros(1)}, place.uri())
-    assert cloudckpt.list_checkpoints(place.root) == []
-    assert cloudckpt.latest(place.root) is None
-    assert not mark.exists()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import cloudckpt
 
@@ -123,6 +124,7 @@ def main(directory: Path) -> dict[str, Any]:
             "load by dcp": lambda uri=uri: dcp.load(
                 state(), storage_reader=cloudckpt.ObjectStoreReader(uri), no_dist=True
             ),
+            "load by keys": lambda uri=uri: _load_state_dict_from_keys(storage_reader=cloudckpt.ObjectStoreReader(uri)),
             "verify": lambda uri=uri: cloudckpt.verify(uri),
         }
         outcomes[name] = [outcome(call) for call in calls.values()]

@@ -28,9 +28,10 @@ def test_a_bucket_full_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None
     assert found["mark"] is False
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mark", "root"]
     for name, kinds in found["expected"].items():
-        by_load, by_dcp, by_verify = found["outcomes"][name]
+        by_load, by_dcp, by_keys, by_verify = found["outcomes"][name]
         assert by_load in kinds, (name, by_load)
-        assert by_dcp, name  # torch's own call hands on only the text of some
+        assert by_dcp, name  # torch's own calls hand on only the text of some
+        assert by_keys, name
         # Verifying reads no value's meaning: what was saved is there, bit for bit.
         assert bool(by_verify) != name.startswith("value-"), (name, by_verify)
     assert not any(text.startswith("foreign") for text in found["of_root"])
@@ -38,5 +39,5 @@ def test_a_bucket_full_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None
     assert found["with_consent"]["mark"] is True
     assert any("os.system" in text for text in found["with_consent"]["seen"])
     print(
-        f"malicious checkpoints: {len(found['expected'])}, calls: {3 * len(found['expected']) + len(found['of_root'])}"
+        f"malicious checkpoints: {len(found['expected'])}, calls: {4 * len(found['expected']) + len(found['of_root'])}"
     )

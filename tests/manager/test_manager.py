@@ -534,14 +534,6 @@ def test_all_damaged_is_no_fresh_start(memory: Memory) -> None:
         CheckpointManager(memory.root).restore(state_of())
 
 
-def test_a_store_that_fails_is_no_fresh_start(memory: Memory) -> None:
-    """If this fails, a network that is away for a minute costs all of the training."""
-    save_all(CheckpointManager(memory.root), 1)
-    memory.at("").fail("list_directories", error=lambda: permanent("list"), times=100)
-    with pytest.raises(cloudckpt.errors.StoreError):
-        CheckpointManager(memory.root).restore(state_of())
-
-
 # --- retention
 
 

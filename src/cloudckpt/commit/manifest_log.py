@@ -394,7 +394,10 @@ def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool) -> st
         return f"it has the {describe_folders(folders)}. Name the checkpoint itself: `cloudckpt ls {uri}` lists them"
     if is_empty:
         return "nothing lies there. Check the URI, or list what there is with `cloudckpt ls ROOT`"
-    return "what lies there is no cloudckpt's. Check the URI; of files, cloudckpt import makes a checkpoint"
+    return (
+        "what lies there is no checkpoint of cloudckpt's, or only what deleted ones have left. Check the URI; "
+        "`cloudckpt import` makes a checkpoint of files"
+    )
 
 
 def list_kept_folders(store: Store, retrier: Retrier) -> list[str]:
@@ -403,13 +406,19 @@ def list_kept_folders(store: Store, retrier: Retrier) -> list[str]:
     A run deletes its old checkpoints, so the last names lead to what it has kept.
     """
     kept: list[str] = []
-    for name in sorted(retrier.collect(store.list_directories), reverse=True)[:_MOST_LOOKED_AT]:
+    names = sorted(retrier.collect(store.list_directories), key=_split_numbers, reverse=True)
+    for name in names[:_MOST_LOOKED_AT]:
         log = read_log(store, retrier, prefix=f"{name}/", is_confirmed=False, is_lenient=True)
         if log.counting is not None or not log.entries:
             kept.append(name)
         if len(kept) > _MOST_NAMED:
             break
     return kept
+
+
+def _split_numbers(name: str) -> list[str | int]:
+    """Return a key of names by which ``step-9`` comes before ``step-10``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def describe_folders(folders: Sequence[str]) -> str:

@@ -153,7 +153,8 @@ def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_no
     if is_file:
         folder, single_name = folder_and_name(target.location)
         target = Context(folder, target.options, rank=0)
-        patterns = (glob.escape(single_name),)
+        # Beside the index of an earlier export, readers would take the shards that it names.
+        patterns = (glob.escape(single_name),) if single_name != _SINGLE_NAME else _SAFETENSORS_PATTERNS
     manifest = resolve(source.store, source.retrier).manifest
     names = conversion.selection.choose_names([*manifest.tensors, *manifest.values])
     left_out = tuple(fqn for fqn in names if fqn in manifest.values)

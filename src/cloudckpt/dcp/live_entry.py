@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from cloudckpt.errors import CloudckptError, StateDictMismatchError, quote_names
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    CloudckptError,
+    CorruptCheckpointError,
+    StateDictMismatchError,
+    quote_names,
+)
 from cloudckpt.format.nesting import Nesting, unflatten
 
 
@@ -100,9 +106,12 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
     """Call ``target.load_state_dict(state)``. An error in a user's code is raised with the path of the object."""
     try:
         target.load_state_dict(state)
-    except CloudckptError:
-        raise
     except Exception as error:
+        # A restore takes an older step for a step that is absent or damaged. An object's own error is no sign of these.
+        if isinstance(error, CloudckptError) and not isinstance(
+            error, (CheckpointNotFoundError, CorruptCheckpointError)
+        ):
+            raise
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise CloudckptError(
             f"load_state_dict of {where!r} ({type(target).__name__}) raised {type(error).__name__}: {error} "

@@ -236,10 +236,22 @@ class OptimizerEntry(LiveEntry):
         return {key: names.get(int(key), str(key)) for key in state}
 
     def _are_numbers(self, keys: Collection[Any]) -> bool:
-        """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
+        """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList.
+
+        Raises `StateDictMismatchError` if they can be both, and mean other parameters as numbers than as names.
+        """
         if not all(str(key).isdigit() for key in keys):
             return False
-        return not {str(key) for key in keys} <= set(_name_params(self._modules).values())
+        if not {str(key) for key in keys} <= set(_name_params(self._modules).values()):
+            return True
+        numbered = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
+        if any(numbered.get(int(key), str(key)) != str(key) for key in keys):
+            raise StateDictMismatchError(
+                "the keys of the optimizer's saved state can be numbers or names of parameters, which differ. Pass the "
+                "parameters to the optimizer in the order of the model, or load optimizer.state_dict() by itself",
+                uri="",
+            )
+        return False
 
     def _refuse_other_numbers(self, state: Mapping[str, Any], *, where: str) -> None:
         """Refuse a state by number, from a plain state dict, that numbers other parameters than the optimizer's."""

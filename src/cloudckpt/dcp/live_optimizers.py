@@ -236,33 +236,32 @@ class OptimizerEntry(LiveEntry):
         return {key: names.get(int(key), str(key)) for key in state}
 
     def _are_numbers(self, keys: Collection[Any]) -> bool:
-        """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList.
-
-        Raises `StateDictMismatchError` if they can be both, and mean other parameters as numbers than as names.
-        """
+        """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
         if not all(str(key).isdigit() for key in keys):
             return False
-        if not {str(key) for key in keys} <= set(_name_params(self._modules).values()):
-            return True
-        numbered = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
-        if any(numbered.get(int(key), str(key)) != str(key) for key in keys):
-            raise StateDictMismatchError(
-                "the keys of the optimizer's saved state can be numbers or names of parameters, which differ. Pass the "
-                "parameters to the optimizer in the order of the model, or load optimizer.state_dict() by itself",
-                uri="",
-            )
-        return False
+        return not {str(key) for key in keys} <= set(_name_params(self._modules).values())
 
     def _refuse_other_numbers(self, state: Mapping[str, Any], *, where: str) -> None:
         """Refuse a state by number, from a plain state dict, that numbers other parameters than the optimizer's."""
+        params = [param for group in state[_GROUPS] for param in group[_PARAMS]]
         saved = [len(group[_PARAMS]) for group in state[_GROUPS]]
         held = [len(group[_PARAMS]) for optimizer in self._optimizers for group in optimizer.param_groups]
-        if saved != held and self._are_numbers([param for group in state[_GROUPS] for param in group[_PARAMS]]):
+        if saved != held and self._are_numbers(params):
             raise StateDictMismatchError(
                 f"{where!r} was saved by the numbers of parameters, in groups of {saved}, and the optimizer has groups "
                 f"of {held}, so the numbers would mean other parameters. Group the parameters as they were saved",
                 uri="",
             )
+        # The plan took the keys for names, as the path of an entry has no types. These values have.
+        if any(isinstance(param, int) for param in params) and not self._are_numbers(params):
+            names = self._names_of(self._optimizers[0]) if len(self._optimizers) == 1 else {}
+            if any(names.get(param) != str(param) for param in params):
+                raise StateDictMismatchError(
+                    f"{where!r} was saved by the numbers of parameters, which are names of other parameters in this "
+                    "model. Pass the parameters to the optimizer in the order of the model, or load "
+                    "optimizer.state_dict() by itself",
+                    uri="",
+                )
 
     def _names_in(self, params: Sequence[Any]) -> list[str]:
         return list(self._by_name(dict.fromkeys(params)).values())

@@ -211,25 +211,13 @@ def test_a_deletion_in_the_middle_of_a_load_is_told_from_damage(memory: Memory) 
 # --- a writer that is used again, interrupts, and checkpoints of other kinds
 
 
-def _state(value: float) -> dict[str, torch.Tensor]:
-    return {f"w{i}": torch.full((2000,), value) for i in range(4)}
-
-
-def _loaded(uri: str) -> float:
-    target = _state(0)
-    cloudckpt.load(target, uri)
-    values = {float(tensor.unique()) for tensor in target.values()}
-    assert len(values) == 1, "two saves were mixed"
-    return values.pop()
-
-
 def test_a_later_failure_of_the_same_writer_leaves_what_it_committed(memory: Memory) -> None:
     """If this fails, a broken state dict at step 2 removes the data of the checkpoint of step 1."""
     writer = cloudckpt.ObjectStoreWriter(memory.uri(), overwrite=True)
-    cloudckpt.save(_state(1), storage_writer=writer)
+    cloudckpt.save(state_of(1.0), storage_writer=writer)
     with pytest.raises(cloudckpt.errors.CloudckptError):
         cloudckpt.save({"a": {"b": 1}, "a.b": 2}, storage_writer=writer)
-    assert _loaded(memory.uri()) == 1
+    assert_holds(loaded(memory.uri()), 1.0)
 
 
 def test_discard_keeps_what_a_commit_refers_to(memory: Memory) -> None:
@@ -243,54 +231,55 @@ def test_discard_keeps_what_a_commit_refers_to(memory: Memory) -> None:
             raise OSError("after the commit")
 
     with pytest.raises(BaseException, match="after the commit"):
-        cloudckpt.save(_state(1), storage_writer=Careless(memory.uri()))
-    assert _loaded(memory.uri()) == 1
+        cloudckpt.save(state_of(1.0), storage_writer=Careless(memory.uri()))
+    assert_holds(loaded(memory.uri()), 1.0)
 
 
 def test_background_saves_of_one_writer_keep_to_their_uris(tmp_path: Path) -> None:
     """A writer that is pointed to its next URI while it still saves puts one state where another belongs."""
     writer = cloudckpt.ObjectStoreWriter(tmp_path / "unused")
     handles = [
-        cloudckpt.async_save(_state(step), str(tmp_path / f"step-{step}"), storage_writer=writer) for step in (1, 2, 3)
+        cloudckpt.async_save(state_of(step), f"{tmp_path}/{step}", storage_writer=writer) for step in (1.0, 2.0, 3.0)
     ]
     for handle in handles:
         handle.result(60)
-    assert [_loaded(str(tmp_path / f"step-{step}")) for step in (1, 2, 3)] == [1, 2, 3]
+    for step in (1.0, 2.0, 3.0):
+        assert_holds(loaded(f"{tmp_path}/{step}"), step)
 
 
 @pytest.mark.parametrize("which", ["torch's", "a rank's own"])
 def test_checkpoints_of_other_kinds_are_not_hidden_unasked(tmp_path: Path, which: str) -> None:
     """A save beside one would make later loads return something else than before."""
     if which == "torch's":
-        dcp.save(_state(1), checkpoint_id=str(tmp_path / "c"))
+        dcp.save(state_of(1.0), checkpoint_id=str(tmp_path / "c"))
     else:
-        cloudckpt.save(_state(1), tmp_path / "c" / "rank-0")
+        cloudckpt.save(state_of(1.0), tmp_path / "c" / "rank-0")
     with pytest.raises(cloudckpt.CheckpointExistsError, match="Checkpoint already exists"):
-        cloudckpt.save(_state(2), tmp_path / "c")
+        cloudckpt.save(state_of(2.0), tmp_path / "c")
 
 
 def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -> None:
     """What torch saved there would never be loaded again, since loads find the manifest."""
     path = str(tmp_path / "c")
-    cloudckpt.save(_state(1), path)
+    cloudckpt.save(state_of(1.0), path)
     try:
         cloudckpt.enable()
         with pytest.raises(BaseException, match="Checkpoint already exists"):
-            dcp.save(_state(2), checkpoint_id=path)
+            dcp.save(state_of(2.0), checkpoint_id=path)
         cloudckpt.enable(overwrite=True)
-        dcp.save(_state(2), checkpoint_id=path)
+        dcp.save(state_of(2.0), checkpoint_id=path)
     finally:
         cloudckpt.disable()
-    assert _loaded(path) == 2
+    assert_holds(loaded(path), 2.0)
 
 
 def test_a_converting_load_works_in_inference_mode(memory: Memory) -> None:
     """Inference mode belongs to a thread, and reads run in others."""
-    cloudckpt.save(_state(3), memory.uri())
+    cloudckpt.save(state_of(3.0), memory.uri())
     with torch.inference_mode():
-        target = {name: torch.zeros(2000, dtype=torch.bfloat16) for name in _state(0)}
+        target = {"w": torch.zeros(300, 10, dtype=torch.bfloat16)}
         cloudckpt.load(target, memory.uri())
-        assert all(bool((tensor == 3).all()) for tensor in target.values())
+        assert bool((target["w"] == 3).all())
 
 
 def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,5 +293,5 @@ def test_an_error_after_the_manifest_appeared_keeps_its_data(tmp_path: Path, mon
 
     monkeypatch.setattr(files, "fsync_directory", broken)
     with contextlib.suppress(cloudckpt.errors.CloudckptError):
-        cloudckpt.save(_state(1), tmp_path / "c")
-    assert _loaded(str(tmp_path / "c")) == 1
+        cloudckpt.save(state_of(1.0), tmp_path / "c")
+    assert_holds(loaded(str(tmp_path / "c")), 1.0)

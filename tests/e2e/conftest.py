@@ -8,8 +8,6 @@ break, there alone.
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -21,15 +19,17 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from tests.e2e.places import BucketPlace, GCSPlace, LocalPlace, Place, S3Place
 from tests.e2e.servers import FlakyS3, serve
+from tests.integration.conftest import Servers, make_fresh_bucket, servers
 from tests.integration.servers import SERVERS
 
-from cloudckpt.testing.servers import S3Server, Server, clean_environment
+from cloudckpt.testing.servers import S3Server, Server
 
 FIXTURES = {"local": "local", "s3": "s3"} | dict.fromkeys(SERVERS, "on_server")
 """Of each place that can be chosen: a directory, moto in this process, or a server of the integration tests."""
 
+__all__ = ["servers"]
+
 HERE = Path(__file__).parent
-_bucket_numbers = itertools.count()
 
 
 def _chosen(config: pytest.Config) -> list[str]:
@@ -79,23 +79,6 @@ def s3_server(s3_application: FlakyS3) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
-def servers() -> Iterator[dict[str, Server]]:
-    """Those that have been started, by their names."""
-    with ExitStack() as stack:
-        yield _Started(stack)
-
-
-class _Started(dict[str, Server]):
-    def __init__(self, stack: ExitStack) -> None:
-        super().__init__()
-        self._stack = stack
-
-    def __missing__(self, name: str) -> Server:
-        server = self[name] = self._stack.enter_context(SERVERS[name]())
-        return server
-
-
 @pytest.fixture
 def local(tmp_path: Path) -> LocalPlace:
     """An empty directory."""
@@ -111,15 +94,15 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Place:
 
 
 @pytest.fixture
-def on_server(servers: dict[str, Server], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], BucketPlace]]:
+def on_server(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], BucketPlace]]:
     """Of a server's name, an empty bucket on it."""
     with ExitStack() as stack:
 
         def make(name: str) -> BucketPlace:
-            server = servers[name]
+            server = servers.up(name)
             if server.scheme == "s3":
                 return _s3_place(server, monkeypatch)
-            bucket = _fresh_bucket(server, monkeypatch)
+            bucket = make_fresh_bucket(server, monkeypatch)
             client = stack.enter_context(closing(storage.Client(credentials=AnonymousCredentials())))
             return GCSPlace(client, bucket)
 
@@ -147,18 +130,6 @@ def _place_named(name: str, request: pytest.FixtureRequest) -> Place:
 
 
 def _s3_place(server: Server, monkeypatch: pytest.MonkeyPatch) -> S3Place:
-    bucket = _fresh_bucket(server, monkeypatch)
+    bucket = make_fresh_bucket(server, monkeypatch)
     client: Any = boto3.client("s3")
     return S3Place(client, bucket)
-
-
-def _fresh_bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Its name; from here on the environment is such that clients find this server and nothing else."""
-    environment = clean_environment() | server.environment
-    for name in os.environ.keys() - environment.keys():
-        monkeypatch.delenv(name)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
-    server.create_bucket(bucket)
-    return bucket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +20,23 @@ from torch.futures import Future
 
 import cloudckpt
 
-WRITER_STEPS = ["set_up", "local_plan", "global_plan", "write", "async_write", "finish"]
-READER_STEPS = ["read_metadata", "set_up", "local_plan", "global_plan", "read", "async_read"]
+WRITER_METHODS = {
+    "set_up": "set_up_storage_writer",
+    "local_plan": "prepare_local_plan",
+    "global_plan": "prepare_global_plan",
+    "write": "write_data",
+    "async_write": "write_data",
+    "finish": "finish",
+}
+READER_METHODS = {
+    "read_metadata": "read_metadata",
+    "set_up": "set_up_storage_reader",
+    "local_plan": "prepare_local_plan",
+    "global_plan": "prepare_global_plan",
+    "read": "read_data",
+    "async_read": "read_data",
+}
+"""Of each step, the method that torch calls; a step in the background fails by the method's future."""
 COORDINATOR_STEPS = {"global_plan", "finish"}
 
 
@@ -28,82 +44,43 @@ class InjectedError(ValueError):
     """The fault. Defined here, importable by all ranks."""
 
 
-class _Faulty:
-    """Raises in one step on some ranks."""
-
-    fail_step: str
-    fail_ranks: Sequence[int]
-
-    def _fail_in(self, step: str) -> None:
-        if step == self.fail_step and dist.get_rank() in self.fail_ranks:
-            raise InjectedError(f"injected into {step} of rank {dist.get_rank()}")
-
-    def _failed_future(self, step: str) -> Future[Any] | None:
-        try:
-            self._fail_in(step)
-        except InjectedError as error:
-            future: Future[Any] = Future()
-            future.set_exception(error)
-            return future
-        return None
+class OwnWriter(cloudckpt.ObjectStoreWriter):
+    """Of a user."""
 
 
-class FaultyWriter(_Faulty, cloudckpt.ObjectStoreWriter):
-    """Our writer, with a fault before each step or in the future of its writes."""
-
-    def __init__(self, uri: str, step: str, ranks: Sequence[int]) -> None:
-        super().__init__(uri)
-        self.fail_step, self.fail_ranks = step, ranks
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        self._fail_in("set_up")
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        self._fail_in("local_plan")
-        return super().prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        self._fail_in("global_plan")
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        self._fail_in("write")
-        written = super().write_data(plan, planner)
-        return self._failed_future("async_write") or written
-
-    def finish(self, metadata: Any, results: Any) -> None:
-        self._fail_in("finish")
-        super().finish(metadata, results)
+class OwnReader(cloudckpt.ObjectStoreReader):
+    """Of a user."""
 
 
-class FaultyReader(_Faulty, cloudckpt.ObjectStoreReader):
-    """Our reader, with a fault before each step or in the future of its reads."""
+def faulty_writer(uri: str, step: str, ranks: Sequence[int]) -> OwnWriter:
+    writer = OwnWriter(uri)
+    fail_in(writer, step, WRITER_METHODS[step], ranks)
+    return writer
 
-    def __init__(self, uri: str, step: str, ranks: Sequence[int]) -> None:
-        super().__init__(uri)
-        self.fail_step, self.fail_ranks = step, ranks
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        self._fail_in("read_metadata")
-        return super().read_metadata(*args, **kwargs)
+def faulty_reader(uri: str, step: str, ranks: Sequence[int]) -> OwnReader:
+    reader = OwnReader(uri)
+    fail_in(reader, step, READER_METHODS[step], ranks)
+    return reader
 
-    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        self._fail_in("set_up")
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
-    def prepare_local_plan(self, plan: Any) -> Any:
-        self._fail_in("local_plan")
-        return super().prepare_local_plan(plan)
+def fail_in(made: object, step: str, name: str, ranks: Sequence[int]) -> None:
+    """Let the method fail on `ranks`: before it does anything, or in the future of its transfers."""
+    method = getattr(made, name)
 
-    def prepare_global_plan(self, plans: Any) -> Any:
-        self._fail_in("global_plan")
-        return super().prepare_global_plan(plans)
+    @functools.wraps(method)
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() not in ranks:
+            return method(*args, **kwargs)
+        error = InjectedError(f"injected into {step} of rank {dist.get_rank()}")
+        if not step.startswith("async_"):
+            raise error
+        method(*args, **kwargs)
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        return future
 
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        self._fail_in("read")
-        read = super().read_data(plan, planner)
-        return self._failed_future("async_read") or read
+    setattr(made, name, failing)
 
 
 def values() -> dict[str, torch.Tensor]:
@@ -122,17 +99,17 @@ def failing_ranks(step: str, num_ranks: int, coordinator: int) -> list[list[int]
 
 
 def fail_in_each_writer_step(root: str, coordinator: int) -> None:
-    for step in WRITER_STEPS:
+    for step in WRITER_METHODS:
         for number, ranks in enumerate(failing_ranks(step, dist.get_world_size(), coordinator)):
             uri = f"{root}/{step}-{number}"
             with pytest.raises(CheckpointException, match=f"injected into {step}") as caught:
-                _save_state_dict(values(), FaultyWriter(uri, step, ranks), coordinator_rank=coordinator)
+                _save_state_dict(values(), faulty_writer(uri, step, ranks), coordinator_rank=coordinator)
             assert sorted(caught.value.failures) == ranks, step
             assert all(isinstance(cause, InjectedError) for cause, _ in caught.value.failures.values())
             with pytest.raises(cloudckpt.CheckpointNotFoundError):
                 cloudckpt.load(zeros(), uri)
     # the fault over, the same ranks save and load on
-    _save_state_dict(values(), FaultyWriter(f"{root}/good", "none", []), coordinator_rank=coordinator)
+    _save_state_dict(values(), OwnWriter(f"{root}/good"), coordinator_rank=coordinator)
     state = zeros()
     cloudckpt.load(state, f"{root}/good")
     assert_same(state, values())
@@ -147,13 +124,13 @@ def test_a_fault_in_a_save_names_exactly_the_ranks_that_failed(local: LocalPlace
 
 def fail_in_each_reader_step(uri: str, coordinator: int) -> None:
     cloudckpt.save(values(), uri)
-    for step in READER_STEPS:
+    for step in READER_METHODS:
         for ranks in failing_ranks(step, dist.get_world_size(), coordinator):
             with pytest.raises(CheckpointException, match=f"injected into {step}") as caught:
-                _load_state_dict(zeros(), FaultyReader(uri, step, ranks), coordinator_rank=coordinator)
+                _load_state_dict(zeros(), faulty_reader(uri, step, ranks), coordinator_rank=coordinator)
             assert sorted(caught.value.failures) == ranks, step
     state = zeros()
-    _load_state_dict(state, FaultyReader(uri, "none", []), coordinator_rank=coordinator)
+    _load_state_dict(state, OwnReader(uri), coordinator_rank=coordinator)
     assert_same(state, values())
 
 
@@ -164,8 +141,8 @@ def test_a_fault_in_a_load_names_exactly_the_ranks_that_failed(local: LocalPlace
 
 
 def save_and_fail_through_our_call(root: str) -> None:
-    for step in WRITER_STEPS:
-        writer = FaultyWriter(f"{root}/{step}", step, [0] if step in COORDINATOR_STEPS else [1])
+    for step in WRITER_METHODS:
+        writer = faulty_writer(f"{root}/{step}", step, [0] if step in COORDINATOR_STEPS else [1])
         with pytest.raises(CheckpointException, match=f"injected into {step}") as caught:
             cloudckpt.save(values(), storage_writer=writer)
         assert isinstance(caught.value, CheckpointException)

@@ -47,17 +47,19 @@ def servers() -> Iterator[Servers]:
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], str]:
     """Makes clients find that server and nothing else; the URI of a fresh bucket on it."""
 
-    def use_server(server: Server) -> str:
-        wanted = clean_environment() | server.environment
-        for name in os.environ.keys() - wanted.keys():
-            monkeypatch.delenv(name)
-        for name, value in wanted.items():
-            monkeypatch.setenv(name, value)
-        bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
-        server.create_bucket(bucket)
-        return f"{server.scheme}://{bucket}"
+    return lambda server: f"{server.scheme}://{make_fresh_bucket(server, monkeypatch)}"
 
-    return use_server
+
+def make_fresh_bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the bucket's name; from here on the environment is such that clients find this server and nothing else."""
+    wanted = clean_environment() | server.environment
+    for name in os.environ.keys() - wanted.keys():
+        monkeypatch.delenv(name)
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{os.getpid()}-{next(_bucket_numbers)}"
+    server.create_bucket(bucket)
+    return bucket
 
 
 @pytest.fixture

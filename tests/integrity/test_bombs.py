@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
-from tests.e2e.harness import ROOT
 from tests.integrity.bombs import ROOM_BYTES
+from tests.integrity.tiny import told_by_module
 
 pytestmark = pytest.mark.faults
 
@@ -27,16 +23,7 @@ OUTCOMES = {
 
 def test_bombs_are_refused_before_they_take_memory() -> None:
     """If this fails, a few kilobytes in a bucket end every process that opens it."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.integrity.bombs"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr[-4000:]
-    found = json.loads(answer.stdout.splitlines()[-1])
+    found = told_by_module("bombs")
     assert {name: tuple(classes) for name, classes in found["outcomes"].items()} == OUTCOMES
     assert found["taken_bytes"] < ROOM_BYTES
     print(f"bombs: {len(OUTCOMES)}, at most {found['taken_bytes'] / 2**20:.0f} MiB taken")

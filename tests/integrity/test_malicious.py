@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tests.e2e.harness import ROOT
+from tests.integrity.tiny import told_by_module
 
 
 @pytest.mark.slow
 def test_a_bucket_full_of_malicious_pickles_runs_nothing(tmp_path: Path) -> None:
     """If this fails, whoever can write to the bucket owns every machine that lists, loads, verifies or cleans it."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.integrity.malicious", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert answer.returncode == 0, answer.stderr[-4000:]
-    found = json.loads(answer.stdout.splitlines()[-1])
+    found = told_by_module("malicious", str(tmp_path))
     assert found["seen"] == []
     assert found["mark"] is False
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mark", "root"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.e2e.harness import run_ranks
+from tests.e2e.harness import ROOT, run_ranks
 from tests.options import make_options
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -59,6 +62,20 @@ def saved_on_two_ranks(directory: Path, fill: int = 0) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
     }
+
+
+def told_by_module(name: str, *args: str) -> Any:
+    """Run ``tests.integrity.NAME`` in a process of its own, and return what it prints as JSON."""
+    answer = subprocess.run(
+        [sys.executable, "-m", f"tests.integrity.{name}", *args],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    return json.loads(answer.stdout.splitlines()[-1])
 
 
 class Tiny:

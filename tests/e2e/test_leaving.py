@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.e2e.models import assert_same
 from tests.e2e.places import Place
+from tests.in_memory import Gate
 
 import cloudckpt
 from cloudckpt.distributed.collectives import CollectiveCall
@@ -83,20 +84,14 @@ def test_an_interrupt_fails_one_save_on_all_ranks_and_the_next_is_made(local: Pl
 
 def destroy_the_group(root: str, rendezvous: str, moment: str) -> None:
     """On each rank: the group goes while the save is at `moment`. The save ends well, and the next has a new group."""
-    reached, opened = threading.Event(), threading.Event()
-
-    def gate(event: cloudckpt.Event) -> None:
-        if event.name == moment:
-            reached.set()
-            assert opened.wait(WAIT_S)
-
-    options = cloudckpt.Options(timeout_s=TIMEOUT_S, on_event=gate)
+    gate = Gate()
+    options = cloudckpt.Options(timeout_s=TIMEOUT_S, on_event=gate.at_event(moment))
     handle = cloudckpt.async_save(values(1.0), f"{root}/begun", options=options)
-    assert reached.wait(WAIT_S)
+    assert gate.reached.wait(WAIT_S)
     dist.barrier()
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    opened.set()
+    gate.opened.set()
     handle.result(WAIT_S)
     dist.init_process_group("gloo", store=dist.FileStore(rendezvous, size), rank=rank, world_size=size)
     save_again(root)

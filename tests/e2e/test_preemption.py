@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.e2e.harness import run_ranks
 from tests.in_memory import Memory
-from tests.options import make_options
 
 import cloudckpt
 from cloudckpt.manager import preemption as module
-from cloudckpt.stores.base import Store
-from cloudckpt.testing.faults import Call, WrappedStore
 
 WAIT_S = 60.0
 _never = threading.Event()
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-
-
-class At(WrappedStore):
-    """Has `then` called before the first call of an operation on a key that contains a text."""
-
-    def __init__(self, inner: Store, operation: str, part_of_key: str, then: Callable[[], None]) -> None:
-        super().__init__(inner)
-        self._wanted = (operation, part_of_key)
-        self._todo = [then]
-
-    def around(self, call: Call, action: Callable[[], Any]) -> Any:
-        if call.operation == self._wanted[0] and self._wanted[1] in call.key:
-            with contextlib.suppress(IndexError):
-                self._todo.pop()()
-        return action()
-
-
-def at(operation: str, part_of_key: str, then: Callable[[], None]) -> cloudckpt.Options:
-    return make_options(wrap_store=lambda inner: At(inner, operation, part_of_key, then))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -122,8 +98,8 @@ def test_the_signal_is_noted_and_passed_on(handler: list[int]) -> None:
 def test_a_save_in_flight_is_finished(memory: Memory) -> None:
     """A signal during an upload, or during the commit, would cost the checkpoint that was nearly there."""
     with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
-        options = at("put", "data/", lambda: tell(preemption))
-        handle = cloudckpt.async_save(state(1.0), memory.uri("a"), no_dist=True, options=options)
+        memory.at("a").once_before("put", "data/", lambda: tell(preemption))
+        handle = cloudckpt.async_save(state(1.0), memory.uri("a"), no_dist=True)
         until(preemption.agreed)
         report = preemption.finish(lambda: cloudckpt.save(state(2.0), memory.uri("b"), no_dist=True))
     assert handle.done()
@@ -164,7 +140,8 @@ def test_a_save_in_flight_is_cancelled(
         assert cancelled.wait(WAIT_S)
 
     with cloudckpt.on_sigterm(deadline_s=WAIT_S) as preemption:
-        handle = cloudckpt.async_save(state(1.0), memory.uri("a"), no_dist=True, options=at("put", "data/", stall))
+        memory.at("a").once_before("put", "data/", stall)
+        handle = cloudckpt.async_save(state(1.0), memory.uri("a"), no_dist=True)
         until(preemption.agreed)
         if how == "asked":
             report = preemption.finish(
@@ -190,7 +167,8 @@ def test_a_save_that_does_not_end_is_not_waited_for(memory: Memory, cancelled: t
         assert hang.wait(WAIT_S)
 
     with cloudckpt.on_sigterm(deadline_s=0.5) as preemption:
-        handle = cloudckpt.async_save(state(1.0), memory.uri(), no_dist=True, options=at("put", "data/", stall))
+        memory.at().once_before("put", "data/", stall)
+        handle = cloudckpt.async_save(state(1.0), memory.uri(), no_dist=True)
         until(preemption.agreed)
         report = preemption.finish(lambda: pytest.fail("there was no time for it"))
         assert (report.in_flight, report.last, report.remaining_s) == ("unfinished", "no time", 0.0)

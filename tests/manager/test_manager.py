@@ -543,13 +543,7 @@ def test_what_is_superseded_goes(memory: Memory) -> None:
     for step in range(0, 100, 10):
         save_all(manager, step, metrics={"loss": abs(step - 30)})
     assert numbers(manager) == [0, 30, 40, 80, 90]
-    assert [info.step for info in CheckpointManager(memory.root).steps()] == [
-        0,
-        30,
-        40,
-        80,
-        90,
-    ]
+    assert numbers(CheckpointManager(memory.root)) == [0, 30, 40, 80, 90]
     assert manager.retention is not None
     assert manager.retention.removed == (memory.uri("step-70"),)
     assert manager.retention.kept == tuple(memory.uri(f"step-{step}") for step in (90, 80, 40, 30, 0))
@@ -843,15 +837,20 @@ def test_one_listing_that_lacks_the_other_form_is_no_fresh_start(
         CheckpointManager(memory.root, use_collectives=is_saved_alone, options=options).restore(state_of())
 
 
-def test_a_damaged_fence_is_damage_of_its_own_step_alone(memory: Memory) -> None:
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("key", ["manifest.json", "manifest.1.json"])
+def test_a_damaged_fence_is_damage_of_its_own_step_alone(memory: Memory, key: str) -> None:
     """If this fails, one flipped bit in what a removed step has left ends every look at the others, and retention."""
     manager = CheckpointManager(memory.root, keep_last=1, keep_best=("loss", "min", 1), async_=False)
     save_all(manager, 1, 2, metrics={"loss": 1.0})
     damaged = bytearray(encode_fence(new_fence(keeps=None)))
     damaged[60] ^= 1
     views = [memoryview(bytes(damaged))]
-    memory.at("step-0").inner.put("manifest.1.json", views, crc32c=crc32c_of(views))
+    memory.at("step-0").inner.put(key, views, crc32c=crc32c_of(views))
     assert [info.step for info in manager.steps()] == [0, 2]
     best = manager.best("loss")
     assert best is not None
     assert best.step == 2
+    restored = CheckpointManager(memory.root).restore(state_of())
+    assert restored is not None
+    assert restored.step == 2

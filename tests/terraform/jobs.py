@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from awscrt.checksums import crc32c
+from tests.commit.gc.leftovers import LONG_AGO, begin_upload, put
 from tests.options import make_options
 from tests.wrapped import FaultyStore, permanent
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,13 +17,16 @@ import cloudckpt
 import cloudckpt.doctor
 from cloudckpt import Options
 from cloudckpt.options import MIB
-from cloudckpt.stores.base import Part, Store
+from cloudckpt.stores.base import Store
 from cloudckpt.stores.open import open_store
 
 _PART_BYTES = 5 * MIB
 _NUM_PARTS = 2
 _LAYOUT: Mapping[str, Any] = {"object_bytes": _PART_BYTES, "connections": 1}
 """With which what failed fails where it should, and is found again."""
+
+
+_UPLOADED = f"saved/data/{LONG_AGO}/0-1.safetensors"
 
 
 @dataclass(slots=True)
@@ -118,20 +121,20 @@ def verify(place: Place) -> None:
 
 def delete(place: Place) -> None:
     uri = _saved(place)
-    begun = _begin_upload(place)
+    begin_upload(place.store(), _UPLOADED)
     cloudckpt.delete(uri, options=place.options())
     assert not any("data/" in key for key in place.all_keys())
-    assert begun not in {upload.key for upload in place.store().list_uploads()}
+    assert _UPLOADED not in {upload.key for upload in place.store().list_uploads()}
 
 
 def gc(place: Place) -> None:
     uri = _saved(place)
-    garbage = f"saved/data/{_LONG_AGO}/0-0.safetensors"
-    _put(place.store(), garbage)
-    begun = _begin_upload(place)
+    garbage = f"saved/data/{LONG_AGO}/0-0.safetensors"
+    put(place.store(), garbage)
+    begin_upload(place.store(), _UPLOADED)
     cloudckpt.gc(place.root, older_than=0, dry_run=False, options=place.options())
     assert garbage not in place.all_keys()
-    assert begun not in {upload.key for upload in place.store().list_uploads()}
+    assert _UPLOADED not in {upload.key for upload in place.store().list_uploads()}
     cloudckpt.verify(uri, options=place.owners())
 
 
@@ -151,7 +154,7 @@ def examine(place: Place) -> None:
 
 def put_data(place: Place) -> None:
     """An object of data that nobody saves."""
-    _put(open_store(place.root, place.options()), f"saved/data/{_LONG_AGO}/0-0.safetensors")
+    put(open_store(place.root, place.options()), f"saved/data/{LONG_AGO}/0-0.safetensors")
 
 
 def leave_the_prefix(place: Place) -> None:
@@ -162,7 +165,7 @@ def leave_the_prefix(place: Place) -> None:
         lambda: list(open_store(beside, place.options()).list()),
         lambda: open_store(beside, place.options()).read("manifest.json", max_bytes=MIB),
         lambda: open_store(beside, place.options()).delete(["manifest.json"]),
-        lambda: _put(open_store(beside, place.options()), "manifest.9.json"),
+        lambda: put(open_store(beside, place.options()), "manifest.9.json"),
     )
     refusals = [refusal for refusal in map(_refusal, tries) if refusal is not None]
     if len(refusals) == len(tries):
@@ -188,8 +191,6 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
     )
 }
 
-_LONG_AGO = "20200101T000000000Z-0123456789ab"
-
 
 def _refusal(look: Callable[[], object]) -> cloudckpt.errors.AccessDeniedError | None:
     try:
@@ -203,10 +204,6 @@ def _saved(place: Place) -> str:
     uri = f"{place.root}/saved"
     cloudckpt.save(small(), uri, options=place.owners(), no_dist=True)
     return uri
-
-
-def _put(store: Store, key: str) -> None:
-    store.put(key, [memoryview(b"left over")], crc32c=crc32c(b"left over"))
 
 
 def _fail(
@@ -229,10 +226,3 @@ def _fail(
     with contextlib.suppress(cloudckpt.CloudckptError, CheckpointException):  # as it should
         cloudckpt.save(state_dict, f"{place.root}/failing", options=options, no_dist=True)
     assert sum(store.count("complete_multipart") for store in watched) == 1
-
-
-def _begin_upload(place: Place) -> str:
-    key = f"saved/data/{_LONG_AGO}/0-1.safetensors"
-    store, part = place.store(), Part(number=1, offset_bytes=0, size_bytes=6)
-    store.upload_part(key, store.create_multipart(key), part, [memoryview(b"a part")], crc32c=crc32c(b"a part"))
-    return key

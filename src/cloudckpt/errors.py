@@ -118,7 +118,7 @@ def printable(text: str) -> str:
 
 def gc_advice(uri: str) -> str:
     """Return the advice for data that could not be removed: nothing removes it until somebody runs `gc`."""
-    return f"Run `cloudckpt gc {uri}` to remove it"
+    return f"Run `cloudckpt gc {uri}` after 24 h, or sooner with --older-than, to remove it"
 
 
 def _cut(text: str, max_chars: int) -> str:

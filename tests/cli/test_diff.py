@@ -41,7 +41,7 @@ def test_every_kind_of_difference_is_told(local: LocalPlace, run: Run) -> None:
         "reshaped": torch.ones(2, 3),
         "gone": torch.ones(1),
         "kind": torch.ones(1),
-        "value": {"lr": 0.1},
+        "value": {"lr": 0.1, "list": [*range(9000)]},
         "nan": torch.tensor([1.0, float("inf"), float("nan")]),
     }
     after = before | {
@@ -50,7 +50,7 @@ def test_every_kind_of_difference_is_told(local: LocalPlace, run: Run) -> None:
         "cast": torch.ones(3, dtype=torch.bfloat16),
         "reshaped": torch.ones(3, 2),
         "kind": "text",
-        "value": {"lr": 0.2},
+        "value": {"lr": 0.2, "list": [*range(8000), -1]},
         "new": torch.ones(1),
         "nan": torch.tensor([float("nan"), float("inf"), 2.0]),
     }
@@ -65,6 +65,7 @@ def test_every_kind_of_difference_is_told(local: LocalPlace, run: Run) -> None:
         "reshaped": "shape",
         "gone": "removed",
         "kind": "type",
+        "value.list": "values",
         "value.lr": "values",
         "new": "added",
         "nan": "values",
@@ -74,6 +75,8 @@ def test_every_kind_of_difference_is_told(local: LocalPlace, run: Run) -> None:
     assert found["whole"]["num_different"] == 1
     assert (found["nan"]["num_different"], found["nan"]["max_absolute"]) == (2, "infinity")
     assert (found["cast"]["before"], found["cast"]["after"]) == ("float32 [3]", "bfloat16 [3]")
+    assert len(found["value.list"]["before"]) < 5000 > len(found["value.list"]["after"]) > 2000
+    assert found["value.list"]["after"].endswith("7999, -1]")
     table = run("diff", local.uri("a"), local.uri("b"))
     assert table.code == 1
     assert "2 of 4" in table.out

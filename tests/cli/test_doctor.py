@@ -110,6 +110,9 @@ def test_an_unknown_key(s3: S3Place) -> None:
         report = examine(s3.uri(), options=through(wire))
     assert failed(report) == {"credentials"}
     assert "Check keys, profile and region" in report["credentials"].advice
+    busy = Reply(status=503, body=body.replace(b"InvalidAccessKeyId", b"SlowDown"))
+    with Wire(_endpoint(s3), WireRule(action=busy, times=None)) as wire:
+        assert examine(s3.uri(), options=through(wire))["endpoint"].found == f"{wire.url} throttles requests"
 
 
 def test_a_clock_that_is_off(s3: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from awscrt.checksums import crc32c
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.e2e.places import LocalPlace
 from tests.in_memory import Memory
-from tests.wrapped import permanent
+from tests.wrapped import permanent, transient
 
 import cloudckpt
 from cloudckpt.commit.attempts import new_attempt_id
@@ -88,6 +89,17 @@ def test_a_run_is_followed(tmp_path: Path) -> None:
             running.kill()
     told = [line.split()[2:4] for line in lines if "in progress" not in line]  # only if a listing finds it so
     assert (running.returncode, told) == (0, [["step-1", "committed"], ["step-1", "gone"], ["step-2", "committed"]])
+
+
+def test_a_step_that_is_there_is_seen_after_an_outage_and_beside_leftovers(memory: Memory, run: Run) -> None:
+    """If this fails, a short outage ends who waits for a step, or one object more than the manifest names hides it."""
+    save(memory.uri("step-5"))
+    (key,) = memory.data_keys("step-5")
+    memory.at("step-5").put(key.replace("0-0", "0-9"), [memoryview(b"x")], crc32c=crc32c(b"x"))
+    root = memory.open(memory.root.removeprefix("memory://"), "")
+    root.fail("list_directories", error=lambda: transient("list"), times=cloudckpt.Options().retries + 1)
+    ended = run("watch", memory.root, "--interval", "1s", "--until-step", "5")
+    assert (ended.code, ended.out.count("committed"), "next try" in ended.err) == (0, 1, True)
 
 
 def test_requests_are_few_and_known(memory: Memory) -> None:

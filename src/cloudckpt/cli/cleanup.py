@@ -70,7 +70,7 @@ def rm(
 
 def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
     """Return everything that a deletion of `uri` removes. Raises `CheckpointNotFoundError`."""
-    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError
+    from cloudckpt.errors import AccessDeniedError, CheckpointNotFoundError, gc_advice
     from cloudckpt.inspect.catalog import list_checkpoints
     from cloudckpt.uri import parse_location
 
@@ -89,7 +89,7 @@ def _find_checkpoint(uri: str, options: Options) -> list[CheckpointInfo]:
     elif any(one.state == "torch" for one in everything):
         advice = "It is a checkpoint of torch's own writer, which cloudckpt does not delete: use another tool"
     elif everything:
-        advice = f"Failed saves left data there: run `cloudckpt gc {uri}` to remove it"
+        advice = f"Failed saves left data there. {gc_advice(uri)}"
     else:
         advice = "Nothing is there: check the URI"
     raise CheckpointNotFoundError(f"no checkpoint is committed at {location.uri}. {advice}", uri=location.uri)

@@ -107,7 +107,9 @@ def latest(
     *,
     common: CommonOptions,
 ) -> None:
-    """Print the URI of the checkpoint in ROOT that was committed last; exit with 3 if there is none.
+    """Print the URI of the checkpoint in ROOT that was committed last, even if damaged; exit with 3 if there is none.
+
+    Checkpoints that each rank saved on its own do not count.
 
     Example: cloudckpt latest s3://bucket/run
     """
@@ -120,7 +122,9 @@ def latest(
     if found is None:
         uri = parse_location(root).uri
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed directly under {uri}. Run `cloudckpt ls {uri}` to see what is there", uri=uri
+            f"no checkpoint is committed directly under {uri}; those that ranks saved on their own do not count. Run "
+            f"`cloudckpt ls {uri}` to see what is there",
+            uri=uri,
         )
     if common.as_json:
         console.document({"name": found.name, "uri": found.uri, "time": found.committed_at.isoformat()})
@@ -167,6 +171,8 @@ def du(
 
 
 def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], columns: Sequence[str], *, long: bool) -> None:
+    from cloudckpt.errors import gc_advice
+
     if console.as_json:
         console.document([document_of(one) for one in found])
         return
@@ -182,7 +188,7 @@ def _tell(console: Console, root: str, found: Sequence[CheckpointInfo], columns:
         if one.problem:
             console.warn(f"{one.name}: {one.problem}")
     if any(one.state == "garbage" for one in found):
-        console.say(f"Run `cloudckpt gc {root}` to see and remove the garbage.")
+        console.say(f"{gc_advice(root)}.")
 
 
 def _tell_nothing(console: Console, root: str, options: Options) -> None:

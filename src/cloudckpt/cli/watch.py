@@ -45,13 +45,22 @@ def watch(
 
     Example: cloudckpt watch s3://bucket/run --until-step 1000
     """
+    from cloudckpt.errors import CheckpointChangedError, TransientStoreError
     from cloudckpt.inspect.catalog import list_checkpoints
 
     console = common.console
     options = common.options()
     known: dict[tuple[str, str], CheckpointInfo] = {}
     while True:
-        found = {(one.name, one.attempt): one for one in list_checkpoints(root, all=True, options=options)}
+        try:
+            listed = list_checkpoints(root, all=True, options=options)
+        except (TransientStoreError, CheckpointChangedError) as error:
+            console.warn(error.with_advice("The next listing is the next try."))
+            time.sleep(interval.total_seconds())
+            continue
+        # An attempt can be listed twice: committed, and as garbage for objects that its manifest does not name.
+        listed.sort(key=lambda one: one.state == "committed")
+        found = {(one.name, one.attempt): one for one in listed}
         for key in known.keys() - found.keys():
             _tell(console, known.pop(key), is_gone=True)
         for key, one in found.items():

@@ -17,6 +17,7 @@ from cloudckpt.errors import (
     CredentialsError,
     InvalidOptionError,
     StoreError,
+    ThrottledError,
     TransientStoreError,
     UnsupportedOperationError,
     gc_advice,
@@ -242,7 +243,10 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
     except StoreError as unusable:
         checklist.add("endpoint", "skipped", str(unusable))
         return
-    if isinstance(error, TransientStoreError):
+    if isinstance(error, ThrottledError):
+        checklist.add("endpoint", "failed", f"{endpoint} throttles requests", str(error))
+        checklist.skip_reason = "not asked: the store throttles requests"
+    elif isinstance(error, TransientStoreError):
         checklist.add("endpoint", "failed", f"{endpoint} does not answer", str(error))
         checklist.skip_reason = "not asked: the store does not answer"
     elif isinstance(error, CredentialsError) and environment.request_date(endpoint, timeout_s=timeout_s) is None:

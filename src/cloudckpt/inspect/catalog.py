@@ -105,13 +105,13 @@ def list_checkpoints(
     """List the committed checkpoints directly under `root`, oldest first.
 
     The order is that of `CheckpointInfo.committed_at`, which copies keep; then of the names, numbers by value. Each
-    checkpoint costs one listing and one small read. With `all`, each folder costs two listings and a read of its whole
-    manifest. Unfinished uploads that may not be listed are left out.
+    checkpoint costs one listing and one small read. Those that ranks saved on their own need `all`. With `all`, each
+    folder costs two listings and a read of its whole manifest. Unfinished uploads that may not be listed are left out.
 
     Args:
         root: Folder of the checkpoints.
-        all: Also list, at `root` and directly under it, damaged checkpoints, uncommitted saves and checkpoints of
-            torch's own writer, each with its state and size.
+        all: Also list, at `root` and directly under it, damaged checkpoints, checkpoints that ranks saved on their own,
+            uncommitted saves and checkpoints of torch's own writer, each with its state and size.
         alive_within: With `all`, an uncommitted save is in progress if it wrote something in this time and began after
             the last commit. Otherwise it is garbage.
         check: With `all`, validate the entry of every tensor in each manifest, as a load does. This takes about twenty
@@ -162,7 +162,8 @@ def list_checkpoints(
 def latest(root: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointInfo | None:
     """Return the checkpoint directly under `root` that was committed last.
 
-    It may be damaged; `load_latest` skips damaged checkpoints. The errors are those of `list_checkpoints`.
+    It may be damaged; `load_latest` skips damaged checkpoints. Those that ranks saved on their own do not count. The
+    errors are those of `list_checkpoints`.
 
     Args:
         root: Folder of the checkpoints.

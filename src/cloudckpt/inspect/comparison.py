@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 from collections import deque
@@ -24,6 +25,7 @@ from cloudckpt.tensors.unpickling import load_safely
 from cloudckpt.uri import parse_location
 
 _BATCH_BYTES = 64 * MIB
+_MAX_TEXT_CHARS = 4096
 
 Kind = Literal["added", "removed", "type", "dtype", "shape", "values"]
 
@@ -38,7 +40,8 @@ class Difference:
     """``"added"``: only the second has it. ``"removed"``: only the first has it. ``"type"``: it is a tensor in only
     one. ``"dtype"``, ``"shape"``, ``"values"``: these differ."""
     before: str
-    """The value in the first checkpoint as Python shows it; of a tensor dtype and shape. Empty if it has none."""
+    """The value in the first checkpoint as Python shows it; of a tensor dtype and shape. Empty if it has none. Of a
+    long value only 4,096 characters around the first difference are kept, and the number of the others."""
     after: str
     """Description of the entry in the second checkpoint; empty if it has none."""
     num_elements: int = 0
@@ -349,7 +352,19 @@ def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
         return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
     if _is_equal(*values):
         return True, ("", "")
-    return False, (repr(values[0]), repr(values[1]))
+    texts = repr(values[0]), repr(values[1])
+    begin = 0
+    if max(map(len, texts)) > _MAX_TEXT_CHARS:  # long values often begin alike
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        begin = max(sum(1 for _ in same) - _MAX_TEXT_CHARS // 2, 0)
+    return False, (_cut(texts[0], begin), _cut(texts[1], begin))
+
+
+def _cut(text: str, begin: int) -> str:
+    num_after = len(text) - begin - _MAX_TEXT_CHARS
+    before = f"[{begin:,} characters] … " if begin else ""
+    after = f" … [{num_after:,} characters]" if num_after > 0 else ""
+    return before + text[begin : begin + _MAX_TEXT_CHARS] + after
 
 
 def _is_equal(one: Any, other: Any) -> bool:

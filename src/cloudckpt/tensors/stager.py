@@ -79,8 +79,8 @@ class PinnedStager(AsyncStager):
 
     It is a `torch.distributed.checkpoint.staging.AsyncStager`, for `cloudckpt.async_save` and torch's own. The memory
     grows with the state dict, and is freed by `close`. It is pinned where CUDA is in use. Tensors that share memory
-    share it in the copy. A staged state dict is valid until `close`. Not safe for use from several threads at once, nor
-    in a forked child.
+    share it in the copy. A staged state dict is valid until the next `begin` or `close`. Not safe for use from
+    several threads at once, nor in a forked child.
 
     Args:
         shared: Share the memory with torch's background process, which then copies nothing. Otherwise it gets a copy.

@@ -371,11 +371,15 @@ def test_tied_tensors_that_a_file_has_once_get_their_names_back(tmp_path: Path, 
     into = _Tied(0.0)
     if not is_tied:
         into.head.weight = torch.nn.Parameter(torch.zeros(30, 8))
-    state = {"model": into.state_dict()}
-    cloudckpt.load(state, tmp_path / "a", no_dist=True)
-    assert torch.equal(state["model"]["embed.weight"], torch.full((30, 8), 2.0))
-    assert torch.equal(state["model"]["head.weight"], torch.full((30, 8), 2.0))
+    cloudckpt.load(tmp_path / "a", model=into, no_dist=True)
+    assert torch.equal(into.embed.weight, torch.full((30, 8), 2.0))
+    assert torch.equal(into.head.weight, torch.full((30, 8), 2.0))
+    cloudckpt.load(tmp_path / "a", model={"embed": torch.nn.Embedding(30, 8)}, strict=False, no_dist=True)
     cloudckpt.verify(tmp_path / "a")
+    cloudckpt.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "b", tie=tie)
+    for uri, model in ((tmp_path / "b", into), (tmp_path / "a", torch.nn.Sequential(_Tied(0.0)))):
+        with pytest.raises(cloudckpt.errors.StateDictMismatchError, match="add_prefix='model'"):
+            cloudckpt.load(uri, model=model, strict=False, no_dist=True)
 
 
 REVISION = "5f0b02c75b57c5855da9ae460ce51323ea669d8a"

@@ -23,9 +23,17 @@ from cloudckpt.errors import (
 )
 from cloudckpt.format.nesting import Nesting, unflatten
 
+IMPORT_HINT = (
+    "If these are the model's own names, as of an import without a prefix, load with "
+    "cloudckpt.load(model.state_dict(), uri), or import again with add_prefix='model' (--add-prefix model)"
+)
+
 
 class LiveEntry(abc.ABC):
     """One entry of a state dict that is saved from a live object, and loaded into it."""
+
+    takes_flat_names = False
+    """True if a checkpoint may hold the entry as ``"model.weight"``, as imports do, in the place of a dict."""
 
     @abc.abstractmethod
     def state_dict(self) -> Any:
@@ -74,11 +82,13 @@ def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
 
 
 def _plan(entry: LiveEntry, saved: Mapping[Any, Any], key: str, *, where: str, uri: str) -> Any:
-    if key not in saved and not isinstance(entry, OptionalEntry):
-        raise StateDictMismatchError(
-            f"{uri} has no {where!r}, only {quote_names(list(saved))}. Leave it out of this load", uri=uri
-        )
-    return entry.plan_load(saved.get(key), where=where, uri=uri)
+    found = saved.get(key)
+    if key not in saved and entry.takes_flat_names:
+        found = {name.removeprefix(f"{key}."): one for name, one in saved.items() if str(name).startswith(f"{key}.")}
+    if key not in saved and not found and not isinstance(entry, OptionalEntry):
+        hint = IMPORT_HINT if entry.takes_flat_names else "Leave it out of this load, or load it as a state dict"
+        raise StateDictMismatchError(f"{uri} has no {where!r}, only {quote_names(list(saved))}. {hint}", uri=uri)
+    return entry.plan_load(found, where=where, uri=uri)
 
 
 class EntryGroup(LiveEntry):
@@ -86,6 +96,7 @@ class EntryGroup(LiveEntry):
 
     def __init__(self, entries: Mapping[str, LiveEntry]) -> None:
         self._entries = entries
+        self.takes_flat_names = all(entry.takes_flat_names for entry in entries.values())
 
     def state_dict(self) -> dict[str, Any]:
         return {key: entry.state_dict() for key, entry in self._entries.items()}

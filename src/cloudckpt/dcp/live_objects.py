@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from cloudckpt._torch_compat import ShardedTensor
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, OptionalEntry, load_object, make_empty
+from cloudckpt.dcp.live_entry import IMPORT_HINT, EntryGroup, LiveEntry, OptionalEntry, load_object, make_empty
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 
@@ -28,6 +28,8 @@ _log = logging.getLogger("cloudckpt")
 
 class ModelEntry(LiveEntry):
     """The parameters and persistent buffers of a model by their names, without those of wrappers (DDP, compile)."""
+
+    takes_flat_names = True
 
     def __init__(self, module: nn.Module, *, is_strict: bool) -> None:
         self._module = module
@@ -46,6 +48,12 @@ class ModelEntry(LiveEntry):
                 "model.to_empty(device=…) before the load"
             )
         known = saved if isinstance(saved, Mapping) else {}
+        if wanted and known and known.keys().isdisjoint(wanted):
+            raise StateDictMismatchError(
+                f"{where!r} of {uri} has only {quote_names(list(known))}, and the model has other names: "
+                f"{quote_names(list(wanted))}. {IMPORT_HINT}",
+                uri=uri,
+            )
         if not self._is_strict:
             wanted = {name: value for name, value in wanted.items() if name in known}
         # A fresh module's extra state may have another structure than the one that was saved.

@@ -94,8 +94,8 @@ def test_a_failure_is_also_its_cause(kind: type[CloudckptError]) -> None:
         assert isinstance(copy, (kind, CheckpointException))
         assert sorted(copy.failures) == [0, 2]
         assert str(copy) == str(failure)
-        assert "saving s3://bucket/run failed at step 'write' on 2 ranks (0, 2):" in str(copy)
-        assert f"[rank 0] {kind.__name__}: what failed" in str(copy)
+        assert "saving s3://bucket/run failed at step 'write' on ranks 0, 2:" in str(copy)
+        assert f"[ranks 0, 2] {kind.__name__}: what failed" in str(copy)
 
 
 @pytest.mark.parametrize(

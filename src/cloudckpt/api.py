@@ -47,7 +47,7 @@ from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 from cloudckpt.uri import parse_location, redacted
 
-__all__ = ["async_save", "load", "require_state_dict", "save"]
+__all__ = ["async_save", "entries_of", "load", "require_state_dict", "save"]
 
 StateDict = dict[str, Any]
 PathOrURI: TypeAlias = str | os.PathLike[str]
@@ -114,7 +114,7 @@ def save(
 
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    state_dict, uri = _entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
+    state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     if storage_writer is not None:
         await_turn()  # the save in flight may use the same writer
     writer = _writer(uri, checkpoint_id, storage_writer, overwrite=overwrite, options=options)
@@ -196,7 +196,7 @@ def load(
 
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    state_dict, uri = _entries_of(
+    state_dict, uri = entries_of(
         objects, state_dict, uri, process_group, no_dist=no_dist, doing="loading", strict=strict
     )
     reader = storage_reader
@@ -295,7 +295,7 @@ def async_save(
 
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    state_dict, uri = _entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
+    state_dict, uri = entries_of(objects, state_dict, uri, process_group, no_dist=no_dist, doing="saving")
     # Before anything else: the save in flight may be one of the same writer.
     chosen = options or (storage_writer.options if isinstance(storage_writer, ObjectStoreWriter) else Options())
     is_alone = no_dist or not use_collectives
@@ -370,7 +370,7 @@ def _begun_in_background(writer: ObjectStoreWriter, process_group: dist.ProcessG
         raise end_failed_save(error, writer) from None
 
 
-def _entries_of(
+def entries_of(
     objects: LiveObjects,
     state_dict: StateDict | PathOrURI | None,
     uri: PathOrURI | None,

@@ -92,7 +92,7 @@ LEVELS: dict[EventName, int] = {
     "save.failed": logging.WARNING,
     "load.begun": logging.DEBUG,
     "load.done": logging.INFO,
-    "load.failed": logging.WARNING,
+    "load.failed": logging.INFO,
     "load.skipped": logging.WARNING,
     "gc.removed": logging.INFO,
     "gc.failed": logging.WARNING,
@@ -101,7 +101,7 @@ LEVELS: dict[EventName, int] = {
     "retention.removed": logging.INFO,
     "retention.failed": logging.WARNING,
 }
-"""The level of each event that is written to the log."""
+"""The level of each event that is written to the log; ranks other than 0 log at INFO at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

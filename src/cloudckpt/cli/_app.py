@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -57,6 +58,8 @@ class _Commands(TyperGroup):
             raise typer.Exit(code) from None
         return result
 
+
+logging.getLogger("cloudckpt").addHandler(logging.NullHandler())  # commands show problems; --verbose adds the log
 
 app = typer.Typer(
     cls=_Commands,

@@ -77,7 +77,7 @@ def ls(
         ),
     ] = "1h",  # type: ignore[assignment]  # Typer parses it
     check: Annotated[
-        bool, typer.Option("--check", help="Look at all that each manifest says: what show refuses is damaged.")
+        bool, typer.Option("--check", help="Also check each manifest's entries of tensors; `verify` checks the data.")
     ] = False,
     common: CommonOptions,
 ) -> None:
@@ -148,6 +148,8 @@ def du(
     found = list_checkpoints(root, all=True, options=options)
     if not found:
         _tell_nothing(console, root, options)
+        if not common.as_json:
+            return
     sums: dict[str, list[int]] = {}
     for one in found:
         num_bytes, num_objects = sums.get(one.name, (0, 0))

@@ -214,6 +214,7 @@ class RandomStateEntry(OptionalEntry):
     """The random generators of this rank's process. They keep their state if the checkpoint has none for this rank."""
 
     def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._key = f"rank-{rank}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,9 +223,13 @@ class RandomStateEntry(OptionalEntry):
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         known = saved if isinstance(saved, Mapping) else {}
         if self._key not in known:
-            _log.warning(
-                "%s has no %s of %s: the random generators of this rank stay as they are", uri, where, self._key
-            )
+            if all(f"rank-{rank}" in known for rank in range(self._rank)):  # one rank says it for all
+                _log.warning(
+                    "%s has the %s of %d ranks: the random generators of the other ranks stay as they are",
+                    uri,
+                    where,
+                    len(known),
+                )
             return {}
         return {self._key: None}
 
@@ -262,6 +267,22 @@ def wrap_all(value: Any, *, keyword: str) -> LiveEntry:
             f"be saved{hint}"
         )
     return entry
+
+
+def warn_of_shared_generator(dataloader: Any) -> None:
+    """Warn of data loaders that draw from the process's generator.
+
+    ``iter(loader)`` draws a seed from it, so a resume within an epoch draws once more than the run that saved.
+    """
+    loaders = list(dataloader.values()) if isinstance(dataloader, Mapping) else dataloader
+    for loader in loaders if isinstance(loaders, (list, tuple)) else [loaders]:
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+            _log.warning(
+                "the %s has no generator of its own, so a resume within an epoch goes on with other random numbers. "
+                "Pass it generator=torch.Generator()",
+                type(loader).__name__,
+            )
+            return
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.errors import CloudckptError, CommitUnknownError, RankLostError, SaveCancelledError, bounded
 from cloudckpt.report import SaveReport
 
-_MAX_RANKS = 16  # named in a message
+_MAX_RUNS = 16  # of neighbouring ranks, named in a message
 
 RanksContext: TypeAlias = AbstractContextManager[DistWrapper]
 """Gives the ranks for one call's collectives, and ends the call on all of them where one leaves it."""
@@ -45,6 +45,10 @@ class SavedMetadata(Metadata):
 
     report: SaveReport | None = None
     """Report of this rank. None for a save by torch's process."""
+
+    def __repr__(self) -> str:
+        place = "" if self.report is None else f" of {self.report.uri}"
+        return f"<SavedMetadata{place}: {len(self.state_dict_metadata)} entries>"
 
 
 def last_save_seconds() -> float:
@@ -270,17 +274,19 @@ class SaveOrLoadError(CheckpointException):
 
     @property
     def message(self) -> str:
-        """The text: that of each failing rank."""
+        """The text: that of each failing rank; once, if several have the same."""
         return str(self)
 
     def __str__(self) -> str:
-        ranks = sorted(self.failures)
-        lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(ranks)}:"]
-        for rank in ranks:
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank in sorted(self.failures):
             error, trace = self.failures[rank]
-            lines.append(f"[rank {rank}] {type(error).__name__}: {bounded(str(error))}")
+            text = f"{type(error).__name__}: {bounded(str(error))}"
             if not isinstance(error, CloudckptError) and trace is not None:
-                lines.append("".join(trace.format()).rstrip())  # not one of ours: where it came from matters
+                text += "\n" + "".join(trace.format()).rstrip()  # not one of ours: where it came from matters
+            ranks_by_text.setdefault(text, []).append(rank)
+        lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(sorted(self.failures))}:"]
+        lines += [f"[{_ranks_text(ranks)}] {text}" for text, ranks in ranks_by_text.items()]
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -357,8 +363,10 @@ def _class_for(cause: type[CloudckptError]) -> type[SaveOrLoadError]:
     return type(cause.__name__, (SaveOrLoadError, cause), {"__module__": cause.__module__})
 
 
-def _ranks_text(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    return f"{len(ranks)} ranks ({shown}{', …' if len(ranks) > _MAX_RANKS else ''})"
+def _ranks_text(ranks: Sequence[int]) -> str:
+    known = set(ranks)
+    firsts = [rank for rank in ranks if rank - 1 not in known]
+    lasts = [rank for rank in ranks if rank + 1 not in known]
+    runs = [str(first) if first == last else f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
+    shown = ", ".join(runs[:_MAX_RUNS]) + (", …" if len(runs) > _MAX_RUNS else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

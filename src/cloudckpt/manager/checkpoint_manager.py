@@ -23,7 +23,7 @@ from cloudckpt._this_process import refuse_in_fork
 from cloudckpt.api import async_save, load, require_state_dict, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
-from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
+from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_shared_generator
 from cloudckpt.dcp.protocol import SavedMetadata, causes_of, num_ranks_of, rank_in
 from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError
 from cloudckpt.manager.restore import Coordinator, Restored, find_step_uris, load_newest, raise_missing
@@ -160,6 +160,7 @@ class CheckpointManager:
         """URIs of the steps that `restore` found damaged, until they are replaced. Equal on all ranks."""
         self._note_lock = threading.Lock()
         self._retention = Retention(self._steps, self._options, policy, get_damaged_uris=lambda: self._damaged)
+        self._has_checked_loaders = False
         self._last: _LastSave | None = None
         self._current: _LastSave | None = None
         """The step that holds the job's state: the last save, or the step that was restored since."""
@@ -255,10 +256,11 @@ class CheckpointManager:
         if not force and not self.is_due(step):
             return None
         refuse_in_fork()
+        is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._current
         if force and not overwrite and current is not None and current.step == step and not current.has_failed:
-            if metrics is not None and numbers != current.numbers:
+            if is_coordinator and metrics is not None and numbers != current.numbers:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
         settings: dict[str, Any] = {
@@ -275,11 +277,13 @@ class CheckpointManager:
             "overwrite": overwrite or self._is_to_replace(step),
             "options": self._options_for(step, numbers),
         }
-        is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
         call = async_save if self._is_async else save
         uri = self.uri_of(step)
-        if uri != self._steps.uri_of(step):
+        if is_coordinator and uri != self._steps.uri_of(step):
             _log.warning("saving step %d as %s beside the damaged one", step, uri)
+        if is_coordinator and random_state and not self._has_checked_loaders:
+            self._has_checked_loaders = True
+            warn_of_shared_generator(dataloader)
         result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
         saved = _LastSave(step=step, uri=uri, numbers=numbers, result=result, starts_retention=is_coordinator)
         self._last = self._current = saved

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from cloudckpt.api import load, require_state_dict
+from cloudckpt.api import entries_of, load, require_state_dict
 from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
+from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.distributed.collectives import guarded_collectives
-from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError
+from cloudckpt.errors import CheckpointNotFoundError, CloudckptError, CorruptCheckpointError, InvalidURIError
 from cloudckpt.events import Event
 from cloudckpt.inspect.catalog import list_checkpoints
 from cloudckpt.inspect.verification import verify
@@ -40,9 +41,15 @@ _MAX_SHOWN = 20
 
 
 def load_latest(
-    state_dict: dict[str, Any],
-    root: str | os.PathLike[str],
+    state_dict: dict[str, Any] | str | os.PathLike[str] | None = None,
+    root: str | os.PathLike[str] | None = None,
     *,
+    model: Model | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Any = None,
+    dataloader: Any = None,
+    extra: dict[str, Any] | None = None,
+    random_state: bool = False,
     storage_reader: ObjectStoreReader | None = None,
     planner: LoadPlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -60,11 +67,18 @@ def load_latest(
     `allow_pickle`, a newer format.
 
     Tensors are filled while they are checked, and the next candidate overwrites all of them. A planner with
-    ``allow_partial_load`` implies `verify_first`, because an older checkpoint may lack a tensor.
+    ``allow_partial_load`` implies `verify_first`, because an older checkpoint may lack a tensor. So does
+    ``strict=False`` with live objects.
 
     Args:
-        state_dict: The state dict to fill in place.
+        state_dict: The state dict to fill in place; or `root`, if live objects are passed.
         root: Folder of the checkpoints.
+        model: See `load`.
+        optimizer: See `load`.
+        scheduler: See `load`.
+        dataloader: See `load`.
+        extra: See `load`.
+        random_state: See `load`.
         storage_reader: Reader to use; `options` then apply only to listing and verifying.
         planner: See `load`.
         process_group: See `load`.
@@ -83,15 +97,21 @@ def load_latest(
 
     Example::
 
-        state_dict = {"model": model.state_dict()}
-        report = cloudckpt.load_latest(state_dict, "s3://bucket/run")
+        report = cloudckpt.load_latest("s3://bucket/run", model=model)
         print(report.uri, report.skipped)
 
     """
+    objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
+    verify_first = verify_first or (objects.are_given and strict is False)
+    state_dict, root = entries_of(
+        objects, state_dict, root, process_group, no_dist=no_dist, doing="loading", strict=strict
+    )
+    if root is None:
+        raise InvalidURIError("no root was given: pass a URI such as 's3://bucket/run', or a path")
     found = load_newest(
         state_dict,
         root,
-        lambda: _find_candidates(root, options),
+        functools.partial(_find_candidates, root, options),
         storage_reader=storage_reader,
         planner=planner,
         process_group=process_group,
@@ -261,6 +281,10 @@ class Restored:
     """URI of the loaded step."""
     report: LoadReport
     """Report of this rank."""
+
+    def __repr__(self) -> str:
+        skipped = f", skipped={self.skipped!r}" if self.skipped else ""
+        return f"Restored(step={self.step}, uri={self.uri!r}{skipped})"
 
     @property
     def skipped(self) -> tuple[SkippedCheckpoint, ...]:

@@ -240,7 +240,8 @@ def tell(event: Event, options: Options, *, words: str) -> None:
         error=event.error,
     )
     if event.name in LEVELS:
-        _log.log(LEVELS[event.name], "%s", words, extra=extra)
+        level = LEVELS[event.name] if event.rank == 0 else min(LEVELS[event.name], logging.INFO)  # once, not per rank
+        _log.log(level, "%s", words, extra=extra)
     telemetry.tell(event)
     if options.on_event is not None:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import logging
 import os
 import socket
 import threading
@@ -22,7 +21,6 @@ from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores.http_body import WholeHeadResponse
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
-_log = logging.getLogger("cloudckpt")
 
 _MOST_CLIENTS = 16
 _LONGEST_CONNECT_S = 20.0
@@ -120,7 +118,7 @@ def is_clear_text(endpoint_url: str) -> bool:
 
 
 def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
-    """Refuse an endpoint with credentials in it; warn and log, once per process, if it is plain HTTP elsewhere.
+    """Refuse an endpoint with credentials in it; warn, once per process, if it is plain HTTP elsewhere.
 
     `variables` says where an endpoint comes from that is not in the storage options.
     """
@@ -135,7 +133,6 @@ def check_endpoint(endpoint_url: str, *, store: str, variables: str) -> None:
         f"The {store} endpoint {endpoint_url} is plain HTTP: anyone on the way can read and change checkpoints, and "
         "take tokens from it. Use https:// where you can."
     )
-    _log.warning("%s", text)
     warnings.warn(text, UserWarning, stacklevel=3)
 
 

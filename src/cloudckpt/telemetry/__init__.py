@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["instrument", "subscribe", "uninstrument"]
 
 _log = logging.getLogger("cloudckpt")
-_log.addHandler(logging.NullHandler())  # otherwise Python prints warnings if the program has set up no logging
 
 FIELDS = ("event", "uri", "rank", "operation", "attempt", "key", "num_bytes", "seconds", "error")
 """The fields that a log record can have besides its text."""

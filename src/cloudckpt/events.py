@@ -89,7 +89,7 @@ LEVELS: dict[EventName, int] = {
     "save.staged": logging.DEBUG,
     "save.done": logging.INFO,
     "save.cancelled": logging.INFO,
-    "save.failed": logging.WARNING,
+    "save.failed": logging.INFO,
     "load.begun": logging.DEBUG,
     "load.done": logging.INFO,
     "load.failed": logging.INFO,

@@ -319,6 +319,27 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
         assert manager.restore(model=model, strict=False) is not None
         assert manager.restore(model=model, optimizer=fresh) is not None
         assert_same(fresh.state_dict(), optimizer.state_dict())
+    newest = make_two()
+    cloudckpt.load_latest(root, model=newest, no_dist=True)
+    assert_same(newest[0].weight.detach(), model[0].weight.detach())
+
+
+class StatefulLoader(torch.utils.data.DataLoader[int]):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {}
+
+
+def test_a_loader_that_draws_from_the_generators_of_all_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a resume within an epoch goes on with other random numbers, and nobody is told."""
+    own = StatefulLoader([1], generator=torch.Generator())
+    for loaders, num_warnings in ((own, 0), ({"train": own, "test": StatefulLoader([1])}, 1)):
+        manager = cloudckpt.CheckpointManager(new_uri(), async_=False, no_dist=True)
+        for step in range(2):
+            manager.save(step, dataloader=loaders)
+        assert caplog.text.count("StatefulLoader has no generator of its own") == num_warnings
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ def test_a_subscriber_that_fails_changes_nothing(memory: Memory, caplog: pytest.
 
 
 @pytest.mark.slow
-def test_nothing_is_printed_by_default_and_nothing_of_it_is_loaded(tmp_path: Path) -> None:
-    """If this fails, every job's output has our warnings in it, or importing cloudckpt loads OpenTelemetry."""
+def test_only_warnings_are_printed_by_default_and_nothing_of_it_is_loaded(tmp_path: Path) -> None:
+    """If this fails, jobs print noise, or skip a damaged checkpoint in silence; or an import loads OpenTelemetry."""
     script = f"""
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -234,9 +234,13 @@ except cloudckpt.errors.MissingDependencyError as error:
     assert "cloudckpt[otel]" in str(error)
 else:
     raise SystemExit("no error")
+cloudckpt.save({{"w": torch.ones(3)}}, {str(tmp_path / "d")!r}, no_dist=True)
+open({str(tmp_path / "d/manifest.json")!r}, "w").write("damaged")
+cloudckpt.load_latest({{"w": torch.zeros(3)}}, {str(tmp_path)!r}, no_dist=True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert [line.split(" and tries")[0] for line in done.stderr.splitlines()] == [f"skipped {tmp_path}/d"]
 
 
 LITTER = f"data/{LONG_AGO}/0-0.safetensors"

@@ -21,7 +21,6 @@ from cloudckpt.errors import InvalidOptionError, MissingDependencyError
 from cloudckpt.stores.http_body import WholeHeadResponse
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
-
 _MOST_CLIENTS = 16
 _LONGEST_CONNECT_S = 20.0
 _TRIES_WITHIN_TIMEOUT = 3

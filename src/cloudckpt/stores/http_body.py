@@ -189,6 +189,8 @@ class ResponseBody:
         # botocore's body → urllib3's response → http.client's. The last reads into memory without a copy.
         self._raw = getattr(body, "_raw_stream", body)
         self._source = getattr(self._raw, "_original_response", None) or body
+        # The response drops it at the body's end.
+        self._connection = getattr(getattr(getattr(self._source, "fp", None), "raw", None), "_sock", None)
         self.received_bytes = 0
 
     def fill(self, views: Views) -> None:
@@ -227,11 +229,15 @@ class ResponseBody:
 
     def close(self, *, reuse: bool) -> None:
         """Give the connection back. It is used again only if `reuse` and if the body was read to its end."""
-        if not reuse or not self._is_at_end():
+        if not reuse or not self._is_at_end() or self._holds_more():
             self._body.close()
         release = getattr(self._raw, "release_conn", None)
         if release is not None:
             release()
+
+    def _holds_more(self) -> bool:
+        """True if OpenSSL has bytes after the body: the pool looks for them in the kernel alone."""
+        return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
 
     def _is_at_end(self) -> bool:
         is_closed = getattr(self._source, "isclosed", None)
@@ -298,7 +304,8 @@ def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> 
 
 
 def _wait_for(connection: socket.socket, least_bytes: int, timeout_s: float) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
+    with contextlib.suppress(OSError):  # such a kernel gathers nothing
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least_bytes)
     connection.settimeout(timeout_s)
 
 

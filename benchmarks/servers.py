@@ -5,11 +5,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -176,13 +174,10 @@ def start(name: str) -> AbstractContextManager[Server]:
 
 
 def find_cargo() -> Path | None:
-    """Return Rust's cargo, which root gets from Debian's package where it is missing; None where there is none."""
-    if (found := _cargo()) is not None:
-        return found
-    if os.geteuid() == 0 and shutil.which("apt-get") is not None:
-        for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", "cargo"]):
-            subprocess.run(["apt-get", *command], check=False, stdout=sys.stderr)
-    return _cargo()
+    """Return Rust's cargo; None where there is none."""
+    # rustup installs it there, and not every shell has the folder on its PATH.
+    found = shutil.which("cargo") or shutil.which(Path.home() / ".cargo" / "bin" / "cargo")
+    return None if found is None else Path(found)
 
 
 def build_fasts3(cargo: Path, target: Path) -> Path:
@@ -191,12 +186,6 @@ def build_fasts3(cargo: Path, target: Path) -> Path:
     command = [cargo, "build", "--release", "--locked", "--quiet", "--target-dir", target.absolute()]
     subprocess.run(command, cwd=source, check=True)
     return target / "release" / "fasts3"
-
-
-def _cargo() -> Path | None:
-    # rustup installs it there, and not every shell has the folder on its PATH.
-    found = shutil.which("cargo") or shutil.which(Path.home() / ".cargo" / "bin" / "cargo")
-    return None if found is None else Path(found)
 
 
 def _options_of(server: Server) -> dict[str, Any]:

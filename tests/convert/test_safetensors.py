@@ -160,7 +160,8 @@ def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
 
 def test_an_earlier_export_is_left_alone_unless_told(tmp_path: Path) -> None:
     """If this fails, an export overwrites a model, or leaves files of an older one beside it."""
-    target = tmp_path / "export"
+    target = tmp_path / "export.safetensors"
+    target.mkdir()
     save({f"w{i}": torch.full((10,), i) for i in range(6)}, f"{tmp_path}/large")
     save({"w": torch.ones(3)}, f"{tmp_path}/small")
     cloudckpt.export_checkpoint(tmp_path / "large", target, max_shard_bytes=100)

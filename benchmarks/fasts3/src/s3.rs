@@ -75,15 +75,14 @@ impl Contents {
             Some(object) => object,
             None => return error(404, "NoSuchKey", &request.path),
         };
-        let response = match request.headers.get("range") {
+        let wanted = request.headers.get("range").and_then(|text| parsed_range(text, object.num_bytes));
+        let response = match wanted {
             None => Response::new(200, pieces(&object.parts, 0..object.num_bytes)),
-            Some(text) => match parsed_range(text, object.num_bytes) {
-                None => return error(416, "InvalidRange", &request.path),
-                Some(range) => {
-                    let shown = format!("bytes {}-{}/{}", range.start, range.end - 1, object.num_bytes);
-                    Response::new(206, pieces(&object.parts, range)).with("Content-Range", &shown)
-                }
-            },
+            Some(range) if range.is_empty() => return error(416, "InvalidRange", &request.path),
+            Some(range) => {
+                let shown = format!("bytes {}-{}/{}", range.start, range.end - 1, object.num_bytes);
+                Response::new(206, pieces(&object.parts, range)).with("Content-Range", &shown)
+            }
         };
         response
             .with("ETag", &quoted(&object.etag))
@@ -249,19 +248,16 @@ fn error(status: u16, code: &str, path: &str) -> Response {
     Response::xml(status, &format!("<Error>{elements}<RequestId>1</RequestId></Error>"))
 }
 
-/// The half-open range of a header `bytes=first-last`, or None if no byte lies in it.
+/// The half-open range of a header `bytes=first-last`, which may be empty; None if the header is not one range.
+///
+/// S3 ignores such a header, several ranges included, and answers with the whole object.
 fn parsed_range(text: &str, num_bytes: usize) -> Option<Range<usize>> {
     let (first, last) = text.strip_prefix("bytes=")?.split_once('-')?;
-    let range = match (first.parse::<usize>(), last.parse::<usize>()) {
-        (Ok(first), Ok(last)) => first..num_bytes.min(last.saturating_add(1)),
-        (Ok(first), Err(_)) => first..num_bytes,
-        (Err(_), Ok(num_last)) => num_bytes.saturating_sub(num_last)..num_bytes,
-        (Err(_), Err(_)) => return None,
-    };
-    if range.is_empty() {
-        None
-    } else {
-        Some(range)
+    let number = |digits: &str| digits.parse::<usize>().ok();
+    match (first, last) {
+        ("", last) => Some(num_bytes.saturating_sub(number(last)?)..num_bytes),
+        (first, "") => Some(number(first)?..num_bytes),
+        (first, last) => Some(number(first)?..num_bytes.min(number(last)?.saturating_add(1))),
     }
 }
 

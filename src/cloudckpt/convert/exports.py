@@ -89,7 +89,8 @@ def export_checkpoint(
 
     Args:
         source: URI of the checkpoint.
-        target: URI of the folder; of the file for ``"torch"``, and for one file whose name ends in ``.safetensors``.
+        target: URI of the folder; of the file for ``"torch"``, and for one file whose name ends in ``.safetensors`` in
+            any case. A directory that exists is a folder.
         format: One of the two formats.
         include: Names of entries, or patterns as of files. ``"model"`` and ``"model.*"`` take all that is below
             ``model``. Empty for all entries.
@@ -149,7 +150,9 @@ def export_checkpoint(
 def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool) -> ConversionReport:
     source, target, single_name = conversion.source, conversion.target, _SINGLE_NAME
     patterns: Sequence[str] = _SAFETENSORS_PATTERNS
-    is_file = target.location.path.endswith(".safetensors")
+    path = target.location.path
+    is_folder = target.location.scheme == "file" and Path(path).is_dir()
+    is_file = path.lower().endswith(".safetensors") and not is_folder
     if is_file:
         folder, single_name = folder_and_name(target.location)
         target = Context(folder, target.options, rank=0)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from cloudckpt.api import save
+from cloudckpt.commit.manifest_log import TORCH_METADATA_KEY, holds_torch_checkpoint
 from cloudckpt.convert.bodies import TensorFile, plan_files
 from cloudckpt.convert.conversion import (
     Conversion,
@@ -252,6 +253,11 @@ def _import_dcp(conversion: Conversion) -> ConversionReport:
         ):
             raise replaced_error(source.uri)
 
+    if not holds_torch_checkpoint(source.store, source.retrier):
+        raise CheckpointNotFoundError(
+            f"no DCP checkpoint lies at {source.uri}, which has no {TORCH_METADATA_KEY}. Check the URI and the format",
+            uri=source.uri,
+        )
     before = files()
     state_dict = load_whole(source.location, source.options, conversion.selection, allow_pickle=conversion.allow_pickle)
     return _save_state_dict("dcp", state_dict, conversion, check_unchanged)

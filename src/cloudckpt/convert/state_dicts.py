@@ -32,6 +32,10 @@ class Selection:
     strip_prefix: str = ""
     add_prefix: str = ""
 
+    def __post_init__(self) -> None:
+        if self.add_prefix and "" in self.add_prefix.removesuffix(".").split("."):
+            raise InvalidOptionError(f"add_prefix must be a name such as 'model', not {self.add_prefix!r}")
+
     def choose_names(self, fqns: Iterable[str]) -> dict[str, str]:
         """Return the new name of each entry to take. The prefixes are whole parts of dotted names.
 

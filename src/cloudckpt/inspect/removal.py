@@ -20,6 +20,7 @@ from cloudckpt.errors import (
     InvalidOptionError,
     InvalidURIError,
     StoreError,
+    gc_advice,
     printable,
 )
 from cloudckpt.events import Event, EventName
@@ -147,10 +148,10 @@ def _delete(location: Location, options: Options) -> None:
     for walked in locations:
         was_there |= delete_checkpoint(walked, retrier, conditional=conditional)
     if not was_there:
+        is_empty = not any(walked.found for walked in locations)
+        advice = "Check the URI" if is_empty else f"Saves left data there. {gc_advice(location.uri)}"
         raise CheckpointNotFoundError(
-            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. Run "
-            f"`cloudckpt gc {location.uri}` to remove the data of failed saves",
-            uri=location.uri,
+            f"no checkpoint is committed at {location.uri}, so there is nothing to delete. {advice}", uri=location.uri
         )
 
 

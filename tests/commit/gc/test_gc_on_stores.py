@@ -120,8 +120,10 @@ def test_a_deleted_checkpoint_is_gone_and_the_next_save_is_not(root: str) -> Non
     assert {key for key in keys_in(root) if key.startswith("step-1/")} - set(FOREIGN) == ours
     with pytest.raises(cloudckpt.CheckpointNotFoundError):
         holds(uri, 1)
-    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="nothing to delete"):
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="Saves left data there"):
         cloudckpt.delete(uri)
+    with pytest.raises(cloudckpt.CheckpointNotFoundError, match="Check the URI"):
+        cloudckpt.delete(f"{root}/nothing")
     assert [info.name for info in cloudckpt.list_checkpoints(root)] == ["step-2"]
     save(uri, 3)
     assert holds(uri, 3)

@@ -296,9 +296,9 @@ class _Layout:
             return torch.empty((), dtype=dtype)  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
             stepped = self._step().get(name)
-            if not isinstance(stepped, torch.Tensor) or stepped.size() != entry.size:
+            if not isinstance(stepped, torch.Tensor):
                 raise NotImplementedError
-            return torch.empty_like(stepped, dtype=dtype)
+            return torch.empty_like(stepped, dtype=dtype)  # of another shape: the planner names it, after the model's
         if type(self._like) not in (torch.Tensor, nn.Parameter):
             raise NotImplementedError
         return torch.empty(entry.size, dtype=dtype, device=self._like.device)

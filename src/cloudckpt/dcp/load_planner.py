@@ -45,9 +45,10 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     saved, whole and in one chunk, are planned without torch's search for overlapping chunks.
     """
 
-    def __init__(self, uri: str, *, allow_partial_load: bool = False) -> None:
+    def __init__(self, uri: str, *, allow_partial_load: bool = False, has_live_objects: bool = False) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._uri = uri
+        self._has_live_objects = has_live_objects
         self._saved: Mapping[str, Any] = {}
 
     def set_up_planner(
@@ -80,10 +81,13 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             problems = [*unlike, *(self._missing_text(fqn) for fqn in missing[:_MAX_SHOWN])][:_MAX_SHOWN]
             num_more = len(missing) + len(unlike) - len(problems)
             more = f"; and {num_more} more" if num_more else ""
+            subject, remedy = "the state dict does", "planner=DefaultLoadPlanner(allow_partial_load=True)"
+            if self._has_live_objects:
+                subject, remedy = "the objects do", "strict=False"
+            leave_out = f", or pass {remedy} to leave out what is missing" if missing else ""
             raise StateDictMismatchError(
-                f"the state dict does not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for "
-                "what was saved, or pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave out what is "
-                "missing",
+                f"{subject} not fit the checkpoint at {self._uri}: {'; '.join(problems)}{more}. Ask only for what was "
+                f"saved{leave_out}",
                 uri=self._uri,
             ) from error
 

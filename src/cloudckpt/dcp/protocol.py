@@ -189,7 +189,8 @@ def run_load(
     """
     if is_ours := planner is None or is_default_planner(planner):
         is_partial = planner is not None and planner.allow_partial_load
-        planner = ExplainingLoadPlanner(reader.checkpoint_id, allow_partial_load=is_partial)
+        is_live = any(isinstance(value, LiveEntry) for value in state_dict.values())
+        planner = ExplainingLoadPlanner(reader.checkpoint_id, allow_partial_load=is_partial, has_live_objects=is_live)
     rank = 0
     try:
         with rare_collections(), ranks_context as ranks:

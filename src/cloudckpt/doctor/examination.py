@@ -115,7 +115,8 @@ class DoctorReport:
             verdict = "All is well."
         elif self.is_healthy:
             verdict = "Saves and loads will work. What is marked ✗ costs money, time or comfort."
-        return "\n".join(printable(line).replace("\n", "\\n") for line in [*lines, "", verdict])
+        scope = "This looked at the store, not at checkpoints: see cloudckpt ls and cloudckpt verify."
+        return "\n".join(printable(line).replace("\n", "\\n") for line in [*lines, "", verdict, scope])
 
 
 def examine(
@@ -171,7 +172,7 @@ def examine(
                 f"Remove {', '.join(left[:_MAX_SHOWN])}. {gc_advice(location.uri)}",
                 matters=False,
             )
-    _check_settings(checklist, location, plain)
+    _check_settings(checklist, location, plain, read_only=read_only)
     return DoctorReport(uri=location.uri, read_only=read_only, checks=tuple(checklist.checks))
 
 
@@ -247,8 +248,8 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
         checklist.add("endpoint", "failed", f"{endpoint} throttles requests", str(error))
         checklist.skip_reason = "not asked: the store throttles requests"
     elif isinstance(error, TransientStoreError):
-        checklist.add("endpoint", "failed", f"{endpoint} does not answer", str(error))
-        checklist.skip_reason = "not asked: the store does not answer"
+        checklist.add("endpoint", "failed", f"no answer of a store from {endpoint}", str(error))
+        checklist.skip_reason = "not asked: no store answers"
     elif isinstance(error, CredentialsError) and environment.request_date(endpoint, timeout_s=timeout_s) is None:
         checklist.add("endpoint", "skipped", "could not be told: without credentials nothing is asked")
     else:
@@ -258,11 +259,11 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
 
 def _check_credentials(checklist: _Checklist, location: Location, plain: Any, error: StoreError | None) -> None:
     if isinstance(error, CredentialsError) and not checklist.skip_reason:
-        checklist.skip_reason = "not asked: the store does not accept the credentials"
+        checklist.skip_reason = "not asked: no credentials that the store accepts"
         if checklist.has("clock", "failed"):  # a store refuses requests of another time
             checklist.add("credentials", "skipped", "could not be told: the clock is off")
         else:
-            checklist.add("credentials", "failed", "the store does not accept them", str(error))
+            checklist.add("credentials", "failed", "none that the store accepts", str(error))
     elif location.scheme == "s3":
         checklist.run("credentials", functools.partial(environment.check_s3_credentials, plain))
     else:
@@ -306,7 +307,7 @@ def _check_promises(checklist: _Checklist, scratch: Scratch) -> None:
             checklist.run(name, run, subject="the store ", advice=_LOST_WITHOUT[name], matters=matters)
 
 
-def _check_settings(checklist: _Checklist, location: Location, plain: Any) -> None:
+def _check_settings(checklist: _Checklist, location: Location, plain: Any, *, read_only: bool) -> None:
     """Check the settings of the bucket, if they may be read."""
     if location.scheme == "s3":
         checklist.run("lifecycle", functools.partial(environment.check_s3_lifecycle, plain), matters=False)
@@ -316,7 +317,7 @@ def _check_settings(checklist: _Checklist, location: Location, plain: Any) -> No
         checks = {"lifecycle": environment.check_gcs_lifecycle, "versioning": environment.check_gcs_versioning}
         for name, check in checks.items():
             checklist.run(name, functools.partial(_check_if_read, check, bucket), matters=False)
-    elif location.scheme == "file":
+    elif location.scheme == "file" and not read_only:  # loads need no space
         checklist.run("free space", functools.partial(environment.check_free_space, location.path))
 
 

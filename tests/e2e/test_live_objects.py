@@ -135,6 +135,8 @@ class Sampler:
         self.position = position
 
     def state_dict(self) -> dict[str, Any]:
+        if self.position < -1:
+            raise KeyError("shuffle")
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,6 +146,8 @@ class Sampler:
 
 
 def save_positions(uri: str) -> None:
+    with pytest.raises(cloudckpt.CloudckptError, match=r"rank 1\] KeyError: 'shuffle'"):
+        cloudckpt.save(uri, scheduler=Sampler(-2 * dist.get_rank()))
     cloudckpt.save(uri, dataloader=Sampler(7 + dist.get_rank()), scheduler={"warm": Sampler()})
 
 

@@ -82,8 +82,7 @@ def run_save(
     """
     try:
         with rare_collections(), ranks_context as ranks:
-            entries = {} if refusal else {key: state_of(value) for key, value in state_dict.items()}
-            save = _Save(entries, writer, planner or BalancedSavePlanner(), ranks, use_collectives, refusal)
+            save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, use_collectives, refusal)
             if use_collectives:
                 save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
                 metadata = ranks.all_reduce("write", save.write, save.finish)
@@ -125,7 +124,7 @@ def end_failed_save(error: CheckpointException, writer: ObjectStoreWriter) -> Ch
 class _Save:
     """The steps of one save on one rank."""
 
-    entries: dict[str, Any]
+    state_dict: Mapping[str, Any]
     writer: ObjectStoreWriter
     planner: SavePlanner
     ranks: DistWrapper
@@ -149,13 +148,12 @@ class _Save:
     def plan_locally(self) -> SavePlan:
         if self.refusal is not None:
             raise self.refusal
+        entries = {key: state_of(value) for key, value in self.state_dict.items()}
         storage_meta, is_coordinator = self.writer.storage_meta(), self.ranks.is_coordinator
         if "storage_meta" in inspect.signature(self.planner.set_up_planner).parameters:
-            self.planner.set_up_planner(
-                state_dict=self.entries, storage_meta=storage_meta, is_coordinator=is_coordinator
-            )
+            self.planner.set_up_planner(state_dict=entries, storage_meta=storage_meta, is_coordinator=is_coordinator)
         else:  # planners for older versions of torch
-            self.planner.set_up_planner(self.entries, is_coordinator)  # type: ignore[arg-type]  # the older signature
+            self.planner.set_up_planner(entries, is_coordinator)  # type: ignore[arg-type]  # the older signature
         self.writer.set_up_storage_writer(is_coordinator, rank=self.ranks.rank, use_collectives=self.use_collectives)
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 

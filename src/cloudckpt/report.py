@@ -92,7 +92,7 @@ class LoadReport:
     num_bytes_read: int
     """Bytes that came from the store for them, in whole tiles and with small gaps."""
     num_bytes_received: int = 0
-    """Bytes of them that another rank read and passed on to this one."""
+    """Bytes that another rank read from the store and passed on to this one; 0 without other ranks."""
     num_requests: int
     """Requests to the store, retries included."""
     num_retries: int

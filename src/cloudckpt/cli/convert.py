@@ -280,9 +280,11 @@ def _convert(
     if common.as_json:
         console.document(describe_report(report, report.convert_s))
         return report
+    num_indices = sum(name.endswith(".index.json") for name in report.files)
+    num_files = count(len(report.files) - num_indices, "file" if verb == "export" else "object")
     console.line(
         f"{report.target}: {count(report.num_tensors, 'tensor')} and {count(report.num_values, 'value')} in "
-        f"{count(len(report.files), 'file' if verb == 'export' else 'object')}, {size(report.num_bytes)}"
+        f"{num_files}{' and an index' if num_indices else ''}, {size(report.num_bytes)}"
     )
     console.say(f"{verb.capitalize()}ed in {report.convert_s:.1f} s, {rate(report.bytes_per_s)}.")
     return report

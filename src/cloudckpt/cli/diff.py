@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import itertools
 import math
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,7 @@ def diff(
     *,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only names like this: 'model.*'. Several: any of them."),
+        typer.Option(metavar="PATTERN", help="Only names like this, or below it: 'model'. Several: any of them."),
     ] = None,
     rtol: Annotated[float, typer.Option(min=0, help="Ignore changes of up to this share of A's value.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Ignore changes of up to this much.")] = 0.0,
@@ -37,6 +36,7 @@ def diff(
 
     Example: cloudckpt diff s3://bucket/run/step-100 s3://bucket/run/step-200 --rtol 1e-5
     """
+    from cloudckpt.convert.state_dicts import matches
     from cloudckpt.inspect.comparison import compare
 
     console = common.console
@@ -48,7 +48,7 @@ def diff(
             after,
             rtol=rtol,
             atol=atol,
-            only=lambda each: any(fnmatch.fnmatchcase(each, pattern) for pattern in patterns),
+            only=lambda each: any(matches(each, pattern) for pattern in patterns),
             options=options,
             options_after=options_after,
             on_progress=on_progress,
@@ -72,6 +72,8 @@ def _print(console: Console, found: Comparison) -> None:
             right=_RIGHT,
         )
         console.line()
+    if any(one.kind == "dtype" for one in found.differences):
+        console.say("Values of different dtypes are not compared.")
     console.line(
         f"{count(len(found.differences), 'difference')}, {count(found.num_same, 'entry')} "
         f"the same; {size(found.num_bytes_compared)} compared"

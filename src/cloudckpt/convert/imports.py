@@ -97,8 +97,8 @@ def import_checkpoint(
         target: URI of the checkpoint.
         format: One of the three formats.
         include: Names of entries, or patterns as of files. Empty for all entries.
-        add_prefix: First part, such as ``"model"``, to add to each name. Makes the state dict of ``"torch"`` and
-            ``"dcp"`` flat.
+        add_prefix: First part, such as ``"model"``, to add to each name. The nested dicts of ``"torch"`` and
+            ``"dcp"`` files then become names with dots.
         tie: More names for tensors of safetensors files (``{"lm_head.weight": "embed.weight"}``), for those that
             ``save_pretrained`` leaves out. The bytes are stored once.
         overwrite: Replace a checkpoint at `target`.
@@ -121,8 +121,8 @@ def import_checkpoint(
 
     Example::
 
-        cloudckpt.import_checkpoint("model.safetensors", "s3://bucket/base/step-0")
-        cloudckpt.load(model.state_dict(), "s3://bucket/base/step-0")
+        cloudckpt.import_checkpoint("model.safetensors", "s3://bucket/base/step-0", add_prefix="model")
+        cloudckpt.load("s3://bucket/base/step-0", model=model)
 
     """
     if format not in ("safetensors", "torch", "dcp"):

@@ -38,7 +38,8 @@ class Difference:
     """Name of the entry."""
     kind: Kind
     """``"added"``: only the second has it. ``"removed"``: only the first has it. ``"type"``: it is a tensor in only
-    one. ``"dtype"``, ``"shape"``, ``"values"``: these differ."""
+    one. ``"dtype"``, ``"shape"``, ``"values"``: these differ. Only tensors of one dtype and shape are
+    compared by value."""
     before: str
     """The value in the first checkpoint as Python shows it; of a tensor dtype and shape. Empty if it has none. Of a
     long value only 4,096 characters around the first difference are kept, and the number of the others."""

@@ -283,7 +283,7 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
     uri, root = new_uri(), new_uri()
     cloudckpt.save(uri, model=model, optimizer=optimizer, extra={"epoch": 1}, no_dist=True)
     fresh = AdamW(model.parameters())
-    small = nn.Sequential(nn.Linear(4, 4))
+    small, larger = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(*make_two(), nn.Linear(2, 2))
     nested = {"model": model.state_dict(), "optimizer": fresh.state_dict()}
     caplog.set_level("INFO")
     partly = copy.deepcopy(get_state_dict(model, optimizer)[1])
@@ -296,6 +296,11 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
         ("3 entries.*0.bias.step", lambda: cloudckpt.load({"optimizer": partly}, uri, no_dist=True)),
         ("leaves behind.*'model.1.weight', 'model.1.bias'", lambda: cloudckpt.load(uri, model=small, no_dist=True)),
         ("has no 'scheduler', only 'model', 'optimizer'", lambda: cloudckpt.load(uri, scheduler=fresh, no_dist=True)),
+        ("objects do not fit.*model.2.weight.*strict=False", lambda: cloudckpt.load(uri, model=larger, no_dist=True)),
+        (
+            "'betas', and SGD has 'momentum'",
+            lambda: cloudckpt.load(uri, model=model, optimizer=SGD(model.parameters()), no_dist=True),
+        ),
         (
             r"leaves behind.*optimizer \(\d+ entries\).*extra.epoch",
             lambda: cloudckpt.load({"model": model.state_dict()}, uri, strict=True, no_dist=True),

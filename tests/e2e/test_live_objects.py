@@ -180,9 +180,13 @@ def test_each_rank_has_a_data_loader_of_its_own(tmp_path: Path) -> None:
 
 def load_scalar_moments(uri: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    model = nn.ParameterDict({"scale": distribute_tensor(torch.rand(()), mesh, [Replicate()])})
+    scale = torch.rand(())
+    model, narrow = (
+        nn.ParameterDict({name: distribute_tensor(value, mesh, [Replicate()]) for name, value in values.items()})
+        for values in ({"scale": scale, "wide": torch.rand(4)}, {"scale": scale, "wide": torch.rand(2)})
+    )
     optimizer = torch.optim.AdamW(model.parameters())
-    model["scale"].square().backward()
+    (model["scale"] * model["wide"].sum()).square().backward()
     optimizer.step()
     cloudckpt.save(uri, model=model, optimizer=optimizer)
     loaded = torch.optim.AdamW(model.parameters())
@@ -191,6 +195,8 @@ def load_scalar_moments(uri: str) -> None:
         found = loaded.state[model["scale"]][name]
         assert type(found) is type(value), name
         assert_same(local(found), local(value))
+    with pytest.raises(StateDictMismatchError, match=r"'model.wide' was saved with shape \(4,\), not \(2,\)"):
+        cloudckpt.load(uri, model=narrow, optimizer=torch.optim.AdamW(narrow.parameters()))
 
 
 def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:

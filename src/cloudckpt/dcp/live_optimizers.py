@@ -26,6 +26,8 @@ from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_n
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
+_KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
+"""Settings of groups that tell torch's optimizers apart. Versions add other keys, and so do schedulers."""
 
 
 def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module]) -> LiveEntry:
@@ -72,6 +74,7 @@ class OptimizerEntry(LiveEntry):
             raise StateDictMismatchError(
                 f"{where!r} of {uri} is no optimizer's state dict. Load it as a state dict, and convert it", uri=uri
             )
+        self._refuse_other_kind(saved[_GROUPS], uri=uri)
         params = self._params_by_name()
         layouts = self._layouts()
         by_name = self._by_name(saved.get(_STATE) or {})
@@ -262,6 +265,19 @@ class OptimizerEntry(LiveEntry):
                     "optimizer.state_dict() by itself",
                     uri="",
                 )
+
+    def _refuse_other_kind(self, saved_groups: Sequence[Any], *, uri: str) -> None:
+        """Refuse the state of another kind of optimizer, such as moments of Adam for SGD, which would ignore them."""
+        saved = {key for group in saved_groups if isinstance(group, Mapping) for key in group} & _KINDS
+        held = {key for one in self._optimizers for group in one.param_groups for key in group} & _KINDS
+        if saved and held and saved.isdisjoint(held):
+            classes = sorted({type(one).__name__ for one in self._optimizers})
+            raise StateDictMismatchError(
+                f"{uri} was saved with an optimizer that has {quote_names(sorted(saved))}, and {', '.join(classes)} "
+                f"has {quote_names(sorted(held))} instead. Pass an optimizer of the class that was saved, or leave the "
+                "optimizer out and pass strict=False",
+                uri=uri,
+            )
 
     def _names_in(self, params: Sequence[Any]) -> list[str]:
         return list(self._by_name(dict.fromkeys(params)).values())

@@ -85,7 +85,8 @@ def save(
         optimizer: A ``torch.optim.Optimizer``, or a list or a dict of them. Its state is saved by parameter names.
         scheduler: An object with ``state_dict()`` and ``load_state_dict()``, or a list or a dict of them.
         dataloader: The same, such as torchdata's ``StatefulDataLoader`` or a sampler. Each rank saves its own.
-        extra: Numbers, tensors, dicts, ``torch.Generator`` and ``Stateful`` objects by name. All ranks have the same.
+        extra: Numbers, tensors, dicts, random generators (torch, numpy, Python) and ``Stateful`` objects by name, and
+            lists of such objects. All ranks have the same.
         random_state: Save this rank's generators (Python, numpy, torch, its GPU), if live objects are passed.
         checkpoint_id: torch's name for `uri`.
         storage_writer: Writer to use. `overwrite` and `options` then belong to it.
@@ -170,7 +171,8 @@ def load(
         extra: See `model`. It is filled with everything that was saved in it.
         random_state: Set this rank's random generators to the saved state.
         strict: None: a live object is loaded whole, and a state dict that asks for the ``param_groups`` of an optimizer
-            asks for all of its ``state``. True: all that was saved is asked for. False: live objects take what fits.
+            asks for all of its ``state``. True: all that was saved is asked for. False: live objects take what fits. A
+            warning names the rest.
         checkpoint_id: torch's name for `uri`.
         storage_reader: Reader to use. `allow_pickle`, `strict` and `options` then belong to it.
         planner: Planner to use for a state dict.

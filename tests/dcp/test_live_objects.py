@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -208,6 +210,38 @@ def test_names_that_are_numbers_are_names() -> None:
     assert_same(loaded.state[fresh[0]], optimizer.state[model[0]])
 
 
+def test_what_a_class_of_optimizer_adds_to_its_state_dict_is_kept() -> None:
+    """If this fails, an optimizer with a counter of its own, or with a hook, resumes without it."""
+    model, uri = make_two(), new_uri()
+    optimizer, loaded, other = (AdamW(model[0].parameters()) for _ in range(3))
+    seen: list[Any] = []
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "ema": {"beta": 0.5, "mean": torch.ones(2)}})
+    loaded.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["ema"]))
+    cloudckpt.save(uri, model=model, optimizer=optimizer, no_dist=True)
+    cloudckpt.load(uri, model=model, optimizer=loaded, no_dist=True)
+    assert_same(seen, [{"beta": 0.5, "mean": torch.ones(2)}])
+    for pair, reason in (
+        ([optimizer, AdamW(model[1].parameters())], "have 'ema'"),
+        ([loaded, other], "same parameters, '0.weight'"),
+    ):
+        with pytest.raises(InvalidOptionError, match=rf"{reason}.*in a dict"):
+            cloudckpt.save(new_uri(), model=model, optimizer=pair, no_dist=True)
+
+
+def test_parameters_that_the_saved_optimizer_did_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """If this fails, a part of the model is trained with fresh moments after a resume, and nobody is told."""
+    uri = new_uri()
+    model, fresh = make_two(), make_two()
+    optimizer = AdamW(model[1].parameters())
+    trained(model, optimizer)
+    cloudckpt.save(uri, model=model, optimizer=optimizer, no_dist=True)
+    loaded = AdamW([{"params": fresh[0].parameters(), "lr": 0.5}, {"params": fresh[1].parameters()}])
+    cloudckpt.load(uri, model=fresh, optimizer=loaded, no_dist=True)
+    assert "optimizer was saved without the parameters '0.weight', '0.bias'" in caplog.text
+    assert [group["lr"] for group in loaded.param_groups] == [0.5, 0.001]
+    assert_same(loaded.state[fresh[1].weight], optimizer.state[model[1].weight])
+
+
 def test_moments_of_parameters_that_are_frozen_now_are_left_out() -> None:
     """If this fails, a run that freezes a part of its model needs strict=False, which checks nothing else either."""
     model, fresh = make_two(), make_two()
@@ -246,7 +280,12 @@ def make_all() -> dict[str, Any]:
         "optimizer": optimizers,
         "scheduler": {"steps": steps, "parts": parts},
         "dataloader": {"train": Sampler(), "test": Sampler()},
-        "extra": {"epoch": 0, "noise": torch.Generator(), "deep": {"mean": torch.zeros(2), "net": nn.Linear(2, 2)}},
+        "extra": {
+            "epoch": 0,
+            "noise": torch.Generator(),
+            "draws": [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)],
+            "deep": {"mean": torch.zeros(2), "net": nn.Linear(2, 2)},
+        },
     }
 
 
@@ -258,6 +297,8 @@ def test_several_models_and_all_kinds_of_objects_come_back() -> None:
     for scheduler in [*saved["scheduler"].values()] * 4:
         scheduler.step()
     saved["dataloader"]["train"].state = {"position": 7, "shuffled": torch.arange(9), "epochs": {1: {"seen": [1, 2]}}}
+    for generator in saved["extra"]["draws"]:
+        generator.random()
     saved["extra"].update(epoch=5, noise=torch.Generator().manual_seed(9), more={"a": (1, None)})
     saved["extra"]["deep"]["mean"] += 1
     cloudckpt.save(uri, **saved, no_dist=True)
@@ -268,6 +309,8 @@ def test_several_models_and_all_kinds_of_objects_come_back() -> None:
     for name in ("model", "optimizer", "scheduler", "dataloader"):
         for key, value in saved[name].items():
             assert_same(loaded[name][key].state_dict(), value.state_dict())
+    draws = [[generator.random() for generator in each["extra"]["draws"]] for each in (loaded, saved)]
+    assert_same(*draws)
     assert torch.equal(mean, torch.ones(2))
     for key in ("epoch", "more"):
         assert_same(loaded["extra"][key], saved["extra"][key])
@@ -285,7 +328,6 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
     fresh = AdamW(model.parameters())
     small, larger = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(*make_two(), nn.Linear(2, 2))
     nested = {"model": model.state_dict(), "optimizer": fresh.state_dict()}
-    caplog.set_level("INFO")
     partly = copy.deepcopy(get_state_dict(model, optimizer)[1])
     partly["state"].pop("0.bias")
     for pattern, call in (
@@ -311,7 +353,12 @@ def test_what_would_be_left_behind_is_refused_by_name(caplog: pytest.LogCaptureF
     cloudckpt.load(nested, uri, strict=False, no_dist=True)
     assert "12 entries of its state" in caplog.text
     cloudckpt.load(uri, model=small, strict=False, no_dist=True)
+    assert "leaves behind a part" in caplog.text
+    cloudckpt.load(uri, model=larger, strict=False, no_dist=True)
+    assert "lacks '2.weight', '2.bias', which the model keeps as they are" in caplog.text
+    caplog.clear()
     assert cloudckpt.read(uri, include="optimizer.param_groups")["optimizer"]["param_groups"][0]["lr"] == 0.001
+    assert "WARNING" not in caplog.text  # a part is read on purpose
     assert_same(small[0].weight.detach(), model[0].weight.detach())  # type: ignore[operator]
     cloudckpt.load({"model": model.state_dict()}, uri, no_dist=True)
     with pytest.raises(StateDictMismatchError) as caught:

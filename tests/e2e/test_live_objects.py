@@ -207,10 +207,22 @@ def refuse_a_part_of_an_fsdp1_module(uri: str) -> None:
         cloudckpt.save(uri, model=model, optimizer=optimizers)
 
 
+def load_groups_of_stages(uri: str) -> None:
+    rank = dist.get_rank()
+    model = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2, bias=rank == 0)})
+    groups = [[param for param in model.parameters() if param.dim() == dim] for dim in (2, 1)][: 2 - rank]
+    saved, loaded = (torch.optim.AdamW([{"params": group} for group in groups], lr=lr) for lr in (0.5, 0.1))
+    cloudckpt.save(uri, model=model, optimizer=saved)
+    cloudckpt.load(uri, model=model, optimizer=loaded)
+    assert [group["lr"] for group in loaded.param_groups] == [0.5] * (2 - rank)
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize("check", [load_scalar_moments, refuse_a_part_of_an_fsdp1_module])
+@pytest.mark.parametrize("check", [load_scalar_moments, refuse_a_part_of_an_fsdp1_module, load_groups_of_stages])
 def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
-    """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch."""
+    """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch; or a
+    stage of a pipeline that has another number of parameter groups keeps its first learning rate.
+    """
     run_ranks(check, str(tmp_path / "a"), world_size=2)
 
 

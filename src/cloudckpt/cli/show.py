@@ -98,6 +98,7 @@ def cat(
     Example: cloudckpt cat s3://bucket/run/step-100 model.layer.weight
     """
     from cloudckpt.api import load
+    from cloudckpt.dcp.reader import ObjectStoreReader
     from cloudckpt.inspect.description import describe
 
     console = common.console
@@ -115,7 +116,7 @@ def cat(
         import torch
 
         state[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-    load(state, found.uri, no_dist=True, strict=False, options=options)
+    load(state, storage_reader=ObjectStoreReader(found.uri, options=options, _is_part=True), no_dist=True)
     members: dict[str, Any] = {"dtype": None, "shape": None, "min": None, "max": None, "mean": None, "num_nan": None}
     if tensor is not None:
         members |= {"dtype": tensor.dtype, "shape": list(tensor.shape), **_statistics(state[name])}
@@ -159,12 +160,13 @@ def _read_values(uri: str, names: list[str], options: Options) -> dict[str, str]
     import reprlib
 
     from cloudckpt.api import load
+    from cloudckpt.dcp.reader import ObjectStoreReader
 
     shown = reprlib.Repr()
     shown.maxstring = shown.maxother = 200
     state: dict[str, Any] = dict.fromkeys(names, 0)
     if names:
-        load(state, uri, no_dist=True, strict=False, options=options)
+        load(state, storage_reader=ObjectStoreReader(uri, options=options, _is_part=True), no_dist=True)
     return {name: shown.repr(state[name]) for name in names}
 
 

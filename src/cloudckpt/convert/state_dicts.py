@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from cloudckpt.api import load
 from cloudckpt.commit.manifest_log import holds_rank_checkpoints, resolve
+from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
 from cloudckpt.io.retry import Retrier
@@ -112,8 +113,8 @@ def load_whole(source: Location, options: Options, selection: Selection, *, allo
     if holds_rank_checkpoints(store, retrier, is_confirmed=True):
         resolve(store, retrier)  # raises, unless these are folders beside a checkpoint
     planner = _Planner(dataclasses.replace(selection, strip_prefix="", add_prefix=""))
-    # A part is read on purpose: nothing is resumed from it.
-    load({}, source.uri, planner=planner, no_dist=True, allow_pickle=allow_pickle, strict=False, options=options)
+    reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True)
+    load({}, storage_reader=reader, planner=planner, no_dist=True)
     return dataclasses.replace(selection, include=()).rename_entries(planner.nest())
 
 

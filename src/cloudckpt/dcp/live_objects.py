@@ -31,9 +31,10 @@ class ModelEntry(LiveEntry):
 
     takes_flat_names = True
 
-    def __init__(self, module: nn.Module, *, is_strict: bool) -> None:
+    def __init__(self, module: nn.Module, *, is_strict: bool = True, rank: int = 0) -> None:
         self._module = module
         self._is_strict = is_strict
+        self._rank = rank
 
     def state_dict(self) -> dict[str, Any]:
         return get_model_state_dict(self._module)
@@ -55,6 +56,8 @@ class ModelEntry(LiveEntry):
                 uri=uri,
             )
         if not self._is_strict:
+            if self._rank == 0 and (new := [name for name in wanted if name not in known]):
+                _log.warning("%s of %s lacks %s, which the model keeps as they are", where, uri, quote_names(new))
             wanted = {name: value for name, value in wanted.items() if name in known}
         # A fresh module's extra state may have another structure than the one that was saved.
         return {
@@ -85,13 +88,20 @@ class StatefulEntry(LiveEntry):
 
 
 class GeneratorEntry(StatefulEntry):
-    """A ``torch.Generator``."""
+    """A random generator of torch, numpy or Python."""
 
-    def state_dict(self) -> torch.Tensor:
-        return self._value.get_state()  # type: ignore[no-any-return]  # the object's type is open
+    def state_dict(self) -> Any:
+        if isinstance(self._value, np.random.Generator):
+            return self._value.bit_generator.state
+        return self._value.getstate() if isinstance(self._value, random.Random) else self._value.get_state()
 
-    def load_state_dict(self, state: torch.Tensor, *, where: str) -> None:
-        self._value.set_state(state)
+    def load_state_dict(self, state: Any, *, where: str) -> None:
+        if isinstance(self._value, np.random.Generator):
+            self._value.bit_generator.state = state
+        elif isinstance(self._value, random.Random):
+            self._value.setstate(state)
+        else:
+            self._value.set_state(state)
 
 
 class ValuesEntry(LiveEntry):
@@ -135,7 +145,9 @@ def _wrap_value(key: Any, value: Any) -> LiveEntry | None:
     if isinstance(value, torch.optim.Optimizer):
         raise InvalidOptionError(f"extra[{key!r}] is an optimizer: pass it as optimizer=…, several in a dict")
     if isinstance(value, nn.Module):
-        return ModelEntry(value, is_strict=True)
+        return ModelEntry(value)
+    if isinstance(value, (list, tuple)) and value and all(map(wrap, value)):
+        return EntryGroup({str(at): entry for at, one in enumerate(value) if (entry := _wrap_value(key, one))})
     return ValuesEntry(value) if type(value) is dict else wrap(value)
 
 
@@ -242,7 +254,7 @@ def wrap(value: Any) -> LiveEntry | None:
     """Return the entry for an object with a state of its own; None for a plain value."""
     if isinstance(value, LiveEntry):
         return value
-    if isinstance(value, torch.Generator):
+    if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
         return GeneratorEntry(value)
     if not isinstance(value, torch.Tensor) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return StatefulEntry(value)
@@ -315,10 +327,12 @@ class LiveObjects:
     def _make_entries(self, rank: int, num_ranks: int, *, is_strict: bool) -> Iterator[tuple[str, LiveEntry]]:
         modules = {} if self.model is None else _named_modules(self.model)
         if self.model is not None:
-            models = {key.removesuffix("."): ModelEntry(one, is_strict=is_strict) for key, one in modules.items()}
+            models = {
+                key.removesuffix("."): ModelEntry(one, is_strict=is_strict, rank=rank) for key, one in modules.items()
+            }
             yield "model", models.get("") or EntryGroup(models)
         if self.optimizer is not None:
-            yield "optimizer", wrap_optimizers(self.optimizer, modules)
+            yield "optimizer", wrap_optimizers(self.optimizer, modules, rank=rank)
         if self.scheduler is not None:
             yield "scheduler", wrap_all(self.scheduler, keyword="scheduler")
         if self.dataloader is not None:

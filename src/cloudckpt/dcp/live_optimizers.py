@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import logging
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -25,20 +26,22 @@ from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_n
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
+_log = logging.getLogger("cloudckpt")
+
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _KINDS = frozenset({"alpha", "betas", "etas", "lr_decay", "momentum", "rho"})
 """Settings of groups that tell torch's optimizers apart. Versions add other keys, and so do schedulers."""
 
 
-def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module]) -> LiveEntry:
+def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module], *, rank: int) -> LiveEntry:
     """Return the entry for one optimizer, or for a list or a dict of them, of the parameters of `modules`.
 
-    The keys of `modules` are the prefixes of the parameters' names.
+    The keys of `modules` are the prefixes of the parameters' names. Rank 0 warns for all.
     """
     if not modules:
         raise InvalidOptionError("optimizer needs model=…: its state is saved by the names of the model's parameters")
     if isinstance(optimizer, Mapping):
-        return EntryGroup({key: wrap_optimizers(one, modules) for key, one in optimizer.items()})
+        return EntryGroup({key: wrap_optimizers(one, modules, rank=rank) for key, one in optimizer.items()})
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for one in optimizers:
         if not isinstance(one, Optimizer):
@@ -46,7 +49,7 @@ def wrap_optimizers(optimizer: Any, modules: Mapping[str, nn.Module]) -> LiveEnt
                 f"optimizer must be a torch.optim.Optimizer, or a list or a dict of them, not a {type(one).__name__}. "
                 "Pass the optimizer that it wraps, or the wrapper in extra={…}"
             )
-    return OptimizerEntry(optimizers, modules)
+    return OptimizerEntry(optimizers, modules, rank=rank)
 
 
 class OptimizerEntry(LiveEntry):
@@ -56,18 +59,25 @@ class OptimizerEntry(LiveEntry):
     runs its hooks. Here a fresh optimizer stays fresh in a save, and a load plans by the checkpoint.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], modules: Mapping[str, nn.Module], *, rank: int) -> None:
         self._optimizers = optimizers
         self._modules = modules
+        self._rank = rank
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for optimizer in self._optimizers:
-            of_one = self._state_dict_of(optimizer)
-            state.update(of_one[_STATE])
-            groups += of_one[_GROUPS]
-        return {_STATE: state, _GROUPS: groups}
+        parts = [self._state_dict_of(optimizer) for optimizer in self._optimizers]
+        if len(parts) == 1:
+            return parts[0]
+        groups = [group for part in parts for group in part[_GROUPS]]
+        num_by_name = Counter(name for group in groups for name in group[_PARAMS])
+        shared = [name for name, number in num_by_name.items() if number > 1]
+        others = [str(key) for part in parts for key in _others_of(part)]
+        if shared or others:
+            reason = f"update the same parameters, {quote_names(shared)}" if shared else f"have {quote_names(others)}"
+            raise InvalidOptionError(
+                f"the optimizers {reason}, which one state dict cannot hold. Pass them in a dict: each is saved apart"
+            )
+        return {_STATE: {name: value for part in parts for name, value in part[_STATE].items()}, _GROUPS: groups}
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get(_GROUPS), list):
@@ -94,7 +104,7 @@ class OptimizerEntry(LiveEntry):
                     "gradients of zero before the load",
                     uri=uri,
                 ) from None
-        return {_STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
+        return {**make_empty(_others_of(saved)), _STATE: state, _GROUPS: make_empty(saved[_GROUPS])}
 
     def find_unused(self, where: str) -> list[str]:
         updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
@@ -108,17 +118,19 @@ class OptimizerEntry(LiveEntry):
         self._refuse_other_numbers(state, where=where)
         by_name = self._by_name(state[_STATE])
         loaded = {name: state[_STATE][key] for key, name in by_name.items()}
-        groups = state[_GROUPS]
+        self._warn_of_new(loaded, state[_GROUPS], where=where)
         for optimizer in self._optimizers:
-            self._load_one(optimizer, loaded, groups, where=where)
+            self._load_one(optimizer, {**state, _STATE: loaded}, where=where)
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
         held = optimizer.state_dict()
+        others = _others_of(held)
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
             with _sharded_fsdp1(module):
                 held = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)
             return {
+                **others,
                 _STATE: {prefix + _unwrapped(name): value for name, value in held[_STATE].items()},
                 _GROUPS: [
                     {**group, _PARAMS: [prefix + _unwrapped(name) for name in group[_PARAMS]]}
@@ -132,13 +144,13 @@ class OptimizerEntry(LiveEntry):
                 "itself, as a value in extra={…}"
             )
         return {
+            **others,
             _STATE: {names[index]: value for index, value in held[_STATE].items()},
             _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in held[_GROUPS]],
         }
 
-    def _load_one(
-        self, optimizer: Optimizer, loaded: dict[str, Any], saved_groups: list[dict[str, Any]], *, where: str
-    ) -> None:
+    def _load_one(self, optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> None:
+        loaded, saved_groups, others = saved[_STATE], saved[_GROUPS], _others_of(saved)
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
             with _sharded_fsdp1(module):
@@ -154,11 +166,10 @@ class OptimizerEntry(LiveEntry):
                 }
                 for group, raw_names in zip(groups, names, strict=True):
                     group[_PARAMS] = raw_names[_PARAMS]
-                optimizer.load_state_dict(
-                    FullyShardedDataParallel.optim_state_dict_to_load(
-                        module, optimizer, {_STATE: state, _GROUPS: groups}
-                    )
+                flat = FullyShardedDataParallel.optim_state_dict_to_load(
+                    module, optimizer, {_STATE: state, _GROUPS: groups}
                 )
+                optimizer.load_state_dict({**others, **flat})
             return
         by_index = self._names_of(optimizer)
         indices = {name: index for index, name in by_index.items()}
@@ -168,7 +179,7 @@ class OptimizerEntry(LiveEntry):
         for group, names_of_group in zip(groups, names_of_groups, strict=True):
             group[_PARAMS] = [indices[name] for name in names_of_group]
         state = {indices[name]: value for name, value in loaded.items() if name in indices}
-        load_object(optimizer, {_STATE: state, _GROUPS: groups}, where=where)
+        load_object(optimizer, {**others, _STATE: state, _GROUPS: groups}, where=where)
         if type(optimizer).load_state_dict is Optimizer.load_state_dict:
             _keep_dtypes(optimizer, state)
 
@@ -179,12 +190,12 @@ class OptimizerEntry(LiveEntry):
         of_param = {
             name: position for position, group in enumerate(saved_groups) for name in self._names_in(group[_PARAMS])
         }
-        all_names = {name for names in names_of_groups for name in names}
+        positions = [{of_param[name] for name in names if name in of_param} for names in names_of_groups]
         groups = []
         for position, (names, live) in enumerate(zip(names_of_groups, optimizer.param_groups, strict=True)):
-            found = {of_param[name] for name in names if name in of_param}
-            # Each stage of a pipeline has parameters of its own, and one stage's names are in the checkpoint.
-            if of_param.keys().isdisjoint(all_names) and len(saved_groups) == len(names_of_groups):
+            found = positions[position]
+            # Each stage of a pipeline has parameters of its own, and the checkpoint has the names of one of them.
+            if not found and position < len(saved_groups) and not any(position in one for one in positions):
                 found = {position}
             settings = [_without_params(saved_groups[number]) for number in sorted(found)]
             if any(not _is_same(settings[0], other) for other in settings[1:]):
@@ -196,6 +207,11 @@ class OptimizerEntry(LiveEntry):
             saved = {key: _on_device_of(live.get(key), value) for key, value in (settings or [{}])[0].items()}
             groups.append({**_without_params(live), **saved})
         return groups
+
+    def _warn_of_new(self, state: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]], *, where: str) -> None:
+        saved = {*state, *(name for group in saved_groups for name in self._names_in(group[_PARAMS]))}
+        if state and self._rank == 0 and (new := [name for name in self._params_by_name() if name not in saved]):
+            _log.warning("%s was saved without the parameters %s: they begin with no state", where, quote_names(new))
 
     def _names_of(self, optimizer: Optimizer) -> dict[int, str]:
         """Return the parameters' names by their numbers in the optimizer's state dict."""
@@ -394,6 +410,11 @@ def _sharded_fsdp1(module: nn.Module) -> Any:
     return FullyShardedDataParallel.state_dict_type(
         module, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()
     )
+
+
+def _others_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of an optimizer's state dict that a class or a hook of the user's adds."""
+    return {key: value for key, value in state.items() if key not in {_STATE, _GROUPS}}
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,12 +114,14 @@ class ObjectStoreReader(StorageReader):
         allow_pickle: bool = False,
         strict: bool | None = None,
         _extension_registry: ExtensionRegistry | None = None,
+        _is_part: bool = False,  # read on purpose: nothing is resumed from it
     ) -> None:
         super().__init__()
         self._location = parse_location(uri)
         self._options = options or Options()
         self._allow_pickle = allow_pickle
         self._strict = strict
+        self._is_part = _is_part
         self._registry = extend_registry(_extension_registry, self._options.extensions)
         self._call: _Call | None = None
         self.reset()
@@ -290,7 +292,7 @@ class ObjectStoreReader(StorageReader):
         return self._context is not None and self._context.location != self._location
 
     def _check_completeness(self, plans: list[LoadPlan]) -> None:
-        if self._metadata is None:
+        if self._metadata is None or self._is_part:
             return
         whole = None if self._strict else self._call.whole_keys if self._call is not None else ()
         found = [plan.storage_data for plan in plans]
@@ -304,7 +306,7 @@ class ObjectStoreReader(StorageReader):
         except StateDictMismatchError as error:
             if self._strict is not False:
                 raise
-            _log.info("loading all the same, because of strict=False: %s", error)
+            _log.warning("loading all the same, because of strict=False: %s", error)
 
     def _forget(self) -> None:
         self._failure = self._failed_lookup = None

@@ -7,6 +7,8 @@ repository where `repo_url` says where that is, and is its text alone otherwise.
 
 from __future__ import annotations
 
+import html
+import itertools
 import posixpath
 import re
 import textwrap
@@ -31,6 +33,11 @@ _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.DOTALL | re.MULTILINE)
 _LABEL = re.compile(r"^\*\*([^*\n]+)\*\*$", re.MULTILINE)
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_HEAD, _CELL = (re.compile(rf"<{name}[^>]*>(.*?)</{name}>", re.DOTALL) for name in ("th", "td"))
+_TAG = re.compile(r"<[^>]+>")
+_FIGURE = 40
+"""Cells of at most so many characters stay side by side, so that figures can be compared."""
 _FETCHED = re.compile(
     r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*rel=\"?stylesheet[^>]*(?:https?:)//"
 )
@@ -70,7 +77,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         place = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if place is not None and files.get_file_from_path(place) is not None:
-            if text == posixpath.basename(path):  # the name of a file says little on a site, so its title replaces it
+            if text == posixpath.basename(path) and path.endswith(
+                ".md"
+            ):  # on a site, a title says more than a file's name
                 text = (ROOT / path).read_text().partition("\n")[0].lstrip("# ")
             relative = posixpath.relpath(place, posixpath.dirname(here) or ".")
             return f"{mark}[{text}]({relative}{'#' + anchor if anchor else ''})"
@@ -89,9 +98,19 @@ def _tabs(match: re.Match[str]) -> str:
     return "\n".join(f'=== "{label}"\n{textwrap.indent(text, "    ")}' for label, text in pairs)
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001  # as below
-    """End with one colon the lines before the examples of docstrings, which end with two for Sphinx."""
-    return html.replace("::</p>", ":</p>")
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001  # as below
+    """End with one colon the lines before the examples of docstrings, which end with two for Sphinx; label cells."""
+    return _TABLE.sub(_label_cells, content.replace("::</p>", ":</p>"))
+
+
+def _label_cells(match: re.Match[str]) -> str:
+    """Give each cell of a table of prose the head of its column: a narrow screen shows the cells below each other."""
+    if max(len(_TAG.sub("", cell)) for cell in _CELL.findall(match[0])) <= _FIGURE:
+        return match[0]
+    heads = itertools.cycle(html.escape(_TAG.sub("", head)) for head in _HEAD.findall(match[0]))
+    return re.sub("<td", lambda _: f'<td data-head="{next(heads)}"', match[0]).replace(
+        "<table", "<table data-stacked", 1
+    )
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001  # mkdocs passes them by name

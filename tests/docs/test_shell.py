@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.docs.markdown import snippets_of
+from tests.docs.picture import PICTURE, render
 from tests.docs.tables import ROOT
 
 import cloudckpt
@@ -67,3 +68,8 @@ def test_commands_do_what_they_say(name: str, capsys: pytest.CaptureFixture[str]
         out, err = capsys.readouterr()
         asks = words[0] == "rm" and "--dry-run" not in words  # and nobody is there to answer
         assert (end.value.code or 0) == (2 if asks else 0), (line, out, err)
+
+
+def test_the_picture_is_of_the_commands() -> None:
+    """If this fails, the picture shows output that no command prints: run tests/docs/picture.py."""
+    assert PICTURE.read_text() == render()

@@ -23,7 +23,7 @@ variable "prefix" {
 }
 
 variable "use_kms" {
-  description = "Whether objects are encrypted with a KMS key of the bucket's own."
+  description = "Encrypts objects with a KMS key of the bucket's own."
   type        = bool
   default     = false
   nullable    = false

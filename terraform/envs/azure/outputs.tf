@@ -1,10 +1,10 @@
 output "checkpoint_uri" {
-  description = "What to pass to cloudckpt: save to <it>/step-100."
+  description = "The URI for cloudckpt: save to <uri>/step-100."
   value       = module.container.uri
 }
 
 output "storage_options" {
-  description = "What to pass to Options(storage_options=...)."
+  description = "The value of Options(storage_options=...)."
   value       = module.container.storage_options
 }
 

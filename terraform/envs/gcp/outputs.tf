@@ -1,5 +1,5 @@
 output "checkpoint_uri" {
-  description = "What to pass to cloudckpt: save to <it>/step-100."
+  description = "The URI for cloudckpt: save to <uri>/step-100."
   value       = var.prefix == "" ? module.bucket.uri : "${module.bucket.uri}/${var.prefix}"
 }
 

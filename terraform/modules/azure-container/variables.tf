@@ -56,7 +56,7 @@ variable "replication" {
 }
 
 variable "soft_delete_days" {
-  description = "Azure can restore what was deleted or replaced for this number of days, and bills it for as long. 0 turns soft delete off."
+  description = "Azure can restore deleted and replaced blobs for this number of days, and bills them for as long. 0 turns soft delete off."
   type        = number
   default     = 0
   nullable    = false

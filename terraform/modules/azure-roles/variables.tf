@@ -1,5 +1,5 @@
 variable "container_id" {
-  description = "The resource ID of the container that the checkpoints lie in."
+  description = "The resource ID of the container of the checkpoints."
   type        = string
   nullable    = false
 
@@ -91,7 +91,7 @@ variable "service_accounts" {
 }
 
 variable "trainer_may_delete" {
-  description = "Lets the trainer remove what it wrote: the rest of failed saves, what an overwrite has replaced, checkpoints that retention drops. Without it all of that stays until gc."
+  description = "Lets the trainer remove its own data: the rest of failed saves, overwritten checkpoints, steps that retention drops. Without it, all of these stay until gc runs."
   type        = bool
   default     = true
   nullable    = false

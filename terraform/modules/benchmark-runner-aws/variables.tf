@@ -1,5 +1,5 @@
 variable "bucket_uri" {
-  description = "Where the benchmark writes: a folder of its own, which it empties again."
+  description = "The folder that the benchmark writes to. It removes all that it wrote."
   type        = string
   nullable    = false
 
@@ -43,7 +43,7 @@ variable "subnet_id" {
 }
 
 variable "instance_type" {
-  description = "What is measured: the network of the machines that train, or something like it."
+  description = "The type of the machine. Use the type of the machines that train, or one with a similar network."
   type        = string
   default     = "c7gn.4xlarge"
   nullable    = false
@@ -67,19 +67,18 @@ variable "architecture" {
 }
 
 variable "package" {
-  description = "What is installed, as pip takes it. Pin a version to compare runs."
+  description = "The requirement that pip installs: a name with a version from your own index, or cloudckpt[s3,cli] @ https://… with the URL of a wheel. cloudckpt is not on PyPI yet."
   type        = string
-  default     = "cloudckpt[s3,cli]"
   nullable    = false
 
   validation {
-    condition     = can(regex("^[A-Za-z0-9._-]+(\\[[a-z0-9,]+\\])?(==[A-Za-z0-9.]+)?$", var.package))
-    error_message = "A name, with extras and an exact version if need be: it becomes part of a command."
+    condition     = can(regex("^[A-Za-z0-9._-]+(\\[[a-z0-9,]+\\])?(==[A-Za-z0-9.]+| @ https://[A-Za-z0-9._~:/?#@%+=&-]+)?$", var.package))
+    error_message = "A name, with extras, and an exact version or @ and an https URL. It becomes part of a command."
   }
 }
 
 variable "name" {
-  description = "What the instance and what belongs to it are called."
+  description = "The name of the instance, and of all that belongs to it."
   type        = string
   default     = "cloudckpt-bench"
   nullable    = false

@@ -1,5 +1,5 @@
 variable "bucket_uri" {
-  description = "Where the benchmark writes: a folder of its own, which it empties again."
+  description = "The folder that the benchmark writes to. It removes all that it wrote."
   type        = string
   nullable    = false
 
@@ -54,7 +54,7 @@ variable "service_account_email" {
 }
 
 variable "machine_type" {
-  description = "What is measured: the network of the machines that train, or something like it."
+  description = "The type of the machine. Use the type of the machines that train, or one with a similar network."
   type        = string
   default     = "c3-standard-22"
   nullable    = false
@@ -66,19 +66,18 @@ variable "machine_type" {
 }
 
 variable "package" {
-  description = "What is installed, as pip takes it. Pin a version to compare runs."
+  description = "The requirement that pip installs: a name with a version from your own index, or cloudckpt[gcs,cli] @ https://… with the URL of a wheel. cloudckpt is not on PyPI yet."
   type        = string
-  default     = "cloudckpt[gcs,cli]"
   nullable    = false
 
   validation {
-    condition     = can(regex("^[A-Za-z0-9._-]+(\\[[a-z0-9,]+\\])?(==[A-Za-z0-9.]+)?$", var.package))
-    error_message = "A name, with extras and an exact version if need be: it becomes part of a command."
+    condition     = can(regex("^[A-Za-z0-9._-]+(\\[[a-z0-9,]+\\])?(==[A-Za-z0-9.]+| @ https://[A-Za-z0-9._~:/?#@%+=&-]+)?$", var.package))
+    error_message = "A name, with extras, and an exact version or @ and an https URL. It becomes part of a command."
   }
 }
 
 variable "name" {
-  description = "What the machine is called."
+  description = "The name of the machine."
   type        = string
   default     = "cloudckpt-bench"
   nullable    = false

@@ -21,7 +21,7 @@ variable "project" {
 }
 
 variable "location" {
-  description = "Where the bucket lies: the region of the machines that train, such as europe-west4."
+  description = "The bucket's region: that of the machines that train, such as europe-west4."
   type        = string
   nullable    = false
 
@@ -43,14 +43,14 @@ variable "kms_key_name" {
 }
 
 variable "versioning" {
-  description = "Whether Google keeps what was deleted or replaced for keep_noncurrent_days. The parts that large objects are composed of are kept, too: about as much again as was saved."
+  description = "Google keeps deleted and replaced objects for keep_noncurrent_days, and bills them. It also keeps the parts of large objects, which take about as much space as the checkpoints."
   type        = bool
   default     = false
   nullable    = false
 }
 
 variable "keep_noncurrent_days" {
-  description = "With versioning, what was deleted or replaced is removed for good after this many days."
+  description = "With versioning, deleted and replaced objects are removed for good after this number of days."
   type        = number
   default     = 7
   nullable    = false
@@ -62,7 +62,7 @@ variable "keep_noncurrent_days" {
 }
 
 variable "soft_delete_days" {
-  description = "For how long what was deleted can be restored. It is paid for as long, and so are the parts that large objects are composed of. 0 turns it off."
+  description = "Google can restore deleted objects for this number of days, and bills them for as long, also the parts of large objects. 0 turns soft delete off."
   type        = number
   default     = 0
   nullable    = false
@@ -97,7 +97,7 @@ variable "access_logs_bucket" {
 }
 
 variable "force_destroy" {
-  description = "Whether destroying the bucket destroys the checkpoints in it."
+  description = "Lets terraform destroy remove a bucket that still holds checkpoints."
   type        = bool
   default     = false
   nullable    = false

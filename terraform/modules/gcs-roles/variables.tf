@@ -1,5 +1,5 @@
 variable "bucket" {
-  description = "The name of the bucket that the checkpoints lie in. It needs uniform bucket-level access."
+  description = "The name of the bucket of the checkpoints. It needs uniform bucket-level access."
   type        = string
   nullable    = false
 
@@ -33,7 +33,7 @@ variable "prefix" {
 }
 
 variable "name_prefix" {
-  description = "What the names of roles and service accounts begin with."
+  description = "The first part of the names of roles and service accounts."
   type        = string
   default     = "cloudckpt"
   nullable    = false
@@ -45,7 +45,7 @@ variable "name_prefix" {
 }
 
 variable "members" {
-  description = "For each role, who has it besides the role's own service account: serviceAccount:<email>, principal://…."
+  description = "For each role, the members that have it besides the role's own service account: serviceAccount:<email>, principal://…."
   type = object({
     trainer = optional(list(string), [])
     reader  = optional(list(string), [])
@@ -104,7 +104,7 @@ variable "workload_identity_project" {
 }
 
 variable "trainer_may_delete" {
-  description = "Whether the trainer may remove what it wrote. Without it, the parts that large objects are composed of stay until the bucket's lifecycle rule removes them: about the checkpoint's size more."
+  description = "Lets the trainer remove its own data. Without it, the parts of large objects stay until the bucket's lifecycle rule removes them. They take about as much space as the checkpoint."
   type        = bool
   default     = true
   nullable    = false

@@ -10,7 +10,7 @@ variable "name" {
 }
 
 variable "partition" {
-  description = "The partition of AWS that the bucket's ARN lies in."
+  description = "The partition of AWS in the bucket's ARN."
   type        = string
   default     = "aws"
   nullable    = false
@@ -22,7 +22,7 @@ variable "partition" {
 }
 
 variable "create_kms_key" {
-  description = "Whether to make a KMS key for the bucket, which AWS rotates each year. Its policy leaves access to IAM."
+  description = "Creates a KMS key for the bucket, which AWS rotates each year. Its policy leaves access to IAM."
   type        = bool
   default     = false
   nullable    = false
@@ -40,14 +40,14 @@ variable "kms_key_arn" {
 }
 
 variable "versioning" {
-  description = "Whether S3 keeps what was deleted or replaced for keep_noncurrent_days, so that a mistaken delete can be undone. It is paid for as long."
+  description = "S3 keeps deleted and replaced objects for keep_noncurrent_days, and bills them. A mistaken delete can be undone in that time."
   type        = bool
   default     = false
   nullable    = false
 }
 
 variable "keep_noncurrent_days" {
-  description = "With versioning, what was deleted or replaced is removed for good after this many days."
+  description = "With versioning, deleted and replaced objects are removed for good after this number of days."
   type        = number
   default     = 7
   nullable    = false
@@ -71,7 +71,7 @@ variable "abort_uploads_after_days" {
 }
 
 variable "require_conditional_commits" {
-  description = "Whether S3 itself refuses to replace a manifest: a put to one without If-None-Match is denied, whoever makes it. Saves with commit=\"unconditional\", and tools that copy checkpoints object by object, are refused then."
+  description = "S3 denies every put of a manifest without If-None-Match, so no program replaces one. It then also denies saves with commit=\"unconditional\", and tools that copy checkpoints object by object."
   type        = bool
   default     = false
   nullable    = false
@@ -89,7 +89,7 @@ variable "access_logs_bucket" {
 }
 
 variable "force_destroy" {
-  description = "Whether destroying the bucket destroys the checkpoints in it."
+  description = "Lets terraform destroy remove a bucket that still holds checkpoints."
   type        = bool
   default     = false
   nullable    = false

@@ -9,6 +9,6 @@ output "role_names" {
 }
 
 output "policies" {
-  description = "Each role's policy as JSON, made or not, for whoever attaches them to roles of their own."
+  description = "Each role's policy as JSON, also of roles that are not created. Attach it to a role of your own."
   value       = local.policies
 }

@@ -1,5 +1,5 @@
 variable "bucket_arn" {
-  description = "The ARN of the bucket that the checkpoints lie in."
+  description = "The ARN of the bucket of the checkpoints."
   type        = string
   nullable    = false
 
@@ -22,7 +22,7 @@ variable "prefix" {
 }
 
 variable "name_prefix" {
-  description = "What the roles' names begin with; -trainer, -reader and -janitor follow."
+  description = "The first part of the roles' names; -trainer, -reader and -janitor follow."
   type        = string
   default     = "cloudckpt"
   nullable    = false
@@ -110,14 +110,14 @@ variable "service_accounts" {
 }
 
 variable "trainer_may_delete" {
-  description = "Whether the trainer may remove what it wrote: the rest of failed saves, what an overwrite has replaced, checkpoints that retention drops. Without it all of that stays until the janitor's gc."
+  description = "Lets the trainer remove its own data: the rest of failed saves, overwritten checkpoints, steps that retention drops. Without it, all of these stay until the janitor runs gc."
   type        = bool
   default     = true
   nullable    = false
 }
 
 variable "trainer_may_resume" {
-  description = "Whether the trainer may look into unfinished uploads, which Options(resume=True) goes on with."
+  description = "Lets the trainer list unfinished uploads, which Options(resume=True) continues."
   type        = bool
   default     = false
   nullable    = false
@@ -135,7 +135,7 @@ variable "kms_key_arn" {
 }
 
 variable "permissions_boundary_arn" {
-  description = "A policy that bounds what the roles may do, where the account asks for one."
+  description = "A policy that limits the roles, if the account requires one."
   type        = string
   default     = null
 
@@ -146,7 +146,7 @@ variable "permissions_boundary_arn" {
 }
 
 variable "max_session_hours" {
-  description = "The longest that credentials of the roles last before they have to be renewed."
+  description = "The longest time that credentials of the roles last."
   type        = number
   default     = 12
   nullable    = false

@@ -147,7 +147,7 @@ def summary(found: Sequence[Verdict]) -> str:
     stretched = sum(verdict.is_stretched is True for verdict in found)
     stretches = sum(verdict.bar.stretch is not None for verdict in found)
     return (
-        f"Of {len(asked)} bars {met} are met, {missed} missed and {len(asked) - met - missed} not measured; "
+        f"{met} of {len(asked)} bars are met, {missed} missed and {len(asked) - met - missed} not measured; "
         f"{stretched} of {stretches} stretches are met."
     )
 

@@ -130,12 +130,12 @@ def each_done(
 
 
 def ranks_of_host() -> int:
-    """As torchrun says it; 1 where it does not."""
+    """Return the number of ranks on this machine that torchrun gives, or 1."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(number) if number.isdecimal() else 1
 
 
 def num_cores_of_rank() -> int:
-    """As many as this process has to itself, beside the other ranks of its machine."""
+    """Return the number of cores that each rank of this machine has to itself."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, num_cores // max(ranks_of_host(), 1))

@@ -96,7 +96,7 @@ class AsyncSave:
         self.committed: Outcome = Outcome()
         """Done when the checkpoint exists; holds what `cloudckpt.save` returns, or its failure."""
         self.uri = uri
-        """Where it is saved to."""
+        """URI that the save goes to."""
         for future in (self.staged, self.committed):
             future.set_running_or_notify_cancel()  # its own `cancel` would end nothing: ours does
         self._can_be_cancelled = can_be_cancelled

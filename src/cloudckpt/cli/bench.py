@@ -21,7 +21,7 @@ def bench(
     size_bytes: Annotated[
         int,
         typer.Option(
-            "--size", parser=parse_size, metavar="SIZE", help="Of each checkpoint, such as 4GiB. Fits memory twice."
+            "--size", parser=parse_size, metavar="SIZE", help="Size of a checkpoint, at most half of the memory."
         ),
     ] = "256MiB",  # type: ignore[assignment]  # Typer parses it
     num_tensors: Annotated[int, typer.Option("--tensors", min=1, help="Number of its tensors, for each rank.")] = 32,

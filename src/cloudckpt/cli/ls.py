@@ -215,7 +215,7 @@ def _tell_nothing(console: Console, root: str, options: Options) -> None:
 
 
 def document_of(one: CheckpointInfo) -> dict[str, Any]:
-    """As ``--json`` prints it."""
+    """Return the document that ``--json`` prints."""
     return {
         "name": one.name,
         "uri": one.uri,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _NUM_REMOVALS = 5
 _MAX_SKEW_S = 300.0
 _MIN_FREE_BYTES = 1 * GIB
-_PAID_UNTIL_GC = "What a killed save leaves is paid for until gc runs."
+_PAID_UNTIL_GC = "The store bills the data of killed saves until gc runs."
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ _LOST_WITHOUT = {
     "create-if-absent": "A save refuses to begin without it.",
     "checksums": "It is not known if damaged bytes are refused.",
     "parts": "Objects that are larger than a part cannot be saved.",
-    "abort": "What a failed save sent is paid for until a lifecycle rule removes it.",
+    "abort": "The store bills the parts of failed saves until a lifecycle rule removes them.",
     "unfinished uploads": "gc cannot find what killed saves leave, and a save that resumes sends everything again.",
 }
 """The consequence of each check's failure."""

@@ -96,7 +96,7 @@ class ReadClauses(Clauses):
         assert "missing/a" in str(caught.value)
 
     def test_a_directory_is_no_object(self, store: Store) -> None:
-        """Where keys are files, a folder must not be taken for an empty object."""
+        """A folder of a file system must not be taken for an empty object."""
         put(store, "folder/a", b"body")
         with pytest.raises(ObjectNotFoundError):
             store.head("folder")

@@ -31,7 +31,7 @@ receiver's memory: UNKNOWN until it needs the bytes no more, then RECEIVED."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingAddress:
-    """Where other processes of the machine find the shared memory of a rank."""
+    """Address at which other processes of the machine find the shared memory of a rank."""
 
     process: str
     """The owner, as `own_process` identifies it."""
@@ -83,7 +83,7 @@ class SharedMemoryRing:
 
     @property
     def address(self) -> RingAddress:
-        """Where other ranks find it."""
+        """Return the address at which other ranks find it."""
         identity = _identity(os.fstat(self._file_number))
         return RingAddress(process=own_process(), file_number=self._file_number, file_identity=identity)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ValueDescription,
     )
     from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
+    from cloudckpt.manager.failures import SaveFailure
     from cloudckpt.manager.preemption import Preemption, PreemptionReport
     from cloudckpt.manager.restore import Restored
     from cloudckpt.manager.retention import RetentionReport
@@ -42,6 +43,7 @@ __all__ = [
     "PreemptionReport",
     "Restored",
     "RetentionReport",
+    "SaveFailure",
     "SaveProgress",
     "SaveReport",
     "SavedMetadata",
@@ -60,6 +62,7 @@ _LAZY = {
     "cloudckpt.inspect.comparison": "Comparison Difference",
     "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription",
     "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
+    "cloudckpt.manager.failures": "SaveFailure",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",
     "cloudckpt.manager.restore": "Restored",
     "cloudckpt.manager.retention": "RetentionReport",

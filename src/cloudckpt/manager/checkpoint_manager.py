@@ -25,7 +25,14 @@ from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_shared_generator
 from cloudckpt.dcp.protocol import SavedMetadata, causes_of, num_ranks_of, rank_in
-from cloudckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, InvalidOptionError
+from cloudckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidOptionError,
+    SaveInFlightError,
+)
+from cloudckpt.events import Event
+from cloudckpt.manager.failures import Failures, OnFailure, SaveFailure
 from cloudckpt.manager.restore import Coordinator, Restored, find_step_uris, load_newest, raise_missing
 from cloudckpt.manager.retention import Retention, RetentionReport, lock_root
 from cloudckpt.manager.retention_policy import (
@@ -48,6 +55,7 @@ from cloudckpt.manager.steps import (
     parse_step_uri,
 )
 from cloudckpt.options import Options
+from cloudckpt.pipeline.context import tell
 from cloudckpt.report import SkippedCheckpoint
 from cloudckpt.uri import parse_location
 
@@ -66,17 +74,17 @@ class _LastSave:
     uri: str = ""
     numbers: Mapping[str, float | None] | None = None
     result: AsyncSave | SavedMetadata | None = None
-    starts_retention: bool = False
+    rank: int = 0
     is_noted: bool = False
-    """The manager has taken note that it is committed."""
+    """The manager has taken note of its outcome."""
 
     @property
-    def has_failed(self) -> bool:
-        """True if the save failed. Waits for its end, so that all ranks get the same answer."""
+    def failure(self) -> BaseException | None:
+        """The failure of the save, or None. Waits for its end, so that all ranks get the same answer."""
         if not isinstance(self.result, AsyncSave):
-            return False
+            return None
         self.result.committed.wait()
-        return self.result.committed.failure() is not None
+        return self.result.committed.failure()
 
 
 class CheckpointManager:
@@ -94,6 +102,10 @@ class CheckpointManager:
         on_damaged: Policy for a step that `restore` finds damaged. ``"skip"`` skips it with a warning, never overwrites
             or removes it, and saves its step beside it as ``step-<n>-again-<k>``. ``"replace"`` skips it and overwrites
             it when its step is saved again. ``"raise"`` raises `CorruptCheckpointError`.
+        on_failure: Policy for a save that fails because of the store. ``"raise"`` raises the error. ``"warn"`` logs a
+            warning, on all ranks, and training goes on. Both raise every other error: a value that cannot be saved, a
+            step that exists, a lost rank.
+        max_failures: Number of failures in a row of which ``"warn"`` raises the last.
         async_: Save with `cloudckpt.async_save` instead of `cloudckpt.save`.
         verify_first: See `cloudckpt.load_latest`.
         allow_pickle: See `cloudckpt.load`.
@@ -125,6 +137,8 @@ class CheckpointManager:
         keep_every: int | None = None,
         keep_best: tuple[str, Mode, int] | None = None,
         on_damaged: OnDamaged = "skip",
+        on_failure: OnFailure = "raise",
+        max_failures: int = 3,
         async_: bool = True,
         verify_first: bool = False,
         allow_pickle: bool = False,
@@ -141,6 +155,9 @@ class CheckpointManager:
         if on_damaged not in _ON_DAMAGED:
             words = ", ".join(map(repr, _ON_DAMAGED))
             raise InvalidOptionError(f"CheckpointManager: on_damaged must be one of {words}, not {on_damaged!r}")
+        self._failures = Failures(on_failure, max_failures, use_collectives=use_collectives)
+        self._unmade: SaveFailure | None = None
+        """Failure of the last save, until one begins after it, or `close` raises it."""
         self._options = options or Options()
         taken = [name for name in _RESERVED if name in self._options.metadata]
         if taken:
@@ -180,6 +197,11 @@ class CheckpointManager:
     def retention(self) -> RetentionReport | None:
         """Report of the last retention run. None before the first, and always on ranks other than the coordinator."""
         return self._retention.report
+
+    @property
+    def failures(self) -> tuple[SaveFailure, ...]:
+        """Saves of this manager that failed because of the store, oldest first. Equal on all ranks."""
+        return self._failures.all
 
     def uri_of(self, step: int) -> str:
         """Return the URI to which this manager saves a step. `steps` lists the URIs of committed steps.
@@ -223,10 +245,11 @@ class CheckpointManager:
         force: bool = False,
         overwrite: bool = False,
         planner: SavePlanner | None = None,
-    ) -> AsyncSave | SavedMetadata | None:
+    ) -> AsyncSave | SavedMetadata | SaveFailure | None:
         """Save a step from all ranks with `cloudckpt.async_save` or `cloudckpt.save`.
 
-        The next save or `close` raises the failure of a background save.
+        The next save or `close` raises the failure of a background save. With ``on_failure="warn"``, only `close` does,
+        if no save came after it, and the next save after `max_failures` in a row.
 
         Args:
             step: Number of the step.
@@ -245,7 +268,8 @@ class CheckpointManager:
             planner: See `cloudckpt.save`.
 
         Returns:
-            The result of `async_save` or `save`. None, without any I/O, if the step is not due.
+            The result of `async_save` or `save`. None, without any I/O, if the step is not due. The failure, if it has
+            failed already and ``on_failure="warn"`` lets training go on.
 
         Raises:
             CheckpointExistsError: The step exists and `overwrite` is False.
@@ -256,10 +280,11 @@ class CheckpointManager:
         if not force and not self.is_due(step):
             return None
         refuse_in_fork()
-        is_coordinator = rank_in(self._process_group, no_dist=self._no_dist) == 0
+        rank = rank_in(self._process_group, no_dist=self._no_dist)
+        is_coordinator = rank == 0
         # The metrics play no part: they may differ between ranks, and all ranks must take the same branch.
         current = self._current
-        if force and not overwrite and current is not None and current.step == step and not current.has_failed:
+        if force and not overwrite and current is not None and current.step == step and current.failure is None:
             if is_coordinator and metrics is not None and numbers != current.numbers:
                 _log.warning("%s exists already and keeps its metrics", self.uri_of(step))
             return current.result
@@ -284,13 +309,22 @@ class CheckpointManager:
         if is_coordinator and random_state and not self._has_checked_loaders:
             self._has_checked_loaders = True
             warn_of_shared_generator(dataloader)
-        result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
-        saved = _LastSave(step=step, uri=uri, numbers=numbers, result=result, starts_retention=is_coordinator)
+        try:
+            result: AsyncSave | SavedMetadata = call(state_dict, uri, **settings)
+        except (CheckpointException, SaveInFlightError) as error:
+            with self._note_lock:
+                failure = self._unmade = self._failures.take(step, uri, error)
+            if failure is None:
+                raise
+            self._tell(failure, rank)
+            return failure
+        saved = _LastSave(step=step, uri=uri, numbers=numbers, result=result, rank=rank)
         self._last = self._current = saved
+        self._unmade = None
         if isinstance(result, AsyncSave):
-            result.committed.add_done_callback(lambda _: self._note_commit(saved))
+            result.committed.add_done_callback(lambda _: self._note_end(saved))
         else:
-            self._note_commit(saved)
+            self._note_end(saved)
         return result
 
     def restore(
@@ -403,7 +437,8 @@ class CheckpointManager:
             timeout: Seconds to wait. None waits for ever.
 
         Raises:
-            CheckpointException: The save failed, and neither its handle nor the next save has raised that.
+            CheckpointException: The save failed, and neither its handle nor the next save has raised that, nor does
+                ``on_failure="warn"`` let training go on.
             TimeoutError: They have not ended within `timeout`, and go on.
 
         """
@@ -413,9 +448,9 @@ class CheckpointManager:
         if last is not None and isinstance(handle := last.result, AsyncSave):
             if not handle.committed.wait(timeout):
                 raise TimeoutError(f"the background save to {handle.uri} did not end within {timeout} s and continues")
+            self._note_end(last)
             if in_flight.latest() is handle:  # it failed, and nothing has raised the failure yet
                 handle.result(0)
-            self._note_commit(last)
         if not self._retention.wait(_remaining_s(ends_at_s)):
             raise TimeoutError(
                 f"superseded checkpoints under {self.root} were not removed within {timeout} s; the removal continues"
@@ -424,6 +459,7 @@ class CheckpointManager:
     def close(self, timeout: float | None = None) -> None:
         """Wait as `wait` does, and for retention also if the save failed. The manager stays usable.
 
+        It raises the failure of the last save also with ``on_failure="warn"``, since no save comes after it.
         `cloudckpt.close` frees the memory that background saves keep for the process.
 
         Args:
@@ -435,6 +471,9 @@ class CheckpointManager:
         except CheckpointException:
             self._retention.wait(timeout)
             raise
+        failure, self._unmade = self._unmade, None
+        if failure is not None:
+            raise failure.error
 
     def __enter__(self) -> Self:
         return self
@@ -453,20 +492,37 @@ class CheckpointManager:
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})
 
-    def _note_commit(self, saved: _LastSave) -> None:
-        """Take note that a save is committed: once, and before any waiter goes on, since callbacks run later than they.
+    def _note_end(self, saved: _LastSave) -> None:
+        """Take note of a save's outcome: once, and before any waiter goes on, since callbacks run later than they.
 
-        The damage that it replaced is forgotten, and retention starts on the coordinator.
+        After a commit, the damage that it replaced is forgotten, and retention starts on the coordinator.
         """
-        if saved.has_failed:
-            return
+        error, failure = saved.failure, None
         with self._note_lock:
             if saved.is_noted:
                 return
             saved.is_noted = True
-            self._damaged -= {saved.uri}
-            if saved.starts_retention:
-                self._retention.start(saved.uri)
+            if error is None:
+                self._failures.in_a_row = 0
+                self._damaged -= {saved.uri}
+                if saved.rank == 0:
+                    self._retention.start(saved.uri)
+            elif isinstance(saved.result, AsyncSave):
+                failure = self._failures.take(saved.step, saved.uri, error)
+                if failure is not None:
+                    saved.result.committed.exception(0)  # so that no other save raises it
+                    self._unmade = self._unmade or failure
+        if failure is not None:
+            self._tell(failure, saved.rank)
+
+    def _tell(self, failure: SaveFailure, rank: int) -> None:
+        kind, limit = type(failure.error).__name__, self._failures.limit
+        words = (
+            f"step {failure.step} was not saved, and training goes on ({self._failures.in_a_row} failures in a row, "
+            f"{limit} end it): {failure.error}"
+        )
+        event = Event(name="save.tolerated", uri=failure.uri, rank=rank, error=kind, message=str(failure.error))
+        tell(event, self._options, words=words)
 
     def _note_damage(self, uri: str) -> None:
         with self._note_lock:
@@ -476,7 +532,7 @@ class CheckpointManager:
         """True if `step` is damaged and is to be overwritten."""
         last = self._last
         if self._on_damaged == "replace" and last is not None and last.step == step:
-            self._note_commit(last)  # it may replace the damaged step
+            self._note_end(last)  # it may replace the damaged step
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
     def _restore_newest(

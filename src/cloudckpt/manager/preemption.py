@@ -22,6 +22,7 @@ from cloudckpt.background.in_flight import latest
 from cloudckpt.background.runner import GlooGroupCache
 from cloudckpt.dcp.protocol import last_save_seconds
 from cloudckpt.errors import InvalidOptionError, RankLostError
+from cloudckpt.manager.failures import SaveFailure
 
 _log = logging.getLogger("cloudckpt")
 
@@ -123,7 +124,7 @@ class Preemption:
         Args:
             save: Makes the last save. It is called on all ranks or on none, depending on how long the last save took.
                 If it returns the handle of `async_save`, `finish` waits for it, and cancels it shortly before the
-                deadline. A synchronous save is not interrupted.
+                deadline. A synchronous save is not interrupted. It returns what `CheckpointManager.save` returned.
             in_flight: ``"finish"`` waits for the save in flight and cancels it shortly before the deadline.
                 ``"cancel"`` cancels it at once, unless its commit has begun.
 
@@ -160,6 +161,8 @@ class Preemption:
         if self._reduce_min(spare_s, within_s=max(self.remaining_s, self._cleanup_s)) < 0:
             return "no time"
         made: Any = save()
+        if isinstance(made, SaveFailure):
+            raise made.error
         if not isinstance(made, AsyncSave):
             return "committed"
         fate = self._wait_for(made, at_once=False)

@@ -23,6 +23,7 @@ _MOST_RUNNING = 256
 """The most operations that are kept. The end of some is never reported, as on most ranks of torch's own `save`."""
 _SPAN_OF_STEP = {"set_up": "plan", "write": "upload", "commit": "commit", "read": "read"}
 _REMOVERS = frozenset({"gc", "delete", "retention"})
+_COUNTED = {"retry": "retries", "load.skipped": "skipped", "save.tolerated": "tolerated"}
 _BYTES_ON_THEIR_WAY = {"save.part_uploaded": "transmit", "load.range_read": "receive"}
 
 Attributes: TypeAlias = dict[str, str | int | float]
@@ -47,6 +48,11 @@ METRICS = {
     "cloudckpt.retries": ("counter", "{request}", "requests made again after a failure (`error.type`)"),
     "cloudckpt.hedges": ("counter", "{request}", "requests made twice because they took too long"),
     "cloudckpt.skipped": ("counter", "{checkpoint}", "checkpoints that `load_latest` passed over"),
+    "cloudckpt.tolerated": (
+        "counter",
+        "{save}",
+        "failed saves that did not end training (`error.type`)",
+    ),
     "cloudckpt.removals": ("counter", "{removal}", "what `gc`, `delete` and retention removed or not (`error.type`)"),
     "cloudckpt.garbage": ("counter", "By", "bytes of objects that `gc` removed"),
 }
@@ -91,12 +97,10 @@ class Instrumentation:
         elif event.name in _BYTES_ON_THEIR_WAY:
             direction = _BYTES_ON_THEIR_WAY[event.name]
             self._metrics["io"].add(event.num_bytes, {"network.io.direction": direction, **_store_of(event.uri)})
-        elif event.name == "retry":
-            self._metrics["retries"].add(1, {"error.type": event.error, **_store_of(event.uri)})
         elif event.name == "hedge":
             self._metrics["hedges"].add(1, _store_of(event.uri))
-        elif event.name == "load.skipped":
-            self._metrics["skipped"].add(1, {"error.type": event.error, **_store_of(event.uri)})
+        elif event.name in _COUNTED:
+            self._metrics[_COUNTED[event.name]].add(1, {"error.type": event.error, **_store_of(event.uri)})
         elif verb in _REMOVERS:
             self._removed(event, verb)
         elif event.name == "save.staged":

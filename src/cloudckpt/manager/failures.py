@@ -1,0 +1,67 @@
+"""Decide if training goes on after a failed save, and remember the failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cloudckpt.dcp.protocol import causes_of
+from cloudckpt.errors import CommitUnknownError, InvalidOptionError, SaveInFlightError, StoreError
+from cloudckpt.manager.retention_policy import is_positive
+
+OnFailure: TypeAlias = Literal["raise", "warn"]
+_TROUBLE = (StoreError, CommitUnknownError)
+"""The classes of failures that are the store's. All others come from the program, or end the group of the ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailure:
+    """A save of a `CheckpointManager` that failed because of the store."""
+
+    step: int
+    """Number of the step."""
+    uri: str
+    """URI of the step. After a `CommitUnknownError`, it may be committed."""
+    error: BaseException
+    """What `cloudckpt.save` raised, or a `SaveInFlightError`."""
+
+
+class Failures:
+    """The failed saves of one manager.
+
+    The outcome of a save is the same on all ranks, and so is the order of the outcomes. `take` depends on nothing else,
+    so all ranks go on, or none does.
+    """
+
+    def __init__(self, on_failure: OnFailure, max_failures: int, *, use_collectives: bool) -> None:
+        if on_failure not in ("raise", "warn"):
+            raise InvalidOptionError(f"CheckpointManager: on_failure must be 'raise' or 'warn', not {on_failure!r}")
+        if not is_positive(max_failures):
+            raise InvalidOptionError(
+                f"CheckpointManager: max_failures must be a positive whole number, not {max_failures!r}"
+            )
+        if on_failure == "warn" and not use_collectives:
+            raise InvalidOptionError(
+                "CheckpointManager: on_failure='warn' needs use_collectives=True, because ranks that save on their own "
+                "do not learn of each other's failures"
+            )
+        self.limit = max_failures if on_failure == "warn" else 1
+        """Number of failures in a row of which the last is raised."""
+        self.in_a_row = 0
+        self.all: tuple[SaveFailure, ...] = ()
+
+    def take(self, step: int, uri: str, error: BaseException) -> SaveFailure | None:
+        """Take note of a failed save. Returns None if its error is to be raised."""
+        is_refused = isinstance(error, SaveInFlightError)
+        causes = causes_of(error) if isinstance(error, CheckpointException) else []
+        # A cause that is a CheckpointException is the failure of another save.
+        is_trouble = [isinstance(each, _TROUBLE) and not isinstance(each, CheckpointException) for each in causes]
+        if not is_refused and not (is_trouble and all(is_trouble)):
+            return None
+        failure = SaveFailure(step=step, uri=uri, error=error)
+        self.all += (failure,)
+        # The save in flight has an outcome of its own, and when that comes differs between ranks.
+        self.in_a_row += not is_refused
+        return failure if self.in_a_row < self.limit != 1 else None

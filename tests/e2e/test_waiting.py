@@ -193,6 +193,22 @@ def test_a_rank_that_is_lost_is_named_by_the_others_in_time(  # noqa: PLR0917  #
     assert [key for key in local.manifest_keys() if key.startswith("checkpoint/")] == []
 
 
+def train(root: str, listener: Any) -> tuple[float, BaseException | None]:
+    """With a manager that survives the failures of a store."""
+    manager = cloudckpt.CheckpointManager(root, on_failure="warn", options=options_with(listener))
+    return outcome_of(lambda: [manager.save(step, values()) for step in (1, 2)])
+
+
+def test_a_lost_rank_is_no_failure_of_the_store(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, ranks that survive the failures of a store train on, and hang, without one of them."""
+    listener = MeetsItsFate(rank=1, moment="save.object_uploaded", fate="killed")
+    with ranks(train, local.root, listener, size=3, scratch=tmp_path) as running:
+        for other in (0, 2):
+            _, error = running.told_by(other)
+            assert isinstance(error, cloudckpt.RankLostError), error
+            assert error.ranks == (1,), error
+
+
 # --- A rank that does not come
 
 

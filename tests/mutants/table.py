@@ -721,6 +721,20 @@ MUTANTS = {
         new="        if False:\n",
         tests=("tests/stores/s3/test_failures.py::TestBodies",),
     ),
+    "survive-any-failure": Mutant(
+        breaks="G3: a rank trains on without one that is lost, or a program that can never save trains for days.",
+        file="manager/failures.py",
+        old="if not is_refused and not (is_trouble and all(is_trouble)):",
+        new="if False:",
+        tests=("tests/manager/test_failures.py::test_errors_of_the_program_are_raised",),
+    ),
+    "count-for-ever": Mutant(
+        breaks="G3: training without a checkpoint goes on however often the store fails.",
+        file="manager/failures.py",
+        old="self.in_a_row += not is_refused",
+        new="self.in_a_row = int(not is_refused)",
+        tests=("tests/manager/test_failures.py::test_too_many_in_a_row_are_raised",),
+    ),
     "keep-the-oldest-steps": Mutant(
         breaks="G1: retention removes the newest checkpoints.",
         file="manager/retention_policy.py",

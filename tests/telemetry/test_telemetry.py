@@ -251,6 +251,16 @@ def told_of(memory: Memory) -> tuple[list[Event], Options]:
     return events, Options(on_event=events.append, retries=1)
 
 
+def test_failures_that_training_survives_are_counted(exported: Exported, memory: Memory) -> None:
+    """If this fails, no dashboard shows that training goes on without checkpoints."""
+    memory.at("step-1").fail("put", error=lambda: cloudckpt.errors.AccessDeniedError("no", key="k", operation="put"))
+    manager = cloudckpt.CheckpointManager(memory.root, on_failure="warn", async_=False, no_dist=True)
+    for step in (1, 2):
+        manager.save(step, state_of())
+    (tolerated,) = exported.points("cloudckpt.tolerated")
+    assert (tolerated.value, tolerated.attributes["error.type"]) == (1, "AccessDeniedError")
+
+
 def test_removals_are_counted(exported: Exported, memory: Memory) -> None:
     """If this fails, no dashboard shows that a janitor does nothing, or that nobody may remove what is paid for."""
     save(memory.uri(), 1.0)

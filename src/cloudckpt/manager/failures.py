@@ -25,7 +25,7 @@ class SaveFailure:
     uri: str
     """URI of the step. After a `CommitUnknownError`, it may be committed."""
     error: BaseException
-    """What `cloudckpt.save` raised, or a `SaveInFlightError`."""
+    """The exception of `cloudckpt.save`, or a `SaveInFlightError`."""
 
 
 class Failures:

@@ -224,7 +224,7 @@ def _of_both(verb: str) -> tuple[Bar, ...]:
             measure=_peak(verb), digits=0, unit=" MiB"),
         Bar(name=f"{verb}, local path", formula="GB/s ÷ torch FileSystemWriter's or Reader's", sense="≥", bar=1.5,
             stretch=None, measure=_to_rival(verb, "filesystem", LOCAL, system="cloudckpt-path"), unit="×"),
-        Bar(name=f"{verb}, local path", formula=f"GB/s ÷ {bound} (0.8 is taken for memcpy-bound)", sense="≥", bar=None,
+        Bar(name=f"{verb}, local path", formula=f"GB/s ÷ {bound} (0.8 counts as memcpy-bound)", sense="≥", bar=None,
             stretch=0.8, measure=_to_rival(verb, "limit", LOCAL, system="cloudckpt-path")),
     )  # fmt: skip
 

@@ -126,7 +126,7 @@ def ratios_table(results: Results) -> Table:
 
 def bars_table(results: Results) -> Table:
     """Every bar of the run's sweep, and how the run stands to it."""
-    header = ("bar", "what is taken", "found", "asked", "stretch", "verdict")
+    header = ("target", "measure", "found", "required", "stretch", "verdict")
     rows = tuple(_verdict_cells(verdict) for verdict in verdicts(results))
     return Table(title="Bars", header=header, rows=rows)
 

@@ -1,7 +1,9 @@
-"""Guarantees that are figures: memory (G7), bytes read (G8), reports (G9)."""
+"""Guarantees that are figures: memory (G7), bytes read (G8), reports (G9); and the published speeds."""
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.docs.tables import ROOT
 from tests.options import make_options
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -132,3 +135,31 @@ def _load_rows(
     report = cloudckpt.load({"weight": target}, directory, planner=Rows())
     assert report is not None
     return report
+
+
+_RUN = json.loads((ROOT / "docs/benchmarks/bars.json").read_text())["cells"]
+
+
+def gb_per_s(system: str, verb: str) -> str:
+    """The median of the published run, in its first cell."""
+    cell = next(cell for cell in _RUN if (cell["system"], cell["verb"]) == (system, verb))
+    seconds = [sample["wall_s"] for sample in cell["samples"] if sample["repetition"]]
+    return f"{cell['num_bytes'] / statistics.median(seconds) / 1e9:.2f}"
+
+
+def test_the_published_speeds_are_those_of_the_run() -> None:
+    """If this fails, the README, the site's first page or the results name speeds that nobody measured."""
+    cloudckpt, connector, s3fs = (
+        tuple(gb_per_s(system, verb) for verb in ("save", "load"))
+        for system in ("cloudckpt", "s3torchconnector", "s3fs")
+    )
+    names = ("cloudckpt", "s3torchconnector", "torch's FsspecWriter with s3fs")
+    text = ", ".join(
+        f"{name} {' and '.join(each)}" for name, each in zip(names, (cloudckpt, connector, s3fs), strict=True)
+    )
+    for name in ("README.md", "docs/index.md"):
+        assert text in " ".join((ROOT / name).read_text().split())
+    table = (ROOT / "docs/benchmarks/README.md").read_text()
+    rows = {"**cloudckpt, S3**": cloudckpt, "s3torchconnector": connector, "torch's `FsspecWriter` + s3fs": s3fs}
+    for name, speeds in rows.items():
+        assert f"| {name} | {' | '.join(speeds)} |" in table

@@ -431,6 +431,29 @@ def test_damage_is_passed_over_and_its_step_can_be_replaced(memory: Memory, *, a
     cloudckpt.verify(memory.uri("step-3"))
 
 
+def test_nothing_of_a_damaged_step_stays_in_what_an_older_one_lacks(memory: Memory) -> None:
+    """If this fails, restore with strict=False, or with a new tensor in extra, leaves bytes of a damaged step there."""
+
+    def make_model(*names: str) -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in names})
+
+    with CheckpointManager(memory.root, async_=False) as manager:
+        manager.save(1, model=make_model("old"), extra={"epoch": 1})
+        manager.save(2, model=make_model("old", "new"), extra={"epoch": 2, "mean": torch.ones(2)})
+    (key,) = memory.data_keys("step-2")
+    data = bytearray(memory.at("step-2").inner.read(key, max_bytes=2**30))
+    data[-1] ^= 1
+    memory.at("step-2").inner.put(key, [memoryview(data)], crc32c=crc32c_of([memoryview(data)]))
+    model, extra = make_model("old", "new"), {"mean": torch.zeros(2)}
+    before = model["new"].weight.detach().clone()
+    restored = CheckpointManager(memory.root).restore(model=model, strict=False)
+    assert restored is not None
+    assert restored.step == 1
+    assert torch.equal(model["new"].weight, before)
+    with pytest.raises(cloudckpt.errors.StateDictMismatchError, match=r"'mean' under 'extra'"):
+        CheckpointManager(memory.root).restore(model=model, extra=extra, strict=False)
+
+
 def contents(memory: Memory, name: str) -> dict[str, bytes]:
     store = memory.at(name).inner
     return {key: store.read(key, max_bytes=2**30) for key in memory.all_keys(name)}

@@ -121,9 +121,12 @@ class ValuesEntry(LiveEntry):
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> Any:
         known = saved if isinstance(saved, Mapping) else {}
-        missing = [key for key, entry in self._live.items() if key not in known and not isinstance(entry, ValuesEntry)]
+        live = {**self._live, **{key: value for key, value in self._values.items() if isinstance(value, torch.Tensor)}}
+        missing = [key for key, entry in live.items() if key not in known and not isinstance(entry, ValuesEntry)]
         if missing:
-            raise StateDictMismatchError(f"{uri} has no {quote_names(missing)} under {where!r}", uri=uri)
+            raise StateDictMismatchError(
+                f"{uri} has no {quote_names(missing)} under {where!r}. Load without it, and add it afterwards", uri=uri
+            )
         return {key: self._plan_value(key, entry, where=where, uri=uri) for key, entry in known.items()}
 
     def load_state_dict(self, state: Any, *, where: str) -> None:

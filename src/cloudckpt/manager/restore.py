@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 
 from cloudckpt.api import entries_of, load, require_state_dict
 from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
+from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import causes_of, failure_of, raise_own_interrupt, rank_in
 from cloudckpt.dcp.reader import ObjectStoreReader
@@ -102,7 +103,6 @@ def load_latest(
 
     """
     objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-    verify_first = verify_first or (objects.are_given and strict is False)
     state_dict, root = entries_of(
         objects, state_dict, root, process_group, no_dist=no_dist, doing="loading", strict=strict
     )
@@ -150,7 +150,8 @@ def load_newest(
     require_state_dict(state_dict, doing="loading")
     timeout_s = (options or (storage_reader.options if storage_reader is not None else Options())).timeout_s
     ranks = Coordinator(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
-    verify_first = verify_first or bool(getattr(planner, "allow_partial_load", False))
+    is_partial = strict is False and any(isinstance(value, LiveEntry) for value in state_dict.values())
+    verify_first = verify_first or is_partial or bool(getattr(planner, "allow_partial_load", False))
     skipped: list[SkippedCheckpoint] = []
     waiting = ranks.broadcast("find", find)
     if not waiting:

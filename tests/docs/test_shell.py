@@ -1,9 +1,13 @@
-"""The commands that the documents show, carried out in their order, on S3 and GCS."""
+"""The commands that the documents show: cloudckpt's are carried out in their order, on S3 and GCS."""
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ from cloudckpt.testing.servers import S3Server, fake_gcs_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
-DOCUMENTS = ["docs/command-line.md", "docs/exports.md", "docs/migrating.md"]
+DOCUMENTS = ["docs/command-line.md", "docs/exports.md", "docs/manager.md", "docs/migrating.md"]
 SMALLER = {"4GiB": "4MiB", "16GiB": "4MiB", "5": "1", "8": "2"}
 """For `bench`, which has to end within a test."""
 
@@ -54,13 +58,13 @@ def test_commands_do_what_they_say(name: str, capsys: pytest.CaptureFixture[str]
         for line in snippet.text.splitlines()
         if line.startswith("cloudckpt ")
     ]
-    assert len(lines) >= 3
+    assert len(lines) >= 2
     if name == "docs/migrating.md":
         state = {"model": {"layer.weight": torch.arange(6.0)}}
         dcp.save(state, storage_writer=dcp.FileSystemWriter("old/step-100"))
         torch.save(state, "step-100.pt")
     for line in lines:
-        words = shlex.split(line)[1:]
+        words = shlex.split(line, comments=True)[1:]
         if words[0] == "bench":
             words = [SMALLER.get(word, word) for word in words]
         with pytest.raises(SystemExit) as end:
@@ -73,3 +77,62 @@ def test_commands_do_what_they_say(name: str, capsys: pytest.CaptureFixture[str]
 def test_the_picture_is_of_the_commands() -> None:
     """If this fails, the picture shows output that no command prints: run tests/docs/picture.py."""
     assert PICTURE.read_text() == render()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ShellLine:
+    """One command of a page."""
+
+    page: str
+    command: str
+
+
+def lines_of_shell() -> Iterator[ShellLine]:
+    """Yield the commands of all pages."""
+    for pattern in ("*.md", "docs/**/*.md", "terraform/**/*.md", "benchmarks/**/*.md"):
+        for path in ROOT.glob(pattern):
+            for snippet in snippets_of(path):
+                if snippet.language == "sh":
+                    for line in snippet.text.splitlines():
+                        if command := line.partition("  #")[0].strip():
+                            yield ShellLine(page=path.relative_to(ROOT).as_posix(), command=command)
+
+
+PROGRAMS = {
+    "cloudckpt": {*DOCUMENTS, "docs/quickstart.md"},  # the test above, test_the_quickstart_runs
+    "torchrun": {"docs/quickstart.md", "docs/frameworks.md"},  # the same, tests/examples/test_elastic.py
+    "python3 -m venv": {"docs/quickstart.md"},
+    ".": {"docs/quickstart.md"},
+    "python examples/prometheus_metrics.py": {"docs/telemetry.md"},  # tests/examples
+    "grep": {"docs/troubleshooting.md"},  # test_the_log_of_a_failed_save_is_searched
+    "pip install torch": {"docs/quickstart.md"},  # from an index outside of the tests' reach
+}
+"""The pages whose commands a test carries out, by the beginnings of the commands."""
+
+
+@pytest.mark.parametrize("line", sorted({*lines_of_shell()}), ids=lambda line: line.command)
+def test_every_other_command_can_be_given(line: ShellLine) -> None:
+    """If this fails, a page shows a command that no test carries out, or names an option that is gone."""
+    command = line.command
+    if any(command.startswith(f"{program} ") and line.page in pages for program, pages in PROGRAMS.items()):
+        return
+    if command.startswith("make "):
+        assert f"\n{command.split()[1]}:" in (ROOT / "Makefile").read_text()
+    elif extras := re.match(r"pip install (?:-e )?'\.\[([a-z0-9,]+)\]'$", command):
+        project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+        assert all(f"\n{extra} = [" in project for extra in extras[1].split(","))
+    else:
+        python, *words = shlex.split(command)
+        assert (python.rstrip("3"), words[0]) == ("python", "-m"), "no test carries it out"
+        asked = [sys.executable, *words, "--help"]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert set(re.findall(r"--[a-z][a-z0-9-]+", command)) <= set(re.findall(r"--[a-z][a-z0-9-]+", done.stdout))
+
+
+def test_the_log_of_a_failed_save_is_searched(tmp_path: Path) -> None:
+    """If this fails, an engineer on call searches the log for the cause, and finds nothing."""
+    command, log = (snippet.text for snippet in snippets_of(ROOT / "docs/troubleshooting.md")[:2])
+    (tmp_path / "job.log").write_text(f"epoch 1\n{log}")
+    done = subprocess.run(["bash", "-euc", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == log

@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, assert_holds, loaded, state_of
+from tests.wrapped import permanent
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlanner
@@ -256,6 +258,31 @@ def test_checkpoints_of_other_kinds_are_not_hidden_unasked(tmp_path: Path, which
         cloudckpt.save(state_of(1.0), tmp_path / "c" / "rank-0")
     with pytest.raises(cloudckpt.CheckpointExistsError, match="Checkpoint already exists"):
         cloudckpt.save(state_of(2.0), tmp_path / "c")
+
+
+def test_a_reader_of_torchs_finds_the_checkpoint_while_enabled(memory: Memory) -> None:
+    """If this fails, frameworks that save by URI and load with an `FsspecReader`, as Lightning does for FSDP1, cannot
+    resume; or what torch's own writer has saved cannot be read any more.
+    """
+    theirs = "memory://of-torch/checkpoint"
+    dcp.save(state_of(2.0), storage_writer=FsspecWriter(theirs), no_dist=True)
+    cloudckpt.enable()
+    try:
+        dcp.save(state_of(1.0), checkpoint_id=memory.uri(), no_dist=True)
+        for uri, kind, value in ((memory.uri(), cloudckpt.ObjectStoreReader, 1.0), (theirs, FsspecReader, 2.0)):
+            reader = FsspecReader(uri)
+            assert type(reader) is kind
+            assert "w" in reader.read_metadata().state_dict_metadata
+            state = state_of(0.0)
+            dcp.load(state, storage_reader=reader, no_dist=True)
+            assert_holds(state, value)
+        assert type(FsspecReader(memory.uri(), skip_instance_cache=True)) is FsspecReader  # settings for fsspec
+        memory.at().fail("list", error=lambda: permanent("list"))
+        with pytest.raises(cloudckpt.errors.StoreError):
+            FsspecReader(memory.uri())
+    finally:
+        cloudckpt.disable()
+    assert type(FsspecReader(memory.uri())) is FsspecReader
 
 
 def test_torch_does_not_save_beside_a_checkpoint_while_enabled(tmp_path: Path) -> None:

@@ -175,6 +175,12 @@ PRIVATE_NAMES = (
         without="torch's default planner plans them",
     ),
     PrivateName(
+        module=f"{_CHECKPOINT}._fsspec_filesystem",
+        name="FsspecReader",
+        use="enable() reads checkpoints of cloudckpt with a reader that Lightning makes",
+        without="such a load fails",
+    ),
+    PrivateName(
         module=f"{_CHECKPOINT}._async_process_executor",
         name="_ProcessBasedAsyncCheckpointExecutor",
         use="enable() takes over torch's async saves in another process",

@@ -39,6 +39,16 @@ def test_lightning_on_shards(kind: str, place: str, jobs: Jobs) -> None:
     assert found["is_module"]
 
 
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_lightnings_next_release_on_shards(kind: str, place: str, jobs: Jobs) -> None:
+    """Under `cloudckpt.enable()`, what Lightning after 2.6.6 saves to a URI could not be resumed, or would not be ours;
+    or `enable` would break its checkpoints on a path.
+    """
+    found = jobs.at(place, "lightning_sharded", kind, "next")
+    assert found["part"] + found["resumed"] == found["whole"]
+    assert found["names"] == ([] if place == "path" else ["epoch=0.ckpt", "epoch=1.ckpt"])
+
+
 def test_lightning_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
     """What two ranks saved under Lightning would not go on on one."""
     whole = jobs.at(place_of_two, "lightning_sharded", "fsdp2")["whole"]

@@ -36,8 +36,9 @@ def enable(
     """Make torch's own calls understand URIs (`torch.distributed.checkpoint.save`, ``load`` and ``async_save``).
 
     Every ``scheme://`` that cloudckpt knows is saved and loaded with it. Plain paths stay torch's, except for those
-    that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged. A
-    call without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts. Calling
+    that hold a checkpoint of cloudckpt. A ``storage_writer`` or ``storage_reader`` that is passed is used unchanged.
+    Only torch's ``FsspecReader(uri)``, as Lightning makes it for FSDP1, reads checkpoints of cloudckpt too. A call
+    without a ``planner`` gets the planner of `save` and `load`, so that it keeps the keys of nested dicts. Calling
     again replaces the arguments, and `disable` undoes it all.
 
     Args:
@@ -79,6 +80,8 @@ def enable(
 
     _plan_by_default(state_dict_saver, "_save_state_dict", "storage_writer", _save_planner_for)
     _plan_by_default(state_dict_loader, "_load_state_dict", "storage_reader", _load_planner_for)
+
+    _read_with_fsspec_reader(lambda uri: set_up(None, uri, reader=True), chosen)
 
     # An async save in another process sets up its storage there, without this patch.
     executor = _torch_compat.find(
@@ -140,6 +143,25 @@ def _plan_by_default(module: Any, name: str, storage_name: str, planner_for: Cal
         return original(*given.args, **given.kwargs)
 
     _replace(module, name, call)
+
+
+def _read_with_fsspec_reader(make: Callable[[Any], ObjectStoreReader], options: Options) -> None:
+    """Make torch's ``FsspecReader`` of a URI become the reader of `make` if a checkpoint of cloudckpt is there."""
+    kind = _torch_compat.find("torch.distributed.checkpoint._fsspec_filesystem", "FsspecReader")
+    if kind is None:
+        return
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, path: Any, **kwargs: Any) -> None:
+        # With settings for fsspec, the place may be one that `options` do not lead to.
+        if type(self) is kind and not kwargs and is_remote_uri(path) and _holds_manifest(path, options):
+            reader = make(path)
+            self.__class__, self.__dict__ = type(reader), reader.__dict__
+        else:
+            original(self, path, **kwargs)
+
+    _replace(kind, "__init__", init)
 
 
 def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:

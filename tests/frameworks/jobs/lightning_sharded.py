@@ -9,12 +9,15 @@ import lightning.pytorch as pl
 import torch
 from common import NUM_RANKS, Noisy, data, end, places, tell
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_next import NextFSDPStrategy, NextModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import cloudckpt
 from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy, load_from_checkpoint
 
-(kind,) = sys.argv[1:]
+kind, *rest = sys.argv[1:]
+is_next = rest == ["next"]
+"""By the strategies of Lightning's main branch, under `cloudckpt.enable()`."""
 _make = FullyShardedDataParallel.__init__
 
 
@@ -50,11 +53,11 @@ def fit(root: str | None, *, num_epochs: int, resume: str | None = None) -> list
     pl.seed_everything(1, verbose=False)
     module = Module()
     is_kept = root is not None
-    strategy = (
-        CloudFSDPStrategy()
-        if kind == "fsdp1"
-        else CloudModelParallelStrategy(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
-    )
+    if kind == "fsdp1":
+        strategy = NextFSDPStrategy(state_dict_type="sharded") if is_next else CloudFSDPStrategy()
+    else:
+        make = NextModelParallelStrategy if is_next else CloudModelParallelStrategy
+        strategy = make(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,
@@ -72,11 +75,17 @@ def fit(root: str | None, *, num_epochs: int, resume: str | None = None) -> list
     return module.losses
 
 
+if is_next:
+    cloudckpt.enable()
 whole = fit(None, num_epochs=4)
 for place, root in places():
     part = fit(root, num_epochs=2) if NUM_RANKS == 2 else []
     middle = f"{root}/epoch=1.ckpt"
     resumed = fit(f"{root}/resumed-{NUM_RANKS}", num_epochs=4, resume=middle)
+    if is_next:
+        names = [info.name for info in cloudckpt.list_checkpoints(root)]
+        tell(place, {"whole": whole, "part": part, "resumed": resumed, "names": names})
+        continue
     verified = cloudckpt.verify(middle).num_tensors
     alone = load_from_checkpoint(Module, middle)  # on each rank, whole
     state = {f"state_dict.{name}": torch.zeros_like(each) for name, each in alone.state_dict().items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save
 
 import cloudckpt
 from cloudckpt.integrations.lightning import CloudFSDPStrategy, CloudModelParallelStrategy
@@ -158,6 +161,16 @@ def test_the_document(place_of_document: str, jobs: Jobs) -> None:
     assert found["Fabric"] == ["step-0", "step-1"]
     assert found["Accelerate"] == ["step-2", "step-4"]
     assert found["Transformers' Trainer"] == ["step-1", "step-2"]
+
+
+def test_a_uri_that_lightnings_release_breaks_is_refused() -> None:
+    """Lightning 2.6.6 would save below a folder called ``s3:``, and the job would find out when it resumes."""
+    cloudckpt.enable()
+    try:
+        with pytest.raises(cloudckpt.errors.InvalidURIError, match=r"went through pathlib\.Path"):
+            _distributed_checkpoint_save({"w": torch.ones(1)}, Path("s3://bucket/run"))
+    finally:
+        cloudckpt.disable()
 
 
 def test_refusals() -> None:

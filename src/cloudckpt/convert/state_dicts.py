@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Selection:
     include: tuple[str, ...] = ()
     strip_prefix: str = ""
     add_prefix: str = ""
+    leaves_out: Callable[[str], object] | None = None
+    """Tells of the first part of a name if the entry is not to be taken."""
 
     def __post_init__(self) -> None:
         if self.add_prefix and "" in self.add_prefix.removesuffix(".").split("."):
@@ -76,6 +78,8 @@ class Selection:
 
     def takes(self, fqn: str) -> bool:
         """Return True if an entry is to be taken."""
+        if self.leaves_out is not None and self.leaves_out(fqn.partition(".")[0]):
+            return False
         return not self.include or any(matches(fqn, pattern) for pattern in self.include)
 
     def rename_entries(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def load_whole(source: Location, options: Options, selection: Selection, *, allo
     planner = _Planner(dataclasses.replace(selection, strip_prefix="", add_prefix=""))
     reader = ObjectStoreReader(source.uri, options=options, allow_pickle=allow_pickle, _is_part=True)
     load({}, storage_reader=reader, planner=planner, no_dist=True)
-    return dataclasses.replace(selection, include=()).rename_entries(planner.nest())
+    return dataclasses.replace(selection, include=(), leaves_out=None).rename_entries(planner.nest())
 
 
 def flatten_entries(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:

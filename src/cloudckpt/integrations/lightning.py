@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import io
 import os
 import re
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from cloudckpt.api import load, save
 from cloudckpt.convert.state_dicts import Selection, load_whole
 from cloudckpt.errors import CheckpointNotFoundError, InvalidOptionError
-from cloudckpt.inspect.description import describe
 from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations import require
 from cloudckpt.integrations._state import SKELETON, deserialize, flatten, serialize, unflatten
@@ -90,7 +89,8 @@ class CloudCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete the checkpoint as `cloudckpt.delete` does. A missing checkpoint is no error."""
-        _delete_if_exists(path, self._options)
+        with contextlib.suppress(CheckpointNotFoundError):
+            delete(path, options=self._options)
 
 
 _Module = TypeVar("_Module", bound="LightningModule")
@@ -130,11 +130,8 @@ def load_from_checkpoint(
 
     """
     location, options = parse_location(uri), options or Options()
-    known = describe(uri, options=options)
-    names = [tensor.name for tensor in known.tensors] + [value.name for value in known.values]
-    tops = {name.partition(".")[0] for name in names}
-    include = [pattern for top in sorted(tops) if not _is_training_state(top) for pattern in _patterns(top, names)]
-    found = load_whole(location, options, Selection(uri=location.uri, include=tuple(include)), allow_pickle=False)
+    selection = Selection(uri=location.uri, leaves_out=_is_training_state)
+    found = load_whole(location, options, selection, allow_pickle=False)
     checkpoint = unflatten(found, without=_is_training_state, allow_pickle=weights_only is False, uri=location.uri)
     checkpoint.setdefault("state_dict", found.get("state_dict", {}))  # shards are not in the skeleton
     file = io.BytesIO()
@@ -147,15 +144,18 @@ def load_from_checkpoint(
     return module
 
 
-def _patterns(top: str, names: list[str]) -> list[str]:
-    patterns = [f"{glob.escape(top)}.*"] if any(name.startswith(f"{top}.") for name in names) else []
-    return [*patterns, top] if top in names else patterns
-
-
 class _CloudShards(ParallelStrategy):
     """Mixin for a strategy of Lightning's that saves and loads its shards."""
 
+    _own_setting: tuple[str, object]
+    """The setting of Lightning's strategy that makes it save on all ranks, and its value for that."""
+
     def __init__(self, *args: Any, options: Options | None = None, overwrite: bool = True, **kwargs: Any) -> None:
+        name, value = self._own_setting
+        if kwargs.setdefault(name, value) != value:
+            raise InvalidOptionError(
+                f"{type(self).__name__} saves on all ranks. Remove {name}; cloudckpt.export_checkpoint makes one file"
+            )
         super().__init__(*args, **kwargs)
         self._cloud_options = options or Options()
         self._overwrite = overwrite
@@ -195,7 +195,8 @@ class _CloudShards(ParallelStrategy):
     def remove_checkpoint(self, filepath: _Path) -> None:
         """Delete the checkpoint from rank 0."""
         if self.is_global_zero:
-            _delete_if_exists(filepath, self._cloud_options)
+            with contextlib.suppress(CheckpointNotFoundError):
+                delete(filepath, options=self._cloud_options)
 
 
 class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):
@@ -213,13 +214,7 @@ class CloudModelParallelStrategy(_CloudShards, ModelParallelStrategy):
 
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("save_distributed_checkpoint") is False:
-            raise InvalidOptionError(
-                "CloudModelParallelStrategy always saves on all ranks. Remove save_distributed_checkpoint; "
-                "cloudckpt.export_checkpoint makes one file of a checkpoint"
-            )
-        super().__init__(*args, **kwargs)
+    _own_setting = ("save_distributed_checkpoint", True)
 
 
 class CloudFSDPStrategy(_CloudShards, FSDPStrategy):
@@ -236,13 +231,7 @@ class CloudFSDPStrategy(_CloudShards, FSDPStrategy):
 
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs.setdefault("state_dict_type", "sharded") != "sharded":
-            raise InvalidOptionError(
-                "CloudFSDPStrategy always saves on all ranks. Remove state_dict_type; "
-                "cloudckpt.export_checkpoint makes one file of a checkpoint"
-            )
-        super().__init__(*args, **kwargs)
+    _own_setting = ("state_dict_type", "sharded")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the shards under the names that the model has without FSDP."""
@@ -259,10 +248,3 @@ def _refuse_storage_options(storage_options: Any) -> None:
         raise InvalidOptionError(
             "storage_options are not accepted here. Give cloudckpt.Options(storage_options=…) to the constructor"
         )
-
-
-def _delete_if_exists(path: _Path, options: Options) -> None:
-    try:
-        delete(path, options=options)
-    except CheckpointNotFoundError:
-        return

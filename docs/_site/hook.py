@@ -99,8 +99,12 @@ def _tabs(match: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001  # as below
-    """End with one colon the lines before the examples of docstrings, which end with two for Sphinx; label cells."""
-    return _TABLE.sub(_label_cells, content.replace("::</p>", ":</p>"))
+    """End with one colon the lines before the examples of docstrings, which end with two for Sphinx. Fold the lists of
+    tests, whose links lead nowhere on the site, and label cells.
+    """
+    folded = r"<details><summary>Tests</summary><p>\1</p></details>"
+    content = re.sub(r"<p>Shown by\s(.*?)</p>", folded, content.replace("::</p>", ":</p>"), flags=re.DOTALL)
+    return _TABLE.sub(_label_cells, content)
 
 
 def _label_cells(match: re.Match[str]) -> str:

@@ -52,7 +52,7 @@ EventName = Literal[
 EVENTS: dict[EventName, str] = {
     "save.begun": "a save begins on this rank; a background save in the thread that asks for it",
     "save.staged": "a background save has copied the state dict: `num_bytes`, `seconds`",
-    "save.set_up": "the save may go on: from here on bytes move",
+    "save.set_up": "set-up is complete: from here on, bytes move",
     "save.part_uploaded": "the store has one part (`key`, `num_bytes`)",
     "save.completing": "the store has all parts of `key`, whose upload is about to be completed",
     "save.object_uploaded": "the store has the object `key`, of `num_bytes`",

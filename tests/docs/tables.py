@@ -67,13 +67,13 @@ def records_table() -> str:
 
 def spans_table() -> str:
     """Every span of OpenTelemetry's."""
-    return table(("span", "what it covers"), [(f"`{name}`", what) for name, what in opentelemetry.SPANS.items()])
+    return table(("span", "scope"), [(f"`{name}`", what) for name, what in opentelemetry.SPANS.items()])
 
 
 def metrics_table() -> str:
     """Every metric of OpenTelemetry's."""
     rows = [(f"`{name}`", kind, f"`{unit}`", what) for name, (kind, unit, what) in opentelemetry.METRICS.items()]
-    return table(("metric", "kind", "unit", "what it counts"), rows)
+    return table(("metric", "kind", "unit", "meaning"), rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {

@@ -49,6 +49,14 @@ def data_key(attempt: str, rank: int, number: int) -> str:
     return f"{data_prefix(attempt, rank)}{number}.safetensors"
 
 
+RECEIPT_SUFFIX = ".receipt"
+
+
+def receipt_key(attempt: str, rank: int, number: int) -> str:
+    """Return the key of what a rank says of its `number`-th file. No manifest names it."""
+    return f"{data_prefix(attempt, rank)}{number}{RECEIPT_SUFFIX}"
+
+
 _log = logging.getLogger("cloudckpt")
 
 _MAX_SAVES = 16

@@ -16,7 +16,7 @@ Kind = Literal["data", "upload", "probe"]
 
 _FOLDER = rf"((?:.*/)?)data/({ATTEMPT.pattern})/"
 _NUMBER = r"(?:0|[1-9][0-9]*)"
-_DATA = re.compile(rf"{_FOLDER}{_NUMBER}-{_NUMBER}\.safetensors", re.DOTALL)
+_DATA = re.compile(rf"{_FOLDER}{_NUMBER}-{_NUMBER}(?:\.safetensors|\.receipt)", re.DOTALL)
 _IN_FOLDER = re.compile(rf"{_FOLDER}[^/]*", re.DOTALL)
 _PROBE = re.compile(r"((?:.*/)?)\.cloudckpt-probe-[0-9a-f]{16}", re.DOTALL)
 _HIDDEN_ID = re.compile(r"[0-9a-f]{32}")

@@ -55,8 +55,11 @@ def sort_for_storage(entries: Sequence[HeaderEntry]) -> list[int]:
     return sorted(range(len(entries)), key=lambda index: -entries[index].itemsize_bytes)
 
 
-def lay_out(entries: Sequence[HeaderEntry]) -> Layout:
-    """The layout of an object that holds `entries`, which must be in `sort_for_storage`."""
+def lay_out(entries: Sequence[HeaderEntry], *, header_bytes: int = 0) -> Layout:
+    """The layout of an object that holds `entries`, which must be in `sort_for_storage`.
+
+    The header is padded to `header_bytes`, a multiple of 64, if it is shorter.
+    """
     header: dict[str, _HeaderEntry | dict[str, str]] = {"__metadata__": {"format": "pt"}}
     relative_begins: list[int] = []
     position = 0
@@ -70,7 +73,7 @@ def lay_out(entries: Sequence[HeaderEntry]) -> Layout:
         )
         position = end
     text = msgspec.json.encode(header)
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
+    text += b" " * max(-(8 + len(text)) % _ALIGNMENT_BYTES, header_bytes - 8 - len(text))
     prefix = len(text).to_bytes(8, "little") + text
     return Layout(
         header=prefix,

@@ -19,6 +19,7 @@ TESTED_VERSIONS = {
     "accelerate": "1.15.0",
     "lightning": "2.6.6",
     "ray[train]": "2.60.0",
+    "torch_checkpointing": "0.1.1",
     "torchtitan": "0.3.0",
     "transformers": "5.23.0",
 }

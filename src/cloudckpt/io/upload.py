@@ -32,7 +32,9 @@ _LEAST_HELD_PART_BYTES = 64 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
-class _ObjectUpload:
+class ObjectUpload:
+    """The upload of one object."""
+
     key: str
     """The fresh key that it was submitted for."""
     target_key: str
@@ -84,7 +86,7 @@ class UploadSession:
         self._context = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._open: dict[str, _ObjectUpload] = {}
+        self._open: dict[str, ObjectUpload] = {}
         self._num_reused_bytes = 0
         self._receipts: dict[str, ObjectReceipt] = {}
         self._started_keys: list[str] = []
@@ -135,7 +137,29 @@ class UploadSession:
             self._open[key] = target
         missing: list[Part | None] = [part for part in target.parts if part.number not in target.crc32cs]
         # Bodies are made as they are submitted: waiting here keeps what is resolved but not sent small.
-        for part in missing or [None]:
+        self._enqueue(target, missing or [None])
+
+    def begin(self, key: str, body: Body) -> ObjectUpload:
+        """Begin an object whose size is not known yet, at the fresh key `key`. Its parts follow, and `finish`."""
+        target = ObjectUpload(key=key, target_key=key, body=body, parts=[], upload_id=None)
+        with self._lock:
+            self._started_keys.append(key)
+            self._open[key] = target
+        return target
+
+    def append(self, target: ObjectUpload, part: Part) -> None:
+        """Upload a part of a multipart object that others follow. Raises the session's first failure."""
+        if target.upload_id is None:
+            target.upload_id = self._retrier.call(self._store.create_multipart, target.key)
+        self._enqueue(target, [part])
+
+    def finish(self, target: ObjectUpload, parts: list[Part], *, missing: Sequence[Part]) -> None:
+        """Upload the `missing` ones, at least one, of all `parts` of an object, and then complete it."""
+        target.parts = parts
+        self._enqueue(target, missing)
+
+    def _enqueue(self, target: ObjectUpload, parts: Sequence[Part | None]) -> None:
+        for part in parts:
             self.tasks.submit(functools.partial(self._send_part, target, part))
             if self._failure is not None:
                 raise self._failure
@@ -150,20 +174,20 @@ class UploadSession:
         except ValueError as error:
             raise self._store.error(UnsupportedOperationError, "put", key, f"cannot be uploaded: {error}") from error
 
-    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> _ObjectUpload:
+    def _fresh(self, key: str, body: Body, parts: list[Part] | None) -> ObjectUpload:
         upload_id = None
         if parts is None:
             parts = [Part(number=1, offset_bytes=0, size_bytes=body.size_bytes)]
         else:
             upload_id = self._retrier.call(self._store.create_multipart, key)
-        return _ObjectUpload(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
+        return ObjectUpload(key=key, target_key=key, body=body, parts=parts, upload_id=upload_id)
 
-    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> _ObjectUpload:
+    def _going_on(self, key: str, body: Body, parts: list[Part], held: HeldParts) -> ObjectUpload:
         """With the upload of an earlier attempt; or with its parts, where parts can complete any upload."""
         target_key, upload_id = held.key, held.upload_id
         if self._store.capabilities.listed_parts == "any_upload":
             target_key, upload_id = key, self._retrier.call(self._store.create_multipart, key)
-        return _ObjectUpload(
+        return ObjectUpload(
             key=key,
             target_key=target_key,
             body=body,
@@ -180,7 +204,7 @@ class UploadSession:
             raise self._failure
         return [self._receipts[key] for key in self._started_keys]
 
-    def _send_part(self, target: _ObjectUpload, part: Part | None) -> None:
+    def _send_part(self, target: ObjectUpload, part: Part | None) -> None:
         """Send a part, and complete the object after its last one. Without a part, complete the object."""
         store, retrier, upload_id = self._store, self._retrier, target.upload_id
         if self._failure is not None or target.is_given_up:
@@ -218,7 +242,7 @@ class UploadSession:
             else:
                 self._fail(_explain(error))
 
-    def _send_anew(self, target: _ObjectUpload, error: StoreError) -> None:
+    def _send_anew(self, target: ObjectUpload, error: StoreError) -> None:
         """Send the whole object to its own key, in the thread of its first part that failed."""
         with self._lock:
             if target.is_given_up or self._failure is not None:
@@ -235,7 +259,7 @@ class UploadSession:
         for part in fresh.parts:
             self._send_part(fresh, part)
 
-    def _complete(self, target: _ObjectUpload) -> None:
+    def _complete(self, target: ObjectUpload) -> None:
         size_bytes = target.body.size_bytes
         if target.upload_id is not None:
             self._on_completing(target.target_key)
@@ -249,7 +273,7 @@ class UploadSession:
             self._num_reused_bytes += target.num_held_bytes
         self._on_object(target.target_key, size_bytes)
 
-    def _complete_once(self, target: _ObjectUpload, upload_id: str) -> None:
+    def _complete_once(self, target: ObjectUpload, upload_id: str) -> None:
         parts = [target.uploaded[part.number] for part in target.parts]
         try:
             self._hedger.complete_multipart(self._store, target.target_key, upload_id, parts)
@@ -261,7 +285,7 @@ class UploadSession:
             if self._store.head(target.target_key).size_bytes != target.body.size_bytes:
                 raise
 
-    def _check_stored(self, target: _ObjectUpload) -> None:
+    def _check_stored(self, target: ObjectUpload) -> None:
         store, key, size_bytes = self._store, target.target_key, target.body.size_bytes
         stored_bytes = measure(store, self._retrier, key=key, size_bytes=size_bytes)
         if stored_bytes != size_bytes:

@@ -1,0 +1,467 @@
+"""Save files as one checkpoint. Each is a tensor of bytes, which one rank writes as a stream; one rank commits all.
+
+The ranks talk only through the store: a rank that has written a file leaves a receipt, and the rank that commits
+collects the receipts (``docs/design/029-torch-checkpointing.md``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+import os
+import secrets
+import threading
+import uuid
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import Buffer
+
+from cloudckpt._workers import each_done
+from cloudckpt.commit.attempts import RECEIPT_SUFFIX, data_key, new_attempt_id, receipt_key
+from cloudckpt.commit.manifest_log import look_until_stable, read_log
+from cloudckpt.errors import (
+    OVERWRITE_HINT,
+    CheckpointChangedError,
+    CheckpointExistsError,
+    IncompleteSaveError,
+    InvalidOptionError,
+    StoreError,
+    gc_advice,
+    quote_names,
+)
+from cloudckpt.format.model import ItemReceipts, ObjectReceipt
+from cloudckpt.format.safetensors import HeaderEntry, lay_out
+from cloudckpt.format.validation import MAX_BYTES
+from cloudckpt.io.upload import ObjectUpload, UploadSession, choose_held_part_bytes, plan_parts
+from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.save import SaveJob
+from cloudckpt.stores.base import Part, crc32c_of
+from cloudckpt.tensors.extensions import WriteTransforms
+
+_log = logging.getLogger("cloudckpt")
+
+_MAX_RECEIPT_BYTES = 64 * 1024 * 1024
+_RANDOM_BITS = 48
+_CRC_DIGITS = 8
+
+
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
+    """One data object of a file. Its bytes from `begin` on are the file's."""
+
+    key: str
+    size_bytes: int
+    begin: int
+    tile_crc32cs: list[int]
+
+
+class FileReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that a rank has written."""
+
+    path: str
+    rank: int
+    save: int
+    """Number of the save at this place, counted by the rank's storage from 1."""
+    index: int
+    """Number of the file in this rank's save, from 0."""
+    number: int
+    """The commit that was free when the rank began."""
+    tile_bytes: int
+    objects: list[FileObject]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes - one.begin for one in self.objects)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """The place of a rank in its job. All ranks of a job have the same `attempt`, and no other job has it."""
+
+    attempt: str = field(default_factory=new_attempt_id)
+    rank: int = 0
+    num_ranks: int = 1
+
+
+def join_job(name: str) -> Membership | None:
+    """Return the place of this rank in the default process group; None if it is alone. Waits for no other rank.
+
+    The ranks agree through the group's store, under `name`. torchrun keeps the store when it restarts the ranks, so the
+    restart counts, too.
+    """
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None or dist.get_world_size() == 1:
+        return None
+    key = f"cloudckpt/files/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+    attempt: bytes = group.get_group_store().compare_set(key, "", new_attempt_id())
+    return Membership(attempt=attempt.decode(), rank=dist.get_rank(), num_ranks=dist.get_world_size())
+
+
+def has_files(context: Context, me: Membership) -> bool:
+    """Return True if a rank of this job has begun to write files there."""
+    return bool(context.retrier.collect(context.store.list, f"data/{me.attempt}/"))
+
+
+_DECODER = msgspec.json.Decoder(FileReceipt)
+
+
+class FilesJob(SaveJob):
+    """One save of files at one location, on one rank. `begin`, `open` each file, and on rank 0 `commit_files`.
+
+    `save` counts the job's saves at this location.
+    """
+
+    def __init__(self, context: Context, me: Membership, *, save: int) -> None:
+        if context.options.resume or context.options.extensions:
+            raise InvalidOptionError("Options(resume=…) and Options(extensions=…) do not apply to files. Remove them")
+        super().__init__(context, save_id=str(uuid.uuid4()), transforms=WriteTransforms(None))
+        self._attempt = me.attempt
+        self._save = save
+        self._num_ranks = me.num_ranks
+        # Another process of this rank may have written under the same attempt.
+        self._numbers = itertools.count(secrets.randbits(_RANDOM_BITS))
+        self._indices = itertools.count()
+        self._lock = threading.Lock()
+        self.has_files = False
+
+    def begin(self) -> None:
+        """Find the number of the commit, before any byte moves. Raises `CheckpointExistsError`."""
+        context = self._context
+        if context.rank == 0:
+            self.check(overwrite=False)
+            return
+        log = read_log(context.store, context.retrier)
+        if log.counting is not None:
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {context.uri}: nothing was written", uri=context.uri, hint=OVERWRITE_HINT
+            )
+        self._number = log.top + 1
+
+    def open(self, path: str) -> FileWriter:
+        """Begin a file."""
+        self.has_files = True
+        return FileWriter(self._context, path, new_key=self._new_key, on_done=self._leave_receipt)
+
+    def _new_key(self) -> str:
+        with self._lock:
+            return data_key(self._attempt, self._context.rank, next(self._numbers))
+
+    def _leave_receipt(self, path: str, objects: list[FileObject]) -> None:
+        context = self._context
+        with self._lock:
+            index, number = next(self._indices), next(self._numbers)
+        receipt = FileReceipt(
+            path=path,
+            rank=context.rank,
+            save=self._save,
+            index=index,
+            number=self._number,
+            tile_bytes=context.options.advanced.tile_bytes,
+            objects=objects,
+        )
+        document = msgspec.json.encode(receipt)
+        views = [memoryview(b"%08x" % crc32c_of([memoryview(document)]) + document)]
+        key = receipt_key(self._attempt, context.rank, number)
+        context.retrier.call(context.store.put, key, views, crc32c=crc32c_of(views))
+
+    def commit_files(self, planned: Collection[str] = ()) -> None:
+        """Commit the files of all ranks, which must have written all of theirs.
+
+        Raises `IncompleteSaveError` if a file of `planned` is missing, or if the receipts contradict each other.
+        """
+        context = self._context
+        known: dict[str, FileReceipt] = {}
+
+        def look() -> tuple[list[str], Hashable]:
+            self._read_receipts(known)
+            found = self._find_problems(known.values(), planned)
+            return found, tuple(found)
+
+        problems = look_until_stable(
+            look, changing=lambda: CheckpointChangedError(f"{context.uri} changes all the time", uri=context.uri)
+        )
+        if problems:
+            raise IncompleteSaveError(
+                f"nothing was committed at {context.uri}: {'; '.join(problems)}. Save again, to another place or after "
+                f"`cloudckpt gc {context.uri}`",
+                uri=context.uri,
+            )
+        receipts = [receipt for receipt in known.values() if receipt.save == self._save]
+        results: list[list[WriteResult]] = [[] for _ in range(self._num_ranks)]
+        for receipt in receipts:
+            results[receipt.rank] += _results_of(receipt)
+        try:
+            self.commit(Metadata({receipt.path: _describe(receipt) for receipt in receipts}), results)
+        finally:  # whatever happened to the commit, no other one can use them
+            try:
+                context.new_retrier().call(context.store.delete, sorted(known))
+            except StoreError as error:
+                _log.warning("could not remove receipts: %s. %s", error, gc_advice(context.uri))
+
+    def _read_receipts(self, known: dict[str, FileReceipt]) -> None:
+        """Add the receipts of all ranks to `known`, by their keys."""
+        context = self._context
+        infos = context.retrier.collect(context.store.list, f"data/{self._attempt}/")
+        keys = [info.key for info in infos if info.key.endswith(RECEIPT_SUFFIX) and info.key not in known]
+
+        def read(key: str) -> None:
+            data = memoryview(context.retrier.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))
+            document = data[_CRC_DIGITS:]
+            if bytes(data[:_CRC_DIGITS]) != b"%08x" % crc32c_of([document]):
+                raise IncompleteSaveError(
+                    f"{context.store.url(key)} is damaged, so nothing was committed. Save again", uri=context.uri
+                )
+            known[key] = _DECODER.decode(document)
+
+        for _ in each_done(
+            keys, read, num_threads=context.connections, name="cloudckpt-receipts", on_failure=context.retrier.stop
+        ):
+            pass
+
+    def _find_problems(self, found: Collection[FileReceipt], planned: Collection[str]) -> list[str]:
+        receipts = [receipt for receipt in found if receipt.save == self._save]
+        paths = Counter(receipt.path for receipt in receipts)
+        by_rank: dict[int, list[int]] = {}
+        for receipt in receipts:
+            by_rank.setdefault(receipt.rank, []).append(receipt.index)
+        lost = [rank for rank, indices in by_rank.items() if sorted(indices) != list(range(len(indices)))]
+        apart = sorted({receipt.rank for receipt in found} - by_rank.keys())
+        late = sorted({receipt.rank for receipt in receipts if receipt.number != self._number})
+        checks = (
+            (sorted(set(planned) - paths.keys()), "these files were planned, and no rank has written them: {}"),
+            ([path for path, count in paths.items() if count > 1], "two saves at once, or two ranks, have written {}"),
+            (lost, "the store does not list what ranks {} have written"),
+            (apart, "ranks {} have written files only in another try to save there"),
+            (late, "gc, a deletion or another save came between this rank's begin and that of ranks {}"),
+            ([] if receipts else ["no file"], "there is {}"),
+        )
+        return [text.format(quote_names(names)) for names, text in checks if names]
+
+
+def _describe(receipt: FileReceipt) -> TensorStorageMetadata:
+    ends = list(itertools.accumulate(one.size_bytes - one.begin for one in receipt.objects))
+    return TensorStorageMetadata(
+        TensorProperties(dtype=torch.uint8),
+        size=torch.Size([receipt.size_bytes]),
+        chunks=[
+            ChunkStorageMetadata(offsets=torch.Size([begin]), sizes=torch.Size([end - begin]))
+            for begin, end in zip([0, *ends], ends, strict=False)
+        ],
+    )
+
+
+def _results_of(receipt: FileReceipt) -> Iterator[WriteResult]:
+    offset = 0
+    for one in receipt.objects:
+        stored_in = ObjectReceipt(key=one.key, size_bytes=one.size_bytes, tile_crc32cs=tuple(one.tile_crc32cs))
+        items = ItemReceipts(
+            stored_in=stored_in,
+            tile_bytes=receipt.tile_bytes,
+            fqns=[receipt.path],
+            offsets=[(offset,)],
+            begins=array("q", [one.begin]),
+            ends=array("q", [one.size_bytes]),
+            dtypes=["uint8"],
+            lengths=[(one.size_bytes - one.begin,)],
+            transforms=[()],
+        )
+        offset += one.size_bytes - one.begin
+        yield WriteResult(MetadataIndex(one.key), size_in_bytes=one.size_bytes, storage_data=items)
+
+
+class _UnsentParts:
+    """The bytes of an object that are not sent yet (see `cloudckpt.io.resume.Body`), by the offset of their part."""
+
+    def __init__(self, free: list[bytearray]) -> None:
+        self.size_bytes = 0
+        self._parts: dict[int, bytearray] = {}
+        self._free = free
+
+    def hold(self, begin: int, buffer: bytearray) -> None:
+        self._parts[begin] = buffer
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[list[memoryview]]:
+        """Lend the view of a part. Its buffer is free afterwards."""
+        buffer = self._parts.pop(begin)
+        with memoryview(buffer) as whole:
+            yield [whole[: end - begin]]
+        self._free.append(buffer)
+
+
+class FileWriter(io.RawIOBase):
+    """A file that is uploaded in parts beside the writing, to as many objects as it takes. For one thread at a time.
+
+    The size is known only in the end, and the header of a safetensors file has it. So the first part of an object is
+    held until then. Holds at most ``Options.staging_bytes``, if the store accepts parts as small as that. `close`
+    completes the file. A ``with`` block that fails and the destructor abort it.
+    """
+
+    _session: UploadSession | None = None
+
+    def __init__(
+        self,
+        context: Context,
+        path: str,
+        *,
+        new_key: Callable[[], str],
+        on_done: Callable[[str, list[FileObject]], None],
+    ) -> None:
+        super().__init__()
+        self._path = path
+        self._new_key = new_key
+        self._on_done = on_done
+        options, advanced, store = context.options, context.options.advanced, context.store
+        self._header_bytes = len(_lay_out(path, MAX_BYTES, offset=MAX_BYTES))
+        part_bytes = choose_held_part_bytes(
+            options.staging_bytes,
+            # Those that wait, those that are sent, the first one and the one that is filled.
+            connections=2 * context.connections + 2,
+            most_bytes=advanced.part_bytes,
+            tile_bytes=advanced.tile_bytes,
+        )
+        object_bytes = max(advanced.object_bytes, part_bytes, 2 * self._header_bytes)
+        parts = plan_parts(
+            object_bytes,
+            part_bytes=max(part_bytes, 2 * self._header_bytes),
+            tile_bytes=advanced.tile_bytes,
+            limits=store.limits,
+        )
+        self._part_bytes = parts[0].size_bytes if len(parts) > 1 else part_bytes
+        self._max_parts = len(parts) if store.capabilities.multipart else 1
+        self._free: list[bytearray] = []
+        self._session = UploadSession(
+            store,
+            context.new_retrier(),
+            cleaner=context.new_retrier(),
+            hedger=context.hedger,
+            part_bytes=self._part_bytes,
+            tile_bytes=advanced.tile_bytes,
+            resumable=False,
+            on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+            on_completing=lambda key: context.emit("save.completing", key=key),
+            on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
+        )
+        self._uploads = self._session.__enter__()
+        self._begin_object(0)
+
+    def _begin_object(self, offset: int) -> None:
+        self._offset = offset
+        self._body = _UnsentParts(self._free)
+        self._target: ObjectUpload = self._uploads.begin(self._new_key(), self._body)
+        self._parts: list[Part] = []
+        self._first = self._buffer = bytearray(self._part_bytes)
+        self._filled_bytes = self._header_bytes
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Buffer) -> int:
+        """Append `data`. Waits while too much is on its way."""
+        with memoryview(data) as given, given.cast("B") as view:
+            done = 0
+            while done < len(view):
+                if self._filled_bytes == self._part_bytes:
+                    self._end_part()
+                step = min(self._part_bytes - self._filled_bytes, len(view) - done)
+                self._buffer[self._filled_bytes : self._filled_bytes + step] = view[done : done + step]
+                self._filled_bytes += step
+                done += step
+            return done
+
+    def _end_part(self) -> None:
+        """Send the part that is full, unless it is the first. More bytes follow."""
+        if len(self._parts) + 1 == self._max_parts:
+            self._end_object(is_last=False)
+            return
+        part = self._new_part()
+        if part.number > 1:
+            self._body.hold(part.offset_bytes, self._buffer)
+            self._uploads.append(self._target, part)
+        self._buffer, self._filled_bytes = self._free.pop() if self._free else bytearray(self._part_bytes), 0
+
+    def _new_part(self) -> Part:
+        offset = len(self._parts) * self._part_bytes
+        part = Part(number=len(self._parts) + 1, offset_bytes=offset, size_bytes=self._filled_bytes)
+        self._parts.append(part)
+        return part
+
+    def _end_object(self, *, is_last: bool) -> None:
+        last, first = self._new_part(), self._parts[0]
+        self._body.size_bytes = last.offset_bytes + last.size_bytes
+        num_bytes = self._body.size_bytes - self._header_bytes
+        is_whole = is_last and not self._offset
+        header = _lay_out(
+            self._path, num_bytes, offset=None if is_whole else self._offset, header_bytes=self._header_bytes
+        )
+        self._first[: len(header)] = header
+        self._body.hold(last.offset_bytes, self._buffer)
+        self._body.hold(first.offset_bytes, self._first)
+        if last is not first:
+            self._uploads.append(self._target, last)
+        self._uploads.finish(self._target, self._parts, missing=[first])
+        if not is_last:
+            self._begin_object(self._offset + num_bytes)
+
+    def close(self) -> None:
+        """Complete the file, and leave its receipt. Raises the first failure; nothing of the file is left then."""
+        super().close()
+        if self._session is None:
+            return
+        try:
+            self._end_object(is_last=True)
+            self._uploads.tasks.join()
+            receipts = self._uploads.receipts()
+        except BaseException as error:
+            self._abort(error)
+            raise
+        self._session.__exit__(None, None, None)
+        self._session = None
+        objects = [
+            FileObject(
+                key=receipt.key,
+                size_bytes=receipt.size_bytes,
+                begin=self._header_bytes,
+                tile_crc32cs=list(receipt.tile_crc32cs),
+            )
+            for receipt in receipts
+        ]
+        self._on_done(self._path, objects)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._abort(error)
+        self.close()
+
+    def __del__(self) -> None:
+        self._abort(ResourceWarning("the file was not closed"))
+
+    def _abort(self, error: BaseException) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.__exit__(type(error), error, error.__traceback__)
+
+
+def _lay_out(path: str, num_bytes: int, *, offset: int | None, header_bytes: int = 0) -> bytes:
+    """Return the header of an object that holds `num_bytes` of a file; all of it if `offset` is None."""
+    offsets = None if offset is None else (offset,)
+    entry = HeaderEntry(fqn=path, dtype="uint8", shape=(num_bytes,), offsets=offsets, num_bytes=num_bytes)
+    return lay_out([entry], header_bytes=header_bytes).header

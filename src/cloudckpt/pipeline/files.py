@@ -366,7 +366,7 @@ class FileWriter(io.RawIOBase):
         self._body = _UnsentParts(self._free)
         self._target: ObjectUpload = self._uploads.begin(self._new_key(), self._body)
         self._parts: list[Part] = []
-        self._first = self._buffer = bytearray(self._part_bytes)
+        self._first = self._buffer = self._take_buffer()
         self._filled_bytes = self._header_bytes
 
     def writable(self) -> bool:
@@ -394,7 +394,10 @@ class FileWriter(io.RawIOBase):
         if part.number > 1:
             self._body.hold(part.offset_bytes, self._buffer)
             self._uploads.append(self._target, part)
-        self._buffer, self._filled_bytes = self._free.pop() if self._free else bytearray(self._part_bytes), 0
+        self._buffer, self._filled_bytes = self._take_buffer(), 0
+
+    def _take_buffer(self) -> bytearray:
+        return self._free.pop() if self._free else bytearray(self._part_bytes)
 
     def _new_part(self) -> Part:
         offset = len(self._parts) * self._part_bytes

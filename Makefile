@@ -104,7 +104,7 @@ $(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/cons
 frameworks-installed: $(FRAMEWORKS_INSTALLED)
 
 frameworks: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
-frameworks: $(FRAMEWORKS_INSTALLED) servers ## Train with Lightning, Accelerate, Transformers, torchtitan and Ray, which it installs.
+frameworks: $(FRAMEWORKS_INSTALLED) servers ## Run the integrations with the real packages, which it installs.
 	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default --timeout 900 $(FRAMEWORKS_ARGS)
 
 package: ## Build the sdist and the wheel, and test and type-check what is installed from it, with no checkout in sight.

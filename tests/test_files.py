@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import mmap
 import random
 import tracemalloc
 from pathlib import Path
@@ -234,6 +235,12 @@ def test_a_flipped_bit_is_found(memory: Memory) -> None:
     store.put(key, [memoryview(damaged)], crc32c=crc32c_of([memoryview(damaged)]))
     with pytest.raises(CorruptCheckpointError, match=r"model_0\.pt"):
         read(memory, "checkpoint/model_0.pt")
+    mapped = mmap.mmap(-1, 7 * PART_BYTES)
+    try:
+        with pytest.raises(CorruptCheckpointError), memoryview(mapped) as view:
+            FileTree(parse_location(memory.root), OPTIONS, rank=0).open("checkpoint/model_0.pt").readinto(view)
+    finally:
+        mapped.close()  # torch_checkpointing does, and an error of its own would hide this one
     assert read(memory, "checkpoint/other.pt") == b"other"
     with pytest.raises(CorruptCheckpointError, match=r"model_0\.pt"):
         cloudckpt.verify(memory.uri())

@@ -102,13 +102,22 @@ class Jobs:
     directory: Path
     _told: dict[tuple[Any, ...], Told] = field(default_factory=dict)
 
-    def at(self, place: str, job: str, *args: str, num_ranks: int = 2, is_torchrun: bool = True) -> Any:
+    def at(
+        self,
+        place: str,
+        job: str,
+        *args: str,
+        num_ranks: int = 2,
+        is_torchrun: bool = True,
+        is_everywhere: bool = False,
+        max_restarts: int = 0,
+    ) -> Any:
         """What rank 0 of that job told of this place. With one rank, the job finds what two have saved."""
         # On fewer ranks it is asked of few places: what counts is what two have saved, not where it lies.
-        wanted = tuple(self.places) if num_ranks == 2 else (place,)
+        wanted = tuple(self.places) if num_ranks == 2 or is_everywhere else (place,)
         key = (job, args, num_ranks, is_torchrun, wanted)
         if key not in self._told:
-            self._told[key] = self._run(job, args, num_ranks if is_torchrun else None, wanted)
+            self._told[key] = self._run(job, args, num_ranks if is_torchrun else None, wanted, max_restarts)
         told = self._told[key]
         if place not in told.results:
             pytest.fail(f"{job} did not come to the end of {place}:\n{told.output[-6000:]}")
@@ -120,8 +129,11 @@ class Jobs:
         """Under which the job saves."""
         return "/".join([self.places[place].uri, job, *args])
 
-    def _run(self, job: str, args: tuple[str, ...], num_ranks: int | None, wanted: tuple[str, ...]) -> Told:
+    def _run(
+        self, job: str, args: tuple[str, ...], num_ranks: int | None, wanted: tuple[str, ...], max_restarts: int
+    ) -> Told:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nnodes=1", f"--nproc-per-node={num_ranks}"]
+        torchrun += [f"--max-restarts={max_restarts}"]
         places = [
             {"name": name, "root": self.root_of(name, job, *args), "environment": dict(self.places[name].environment)}
             for name in wanted
@@ -137,6 +149,7 @@ class Jobs:
             "RAY_AUTH_MODE": "disabled",  # or it writes a token into the home directory
             "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONUNBUFFERED": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # see docs/frameworks.md, of torchrun
         }
         process = subprocess.Popen(
             [sys.executable, *([] if num_ranks is None else torchrun), str(JOBS / f"{job}.py"), *args],

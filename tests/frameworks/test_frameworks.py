@@ -156,11 +156,19 @@ def test_ray_train(place: str, jobs: Jobs) -> None:
 def test_the_document(place_of_document: str, jobs: Jobs) -> None:
     """What a user copies from docs/frameworks.md would not work with the framework."""
     found = jobs.at(place_of_document, "document", num_ranks=1)
-    assert set(found) == {"Lightning", "Fabric", "Accelerate", "Transformers' Trainer", "torchtitan"}
+    assert set(found) == {
+        "Lightning",
+        "Fabric",
+        "Accelerate",
+        "Transformers' Trainer",
+        "torchtitan",
+        "torch_checkpointing",
+    }
     assert "last.ckpt" in found["Lightning"]
     assert found["Fabric"] == ["step-0", "step-1"]
     assert found["Accelerate"] == ["step-2", "step-4"]
     assert found["Transformers' Trainer"] == ["step-1", "step-2"]
+    assert found["torch_checkpointing"] == ["step-100"]
 
 
 def test_a_uri_that_lightnings_release_breaks_is_refused() -> None:
@@ -180,3 +188,65 @@ def test_refusals() -> None:
     with pytest.raises(cloudckpt.errors.InvalidOptionError, match="Remove state_dict_type"):
         CloudFSDPStrategy(state_dict_type="full")
     assert CloudCheckpointManager.Config().overwrite is False
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_torch_checkpointing(num_ranks: int, place: str, jobs: Jobs) -> None:
+    """What torch_checkpointing's manager saves would come back changed, or not at all, on some number of ranks; a
+    second save would replace the first; or damage would be loaded.
+    """
+    jobs.at(place, "checkpoint_files")  # whose checkpoint the others load
+    found = jobs.at(place, "checkpoint_files", num_ranks=num_ranks, is_everywhere=True)
+    for name in ("torch/sync", "torch/async", "safetensors/sync", "safetensors/async"):
+        for of_rank in found[name]:
+            assert of_rank["model"], name
+            assert of_rank["rank"], name
+            assert "Checkpoint already exists" in of_rank["again"], name
+    files = [f"{item}_{rank}.pt" for item in ("model", "optimizer", "rank") for rank in range(num_ranks)]
+    root = f"{jobs.root_of(place, 'checkpoint_files')}/{num_ranks}"
+    assert found["verified"] == len(files) + 1
+    size = found["storage"].pop("size")
+    assert size > 2**19
+    assert found["storage"] == {
+        "ls": sorted([*files, "metadata.pkl"]),
+        "folder": ["async", "sync"],
+        "kinds": [True, False, False, False],
+        "glob": [f"/torch/sync/rank_{rank}.pt" for rank in range(num_ranks)],
+        "staged": False,
+        "url": f"{root}/torch/sync",
+    }
+    assert found["infos"] == [num_ranks] * 2
+    assert "damaged" in found["damaged"][0]
+    assert "'rank_0.pt'" in found["damaged"][0]
+    assert found["damaged"][1:] == ["loaded"] * (num_ranks - 1)
+    if num_ranks == 2:
+        assert sorted(found["race"]) == ["lost", "won"]
+    else:
+        assert found["resharded"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_torch_checkpointing_as_torchtitan_calls_it(num_ranks: int, place: str, jobs: Jobs) -> None:
+    """torchtitan's manager would find no step to resume from, or take one for it that is not whole; or its retention
+    would remove nothing, or too much.
+    """
+    for of_rank in jobs.at(place, "checkpoint_files", num_ranks=num_ranks, is_everywhere=True)["titan"]:
+        assert of_rank == {
+            "before": False,
+            "found": [1, 2, 3, 4],
+            "kept": ["step-3", "step-4"],
+            "step": 4,
+            "model": True,
+        }
+
+
+def test_torch_checkpointing_after_a_crash(place: str, jobs: Jobs) -> None:
+    """What a rank that was killed in the middle of a save had written would be taken for a checkpoint, get into the
+    next save, or stay for ever.
+    """
+    found = jobs.at(place, "checkpoint_crash", max_restarts=len(jobs.places))
+    assert found["before"] == [[], False, False]
+    assert found["ls"] == ["model_0.pt", "model_1.pt"]  # without the file that only the first save had
+    assert found["garbage"] >= 2
+    assert found["left"] == 0
+    assert found["verified"] == 2

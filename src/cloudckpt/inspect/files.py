@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from typing_extensions import Buffer
 
 from cloudckpt.commit.manifest_log import list_folders, read_counting
+from cloudckpt.errors import CloudckptError
 from cloudckpt.format.model import Manifest
 from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.inspect.catalog import list_checkpoints
@@ -141,6 +143,19 @@ class FileReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Buffer) -> int:
+        """Fill `buffer`. If that fails, nothing refers to it any more, so that a memory map can be closed."""
+        try:
+            return self._fill(buffer)
+        except CloudckptError as error:
+            failure = error
+        one: BaseException | None = failure
+        while one is not None:  # the frames of a traceback keep the buffer in use
+            one.__traceback__ = None
+            one = one.__cause__ or one.__context__
+        gc.collect()
+        raise failure
+
+    def _fill(self, buffer: Buffer) -> int:
         with memoryview(buffer) as given, given.cast("B") as view:
             num_bytes = max(min(len(view), self.size_bytes - self._position), 0)
             done = 0

@@ -21,7 +21,7 @@ from cloudckpt.inspect.files import FileTree
 from cloudckpt.inspect.removal import delete
 from cloudckpt.integrations import require
 from cloudckpt.options import Options
-from cloudckpt.pipeline.files import FilesJob, FileWriter, Membership, has_files, join_job
+from cloudckpt.pipeline.files import FilesJob, FileWriter, Membership, has_receipts, join_job
 from cloudckpt.uri import mangled_uri_scheme, parse_location
 
 with require("torch_checkpointing"):
@@ -38,33 +38,34 @@ class CloudStorageConfig(StorageConfig):
     an ordinary checkpoint with one tensor of bytes for each file. Nothing is visible before the commit. If two jobs
     save to one place, one wins. Each byte that is read is verified. Create the manager after ``init_process_group``.
 
-    Args:
-        root: URI of the folder of the checkpoints.
-        options: Options of all saves and loads, except ``resume`` and ``extensions``.
-        temp_dir_prefix: That of the package's ``CheckpointWriterConfig``.
-
     Raises:
         InvalidURIError: `root` cannot name a folder.
 
     Example::
 
-        config = CheckpointManager.Config(storage_config=CloudStorageConfig("s3://bucket/run"))
+        config = CheckpointManager.Config(
+            storage_config=CloudStorageConfig("s3://bucket/run"),
+            save=SyncCheckpointSaverConfig(),  # leave it out to save in the background
+        )
         manager = CheckpointManager(config)
-        manager.save("step-100", {"model": model.state_dict()})
+        manager.save("step-100", {"model": model.state_dict(), "step": 100})
 
     """
 
     root: str
+    """URI of the folder of the checkpoints."""
     options: Options = field(default_factory=Options)
+    """Options of all saves and loads, except ``resume`` and ``extensions``."""
     temp_dir_prefix: str = "tmp_"
+    """That of the package's ``CheckpointWriterConfig``."""
 
     def __post_init__(self) -> None:
         self.root = parse_location(self.root).uri
         self._membership = Membership()
 
-    def create_storage(self) -> CloudStorage:
+    def create_storage(self) -> Storage:
         """Create the storage."""
-        return CloudStorage(self)
+        return _CloudStorage(self)
 
     def join(self) -> Membership:
         """Return the place of this rank. The process that the package spawns has that of its parent."""
@@ -76,7 +77,7 @@ class CloudStorageConfig(StorageConfig):
         return self.__dict__
 
 
-class CloudStorage(Storage):
+class _CloudStorage(Storage):
     """The storage that `CloudStorageConfig` creates. It has committed checkpoints alone, and folders that have some."""
 
     def __init__(self, config: CloudStorageConfig) -> None:
@@ -148,7 +149,7 @@ class CloudStorage(Storage):
         if folder is not None and path.name.startswith(self._prefix):
             with self._lock:
                 job = self._job_at(folder)
-                if job is None and self._me.rank == 0 and has_files(self._tree.context(folder), self._me):
+                if job is None and self._me.rank == 0 and has_receipts(self._tree.context(folder), self._me):
                     job = self._begin(folder)  # only other ranks have files
             if job is not None:
                 return True

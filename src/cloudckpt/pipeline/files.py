@@ -113,9 +113,14 @@ def join_job(name: str) -> Membership | None:
     return Membership(attempt=attempt.decode(), rank=dist.get_rank(), num_ranks=dist.get_world_size())
 
 
-def has_files(context: Context, me: Membership) -> bool:
-    """Return True if a rank of this job has begun to write files there."""
-    return bool(context.retrier.collect(context.store.list, f"data/{me.attempt}/"))
+def has_receipts(context: Context, me: Membership) -> bool:
+    """Return True if a rank of this job has written a file there that is not committed."""
+    return bool(_list_receipts(context, me.attempt))
+
+
+def _list_receipts(context: Context, attempt: str) -> list[str]:
+    infos = context.retrier.collect(context.store.list, f"data/{attempt}/")
+    return [info.key for info in infos if info.key.endswith(RECEIPT_SUFFIX)]
 
 
 _DECODER = msgspec.json.Decoder(FileReceipt)
@@ -217,8 +222,7 @@ class FilesJob(SaveJob):
     def _read_receipts(self, known: dict[str, FileReceipt]) -> None:
         """Add the receipts of all ranks to `known`, by their keys."""
         context = self._context
-        infos = context.retrier.collect(context.store.list, f"data/{self._attempt}/")
-        keys = [info.key for info in infos if info.key.endswith(RECEIPT_SUFFIX) and info.key not in known]
+        keys = [key for key in _list_receipts(context, self._attempt) if key not in known]
 
         def read(key: str) -> None:
             data = memoryview(context.retrier.call(context.store.read, key, max_bytes=_MAX_RECEIPT_BYTES))

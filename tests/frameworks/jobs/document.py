@@ -74,6 +74,7 @@ GIVEN = {
     "Accelerate": of_accelerate,
     "Transformers' Trainer": of_trainer,
     "torchtitan": lambda: {"config": SimpleNamespace()},
+    "torch_checkpointing": lambda: {"model": Noisy()},
 }
 
 for place, root in places():

@@ -225,7 +225,7 @@ def main() -> None:
             pairs = zip(whole(found).values(), whole(expected.state_dict()).values(), strict=True)
             result["resharded"] = all(torch.allclose(one, wanted, atol=1e-5) for one, wanted in pairs)
         if RANK == 0:
-            result["infos"] = [info.world_size for info in cloudckpt.list_checkpoints(f"{here}/torch")]
+            result["infos"] = [info.world_size for info in cloudckpt.list_checkpoints(f"{here}/torch", all=True)]
             cloudckpt.copy(f"{here}/torch/sync", f"{here}/copied")
             damage_file(f"{here}/copied", "rank_0.pt")
         dist.barrier()

@@ -215,6 +215,10 @@ def load_groups_of_stages(uri: str) -> None:
     cloudckpt.save(uri, model=model, optimizer=saved)
     cloudckpt.load(uri, model=model, optimizer=loaded)
     assert [group["lr"] for group in loaded.param_groups] == [0.5] * (2 - rank)
+    saved.param_groups[0]["lr"] = rank + 2.0
+    cloudckpt.save(f"{uri}-named", model=model, optimizer={f"stage{rank}": saved})
+    cloudckpt.load(f"{uri}-named", model=model, optimizer={f"stage{rank}": loaded}, strict=True, random_state=True)
+    assert loaded.param_groups[0]["lr"] == rank + 2.0
 
 
 @pytest.mark.multirank

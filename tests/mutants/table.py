@@ -805,5 +805,26 @@ MUTANTS = {
         new="if said is not None and combine_tile_crc32cs(",
         tests=("tests/convert/test_copy.py::test_what_the_service_copies_is_not_believed",),
     ),
+    "forget-the-state-that-a-fresh-optimizer-lacks": Mutant(
+        breaks="G4: a load into the state dict of a fresh optimizer leaves the moments behind, and reports success.",
+        file="dcp/completeness.py",
+        old="if left := _find_left_state(saved, asked, ",
+        new="if left := _find_left_state({}, asked, ",
+        tests=("tests/dcp/test_live_objects.py::test_what_would_be_left_behind_is_refused_by_name",),
+    ),
+    "drop-what-an-optimizer-adds": Mutant(
+        breaks="G4: what a class of optimizer adds to its state dict is not saved, and nobody is told.",
+        file="dcp/live_optimizers.py",
+        old="others = _others_of(held)",
+        new="others: dict[Any, Any] = {}",
+        tests=("tests/dcp/test_live_objects.py::test_what_a_class_of_optimizer_adds_to_its_state_dict_is_kept",),
+    ),
+    "fill-from-a-damaged-step": Mutant(
+        breaks="G4: a restore with strict=False leaves bytes of a damaged step in what the older one lacks.",
+        file="manager/restore.py",
+        old="verify_first = verify_first or is_partial or",
+        new="verify_first = verify_first or",
+        tests=("tests/manager/test_manager.py::test_nothing_of_a_damaged_step_stays_in_what_an_older_one_lacks",),
+    ),
 }
 """Each defect by its name."""

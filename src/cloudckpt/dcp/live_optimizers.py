@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -88,13 +89,14 @@ class OptimizerEntry(LiveEntry):
         params = self._params_by_name()
         layouts = self._layouts()
         by_name = self._by_name(saved.get(_STATE) or {})
+        of_fsdp1 = [one for one in self._optimizers if self._find_fsdp1(one) is not None]
         state = {}
         for key, name in by_name.items():
             if name not in params:  # another rank may have it, and `check_completeness` finds what no rank has
                 continue
             optimizer, param = params[name]
             # torch's first FSDP holds parts of flat parameters, which can have the size of a whole one by chance.
-            held = {} if self._find_fsdp1(optimizer) is not None else optimizer.state.get(param, {})
+            held = {} if optimizer in of_fsdp1 else optimizer.state.get(param, {})
             try:
                 state[key] = _plan_state(saved[_STATE][key], held, _Layout(layouts.get(name, param), optimizer, param))
             except NotImplementedError:
@@ -110,7 +112,7 @@ class OptimizerEntry(LiveEntry):
         updated = {id(param) for one in self._optimizers for group in one.param_groups for param in group[_PARAMS]}
         return [
             f"{where}.{_STATE}.{name}"
-            for param, name in _name_params(self._modules).items()
+            for param, name in self._names.items()
             if not param.requires_grad and id(param) not in updated
         ]
 
@@ -118,9 +120,14 @@ class OptimizerEntry(LiveEntry):
         self._refuse_other_numbers(state, where=where)
         by_name = self._by_name(state[_STATE])
         loaded = {name: state[_STATE][key] for key, name in by_name.items()}
-        self._warn_of_new(loaded, state[_GROUPS], where=where)
+        position_by_name = {
+            name: position for position, group in enumerate(state[_GROUPS]) for name in self._names_in(group[_PARAMS])
+        }
+        saved_names = {*loaded, *position_by_name}
+        if loaded and self._rank == 0 and (new := [name for name in self._params_by_name() if name not in saved_names]):
+            _log.warning("%s was saved without the parameters %s: they begin with no state", where, quote_names(new))
         for optimizer in self._optimizers:
-            self._load_one(optimizer, {**state, _STATE: loaded}, where=where)
+            self._load_one(optimizer, {**state, _STATE: loaded}, position_by_name, where=where)
 
     def _state_dict_of(self, optimizer: Optimizer) -> dict[str, Any]:
         held = optimizer.state_dict()
@@ -149,15 +156,16 @@ class OptimizerEntry(LiveEntry):
             _GROUPS: [{**group, _PARAMS: [names[index] for index in group[_PARAMS]]} for group in held[_GROUPS]],
         }
 
-    def _load_one(self, optimizer: Optimizer, saved: dict[str, Any], *, where: str) -> None:
-        loaded, saved_groups, others = saved[_STATE], saved[_GROUPS], _others_of(saved)
+    def _load_one(
+        self, optimizer: Optimizer, saved: dict[str, Any], position_by_name: Mapping[str, int], *, where: str
+    ) -> None:
+        loaded, others = saved[_STATE], _others_of(saved)
+        match = partial(self._match_groups, optimizer, saved_groups=saved[_GROUPS], position_by_name=position_by_name)
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
             with _sharded_fsdp1(module):
                 names = FullyShardedDataParallel.optim_state_dict(module, optimizer, optimizer.state_dict())[_GROUPS]
-                groups = self._match_groups(
-                    optimizer, [[prefix + _unwrapped(name) for name in group[_PARAMS]] for group in names], saved_groups
-                )
+                groups = match([[prefix + _unwrapped(name) for name in group[_PARAMS]] for group in names])
                 state = {
                     raw: loaded[prefix + _unwrapped(raw)]
                     for group in names
@@ -175,7 +183,7 @@ class OptimizerEntry(LiveEntry):
         indices = {name: index for index, name in by_index.items()}
         live_groups = optimizer.state_dict()[_GROUPS]
         names_of_groups = [[by_index[index] for index in group[_PARAMS]] for group in live_groups]
-        groups = self._match_groups(optimizer, names_of_groups, saved_groups)
+        groups = match(names_of_groups)
         for group, names_of_group in zip(groups, names_of_groups, strict=True):
             group[_PARAMS] = [indices[name] for name in names_of_group]
         state = {indices[name]: value for name, value in loaded.items() if name in indices}
@@ -184,18 +192,23 @@ class OptimizerEntry(LiveEntry):
             _keep_dtypes(optimizer, state)
 
     def _match_groups(
-        self, optimizer: Optimizer, names_of_groups: list[list[str]], saved_groups: list[dict[str, Any]]
+        self,
+        optimizer: Optimizer,
+        names_of_groups: list[list[str]],
+        *,
+        saved_groups: list[dict[str, Any]],
+        position_by_name: Mapping[str, int],
     ) -> list[dict[str, Any]]:
         """Return the saved settings for each of the optimizer's parameter groups, found by its parameters."""
-        of_param = {
-            name: position for position, group in enumerate(saved_groups) for name in self._names_in(group[_PARAMS])
-        }
-        positions = [{of_param[name] for name in names if name in of_param} for names in names_of_groups]
+        positions = [
+            {position_by_name[name] for name in names if name in position_by_name} for names in names_of_groups
+        ]
         groups = []
         for position, (names, live) in enumerate(zip(names_of_groups, optimizer.param_groups, strict=True)):
             found = positions[position]
             # Each stage of a pipeline has parameters of its own, and the checkpoint has the names of one of them.
-            if not found and position < len(saved_groups) and not any(position in one for one in positions):
+            is_free = position < len(saved_groups) and not any(position in one for one in positions)
+            if not found and is_free and len(self._optimizers) == 1:
                 found = {position}
             settings = [_without_params(saved_groups[number]) for number in sorted(found)]
             if any(not _is_same(settings[0], other) for other in settings[1:]):
@@ -208,14 +221,22 @@ class OptimizerEntry(LiveEntry):
             groups.append({**_without_params(live), **saved})
         return groups
 
-    def _warn_of_new(self, state: Mapping[str, Any], saved_groups: Sequence[Mapping[str, Any]], *, where: str) -> None:
-        saved = {*state, *(name for group in saved_groups for name in self._names_in(group[_PARAMS]))}
-        if state and self._rank == 0 and (new := [name for name in self._params_by_name() if name not in saved]):
-            _log.warning("%s was saved without the parameters %s: they begin with no state", where, quote_names(new))
+    @cached_property
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {
+            param: prefix + next(iter(fqns_of(module, raw)))
+            for prefix, module in self._modules.items()
+            for raw, param in module.named_parameters()
+        }
+
+    @cached_property
+    def _fsdp1_units(self) -> list[tuple[str, nn.Module, list[FullyShardedDataParallel]]]:
+        found = [(*one, FullyShardedDataParallel.fsdp_modules(one[1])) for one in self._modules.items()]
+        return [one for one in found if one[2]]
 
     def _names_of(self, optimizer: Optimizer) -> dict[int, str]:
         """Return the parameters' names by their numbers in the optimizer's state dict."""
-        names = _name_params(self._modules)
+        names = self._names
         params = [param for group in optimizer.param_groups for param in group[_PARAMS]]
         if any(param not in names for param in params):
             raise InvalidOptionError(
@@ -258,7 +279,7 @@ class OptimizerEntry(LiveEntry):
         """True if `keys` are numbers of parameters, or their text, and not names such as those in a ParameterList."""
         if not all(str(key).isdigit() for key in keys):
             return False
-        return not {str(key) for key in keys} <= set(_name_params(self._modules).values())
+        return not {str(key) for key in keys} <= set(self._names.values())
 
     def _refuse_other_numbers(self, state: Mapping[str, Any], *, where: str) -> None:
         """Refuse a state by number, from a plain state dict, that numbers other parameters than the optimizer's."""
@@ -301,9 +322,8 @@ class OptimizerEntry(LiveEntry):
     def _find_fsdp1(self, optimizer: Optimizer) -> tuple[str, nn.Module] | None:
         """Return the module of torch's first FSDP that has the optimizer's parameters, and the prefix of its names."""
         mine = {id(param) for group in optimizer.param_groups for param in group[_PARAMS]}
-        for prefix, module in self._modules.items():
-            units = FullyShardedDataParallel.fsdp_modules(module)
-            if units and any(id(param) in mine for param in module.parameters()):
+        for prefix, module, units in self._fsdp1_units:
+            if any(id(param) in mine for param in module.parameters()):
                 for unit in units:
                     _refuse_part_of_unit(unit, optimizer, mine)
                 return prefix, module
@@ -378,14 +398,6 @@ def _keep_dtypes(optimizer: Optimizer, state: Mapping[int, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and held[name].dtype is not value.dtype:
                 held[name] = value.to(held[name].device)
-
-
-def _name_params(modules: Mapping[str, nn.Module]) -> dict[nn.Parameter, str]:
-    return {
-        param: prefix + next(iter(fqns_of(module, raw)))
-        for prefix, module in modules.items()
-        for raw, param in module.named_parameters()
-    }
 
 
 def _refuse_part_of_unit(unit: FullyShardedDataParallel, optimizer: Optimizer, updated: Collection[int]) -> None:

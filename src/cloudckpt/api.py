@@ -47,7 +47,7 @@ from cloudckpt.options import Options
 from cloudckpt.report import LoadReport
 from cloudckpt.uri import parse_location, redacted
 
-__all__ = ["async_save", "entries_of", "load", "require_state_dict", "save"]
+__all__ = ["async_save", "entries_of", "load", "save"]
 
 StateDict = dict[str, Any]
 PathOrURI: TypeAlias = str | os.PathLike[str]
@@ -384,7 +384,7 @@ def entries_of(
 ) -> tuple[StateDict, PathOrURI | None]:
     """Return the state dict that is passed, or that of the live objects, and the location."""
     if not objects.are_given:
-        require_state_dict(state_dict, doing=doing)
+        _require_state_dict(state_dict, doing=doing)
         return state_dict, uri  # type: ignore[return-value]  # it is a dict
     if isinstance(state_dict, (str, os.PathLike)) and uri is None:
         state_dict, uri = None, state_dict
@@ -394,7 +394,7 @@ def entries_of(
     return objects.entries(rank=rank, num_ranks=num_ranks, is_strict=strict is not False), uri
 
 
-def require_state_dict(state_dict: object, *, doing: str) -> None:
+def _require_state_dict(state_dict: object, *, doing: str) -> None:
     """Raise ``TypeError`` for an object that is no state dict, such as a module."""
     kind = MutableMapping if doing == "loading" else Mapping
     if not isinstance(state_dict, kind):

@@ -164,7 +164,8 @@ class OptimizerEntry(LiveEntry):
         if (found := self._find_fsdp1(optimizer)) is not None:
             prefix, module = found
             with _sharded_fsdp1(module):
-                names = FullyShardedDataParallel.optim_state_dict(module, optimizer, optimizer.state_dict())[_GROUPS]
+                held = {**optimizer.state_dict(), _STATE: {}}  # only the names are of use
+                names = FullyShardedDataParallel.optim_state_dict(module, optimizer, held)[_GROUPS]
                 groups = match([[prefix + _unwrapped(name) for name in group[_PARAMS]] for group in names])
                 state = {
                     raw: loaded[prefix + _unwrapped(raw)]
@@ -179,10 +180,8 @@ class OptimizerEntry(LiveEntry):
                 )
                 optimizer.load_state_dict({**others, **flat})
             return
-        by_index = self._names_of(optimizer)
-        indices = {name: index for index, name in by_index.items()}
-        live_groups = optimizer.state_dict()[_GROUPS]
-        names_of_groups = [[by_index[index] for index in group[_PARAMS]] for group in live_groups]
+        indices = {name: index for index, name in self._names_of(optimizer).items()}
+        names_of_groups = [[self._names[param] for param in group[_PARAMS]] for group in optimizer.param_groups]
         groups = match(names_of_groups)
         for group, names_of_group in zip(groups, names_of_groups, strict=True):
             group[_PARAMS] = [indices[name] for name in names_of_group]

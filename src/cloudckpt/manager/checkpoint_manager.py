@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from typing_extensions import Self
 
 from cloudckpt._this_process import refuse_in_fork
-from cloudckpt.api import async_save, load, require_state_dict, save
+from cloudckpt.api import async_save, entries_of, load, save
 from cloudckpt.background import in_flight
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_shared_generator
@@ -369,15 +369,16 @@ class CheckpointManager:
 
         """
         objects = LiveObjects(model, optimizer, scheduler, dataloader, extra, has_random_state=random_state)
-        if objects.are_given:
-            if state_dict is not None:
-                raise TypeError("pass a state dict or live objects (model=…), not both")
-            strict = strict is not False
-            rank = rank_in(self._process_group, no_dist=self._no_dist)
-            num_ranks = num_ranks_of(self._process_group, no_dist=self._no_dist)
-            state_dict = objects.entries(rank=rank, num_ranks=num_ranks, is_strict=strict)
-        require_state_dict(state_dict, doing="loading")
-        assert state_dict is not None  # noqa: S101  # it is a dict
+        strict = strict is not False if objects.are_given else strict
+        state_dict, _ = entries_of(
+            objects,
+            state_dict,
+            self.root,
+            self._process_group,
+            no_dist=self._no_dist,
+            doing="loading",
+            strict=strict,
+        )
         wanted = None if step is None else _check_step(step)
         with lock_root(self.root):
             if wanted is not None:

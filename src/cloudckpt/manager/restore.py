@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from cloudckpt.api import entries_of, load, require_state_dict
+from cloudckpt.api import entries_of, load
 from cloudckpt.commit.manifest_log import MOST_LOOKS, read_log
 from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
@@ -147,7 +147,6 @@ def load_newest(
     `on_skip` runs on all ranks for each skipped candidate and may raise. Returns the URI and the report, or None if
     `find` returns nothing.
     """
-    require_state_dict(state_dict, doing="loading")
     timeout_s = (options or (storage_reader.options if storage_reader is not None else Options())).timeout_s
     ranks = Coordinator(process_group, no_dist=no_dist, root=redacted(root), timeout_s=timeout_s)
     is_partial = strict is False and any(isinstance(value, LiveEntry) for value in state_dict.values())

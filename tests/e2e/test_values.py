@@ -19,7 +19,6 @@ from tests.options import make_options
 from tests.tensors.test_values import described
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.testing._internal.two_tensor import TwoTensor
 
 import cloudckpt
 from cloudckpt.options import MIB
@@ -253,7 +252,6 @@ NOT_DENSE = {
     "MKL-DNN": (lambda: torch.ones(4, 4).to_mkldnn(), "an MKL-DNN tensor", r"to_dense\(\)"),
     "meta": (lambda: torch.empty(4, device="meta"), "a tensor on the meta device", r"to_empty\(\)"),
     "lazy": (torch.nn.UninitializedParameter, "an uninitialised parameter", "[Rr]un the module once"),
-    "wraps": (lambda: TwoTensor(torch.ones(4), torch.ones(4)), "a tensor subclass that wraps", "[Ss]ave those"),
 }
 
 

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.options import make_options
+from tests.scaled import make_scaled, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import cloudckpt
 
 HERE = Path(__file__).resolve().parent
-VERSION = "1.1"
+VERSION = "1.2"
 DTYPES = (
     "bfloat16", "bool", "complex64", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "int16", "int64",
     "int8", "uint16", "uint8",
@@ -55,6 +56,8 @@ def full_tensors() -> dict[str, torch.Tensor]:
         "model.many_tiles": bits(torch.float32, 50, 25),
         "model.scalar": bits(torch.float64),
         "model.empty": bits(torch.float32, 0, 4),
+        "model.scaled.data_": make_scaled(6, 4).data_,
+        "model.scaled.scale": make_scaled(6, 4).scale,
         "optimizer.state.0.step": torch.tensor(12.0),
     }
 
@@ -79,6 +82,8 @@ def state_dict() -> dict[str, Any]:
     whole["model.rows"] = distribute_tensor(whole["model.rows"], line, [Shard(0)])
     whole["model.columns"] = distribute_tensor(whole["model.columns"], line, [Shard(1)])
     whole["model.blocks"] = distribute_tensor(whole["model.blocks"], square, [Shard(0), Shard(1)])
+    del whole["model.scaled.data_"], whole["model.scaled.scale"]
+    whole["model.scaled"] = shard(make_scaled(6, 4), line)  # since 1.2
     return {
         "model": {name.removeprefix("model."): tensor for name, tensor in whole.items() if name.startswith("model.")},
         "optimizer": {

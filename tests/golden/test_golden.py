@@ -13,6 +13,7 @@ import torch
 import zstandard
 from tests.docs.independent_reader import ELEMENT_BYTES, Checkpoint, positions
 from tests.golden.make_transformed import Cipher, flipped
+from tests.scaled import ALLOWED, assert_same_scaled, make_blank, make_scaled
 
 import cloudckpt
 
@@ -116,11 +117,23 @@ def test_the_nesting_is_kept(golden: Path) -> None:
 
 def test_the_types_of_keys_are_kept(golden: Path, tmp_path: Path) -> None:
     """If this fails, an exported optimizer of this version restores nothing, because its keys are others."""
-    cloudckpt.export_checkpoint(golden / "once", tmp_path / "state.pt", format="torch")
-    exported = torch.load(tmp_path / "state.pt", weights_only=True)
+    with torch.serialization.safe_globals(ALLOWED):
+        cloudckpt.export_checkpoint(golden / "once", tmp_path / "state.pt", format="torch")
+        exported = torch.load(tmp_path / "state.pt", weights_only=True)
     state = exported["optimizer"]["state"]
     assert [*state] == [0] if isinstance(state, dict) else golden.name == "1.0"
     assert exported.get("callbacks") == (None if golden.name == "1.0" else {})
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if version not in ("1.0", "1.1")])
+def test_tensors_that_consist_of_others_are_kept(version: str) -> None:
+    """If this fails, quantized weights of this version come back as other tensors, or not at all."""
+    into = make_blank(make_scaled(6, 4))
+    cloudckpt.load({"model": {"scaled": into}}, HERE / version / "once", strict=False)
+    assert_same_scaled(into, make_scaled(6, 4))
+    with torch.serialization.safe_globals(ALLOWED):
+        read = cloudckpt.read(HERE / version / "once", include="model.scaled")
+    assert_same_scaled(read["model"]["scaled"], make_scaled(6, 4))
 
 
 def test_the_highest_number_counts(golden: Path) -> None:

@@ -29,6 +29,7 @@ from cloudckpt.background.in_flight import forget, keep, own_stager
 from cloudckpt.background.process import ProcessSave, end_process
 from cloudckpt.cancellation import Cancellation
 from cloudckpt.dcp.protocol import SavedMetadata, run_save
+from cloudckpt.dcp.save_planner import BalancedSavePlanner
 from cloudckpt.dcp.writer import ObjectStoreWriter
 from cloudckpt.distributed.collectives import CollectiveCall
 from cloudckpt.errors import RankLostError, portable
@@ -203,7 +204,7 @@ class BackgroundSave:
         assert isinstance(staging, ExternalStaging)  # noqa: S101  # `begin_staging` has made it
         self.process = ProcessSave(
             self.writer,
-            planner=self.planner,
+            planner=self.planner or BalancedSavePlanner(),
             ranks=self.ranks,
             make_group=lambda: self.process_group if self.no_dist else background_group(self.process_group),
             no_dist=self.no_dist,

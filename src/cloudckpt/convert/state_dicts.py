@@ -18,6 +18,9 @@ from cloudckpt.commit.manifest_log import holds_rank_checkpoints, resolve
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.errors import CorruptCheckpointError, InvalidOptionError, UnsupportedValueError, quote_names
 from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
+from cloudckpt.format.torch_metadata import stored_wrappers
+from cloudckpt.format.wrapper_metadata import Registry
+from cloudckpt.format.wrappers import collapse
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
@@ -145,6 +148,7 @@ class _Planner(DefaultLoadPlanner):
     ) -> None:
         assert metadata is not None  # noqa: S101  # torch's loader gives it
         self.metadata, self.is_coordinator = metadata, is_coordinator
+        self._registry = Registry(uri=self._selection.uri)
         self.state_dict = {}
         for name in self._selection.choose_names(metadata.state_dict_metadata):
             entry = metadata.state_dict_metadata[name]
@@ -152,6 +156,10 @@ class _Planner(DefaultLoadPlanner):
             if isinstance(entry, TensorStorageMetadata):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype)
             self.state_dict[name] = value
+        # Before anything is read, find out whether all classes are known.
+        collapse(
+            stored_wrappers(metadata), self.state_dict, {}, lambda name, stored, _: self._registry.find(name, stored)
+        )
 
     def nest(self) -> dict[str, Any]:
         """Return what was loaded, nested as it was saved. Keys have the types that the checkpoint recorded."""
@@ -160,7 +168,10 @@ class _Planner(DefaultLoadPlanner):
         typed, empty = (saved.typed, saved.empty) if isinstance(saved, Nesting) else ({}, [])
         included = [path for path in empty if self._selection.takes(name_path(path))]
         try:
-            return unflatten(self.state_dict, {**saved, **typed}, included)
+            entries, paths = collapse(
+                stored_wrappers(self.metadata), self.state_dict, {**saved, **typed}, self._registry.rebuild
+            )
+            return unflatten(entries, paths, included)
         except ValueError as error:
             uri = self._selection.uri
             raise CorruptCheckpointError(f"{uri} cannot be nested as it was: {error}", uri=uri) from error

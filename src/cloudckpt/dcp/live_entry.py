@@ -7,6 +7,7 @@ no state, so its own state dict would ask for none, and the moments in the check
 from __future__ import annotations
 
 import abc
+import functools
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,8 @@ from cloudckpt.errors import (
     quote_names,
 )
 from cloudckpt.format.nesting import Nesting, unflatten
+from cloudckpt.format.wrapper_metadata import Registry
+from cloudckpt.format.wrappers import SavedWrapper, collapse
 
 IMPORT_HINT = (
     "If these are the model's own names, as of an import without a prefix, load with "
@@ -77,8 +80,12 @@ def plan_live_entries(entries: dict[str, Any], metadata: Metadata, *, uri: str) 
 def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
     """Return torch's metadata of each entry, nested as the state dict was that was saved."""
     nesting = {} if metadata.planner_data is None else metadata.planner_data
-    typed, empty = (nesting.typed, nesting.empty) if isinstance(nesting, Nesting) else ({}, [])
-    return unflatten(metadata.state_dict_metadata, {**nesting, **typed}, empty)
+    if not isinstance(nesting, Nesting):
+        return unflatten(metadata.state_dict_metadata, nesting)
+    uri = str(metadata.storage_meta.checkpoint_id) if metadata.storage_meta is not None else ""
+    make = functools.partial(SavedWrapper, uri)
+    entries, paths = collapse(nesting.wrappers, metadata.state_dict_metadata, {**nesting, **nesting.typed}, make)
+    return unflatten(entries, paths, nesting.empty)
 
 
 def _plan(entry: LiveEntry, saved: Mapping[Any, Any], key: str, *, where: str, uri: str) -> Any:
@@ -133,6 +140,9 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
 
 def make_empty(saved: Any) -> Any:
     """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value."""
+    if isinstance(saved, SavedWrapper):
+        parts = {part: make_empty(entry) for part, entry in saved.parts.items()}
+        return Registry(uri=saved.uri).rebuild(saved.name, saved.stored, parts)
     if isinstance(saved, TensorStorageMetadata):
         return torch.empty(saved.size, dtype=saved.properties.dtype)
     if isinstance(saved, Mapping):

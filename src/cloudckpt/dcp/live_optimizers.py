@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from cloudckpt._torch_compat import fqns_of
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, load_object, make_empty
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
+from cloudckpt.format.wrappers import SavedWrapper
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -354,6 +355,15 @@ class _Layout:
             raise NotImplementedError
         return torch.empty(entry.size, dtype=dtype, device=self._like.device)
 
+    def make_wrapper(self, name: str, entry: SavedWrapper) -> torch.Tensor:
+        if not isinstance(self._like, DTensor):
+            made: torch.Tensor = make_empty(entry)
+            return made
+        stepped = self._step().get(name)
+        if not isinstance(stepped, torch.Tensor):
+            raise NotImplementedError
+        return stepped
+
     def _step(self) -> dict[str, Any]:
         """Return the state that a copy of the optimizer makes for a copy of the parameter."""
         if self._stepped is None:
@@ -380,6 +390,8 @@ def _plan_state(saved: Any, held: Any, layout: _Layout) -> Any:
         value = held.get(name) if isinstance(held, Mapping) else None
         if isinstance(entry, Mapping):
             planned[name] = _plan_state(entry, value, layout)
+        elif isinstance(entry, SavedWrapper):
+            planned[name] = value if isinstance(value, torch.Tensor) else layout.make_wrapper(name, entry)
         elif not isinstance(entry, TensorStorageMetadata):
             planned[name] = make_empty(entry)
         elif isinstance(value, torch.Tensor) and value.size() == entry.size and value.dtype is entry.properties.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -24,8 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, chunks_wanted_by, materialize_meta_tensors
 from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, assign, flatten, holds_parts
-from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries
+from cloudckpt.format.torch_metadata import StoredChunks, StoredEntries, stored_wrappers
+from cloudckpt.format.wrappers import describe_difference
 from cloudckpt.pipeline.consumers import LoadItems, whole_item
 
 _MAX_SHOWN = 10
@@ -50,6 +52,7 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self._uri = uri
         self._has_live_objects = has_live_objects
         self._saved: Mapping[str, Any] = {}
+        self._wrappers: dict[str, StoredWrapper] = {}
 
     def set_up_planner(
         self,
@@ -60,11 +63,18 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         flat = flatten(state_dict, uri=self._uri)
         self._containers = flat.containers
         self._saved = {} if metadata is None else metadata.state_dict_metadata
+        self._wrappers, self._saved_wrappers = flat.wrappers, stored_wrappers(metadata)
         self.original_state_dict = state_dict
         self.state_dict, self.mappings = flat.entries, flat.paths
         self.metadata, self.is_coordinator = metadata, is_coordinator
         for fqn, value in flat.entries.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
+                if (name := next((name for name in flat.wrappers if fqn.startswith(f"{name}.")), None)) is not None:
+                    raise StateDictMismatchError(
+                        f"{name!r} is a {flat.wrappers[name].kind} on the meta device, which has no memory. Make it on "
+                        "a device (to_empty(device=…)) before the load",
+                        uri=self._uri,
+                    )
                 made = {fqn: value}
                 materialize_meta_tensors(made)
                 flat.entries[fqn] = made[fqn]
@@ -101,6 +111,8 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         return [self.state_dict[fqn] for fqn in fqns]
 
     def _create_plan(self) -> LoadPlan:
+        if any(self._wrapper_problems()):
+            raise ValueError  # `create_local_plan` says why
         missing = self._saved.keys() - self.state_dict.keys()
         if not self._containers.keys().isdisjoint(missing):
             return self._create_plan_of_torch()  # which also knows the names of older versions
@@ -156,12 +168,13 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
     def _mismatches(self) -> tuple[list[str], list[str]]:
         """Return the FQNs that the checkpoint lacks, and a sentence for each that it has as something else."""
         missing: list[str] = []
-        unlike: list[str] = []
+        unlike = list(self._wrapper_problems())
+        explained = tuple(f"{name}." for name in self._wrappers if name in self._saved)
         for fqn, value in self.state_dict.items():
             entry = self._saved.get(fqn)
             is_tensor = isinstance(value, torch.Tensor) or hasattr(value, "__create_chunk_list__")
             if entry is None:
-                if not self.allow_partial_load:
+                if not self.allow_partial_load and fqn not in self._saved_wrappers and not fqn.startswith(explained):
                     missing.append(fqn)
             elif not isinstance(entry, TensorStorageMetadata):
                 if isinstance(value, torch.Tensor):
@@ -173,6 +186,23 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
             elif isinstance(value, torch.Tensor) and entry.size != value.size():
                 unlike.append(f"{fqn!r} was saved with shape {tuple(entry.size)}, not {tuple(value.size())}")
         return missing, unlike
+
+    def _wrapper_problems(self) -> Iterator[str]:
+        """Yield a sentence for each tensor that consists of others here or in the checkpoint, and does not fit."""
+        for name, wanted in self._wrappers.items():
+            saved = self._saved_wrappers.get(name)
+            if saved is not None:
+                if (difference := describe_difference(saved, wanted)) is not None:
+                    yield f"{name!r} was saved with {difference}"
+            elif name in self._saved:
+                yield f"{name!r} was saved as a plain tensor or value, and a {wanted.kind} is to take it"
+        for name, saved in self._saved_wrappers.items():
+            if name in self.state_dict:
+                kind = type(self.state_dict[name]).__name__
+                yield (
+                    f"{name!r} was saved as a {saved.kind}, and a {kind} is to take it (cloudckpt.read gives what was "
+                    "saved, which can be dequantized)"
+                )
 
     def _holds_value(self, fqn: str) -> bool:
         if isinstance(self._saved, StoredEntries):

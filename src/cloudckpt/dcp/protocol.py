@@ -150,6 +150,8 @@ class _Save:
             raise self.refusal
         entries = {key: state_of(value) for key, value in self.state_dict.items()}
         storage_meta, is_coordinator = self.writer.storage_meta(), self.ranks.is_coordinator
+        if isinstance(self.planner, BalancedSavePlanner):
+            self.planner.pending = self.writer.snapshot
         if "storage_meta" in inspect.signature(self.planner.set_up_planner).parameters:
             self.planner.set_up_planner(state_dict=entries, storage_meta=storage_meta, is_coordinator=is_coordinator)
         else:  # planners for older versions of torch

@@ -25,10 +25,16 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from cloudckpt._torch_compat import ShardedTensor, validate_global_plan
+from cloudckpt._torch_compat import ShardedTensor, local_tensor_of, validate_global_plan
 from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, flatten, holds_parts
-from cloudckpt.tensors.tensor_bytes import plain_tensor
+from cloudckpt.format.wrappers import describe_difference
+from cloudckpt.io.checksum import compute_tile_crc32cs
+from cloudckpt.options import MIB
+from cloudckpt.tensors.body import wait_for_content
+from cloudckpt.tensors.copying import Staging
+from cloudckpt.tensors.tensor_bytes import bytes_view, plain_tensor
 from cloudckpt.tensors.write_items import find_aliases
 
 _VALUE_BYTES = 4096  # of a Python object, whose size is known only once it is serialised
@@ -66,6 +72,8 @@ class BalancedSavePlanner(DefaultSavePlanner):
     def __init__(self) -> None:
         super().__init__()
         self._uri = "the checkpoint"
+        self.pending: Staging | None = None
+        """The snapshot that is still being made of what is saved."""
 
     def set_up_planner(
         self,
@@ -75,7 +83,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
     ) -> None:
         self._uri = str(storage_meta.checkpoint_id) if storage_meta is not None else self._uri
         flat = flatten(state_dict, uri=self._uri)
-        self.state_dict, self.mappings = flat.entries, Nesting.of(flat, uri=self._uri)
+        self.state_dict, self.mappings = flat.entries, (nesting := Nesting.of(flat, uri=self._uri))
+        for fqn in flat.compared:
+            self._note_checksum(fqn, nesting)
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
@@ -90,10 +100,21 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         check_agreement(all_plans, uri=self._uri)
+        check_wrappers([plan.planner_data for plan in all_plans], uri=self._uri)
         plans, metadata = merge_plans(balance_plans(all_plans))
         metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
+
+    def _note_checksum(self, fqn: str, nesting: Nesting) -> None:
+        """Note the checksum of a part of a shard, which other ranks hold too."""
+        held = self.state_dict[fqn]
+        tensor = local_tensor_of(held)
+        if self.pending is not None:
+            wait_for_content(self.pending, tensor)
+        (chunk,) = held.__create_chunk_list__()
+        content = bytes_view(plain_tensor(tensor, fqn, uri=self._uri).cpu().contiguous())
+        nesting.compared[fqn, tuple(chunk.offsets)] = tuple(compute_tile_crc32cs([content], MIB))
 
     def plain_tensors(self) -> Mapping[str, Any]:
         """Implement `cloudckpt.tensors.write_items.KnowsPlainTensors`."""
@@ -180,6 +201,28 @@ def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
             "a name one kind, shape and dtype on all ranks, or each rank names of its own",
             uri=uri,
         )
+
+
+def check_wrappers(nestings: Sequence[Nesting], *, uri: str) -> None:
+    """Raise `StateDictMismatchError` if ranks hold different tensors of a class that consists of others."""
+    wrappers: dict[str, StoredWrapper] = {}
+    compared: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    for nesting in nestings:
+        for name, stored in nesting.wrappers.items():
+            if (difference := describe_difference(wrappers.setdefault(name, stored), stored)) is not None:
+                raise StateDictMismatchError(
+                    f"the ranks that save {uri} hold different tensors as {name!r}: {difference}. Nothing was written. "
+                    "Quantize it alike on all ranks",
+                    uri=uri,
+                )
+        for chunk, checksum in nesting.compared.items():
+            if compared.setdefault(chunk, checksum) != checksum:
+                raise StateDictMismatchError(
+                    f"{chunk[0]!r} differs between the ranks that save {uri}, and all slices of a tensor have it in "
+                    "common. Nothing was written. Quantize the tensor before it is sharded, or with a scale for each "
+                    "row, or save it dequantized",
+                    uri=uri,
+                )
 
 
 def _describe_name(fqn: str, plans: Sequence[SavePlan]) -> str:

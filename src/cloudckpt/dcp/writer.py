@@ -98,6 +98,11 @@ class ObjectStoreWriter(StorageWriter):
         """Report of this writer's last save on this rank; None before it has written."""
         return self._job.report if self._job is not None else None
 
+    @property
+    def snapshot(self) -> Staging | None:
+        """Snapshot that the next save reads, and that may still be in progress."""
+        return self._snapshot
+
     def follow(self, cancellation: Cancellation | None, snapshot: Staging | None = None) -> None:
         """Let the next save be watched and cancelled, and read a `snapshot` in progress. None ends that."""
         self._cancellation, self._snapshot = cancellation or Cancellation(), snapshot

@@ -241,6 +241,7 @@ def _nesting_of(planner_data: Any, fqns: Iterable[str], uri: str) -> dict[str, A
         "nesting": nesting,
         "typed_nesting": typed or None,
         "empty_mappings": [path_to_json(path) for path in planner_data.empty],
+        "wrappers": planner_data.wrappers,
     }
 
 

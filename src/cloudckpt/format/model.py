@@ -10,7 +10,7 @@ import msgspec
 
 FORMAT_NAME = "cloudckpt"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 
 
 CommitTime = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -55,6 +55,19 @@ class StoredValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     transforms: list[str] = []
 
 
+class StoredWrapper(msgspec.Struct, frozen=True, kw_only=True, rename={"kind": "class"}):
+    """A tensor that consists of others, which are stored as tensors under ``<its name>.<name of the part>``."""
+
+    kind: str
+    """The full name of its class."""
+    tensors: list[str]
+    """The names of its parts."""
+    context: Any
+    """The rest of it, as JSON."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A whole checkpoint."""
 
@@ -76,6 +89,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The path of each entry that stands under a key which is not a string; such keys stand in lists of their own."""
     empty_mappings: list[list[str | int | list[Any]]] = []
     """The paths of mappings that hold no entry, as in `typed_nesting`."""
+    wrappers: dict[str, StoredWrapper] = {}
     save_id: str | None = None
     metadata: dict[str, Any] = {}
     """The user's own."""

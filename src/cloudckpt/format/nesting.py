@@ -20,6 +20,8 @@ import torch
 
 from cloudckpt._torch_compat import ShardedTensor, flatten_sharded_tensors
 from cloudckpt.errors import UnsupportedValueError
+from cloudckpt.format.model import StoredWrapper
+from cloudckpt.format.wrappers import Parts, take_apart
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 PART_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
@@ -47,6 +49,10 @@ class FlatStateDict:
     """The mappings and lists on the way, by the names under which torch before 2.4 may have saved them whole."""
     empty: list[Path] = field(default_factory=list)
     """The paths of the mappings that hold nothing."""
+    wrappers: dict[str, StoredWrapper] = field(default_factory=dict)
+    """The tensors that consist of others, which are entries below these names."""
+    compared: list[str] = field(default_factory=list)
+    """The entries that several ranks must hold with the same bits."""
 
 
 class Nesting(dict[str, Path]):
@@ -56,11 +62,24 @@ class Nesting(dict[str, Path]):
     """The paths that have other keys than text, with these keys."""
     empty: list[Path]
     """See `FlatStateDict`."""
+    wrappers: dict[str, StoredWrapper]
+    """See `FlatStateDict`."""
+    compared: dict[tuple[str, tuple[int, ...]], tuple[int, ...]]
+    """The checksums of each chunk that other ranks must hold with the same bits."""
 
-    def __init__(self, paths: Mapping[str, Path], *, typed: Mapping[str, Path], empty: Iterable[Path]) -> None:
+    def __init__(
+        self,
+        paths: Mapping[str, Path],
+        *,
+        typed: Mapping[str, Path],
+        empty: Iterable[Path],
+        wrappers: Mapping[str, StoredWrapper],
+    ) -> None:
         super().__init__(paths)
         self.typed = dict(typed)
         self.empty = list(empty)
+        self.wrappers = dict(wrappers)
+        self.compared = {}
 
     @classmethod
     def of(cls, flat: FlatStateDict, *, uri: str) -> Nesting:
@@ -69,7 +88,7 @@ class Nesting(dict[str, Path]):
         paths = {**flat.paths, **{name: _as_text(path) for name, path in typed.items()}} if typed else flat.paths
         empty = [_checked(path, uri) for path in flat.empty]
         check_names((step for path in empty for step in path if isinstance(step, str)), uri=uri)
-        return cls(paths, typed=typed, empty=empty)
+        return cls(paths, typed=typed, empty=empty, wrappers=flat.wrappers)
 
     @classmethod
     def merged(cls, nestings: Sequence[Nesting]) -> Nesting:
@@ -78,6 +97,7 @@ class Nesting(dict[str, Path]):
             ChainMap(*nestings),
             typed=ChainMap(*(nesting.typed for nesting in nestings)),
             empty=dict.fromkeys(path for nesting in nestings for path in nesting.empty),
+            wrappers=ChainMap(*(nesting.wrappers for nesting in nestings)),
         )
 
 
@@ -127,8 +147,22 @@ def _add(flat: FlatStateDict, name: str, path: Path, value: Any, *, is_keyed: bo
         flat.entries[name] = value
     elif isinstance(value, ShardedTensor):
         flat.entries.update(flatten_sharded_tensors({name: value}))  # nothing, where this rank has no shard
+    elif isinstance(value, torch.Tensor) and (parts := take_apart(value, name, uri=uri)) is not None:
+        _add_parts(flat, parts, name, path, is_keyed=is_keyed, uri=uri)
+        return
     else:
         flat.entries[name] = value
+    _add_path(flat, name, path, is_keyed=is_keyed, uri=uri)
+
+
+def _add_parts(flat: FlatStateDict, parts: Parts, name: str, path: Path, *, is_keyed: bool, uri: str) -> None:
+    if parts.stored is not None:
+        flat.wrappers[name] = parts.stored
+        flat.compared.extend(f"{name}.{part}" for part in parts.compared)
+    _add_all(flat, parts.tensors, f"{name}.", path, is_keyed=is_keyed, uri=uri)
+
+
+def _add_path(flat: FlatStateDict, name: str, path: Path, *, is_keyed: bool, uri: str) -> None:
     if name in flat.paths:
         raise UnsupportedValueError(
             f"two entries of the state dict would be called {name!r}: {_shown(flat.paths[name])} and {_shown(path)}. "

@@ -27,6 +27,7 @@ from cloudckpt.format.model import (
     Manifest,
     StoredRange,
     StoredTensor,
+    StoredWrapper,
 )
 from cloudckpt.format.nesting import Nesting, path_from_json
 
@@ -141,6 +142,7 @@ class StoredEntries(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = manifest.tensors
+        self.wrappers = manifest.wrappers
         self._values = manifest.values
         self._names = dict.fromkeys([*manifest.tensors, *manifest.values])
 
@@ -269,13 +271,22 @@ def make_metadata(manifest: Manifest, *, checkpoint_id: Any, load_id: str, is_la
     )
 
 
+def stored_wrappers(metadata: Metadata | None) -> Mapping[str, StoredWrapper]:
+    """Return the tensors of a checkpoint that consist of others, by name."""
+    if metadata is not None and isinstance(metadata.state_dict_metadata, StoredEntries):
+        return metadata.state_dict_metadata.wrappers
+    nesting = None if metadata is None else metadata.planner_data
+    return nesting.wrappers if isinstance(nesting, Nesting) else {}
+
+
 def _nesting_of(manifest: Manifest) -> Nesting | None:
-    if manifest.nesting is None:
+    if manifest.nesting is None and not manifest.wrappers:
         return None
     return Nesting(
-        {fqn: tuple(path) for fqn, path in manifest.nesting.items()},
+        {fqn: tuple(path) for fqn, path in (manifest.nesting or {}).items()},
         typed={fqn: path_from_json(path) for fqn, path in (manifest.typed_nesting or {}).items()},
         empty=map(path_from_json, manifest.empty_mappings),
+        wrappers=manifest.wrappers,
     )
 
 

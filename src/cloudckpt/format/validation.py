@@ -48,6 +48,7 @@ def find_problems(manifest: Manifest) -> list[str]:
         problems.extend(f"value {fqn!r}: {text}" for text in _range_problems(value, manifest.objects))
     problems.extend(find_name_problems(manifest.tensors, manifest.values))
     problems.extend(_nesting_problems(manifest))
+    problems.extend(_wrapper_problems(manifest))
     return problems
 
 
@@ -80,6 +81,20 @@ def _nesting_problems(manifest: Manifest) -> Iterator[str]:
         if isinstance(step, list) and not (len(step) == 1 and _is_key(step[0])):
             yield f"{step!r:.80} is not the key of a mapping"
     yield from _index_problems([*nesting.values(), *with_keys])
+
+
+def _wrapper_problems(manifest: Manifest) -> Iterator[str]:
+    """The contradictions in what consists of tensors."""
+    for name, wrapper in manifest.wrappers.items():
+        if name in manifest.tensors or name in manifest.values:
+            yield f"{name!r} is a wrapper, and a tensor or a value at once"
+        parts = [f"{name}.{part}" for part in wrapper.tensors]
+        if not parts or not all(part in manifest.tensors or part in manifest.wrappers for part in parts):
+            yield f"wrapper {name!r} does not have its parts {wrapper.tensors!r:.200}"
+        if len(wrapper.shape) > MAX_NDIM or any(not 0 <= length <= MAX_BYTES for length in wrapper.shape):
+            yield f"wrapper {name!r}: shape {wrapper.shape!r:.200} is not a shape"
+        if len(wrapper.stride) != len(wrapper.shape) or any(not 0 <= step <= MAX_BYTES for step in wrapper.stride):
+            yield f"wrapper {name!r}: stride {wrapper.stride!r:.200} does not fit its shape"
 
 
 def _index_problems(paths: Sequence[_Path]) -> Iterator[str]:

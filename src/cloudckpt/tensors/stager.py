@@ -18,6 +18,8 @@ from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor, StateDictStager, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.nesting import PART_ATTRIBUTES, PLAIN_TENSORS, holds_parts
+from cloudckpt.format.wrapper_metadata import put_together
+from cloudckpt.format.wrappers import is_wrapper
 from cloudckpt.tensors.copying import Staging, num_copy_threads
 from cloudckpt.tensors.host_memory import SnapshotPool, empty_tensor
 from cloudckpt.tensors.snapshot_plan import SnapshotPlan, plan_snapshot
@@ -282,14 +284,27 @@ class StateDictTree:
             self._finish_later(container, key, lambda: make(entries))
         elif isinstance(value, ShardedTensor):
             self._add_sharded(value, container, key)
-        elif isinstance(value, DTensor):
+        elif not self._add_subclass(value, container, key):
+            container[key] = self._copy_value(value)
+
+    def _add_subclass(self, value: Any, container: Any, key: Any) -> bool:
+        """Add a tensor that holds others, part by part. Returns False for anything else."""
+        if isinstance(value, DTensor):
             local: list[Any] = [None]
             self._add(local_tensor_of(value), local, 0)
             self._finish_later(container, key, lambda: _rebuild_dtensor(local[0], value._spec))  # as torch does
         elif isinstance(value, AsyncCollectiveTensor):
             self._add(value.wait(), container, key)
+        elif is_wrapper(value):
+            names, context = value.__tensor_flatten__()
+            parts = dict.fromkeys(names)
+            for name in names:
+                self._add(getattr(value, name), parts, name)
+            kind, size, stride = type(value), value.size(), value.stride()
+            self._finish_later(container, key, lambda: put_together(kind, dict(parts), context, size, stride))
         else:
-            container[key] = self._copy_value(value)
+            return False
+        return True
 
     def _add_mapping(self, value: Mapping[Any, Any], items: dict[Any, Any]) -> None:
         if type(value) in _DICTS and self._add_tensor_dict(value, items):

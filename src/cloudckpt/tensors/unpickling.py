@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from cloudckpt._torch_compat import load_archive, open_archive, pickle_globals
+from cloudckpt.format.wrapper_metadata import allowed_by_user
 
 _RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # each major version of numpy has another name for it
 _SCALAR: Any = np.float64().__reduce__()[0]
@@ -56,15 +57,6 @@ def load_safely(stored: bytes | bytearray, *, map_location: str | None = None) -
         raise pickle.UnpicklingError("it is not what torch.save writes") from error
     with torch.sparse.check_sparse_tensor_invariants(enable=True):
         return load_archive(archive, map_location, SimpleNamespace(Unpickler=Unpickler))
-
-
-def allowed_by_user() -> dict[str, Any]:
-    """Return by name the objects that this process has allowed with ``torch.serialization.add_safe_globals``."""
-    pairs = (
-        each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        for each in torch.serialization.get_safe_globals()
-    )
-    return {name: allowed for allowed, name in pairs}
 
 
 def is_loadable(value: object, allowed: Collection[int]) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedValueError
-from cloudckpt.tensors.unpickling import allowed_by_user, is_known, is_loadable, load_safely
+from cloudckpt.format.wrapper_metadata import allowed_by_user
+from cloudckpt.tensors.unpickling import is_known, is_loadable, load_safely
 
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.device, torch.Size})
 _SEQUENCES = (list, tuple)

@@ -127,7 +127,7 @@ def _measure(
 
 
 def _sweep(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Sweep, Given | None]:
-    """What to measure, and on which store of the user's."""
+    """Return the sweep, and the store of the user to measure it on."""
     if arguments.repetitions is not None and arguments.repetitions < 1:
         parser.error("--repetitions must be at least 1")
     if arguments.uri is not None and arguments.bucket is not None:

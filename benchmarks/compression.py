@@ -1,4 +1,4 @@
-"""What compressing a checkpoint costs and saves here.
+"""Measure the cost and the gain of compressing a checkpoint here.
 
 ``python -m benchmarks.compression`` saves and loads, plainly and through `cloudckpt.Zstandard`, by turns in one run,
 in memory or at ``--uri``: tensors of a model's weights as training has them (bfloat16 and float32), and what

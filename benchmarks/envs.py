@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalEnvironment:
-    """What to install for one rival, and where its interpreter is looked for."""
+    """Packages of one rival, and the place of its interpreter."""
 
     system: str
     requirements: tuple[str, ...]
@@ -43,7 +43,7 @@ def environment_of(system: str) -> RivalEnvironment | None:
 
 
 def is_installed_here(environment: RivalEnvironment) -> bool:
-    """Whether the rival can be imported by the interpreter that runs this."""
+    """True if the running interpreter can import the rival."""
     return importlib.util.find_spec(environment.system) is not None
 
 
@@ -67,7 +67,7 @@ def set_up(environment: RivalEnvironment, root: Path) -> Path:
 
 
 def is_set_up(environment: RivalEnvironment, root: Path) -> bool:
-    """Whether `set_up` would do nothing."""
+    """True if `set_up` would do nothing."""
     ready = _ready(environment, root)
     return ready.is_file() and ready.read_text() == "\n".join(environment.requirements)
 

@@ -1,4 +1,4 @@
-"""What was found for single bars, and how they stand. Pure."""
+"""Findings for single bars, and their verdicts. Pure."""
 
 # ruff: noqa: RUF001  # the signs are meant
 

@@ -36,7 +36,7 @@ class NotInstalledError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an operation took on one rank, and what the system said of it."""
+    """Cost of an operation on one rank, and the outcome that the system reported."""
 
     usage: Usage
     outcome: Outcome
@@ -64,7 +64,7 @@ class Fleet:
             rank.end()
 
     def versions(self) -> dict[str, str]:
-        """What the workers run on, once they have started. Raises `NotInstalledError`."""
+        """Versions of the workers' packages, once they have started. Raises `NotInstalledError`."""
         versions: dict[str, str] = self._collect()[0]
         return versions
 

@@ -39,7 +39,7 @@ _WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of the state dicts."""
+    """Sizes of the state dicts."""
 
     save_bytes: int
     load_bytes: int
@@ -50,14 +50,14 @@ class Bench:
     """The measures. On a CPU its figures mean nothing; that it runs there is for its tests."""
 
     training_s = 3.0
-    """Of the window before an upload, and of that after it."""
+    """Length of the window before an upload, and of the one after it."""
 
     def __init__(self, device: torch.device, *, sizes: Sizes, repetitions: int) -> None:
         self._device = device
         self._sizes = sizes
         self._repetitions = repetitions
         self.gb_per_s: dict[str, list[float]] = {}
-        """What stands behind the ratios."""
+        """Rates from which the ratios are computed."""
 
     def figures(self) -> Iterator[Figure]:
         """Each as it is there. Memory comes first, while no pinned memory lies about that a save could take."""

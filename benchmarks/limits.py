@@ -1,4 +1,4 @@
-"""What the machine itself allows: a thread pool on bare sockets, one copy of the memory, one write to a disk.
+"""Limits of the machine itself: a thread pool on bare sockets, one copy of the memory, one write to a disk.
 
 None of it checks, signs or promises anything: it says how fast a client could be, not what one should do.
 """

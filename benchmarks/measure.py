@@ -1,4 +1,4 @@
-"""What one operation costs its process: seconds, CPU seconds and memory over what was resident before."""
+"""Cost of one operation for its process: seconds, CPU seconds and memory over what was resident before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PeakMethod = Literal["VmHWM", "sampled", "unavailable"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What one operation took in one process."""
+    """Cost of one operation in one process."""
 
     wall_s: float
     cpu_s: float
@@ -63,7 +63,7 @@ def cpu_seconds() -> float:
 
 
 def _cpu_s_of_running_children() -> float:
-    """Of those that the system's other count begins with when they have ended; 0 where there is no `/proc`."""
+    """CPU seconds of running children, which the system counts once they have ended; 0 without `/proc`."""
     ticks = 0
     for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError, ValueError):  # a thread or a child that has ended meanwhile

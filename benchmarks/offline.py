@@ -39,7 +39,7 @@ PACKAGES = (
     *("rich", "markdown-it-py", "mdurl"),
     *("python-dateutil", "six", "urllib3", "iniconfig", "packaging", "pluggy", "pygments", "s3torchconnectorclient"),
 )
-"""What the benchmarks and the GPU's tests need, except for torch and numpy, which are the machine's own."""
+"""Packages of the benchmarks and the GPU's tests, without torch and numpy, which are the machine's own."""
 FROM_SOURCE = ("s3torchconnector",)
 """Pure Python of which PyPI has no wheel."""
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
@@ -58,7 +58,7 @@ class Step:
 
 
 def steps(binaries: Path) -> tuple[Step, ...]:
-    """What `run` runs, in this order."""
+    """Return the steps of `run`, in their order."""
     fasts3 = ("--fasts3-binary", str(binaries / "fasts3"))
     return (
         Step(name="tests", arguments=("-m", "pytest", "tests/gpu", "-m", "gpu"), limit_s=90, writes_results=False),

@@ -1,4 +1,4 @@
-"""What a system is told, and what it says of what it did. Pure."""
+"""Settings of a system, and the outcomes that it reports. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a system needs to know of a cell."""
+    """Settings of a cell for a system."""
 
     endpoint_url: str | None
     region: str | None
@@ -25,18 +25,18 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a system says of what it did; None where it does not say."""
+    """Report of a system on one operation; None where it has no figure."""
 
     blocking_s: float | None = None
     """How long training waited."""
     num_bytes_read: int | None = None
     """From the store."""
     steps_per_s: float | None = None
-    """Of a training loop beside the save."""
+    """Pace of a training loop beside the save."""
     steps_per_s_alone: float | None = None
-    """Of the same loop without it."""
+    """Pace of the same loop without it."""
     waiting_share: float | None = None
-    """Of the loop's time beside the save, what it waited for Python's lock."""
+    """Share of the loop's time beside the save in which it waited for Python's lock."""
     copy_s: float | None = None
     """One copy of the same bytes into memory that is in use already, just before and after: the mean."""
 

@@ -1,4 +1,4 @@
-"""What is saved and loaded: tensors by name and shape. Pure."""
+"""Payloads to save and load: tensors by name and shape. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tensors:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of one of them, over all ranks."""
+        """Bytes of one tensor, over all ranks."""
         return ITEM_BYTES * math.prod(self.shape)
 
 
@@ -37,7 +37,7 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, each counted once."""
+        """Bytes of all tensors, each counted once."""
         return sum(group.count * group.tensor_bytes for group in self.tensors)
 
     @property

@@ -23,7 +23,7 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What the user named: `uri` is a bucket, perhaps with a prefix."""
+    """Store that the user named: `uri` is a bucket, perhaps with a prefix."""
 
     uri: str
     endpoint_url: str | None

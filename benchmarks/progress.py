@@ -20,7 +20,7 @@ _OTHERS_GB_PER_S = 1.5
 _MOST_GB_PER_S = {"moto": 0.05, "rgw": 0.1, "given": 0.3, "tls": 0.5, "slow": 0.5, "capped": 0.2}
 """That a server or a wire gives."""
 _START_S = 10.0
-"""Of the processes of a cell: each imports torch."""
+"""Start of the processes of a cell: each imports torch."""
 _TURN_S = 1.0
 _FILLED_GB_PER_S = 1.0
 """Each turn makes its tensors anew."""
@@ -29,7 +29,7 @@ _WINDOW_S = 3600.0
 
 
 def plan_text(sweep: Sweep) -> str:
-    """What a sweep measures, how often, and for about how long."""
+    """Return the plan of a sweep: its cells, the repetitions, and the time that it takes."""
     width = max(len(cell.path) for cell in sweep.cells)
     cells = [
         f"  {cell.path:{width}}  {', '.join(map(SYSTEM_TITLES.__getitem__, cell.systems))}" for cell in sweep.cells

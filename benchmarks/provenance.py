@@ -1,4 +1,4 @@
-"""What a figure was measured on and with."""
+"""Machine and versions behind a figure."""
 
 from __future__ import annotations
 

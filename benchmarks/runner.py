@@ -32,7 +32,7 @@ _LIMITS: Mapping[tuple[Verb, bool], str] = {
     ("async_blocking", True): "memcpy",
     ("async_blocking", False): "memcpy",
 }
-"""What the limit of a verb is called, on an object store or not."""
+"""Names of the limits of each verb, on an object store and elsewhere."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,15 +71,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What all cells of a run share."""
+    """Settings that all cells of a run share."""
 
     places: Places
     environment: Mapping[str, str]
-    """Of the workers."""
+    """Environment of the workers."""
     pythons: Mapping[str, str]
     """Interpreters of the systems that do not run in this environment."""
     options: Mapping[str, Any]
-    """Of `cloudckpt.Options`."""
+    """Fields of `cloudckpt.Options`."""
     timeout_s: float
     logs: Path
     progress: Progress

@@ -1,4 +1,4 @@
-"""What the checkpoints of large jobs cost apart from their bytes, by simulation: `python -m benchmarks.scale`.
+"""Simulate the costs of large jobs' checkpoints, apart from their bytes: `python -m benchmarks.scale`.
 
 Each size of job runs in a process of its own, on one core: 300 tensors on each rank, up to 16,384 ranks.
 """

@@ -156,7 +156,7 @@ def rgw() -> Iterator[Server]:
 
 @contextlib.contextmanager
 def given(uri: str, *, endpoint_url: str | None, region: str | None) -> Iterator[Server]:
-    """What runs already; `uri` is a prefix that is the run's own, and empty at the end."""
+    """Yield a server that runs already; `uri` is a prefix of the run's own, and empty at the end."""
     server = _Given(uri, endpoint_url=endpoint_url, region=region)
     try:
         yield server

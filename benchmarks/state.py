@@ -22,7 +22,7 @@ _BLOCKS_PER_TENSOR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
-    """What this rank holds of one tensor."""
+    """Part of one tensor on this rank."""
 
     name: str
     index: int
@@ -63,7 +63,7 @@ class State:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's tensors."""
+        """Bytes of this rank's tensors."""
         return sum(local.tensor.nbytes for local in self._locals)
 
     def fill(self) -> None:

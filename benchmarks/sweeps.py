@@ -23,14 +23,14 @@ SLOW_LATENCY_S = 0.060
 SLOW_BYTES_PER_S = 80e6
 """To the first byte, and of one connection: about what a real object store gives."""
 CAPPED_BYTES_PER_S = 200e6
-"""Of all connections together, for what is sent."""
+"""Rate of all connections together, for sent bytes."""
 NUM_PARTS_OF_A_SHARD = 8
 """A resharded load wants one of so many equal parts of each shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What the systems of a row do in turn.
+    """Work that the systems of a row do in turn.
 
     ``save`` and ``load`` are of all the tensors. ``async_blocking`` is an asynchronous save, of which also counts how
     long training waits; ``async_training`` is one beside a training loop, which counts how fast that goes.
@@ -47,7 +47,7 @@ class Cell:
     connections: int | None = None
     """As many as cloudckpt and the limit may use; None: as their own defaults have it."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `cloudckpt.Options`, where the cell is about something that is not the default."""
+    """Fields of `cloudckpt.Options` that differ from the defaults."""
 
     def __post_init__(self) -> None:
         if "resharded_load" in self.verbs and self.num_ranks > 1:
@@ -59,7 +59,7 @@ class Cell:
         return "/".join((self.payload.name, "+".join(self.verbs), self.server, self.wire, str(self.num_ranks)))
 
     def matches(self, patterns: Iterable[str]) -> bool:
-        """Whether one of them is found in its path, which holds ``*`` for any text."""
+        """True if its path contains one of them; ``*`` stands for any text."""
         return any(fnmatch.fnmatchcase(self.path, f"*{pattern}*") for pattern in patterns)
 
 
@@ -80,7 +80,7 @@ class Sweep:
         verbs: Collection[Verb] = (),
         systems: Collection[str] = (),
     ) -> Sweep:
-        """What is left of it where not all is wanted; an empty collection wants all. Never an empty cell."""
+        """Return the selected part of the sweep, without empty cells; an empty collection selects all."""
         kept = []
         for cell in self.cells:
             if cells and not cell.matches(cells):
@@ -150,7 +150,7 @@ _SHORT = Sweep(
 )
 _BARS = Sweep(
     name="bars",
-    about="What the bars are held to: each row of them beside its rivals and limits.",
+    about="The rows with targets, beside their rivals and limits.",
     cells=(
         Cell(payload=SIXTY_FOUR, systems=(*S3_SYSTEMS, "limit")),
         Cell(payload=SIXTY_FOUR, wire="tls", systems=("cloudckpt", "s3torchconnector", "limit")),
@@ -219,7 +219,7 @@ _FULL = Sweep(
 )
 _BACKGROUND = Sweep(
     name="background",
-    about="What saves in the background cost training: how long it waits, and how much slower it goes meanwhile.",
+    about="Background saves beside training: the time that it waits, and its pace meanwhile.",
     repetitions=3,
     cells=(
         Cell(payload=MANY_SMALL, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),

@@ -37,10 +37,10 @@ class System(abc.ABC):
 
     name: ClassVar[str]
     schemes: ClassVar[tuple[str, ...]]
-    """Of the URIs that it takes; empty text for paths."""
+    """Schemes of the URIs that it takes; empty text for paths."""
     module: ClassVar[str]
     distributions: ClassVar[tuple[str, ...]]
-    """What its version is made of, as pip names it."""
+    """Distributions that make up its version, as pip names them."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -83,7 +83,7 @@ class System(abc.ABC):
 
 
 def beside(blocking_s: float, speeds: training.Compared) -> Outcome:
-    """Of a save beside training."""
+    """Return the outcome of a save beside training."""
     return Outcome(
         blocking_s=blocking_s,
         steps_per_s=speeds.steps_per_s,
@@ -118,7 +118,7 @@ class _Rival(System):
         return Running(blocking_s=time.perf_counter() - started_s, is_done=upload.done, result=upload.result)
 
     def stager(self) -> AsyncStager | None:
-        """What copies for saves in the background; None: the one that torch makes for each."""
+        """Return the stager for background saves; None: torch makes one for each."""
         return None
 
     @abc.abstractmethod

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 ALONE_S = 2.5
-"""Of a window before and one after the upload."""
+"""Length of the window before the upload, and of the one after it."""
 _SETTLE_S = 0.3
 _NUM_LAYERS = 24
 _WIDTH = 16
@@ -44,13 +44,13 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What the loop did in some time."""
+    """Steps and waits of the loop in some time."""
 
     num_steps: int
     seconds: float
     """Without those in which its core was somebody else's."""
     waiting_s: float
-    """Of them, those in which it could not run: for Python's lock, which another thread had."""
+    """Seconds in which it could not run, because another thread had Python's lock."""
 
     @property
     def steps_per_s(self) -> float:
@@ -64,7 +64,7 @@ class Compared:
     steps_per_s: float
     steps_per_s_alone: float
     waiting_share: float
-    """Of the loop's time beside the upload, what it waited for Python's lock."""
+    """Share of the loop's time beside the upload in which it waited for Python's lock."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Cores:
 
 @contextlib.contextmanager
 def kept_off_the_loops_core() -> Iterator[None]:
-    """What this thread starts meanwhile runs on the cores that are not the loop's."""
+    """Keep the threads and processes that start in the block off the loop's core."""
     cores = Cores()
     if cores.loop is None:
         yield

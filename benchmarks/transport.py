@@ -1,4 +1,4 @@
-"""What each way of moving bytes costs: CPU seconds per GB of uploads and ranged downloads, over HTTP and over TLS.
+"""Measure the cost of each way to move bytes: CPU seconds per GB of uploads and ranged downloads, over HTTP and TLS.
 
 Starts fasts3 (see README.md; moto's server where there is none, for a look) and, before it, haproxy as TLS terminator
 with a certificate of its own. The candidates move the same parts from as many threads, in turns; the time is that of
@@ -42,7 +42,7 @@ Move = Callable[[int, memoryview], None]
 
 
 class Seconds(NamedTuple):
-    """What a GB took."""
+    """Seconds for a GB."""
 
     user: float
     system: float

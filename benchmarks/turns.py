@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 class Ranks(Protocol):
-    """What a turn needs of a `Fleet`."""
+    """Methods of a `Fleet` that a turn needs."""
 
     def do(self, command: str) -> object: ...
     def prepare(self, payload: Payload, layout: Layout) -> None: ...
@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
 
 class Store(Protocol):
-    """What a turn needs of a `Place`."""
+    """Methods of a `Place` that a turn needs."""
 
     def new_uri(self, system: str) -> str: ...
     def clear(self) -> None: ...
@@ -38,7 +38,7 @@ def rotated(items: Sequence[Item], turn: int) -> list[Item]:
 
 
 def num_bytes_of(verb: Verb, payload: Payload) -> int:
-    """What the verb moves or wants, each byte counted once."""
+    """Return the bytes that the verb moves or wants, each counted once."""
     if verb != "resharded_load":
         return payload.num_bytes
     whole = sum(group.count * group.tensor_bytes for group in payload.tensors if not group.shape)

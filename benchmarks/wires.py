@@ -1,4 +1,4 @@
-"""What lies between a client and a server: nothing, TLS, or a slow line."""
+"""Wires between a client and a server: nothing, TLS, or a slow line."""
 
 from __future__ import annotations
 

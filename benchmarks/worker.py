@@ -38,7 +38,7 @@ _SCRATCH_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What one worker is told when it starts."""
+    """Message that a worker gets when it starts."""
 
     system: str
     rank: int

@@ -40,7 +40,7 @@ class CheckpointMetrics:
         self._hedges = Counter("cloudckpt_hedges", "Requests made twice", registry=registry)
         self._skipped = Counter("cloudckpt_skipped", "Checkpoints that load_latest passed over", registry=registry)
         self._in_flight = Gauge("cloudckpt_in_flight", "Saves and loads under way", ["operation"], registry=registry)
-        self._last_save = Gauge("cloudckpt_last_save_timestamp_seconds", "Of the last commit", registry=registry)
+        self._last_save = Gauge("cloudckpt_last_save_timestamp_seconds", "Time of the last commit", registry=registry)
         # Until the first commit, the age counts from the start: a job that never saves has to be noticed as well.
         self._last_save.set_to_current_time()
 

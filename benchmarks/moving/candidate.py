@@ -1,4 +1,4 @@
-"""What `benchmarks.transport` compares: ways to move parts to and from a server."""
+"""Ways to move parts to and from a server, which `benchmarks.transport` compares."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Bare(Candidate):
         connection.sendall(head.encode())
 
     def _head(self, connection: socket.socket) -> tuple[bytes, bool]:
-        """What came of the answer's body along with its head; and whether the connection ends with it."""
+        """Return the bytes of the body that came with the head, and True if the connection ends with it."""
         received = b""
         while b"\r\n\r\n" not in received:
             piece = connection.recv(4096)

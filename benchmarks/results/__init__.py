@@ -1,1 +1,1 @@
-"""What is made of a run's results: tables, bars, comparisons of two runs, plots and a page."""
+"""Results of a run as tables, bars, comparisons of two runs, plots and a page."""

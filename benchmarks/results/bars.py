@@ -1,4 +1,4 @@
-"""What a run is held to: each bar as data, and how the run stands to it. Pure."""
+"""Targets of a run: each bar as data, and its verdict. Pure."""
 
 # ruff: noqa: RUF001  # the signs are meant
 
@@ -24,7 +24,7 @@ from benchmarks.results.model import (
 )
 
 Formula: TypeAlias = Callable[[Results], "Finding | None"]
-"""What a bar measures in a run; None where the run did not."""
+"""Measure of a bar in a run; None where the run lacks it."""
 
 LARGE = Place(cell="64x32MiB", server="fasts3", wire="http", num_ranks=1)
 TLS = Place(cell="64x32MiB", server="fasts3", wire="tls", num_ranks=1)
@@ -38,7 +38,7 @@ _DEFAULT_TILE_BYTES = MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a formula came to."""
+    """Value of a formula."""
 
     value: float
     low: float
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def is_stretched(self) -> bool | None:
-        """Whether it reaches the stretch."""
+        """True if it reaches the stretch."""
         return self._stands(self.bar.stretch)
 
     def _stands(self, limit: float | None) -> bool | None:
@@ -153,7 +153,7 @@ def _peak(verb: str) -> Formula:
 
 
 def _read_of_parts(results: Results) -> Finding | None:
-    """Of what may be read at most: 1.1 of what is wanted, and a tile at either end of each run."""
+    """Bytes read, relative to the maximum: 1.1 of the wanted bytes, and a tile at either end of each run."""
     row = results.row("cloudckpt", "resharded_load", LARGE)
     if row is None:
         return None
@@ -256,7 +256,7 @@ BARS: tuple[Bar, ...] = (
 
 
 def _of_background(system: str, mode: str, *, pace_bar: float) -> tuple[Bar, ...]:
-    """What a save in the background may cost training."""
+    """Bars for the cost of a background save to training."""
     return (
         Bar(name=f"async save, {mode}", formula="seconds that it blocks ÷ one copy in memory", sense="≤", bar=1.15,
             stretch=None, measure=_itself("async_blocking", LARGE, blocking_copies, system)),

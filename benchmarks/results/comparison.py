@@ -27,7 +27,7 @@ _QUANTITIES: tuple[tuple[str, Quantity, Literal["more", "less"], int], ...] = (
     ("blocks s", blocking_s, "less", 3),
     ("peak MiB", peak_mib, "less", 0),
 )
-"""What is compared, and what of it is better."""
+"""Compared quantities, and the better direction of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,12 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """Of the medians; 0.1 is a tenth more."""
+        """Change of the medians; 0.1 is a tenth more."""
         return self.after.median / self.before.median - 1 if self.before.median else 0.0
 
     @property
     def is_noise(self) -> bool:
-        """Whether either median lies in the other's range: then the runs do not tell them apart."""
+        """True if either median lies in the other's range, so the runs do not tell them apart."""
         before, after = self.before, self.after
         return before.low <= after.median <= before.high or after.low <= before.median <= after.high
 
@@ -68,11 +68,11 @@ class Comparison:
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
     differences: tuple[tuple[str, str, str], ...]
-    """Of what the runs were made on and with."""
+    """Differences of the machines and versions of the two runs."""
 
 
 def compared(before: Results, after: Results) -> Comparison:
-    """What became of each row that both have."""
+    """Compare each row that both runs have."""
     olds, news = _rows(before), _rows(after)
     changes = [change for name in olds if name in news for change in _changes(name, olds[name], news[name])]
     about, about_after = dict(provenance_lines(before)), dict(provenance_lines(after))

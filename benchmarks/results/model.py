@@ -38,28 +38,28 @@ class Sample:
     repetition: int
     """0 is the warm-up, whose time does not count; its memory does, for a first save must fit as well."""
     wall_s: float
-    """Of the slowest rank."""
+    """Seconds of the slowest rank."""
     cpu_s: float
-    """Of all ranks together."""
+    """CPU seconds of all ranks together."""
     peak_bytes: int | None
     """Over the tensors, of the rank with the most; None where it could not be measured."""
     num_bytes_read: int | None
-    """Of all ranks: as the server counts where it does, as the system reports otherwise; None where neither does."""
+    """Bytes that all ranks read, as the server counts or the system reports; None if neither does."""
     blocking_s: float | None
-    """Of the rank that waited longest."""
+    """Seconds of the rank that waited longest."""
     steps_per_s: float | None = None
-    """Of a training loop beside the save, on the slowest rank."""
+    """Pace of a training loop beside the save, on the slowest rank."""
     steps_per_s_alone: float | None = None
-    """Of the same loop without it."""
+    """Pace of the same loop without it."""
     waiting_share: float | None = None
-    """Of the loop's time beside the save, what it waited for Python's lock."""
+    """Share of the loop's time beside the save in which it waited for Python's lock."""
     copy_s: float | None = None
     """One copy of the same bytes into memory that is in use already, in the same process just before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Place:
-    """What systems are compared on: everything that a row has but its system."""
+    """Place at which systems are compared: all fields of a row but its system."""
 
     cell: str
     server: str
@@ -77,7 +77,7 @@ _LIMITS_ON_A_PATH = {"save": "write_disk", "load": "memcpy", "async_blocking": "
 
 
 def verb_of(system: str, verb: str, place: Place) -> str:
-    """What a row of `system` is called that stands beside `verb`: a limit's has a name of its own."""
+    """Return the verb of the row of `system` beside `verb`: a limit's has a name of its own."""
     if system != "limit":
         return verb
     return (_LIMITS_ON_A_PATH if place.server == "path" else _LIMITS_ON_A_STORE).get(verb, verb)
@@ -105,7 +105,7 @@ class Row:
         return next((sample for sample in self.samples if sample.repetition == 0), None)
 
     def by_repetition(self, quantity: Quantity) -> dict[int, float]:
-        """What was measured of it in each counted repetition."""
+        """Return the quantity in each counted repetition."""
         found = {sample.repetition: quantity(self, sample) for sample in self.counted}
         return {repetition: value for repetition, value in found.items() if value is not None}
 
@@ -132,7 +132,7 @@ def blocking_s(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `
 
 
 def pace(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
-    """Of training beside the save, ÷ that without it."""
+    """Pace of training beside the save, ÷ its pace without it."""
     if sample.steps_per_s is None or not sample.steps_per_s_alone:
         return None
     return sample.steps_per_s / sample.steps_per_s_alone
@@ -205,7 +205,7 @@ def ratios(row: Row, rival: Row, quantity: Quantity) -> list[float]:
 
 
 def read(path: Path) -> Results:
-    """What a run wrote to `path`. Raises `MalformedResultsError`."""
+    """Read the results that a run wrote to `path`. Raises `MalformedResultsError`."""
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -282,7 +282,7 @@ _LATER: tuple[_Rule, ...] = tuple(
     (name, lambda value: value is None or _is_number(value), "a number or null")
     for name in ("steps_per_s", "steps_per_s_alone", "waiting_share", "copy_s")
 )
-"""Of a sample too, but runs of before have none."""
+"""Fields of a sample that older runs lack."""
 
 
 def _problems_of(document: object) -> Iterator[str]:

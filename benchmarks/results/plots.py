@@ -40,10 +40,10 @@ class Plot:
     """A picture in a file's bytes."""
 
     name: str
-    """Of the file, without its ending."""
+    """Name of the file, without its ending."""
     title: str
     about: str
-    """What it shows, for those who cannot see it."""
+    """Description for readers who cannot see it."""
     png: bytes
 
 

@@ -34,7 +34,7 @@ OURS = ("cloudckpt", "cloudckpt-process", "cloudckpt-path")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """What is shown as text here and as HTML on the page."""
+    """Table, shown as text here and as HTML on the page."""
 
     title: str
     header: tuple[str, ...]
@@ -153,7 +153,7 @@ def summary(found: Sequence[Verdict]) -> str:
 
 
 def failures(results: Results) -> list[str]:
-    """What was not measured, or not to its end, and why."""
+    """List the rows that are incomplete, each with its reason."""
     return [
         f"{row.system}, {row.verb}, {row.place}: {' '.join(row.failed.split())}"
         for row in results.rows
@@ -162,7 +162,7 @@ def failures(results: Results) -> list[str]:
 
 
 def provenance_text(results: Results) -> str:
-    """What the figures were measured on and with."""
+    """Return the machine and the versions behind the figures."""
     return "\n".join(f"- {name}: {value}" for name, value in provenance_lines(results))
 
 

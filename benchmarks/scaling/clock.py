@@ -15,7 +15,7 @@ _RESET_PEAK = "5"  # https://docs.kernel.org/filesystems/proc.html
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """What one phase cost."""
+    """Cost of one phase."""
 
     cpu_s: float
     peak_bytes: int | None
@@ -30,7 +30,7 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to that phase, which may come in pieces; user and system time count."""
+        """Add the user and system time of the block to that phase, which may come in pieces."""
         before = self.phases.get(name)
         if before is None:
             _reset_peak()

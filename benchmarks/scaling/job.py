@@ -46,7 +46,7 @@ class Sharded:
     fqn: str
     dtype: torch.dtype
     is_on_mesh: bool
-    """Whether it is split along two dimensions, as by tensor parallelism beside FSDP; else by rows."""
+    """True if it is split along two dimensions, as by tensor parallelism beside FSDP; else by rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Job:
         return torch.Size((self.num_ranks // columns * _ROWS, columns * _COLUMNS))
 
     def chunk_of(self, tensor: Sharded, rank: int, *, num_ranks: int | None = None) -> ChunkStorageMetadata:
-        """What `rank` holds of it; with `num_ranks`, in a job of another size that holds the same tensors."""
+        """Return the chunk of `rank`; with `num_ranks`, in a job of another size that holds the same tensors."""
         columns = _TENSOR_PARALLEL if tensor.is_on_mesh else 1
         rows = self.shape_of(tensor)[0] * columns // (num_ranks or self.num_ranks)
         row, column = divmod(rank, columns)
@@ -83,7 +83,7 @@ class Job:
         )
 
     def metadata(self) -> Metadata:
-        """What torch's default planner makes of all ranks' plans."""
+        """Return the metadata that torch's default planner makes of all ranks' plans."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             tensor.fqn: TensorStorageMetadata(
                 properties=TensorProperties(dtype=tensor.dtype),
@@ -111,7 +111,7 @@ class Job:
         return SavePlan(items=items, planner_data={fqn: tuple(fqn.split(".")) for fqn in fqns})
 
     def results_of(self, plan: SavePlan, rank: int) -> list[WriteResult]:
-        """What that rank says it wrote, where all of the global `plan` for it went into one object."""
+        """Return the results of that rank, whose part of the global `plan` went into one object."""
         entries = [_entry(item) for item in plan.items]
         order = sort_for_storage(entries)
         layout = lay_out([entries[i] for i in order])

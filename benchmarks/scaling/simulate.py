@@ -117,7 +117,7 @@ def _planned(job: Job, clock: Clock, sizes_bytes: dict[str, int]) -> tuple[list[
 
 
 def _gathered(made: Iterable[list[WriteResult]], clock: Clock, sizes_bytes: dict[str, int]) -> list[list[WriteResult]]:
-    """What the coordinator has before it commits; the messages go through pickle, as torch sends them."""
+    """Return the results that the coordinator has before the commit, pickled and unpickled as torch sends them."""
     results: list[list[WriteResult]] = []
     for message in _sent(made, "receipts of one rank", sizes_bytes):
         with clock.phase(GATHER_RECEIPTS):
@@ -134,7 +134,7 @@ def _sent(made: Iterable[Any], name: str, sizes_bytes: dict[str, int]) -> Iterab
 
 
 def _load(job: Job, document: bytes, clock: Clock) -> None:
-    """What each rank does."""
+    """Load as each rank does."""
     with clock.phase(DECODE):
         manifest = decode(document, uri=URI)
     with clock.phase(VALIDATE):

@@ -1,4 +1,4 @@
-"""What every process of the demo does first and last, and how it tells the driver what happened."""
+"""First and last steps of every process of the demo, and its messages to the driver."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def train_until_killed(demo: Demo) -> None:
 
 
 def look_at_store(demo: Demo) -> None:
-    """What the crash left: checkpoints that are whole, and one that no reader sees."""
+    """List the whole checkpoints after the crash, and the save that no reader sees."""
     _heading("3. What lies on the store now")
     committed = cloudckpt.list_checkpoints(demo.uri)
     for info in committed:

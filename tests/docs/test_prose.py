@@ -47,8 +47,8 @@ def test_docstrings_and_messages_begin_with_their_subject() -> None:
 
 
 def texts() -> Iterator[str]:
-    """Yield every constant text of the package: docstrings, messages, their parts, help."""
-    for path in modules():
+    """Yield every constant text of the package, benchmarks and examples: docstrings, messages, their parts, help."""
+    for path in (*modules(), *ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -74,3 +76,43 @@ def test_all_ranks_decide_alike(place: Place, way: str) -> None:
     # The next save finds the failure of one in the background.
     end = "AccessDeniedError at 12" if way == "sync" else "AccessDeniedError at 13"
     assert told == [(end, failures, [8, 9])] * 2
+
+
+class WaitingStore(WrappedStore):
+    """Puts the data of the first step once somebody writes to `gate`."""
+
+    def __init__(self, inner: Store, gate: Path) -> None:
+        super().__init__(inner)
+        self._gate = gate
+
+    def around(self, call: Call, action: Callable[[], _T]) -> _T:
+        if call.operation == "put" and "data/" in call.key and self.inner.uri.endswith("step-1"):
+            self._gate.read_text()
+        return action()
+
+
+def train_beside_a_slow_save(root: str, gate: Path) -> tuple[list[str], list[int], list[int]]:
+    """What the saves returned, the steps that were skipped, and those that are there."""
+    rank = dist.get_rank()
+    wrap_store = (lambda store: WaitingStore(store, gate)) if rank == 1 else None
+    options = make_options(async_in_flight="raise", wrap_store=wrap_store)
+    manager = CheckpointManager(root, on_failure="warn", max_failures=2, options=options)
+    made = []
+    for step in range(1, 6):
+        made.append(type(manager.save(step, {f"own-{rank}": torch.ones(3)})).__name__)
+        dist.barrier()
+        if step == 4:
+            if rank == 0:
+                gate.write_text("go on")
+            manager.wait()
+    manager.close()
+    dist.barrier()
+    return made, [failure.step for failure in manager.failures], [info.step for info in manager.steps()]
+
+
+def test_all_ranks_skip_alike(place: Place, tmp_path: Path) -> None:
+    """If this fails, a save that takes long on one rank makes it skip other saves than its peers, or raise alone."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    told = run_ranks(train_beside_a_slow_save, place.root, gate, world_size=2)
+    assert told == [(["AsyncSave", *["SaveFailure"] * 3, "AsyncSave"], [2, 3, 4], [1, 5])] * 2

@@ -735,6 +735,27 @@ MUTANTS = {
         new="self.in_a_row = int(not is_refused)",
         tests=("tests/manager/test_failures.py::test_too_many_in_a_row_are_raised",),
     ),
+    "skipped-saves-count": Mutant(
+        breaks="G3: ranks count a save that is refused beside another apart, and one of them raises alone.",
+        file="manager/failures.py",
+        old="self.in_a_row += not is_refused",
+        new="self.in_a_row += 1",
+        tests=("tests/manager/test_failures.py::test_a_save_beside_one_in_flight_need_not_wait",),
+    ),
+    "close-hides-the-last-failure": Mutant(
+        breaks="G3: a job ends with success and without its last step.",
+        file="manager/checkpoint_manager.py",
+        old="failure, self._unmade = self._unmade, None",
+        new="failure = None",
+        tests=("tests/manager/test_failures.py::test_the_failure_of_the_last_save_is_seen",),
+    ),
+    "fsspec-reader-finds-nothing": Mutant(
+        breaks="G1: what Lightning saves by URI under enable() cannot be resumed with FSDP1.",
+        file="dcp/enable.py",
+        old="if type(self) is kind and not kwargs and",
+        new="if False and",
+        tests=("tests/test_writer.py::test_a_reader_of_torchs_finds_the_checkpoint_while_enabled",),
+    ),
     "keep-the-oldest-steps": Mutant(
         breaks="G1: retention removes the newest checkpoints.",
         file="manager/retention_policy.py",

@@ -21,7 +21,7 @@ variable "project" {
 }
 
 variable "location" {
-  description = "The bucket's region: that of the machines that train, such as europe-west4."
+  description = "The region of the bucket and of the machines that train, such as europe-west4."
   type        = string
   nullable    = false
 

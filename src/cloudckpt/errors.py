@@ -116,6 +116,11 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
 
 
+def install_advice(extra: str) -> str:
+    """Return the sentence that says how to install what an extra of cloudckpt brings."""
+    return f"install cloudckpt with its extra {extra!r}, as pip install '.[{extra}]' does in a checkout"
+
+
 def gc_advice(uri: str) -> str:
     """Return the advice for data that could not be removed: nothing removes it until somebody runs `gc`."""
     return f"Run `cloudckpt gc {uri}` after 24 h, or sooner with --older-than, to remove it"

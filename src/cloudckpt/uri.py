@@ -98,7 +98,10 @@ def parse_location(location: str | os.PathLike[str] | Location) -> Location:
     try:
         text = os.fspath(location)
     except TypeError as error:
-        raise InvalidURIError(f"A checkpoint's location is a str or a path, not {type(location).__name__}.") from error
+        hint = " Pass its uri." if hasattr(location, "uri") else ""
+        raise InvalidURIError(
+            f"A checkpoint's location is a str or a path, not {type(location).__name__}.{hint}"
+        ) from error
     text = os.fsdecode(text)
     if not text.strip():
         raise InvalidURIError(

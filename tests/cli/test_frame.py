@@ -80,7 +80,10 @@ main(["ls", "x"])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr == "The command line needs Typer and Rich: pip install 'cloudckpt[cli]'\n"
+    assert done.stderr == (
+        "The command line needs Typer and Rich: install cloudckpt with its extra 'cli', as pip install '.[cli]' does "
+        "in a checkout\n"
+    )
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
     save(local.uri("step-2"), state_of(2.0), overwrite=True)
     leave_unfinished(local, "step-3", attempt=new_attempt_id())
     leave_unfinished(local, "step-1", attempt=OLD_ATTEMPT)
+    leave_unfinished(local, "half-removed", attempt=new_attempt_id())
+    local.write("half-removed/manifest.1.json", encode_fence(new_fence(keeps=None)))
     (manifest,) = (key for key in local.manifest_keys() if key.startswith("step-1/"))
     save(local.uri("step-4"))
     local.write("step-4/manifest.json", local.read(manifest)[:-300])
@@ -41,6 +43,7 @@ def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
         ("step-1", "garbage"),
         ("step-2", "committed"),
         ("step-3", "in progress"),
+        ("half-removed", "garbage"),  # no earlier save can be committed after the fence
         ("step-4", "damaged"),
         ("alone", "committed"),
         ("torchs", "torch"),
@@ -69,8 +72,15 @@ def test_each_state_is_told(local: LocalPlace, run: Run) -> None:
     assert sum("committed" in line for line in lines) == 4
     assert '{"loss": 0.5}' in table.out
     chosen = run("ls", local.root, "--columns", "committed_at,name").out.splitlines()
-    assert (chosen[0].split(), len(chosen)) == (["COMMITTED_AT", "NAME"], 9)
-    assert run("ls", local.root, "--alive-within", "0s").out.count("garbage") == 2
+    assert (chosen[0].split(), len(chosen)) == (["COMMITTED_AT", "NAME"], 10)
+    assert run("ls", local.root, "--alive-within", "0s").out.count("garbage") == 3
+
+
+def test_a_folder_with_nothing_but_uploads_is_listed(memory: Memory) -> None:
+    """If this fails, what a killed save left is paid for, and no listing of the run shows it."""
+    memory.at("step-1").create_multipart(f"data/{new_attempt_id()}/0-0.safetensors")
+    (found,) = cloudckpt.list_checkpoints(memory.root, all=True)
+    assert (found.name, found.state, found.num_uploads) == ("step-1", "in progress", 1)
 
 
 def test_a_run_is_followed(tmp_path: Path) -> None:

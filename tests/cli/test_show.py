@@ -31,6 +31,8 @@ def test_everything_that_was_saved_is_shown(local: LocalPlace, run: Run) -> None
     assert all(name in text.out for name in ["model.w", "model.b", "optim.step", ".safetensors", "[300, 10]"])
     chosen = run("show", local.uri(), "--json", "--name", "*.w", "--name", "optim.s*").document
     assert [one["name"] for one in [*chosen["tensors"], *chosen["values"]]] == ["model.w", "optim.step"]
+    below = run("show", local.uri(), "--name", "model").out
+    assert ("shown: 2 tensors, 0 values; 11.7 KiB" in below, "optim.step" in below) == (True, False)
     assert run("show", local.uri(), "--name", "nothing*").code == 3
     tensor = run("cat", local.uri(), "model.b", "--json").document
     assert [tensor[key] for key in ("dtype", "shape", "min", "max", "mean", "num_nan")] == ["bfloat16", [7], 0, 6, 3, 0]

@@ -182,7 +182,7 @@ def _unseen_failure(handle: AsyncSave | None) -> BaseException | None:
         return None
     if isinstance(error, CheckpointException) and any(isinstance(at, CheckpointException) for at in causes_of(error)):
         return None  # it is another rank's earlier failure, which must not go back and forth between the ranks
-    what = f"an earlier background save to {handle.uri}, whose handle nobody had asked,"
+    what = f"the background save to {handle.uri}"
     if not isinstance(error, CheckpointException):
         cause = portable(error) if isinstance(error, Exception) else error
         error = CheckpointException("save", {0: (cause, traceback.extract_tb(error.__traceback__))})

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from cloudckpt.errors import install_advice
+
 __all__ = ["main"]
 
 _NEEDED = ("typer", "rich")
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command, and exit with its status."""
     _prepare_streams()
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
-        print("The command line needs Typer and Rich: pip install 'cloudckpt[cli]'", file=sys.stderr)  # noqa: T201  # Typer's echo is missing
+        print(f"The command line needs Typer and Rich: {install_advice('cli')}", file=sys.stderr)  # noqa: T201  # Typer's echo is missing
         sys.exit(_WRONG_USAGE)
     if _COMPLETING in os.environ:  # fish takes the second line of an explanation for another candidate
         os.environ["COLUMNS"] = "10000"

@@ -185,7 +185,10 @@ def export(
         typer.Option(metavar="PREFIX", help="Leave this first part out of the dotted names.", show_default=False),
     ] = "",
     max_shard_size: Annotated[
-        int, typer.Option(parser=parse_size, metavar="SIZE", help="Largest safetensors file.")
+        int,
+        typer.Option(
+            parser=parse_size, metavar="SIZE", help="Largest safetensors file: 5GB (10^9), 5GiB (2^30), or bytes."
+        ),
     ] = "5GB",  # type: ignore[assignment]  # Typer parses it
     skip_non_tensors: Annotated[
         bool, typer.Option("--skip-non-tensors", help="Leave out what safetensors files cannot hold.")

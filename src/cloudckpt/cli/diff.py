@@ -36,8 +36,8 @@ def diff(
 
     Example: cloudckpt diff s3://bucket/run/step-100 s3://bucket/run/step-200 --rtol 1e-5
     """
-    from cloudckpt.convert.state_dicts import matches
     from cloudckpt.inspect.comparison import compare
+    from cloudckpt.inspect.description import matches
 
     console = common.console
     options, options_after = common.options_of_both(before, after)

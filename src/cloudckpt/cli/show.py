@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import json
 import math
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +30,10 @@ def show(
     *,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Only names like this: 'model.*.weight'. Several: any of them."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Only names like this: 'model.*.weight'. 'model' takes all that is below it. Several: any of them.",
+        ),
     ] = None,
     objects: Annotated[bool, typer.Option("--objects", help="Also the data objects.")] = False,
     values: Annotated[
@@ -43,14 +45,14 @@ def show(
 
     Example: cloudckpt show s3://bucket/run/step-100 --name 'model.*'
     """
-    from cloudckpt.inspect.description import describe
+    from cloudckpt.inspect.description import describe, matches
 
     console = common.console
     options = common.options()
     found = describe(uri, options=options)
     patterns = name or ["*"]
-    tensors = [one for one in found.tensors if _fits(one.name, patterns)]
-    others = [one for one in found.values if _fits(one.name, patterns)]
+    tensors = [one for one in found.tensors if any(matches(one.name, pattern) for pattern in patterns)]
+    others = [one for one in found.values if any(matches(one.name, pattern) for pattern in patterns)]
     read = _read_values(found.uri, [one.name for one in others], options) if values else {}
     if common.as_json:
         console.document(
@@ -65,6 +67,9 @@ def show(
         )
     else:
         _print_head(console, found)
+        if name:
+            num_bytes = sum(one.num_bytes for one in tensors) + sum(one.num_bytes for one in others)
+            console.line(f"shown: {count(len(tensors), 'tensor')}, {count(len(others), 'value')}; {size(num_bytes)}")
         if objects:
             console.line()
             console.table(["OBJECT", "BYTES"], [[one.key, size(one.num_bytes)] for one in found.objects], right=_RIGHT)
@@ -149,10 +154,6 @@ def _statistics(tensor: torch.Tensor) -> dict[str, float | None]:
     if not num_numbers:
         return {"num_nan": num_nan}
     return {"min": lowest, "max": highest, "mean": total / num_numbers, "num_nan": num_nan}
-
-
-def _fits(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _read_values(uri: str, names: list[str], options: Options) -> dict[str, str]:

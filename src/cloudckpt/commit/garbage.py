@@ -49,6 +49,8 @@ class RemovalPlan:
     """In the order of their keys, so that siblings go together."""
     lone_fence: Entry | None
     """The last trace of a checkpoint, which ends the log."""
+    young: tuple[FoundItem, ...]
+    """Data and uploads that are kept for their age, where no manifest counts."""
 
     @property
     def is_empty(self) -> bool:
@@ -149,7 +151,12 @@ def plan_removal(
         and len(spent) + 1 == len(entries)
     )
     return RemovalPlan(
-        needs_fence=needs_fence, uploads=uploads, entries=spent, objects=objects, lone_fence=top if is_lone else None
+        needs_fence=needs_fence,
+        uploads=uploads,
+        entries=spent,
+        objects=objects,
+        lone_fence=top if is_lone else None,
+        young=tuple(item for item in found if item.kind != "probe" and counting is None and not is_dead(item)),
     )
 
 

@@ -395,8 +395,8 @@ def _describe_content(uri: str, folders: Sequence[str], *, is_empty: bool) -> st
     if is_empty:
         return "nothing lies there. Check the URI, or list what there is with `cloudckpt ls ROOT`"
     return (
-        "what lies there is no checkpoint of cloudckpt's, or only what deleted ones have left. Check the URI; "
-        "`cloudckpt import` makes a checkpoint of files"
+        "what lies there is no checkpoint of cloudckpt's, or only what deleted ones have left. Check the URI. "
+        "`cloudckpt import` makes a checkpoint of files, and `cloudckpt export` writes files to any store"
     )
 
 

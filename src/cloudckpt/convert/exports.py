@@ -56,6 +56,7 @@ _MAX_SHOWN = 3
 _CONNECTIONS_OF_EACH = 2
 """Connections of each upload for the bytes that it sends."""
 _TILE_BYTES = MIB
+_OTHER_FILES = (".bin", ".ckpt", ".pt", ".pth", ".safetensor")
 _WILDCARD = re.compile(r"[*?[]")
 _MAX_SHARD_BYTES = 5_000_000_000  # as huggingface_hub's
 
@@ -153,6 +154,11 @@ def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_no
     path = target.location.path
     is_folder = target.location.scheme == "file" and Path(path).is_dir()
     is_file = path.lower().endswith(".safetensors") and not is_folder
+    if path.lower().endswith(_OTHER_FILES) and not is_folder:
+        raise InvalidOptionError(
+            f"{target.uri} has the name of a file of another format than 'safetensors'. Name a folder, or a file that "
+            "ends in .safetensors, or export in the format 'torch'"
+        )
     if is_file:
         folder, single_name = folder_and_name(target.location)
         target = Context(folder, target.options, rank=0)
@@ -320,8 +326,8 @@ class Files:
         if found:
             more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
             raise CheckpointExistsError(
-                f"{', '.join(self._target.store.url(name) for name in found[:_MAX_SHOWN])}{more} is there already: "
-                "nothing was written",
+                f"{', '.join(self._target.store.url(name) for name in found[:_MAX_SHOWN])}{more} "
+                f"{'exist' if len(found) > 1 else 'exists'} already: nothing was written",
                 uri=self._target.uri,
                 hint=Hint(
                     advice="Choose another place, or pass {option} to replace it.", option="overwrite", value="True"

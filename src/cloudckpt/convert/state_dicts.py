@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from cloudckpt.format.nesting import Nesting, flatten, name_path, unflatten
 from cloudckpt.format.torch_metadata import stored_wrappers
 from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import collapse
+from cloudckpt.inspect.description import matches
 from cloudckpt.io.retry import Retrier
 from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
@@ -95,11 +95,6 @@ class Selection:
 
 def _with_dot(prefix: str) -> str:
     return f"{prefix.rstrip('.')}." if prefix else ""
-
-
-def matches(fqn: str, pattern: str) -> bool:
-    """Return True if the pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
-    return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
 
 
 def parse_patterns(include: str | Sequence[str]) -> tuple[str, ...]:

@@ -286,7 +286,10 @@ class SaveOrLoadError(CheckpointException):
             if not isinstance(error, CloudckptError) and trace is not None:
                 text += "\n" + "".join(trace.format()).rstrip()  # not one of ours: where it came from matters
             ranks_by_text.setdefault(text, []).append(rank)
-        lines = [f"{self.what} failed at step {self.step!r} on {_ranks_text(sorted(self.failures))}:"]
+        how = f"failed at step {self.step!r} on {_ranks_text(sorted(self.failures))}"
+        if all(isinstance(cause, SaveOrLoadError) for cause in causes_of(self)):
+            how = "did not begin, because the background save before it failed"
+        lines = [f"{self.what} {how}:"]
         lines += [f"[{_ranks_text(ranks)}] {text}" for text, ranks in ranks_by_text.items()]
         return "\n".join(lines)
 

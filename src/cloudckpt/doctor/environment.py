@@ -239,5 +239,5 @@ def check_free_space(path: str) -> str:
         place = place.parent
     free_bytes = shutil.disk_usage(place).free
     if free_bytes < _MIN_FREE_BYTES:
-        raise CheckFailed(f"{free_bytes // MIB} MiB are free", "Free some space: saves will fail without it.")
+        raise CheckFailed(f"{free_bytes // MIB} MiB are free", "Free at least 1 GiB, and what a save takes.")
     return f"{free_bytes / GIB:.1f} GiB are free"

@@ -245,7 +245,8 @@ class _Listing:
         """List the root itself as ``""`` and the folders under it, and group the unfinished uploads by folder."""
         if self._root.scheme != "file":  # there, each folder is listed by itself: some may be closed
             self._uploads = group_uploads(self._store, self._retrier)
-        return ["", *self.list_names()]
+        of_uploads = (name for name in self._uploads if name and _is_openable(self._root, name))
+        return sorted({"", *of_uploads, *self.list_names()})
 
     def find_commit(self, name: str) -> tuple[list[CheckpointInfo], Hashable]:
         """Return the checkpoint in a folder, or the log in which none counts."""
@@ -271,8 +272,10 @@ class _Listing:
                 uploads = self._retrier.collect(store.list_uploads, "" if name else "data/")
             for upload in uploads:
                 inventory.add_upload(upload)
-            checkpoint, rest, vanished = self._read_checkpoint(location, store, inventory.at(""))
-            infos = [*([checkpoint] if checkpoint else []), *self._describe_attempts(location, rest, checkpoint)]
+            checkpoint, rest, vanished, fenced_at = self._read_checkpoint(location, store, inventory.at(""))
+            alive_since = max(self._alive_since, fenced_at or self._alive_since)
+            uncommitted = self._describe_attempts(location, rest, checkpoint, alive_since=alive_since)
+            infos = [*([checkpoint] if checkpoint else []), *uncommitted]
             infos = infos or self._read_other_formats(location, store)
         except AccessDeniedError as error:
             self.denials.append(error)
@@ -285,9 +288,10 @@ class _Listing:
 
     def _read_checkpoint(
         self, location: Location, store: Store, found: Sequence[FoundItem]
-    ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable]:
+    ) -> tuple[CheckpointInfo | None, Sequence[FoundItem], Hashable, datetime | None]:
         """Return the checkpoint, if any, the data beside it, and the log if the manifest has vanished since.
 
+        The last one is the time of the newest fence, if no manifest counts: no earlier save can be committed.
         If it has vanished in two looks, it is damaged: no program that follows the protocol removes what counts.
         """
         log = summary = vanished = None
@@ -319,9 +323,9 @@ class _Listing:
                 num_overwrites=entry.number,
                 metadata=summary.metadata,
             )
-            return checkpoint, [item for item in found if item.key not in named], None
+            return checkpoint, [item for item in found if item.key not in named], None, None
         if not problem:
-            return None, found, None
+            return None, found, None, max((entry.modified_at for entry in log.entries), default=None) if log else None
         entries = log.entries if log is not None else list_entries(store, self._retrier)
         times = [entry.modified_at for entry in entries] or [item.moment for item in found]
         unreadable = CheckpointInfo(
@@ -334,10 +338,15 @@ class _Listing:
             num_uploads=sum(item.kind == "upload" for item in found),
             problem=problem,
         )
-        return unreadable, (), vanished
+        return unreadable, (), vanished, None
 
     def _describe_attempts(
-        self, location: Location, found: Iterable[FoundItem], checkpoint: CheckpointInfo | None
+        self,
+        location: Location,
+        found: Iterable[FoundItem],
+        checkpoint: CheckpointInfo | None,
+        *,
+        alive_since: datetime,
     ) -> Iterable[CheckpointInfo]:
         """Describe each save that has data in `found`."""
         by_attempt: defaultdict[str, list[FoundItem]] = defaultdict(list)
@@ -345,8 +354,10 @@ class _Listing:
             by_attempt[item.attempt].append(item)
         for attempt, items in by_attempt.items():
             last_write = max(item.moment for item in items)
+            if attempt:  # a server can date unfinished uploads wrongly
+                last_write = max(last_write, attempt_time(attempt))
             objects = [item for item in items if item.kind == "data"]
-            is_alive = last_write >= self._alive_since and (
+            is_alive = last_write >= alive_since and (
                 checkpoint is None
                 or (
                     attempt > checkpoint.attempt

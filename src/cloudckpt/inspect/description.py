@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,11 @@ class CheckpointDescription:
     def num_elements(self) -> int:
         """Number of elements of all tensors."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+
+def matches(fqn: str, pattern: str) -> bool:
+    """Return True if the pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
+    return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
 
 
 def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointDescription:

@@ -213,6 +213,11 @@ class _Collection:
             return
         for key, failure in left.items():
             self._fail(self._store.url(key), failure)
+        if plan.young:
+            uploads = sum(item.kind == "upload" for item in plan.young)
+            what = f"{_size(sum(item.size_bytes for item in plan.young))} and {_count(uploads, 'unfinished upload')}"
+            reason = f"{what} of a save that is not committed, and showed signs of life within older_than"
+            self._skipped.append(KeptObject(uri=uri, reason=reason))
         if plan.is_empty:
             return
         garbage = describe_garbage(uri, prefix, plan)
@@ -314,7 +319,7 @@ class GarbageReport:
     locations: tuple[Garbage, ...]
     """Garbage by location."""
     skipped: tuple[KeptObject, ...]
-    """Locations whose state is unclear, so that nothing was removed."""
+    """Locations whose state is unclear, and data of saves that may still run. Nothing of them was removed."""
     failed: tuple[KeptObject, ...]
     """Items that could not be removed or looked at."""
     is_nothing_there: bool = False

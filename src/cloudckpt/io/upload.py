@@ -307,9 +307,9 @@ class UploadSession:
         """After a failure, with no call in flight. What cannot be removed is left to gc, and said."""
         for target in self._open.values():
             if target.upload_id is not None:
-                with _logged("abort", self._store.url(target.key), uri=self._store.uri):
+                with _logged("abort an upload", uri=self._store.uri):
                     self._cleaner.call(self._store.abort_multipart, target.key, target.upload_id)
-        with _logged("remove what was written to", self._store.uri, uri=self._store.uri):
+        with _logged("remove what a failed save wrote", uri=self._store.uri):
             self._cleaner.call(self._store.delete, self._started_keys)
 
 
@@ -321,11 +321,11 @@ def _explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def _logged(verb: str, where: str, *, uri: str) -> Iterator[None]:
+def _logged(what: str, *, uri: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        _log.warning("could not %s %s: %s. %s", verb, where, error, gc_advice(uri))
+        _log.warning("could not %s: %s. %s", what, str(error).rstrip("."), gc_advice(uri))
 
 
 @contextlib.contextmanager

@@ -386,6 +386,7 @@ class CheckpointManager:
             else:
                 restored = self._restore_newest(state_dict, planner, strict=strict)
         if restored is not None:
+            _log.info("restored step %d from %s", restored.step, restored.uri)
             self._current = _LastSave(step=restored.step)
         return restored
 

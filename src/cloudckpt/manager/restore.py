@@ -214,14 +214,14 @@ class Coordinator:
         self.rank = rank_in(process_group, no_dist=no_dist)
         self._process_group, self._no_dist = process_group, no_dist
         self._root, self._timeout_s = root, timeout_s
-        self._what = f"loading the newest checkpoint under {root}"
+        self._what = f"loading a checkpoint under {root}"
 
     def broadcast(self, step: str, find: Callable[[], _T]) -> _T:
         """Run `find` on the coordinator. Returns its result, or raises its failure, on every rank."""
         try:
             with guarded_collectives(
                 self._process_group,
-                doing="finding the newest checkpoint",
+                doing="finding a checkpoint",
                 uri=self._root,
                 timeout_s=self._timeout_s,
                 no_dist=self._no_dist,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import Self
 
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 from cloudckpt.stores.http_body import WholeHeadResponse
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
@@ -56,7 +56,7 @@ def require_sdk(module: str, *, store: str, extra: str) -> None:
         found = None
     if found is None:
         raise MissingDependencyError(
-            f"{store} needs {module.replace('.', '-')}, which is not installed: pip install 'cloudckpt[{extra}]'"
+            f"{store} needs {module.replace('.', '-')}, which is not installed: {install_advice(extra)}"
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cloudckpt.errors import MissingDependencyError
+from cloudckpt.errors import MissingDependencyError, install_advice
 from cloudckpt.events import Event
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def instrument(*, tracer_provider: TracerProvider | None = None, meter_provider:
         from cloudckpt.telemetry.opentelemetry import Instrumentation  # noqa: PLC0415  # the package may not be there
     except ImportError as error:
         raise MissingDependencyError(
-            "cloudckpt.telemetry.instrument needs opentelemetry-api: pip install 'cloudckpt[otel]'"
+            f"cloudckpt.telemetry.instrument needs opentelemetry-api: {install_advice('otel')}"
         ) from error
     made = Instrumentation(tracer_provider, meter_provider)
     uninstrument()

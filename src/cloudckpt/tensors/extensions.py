@@ -22,6 +22,7 @@ from cloudckpt.errors import (
     InvalidOptionError,
     MissingDependencyError,
     UnsupportedFormatError,
+    install_advice,
 )
 from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.options import MIB
@@ -266,4 +267,4 @@ def _import_zstandard() -> Any:
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:
-        raise MissingDependencyError("Zstandard needs the package zstandard: pip install 'cloudckpt[zstd]'") from error
+        raise MissingDependencyError(f"Zstandard needs the package zstandard: {install_advice('zstd')}") from error

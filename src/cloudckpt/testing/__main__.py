@@ -21,7 +21,7 @@ from unittest import mock
 
 from cloudckpt.doctor import examine
 from cloudckpt.doctor.environment import scratch_location
-from cloudckpt.errors import CloudckptError
+from cloudckpt.errors import CloudckptError, install_advice
 from cloudckpt.options import Options
 from cloudckpt.stores.storage_options import parse_assignments
 from cloudckpt.uri import Location
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     chosen = _parser().parse_args(arguments)
     if importlib.util.find_spec("pytest") is None:
-        print("The contract needs pytest: pip install 'cloudckpt[testing]'", file=sys.stderr)
+        print(f"The contract needs pytest: {install_advice('testing')}", file=sys.stderr)
         return NOT_CHECKED
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the objects are removed then, too

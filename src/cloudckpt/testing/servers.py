@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from cloudckpt.errors import InvalidOptionError, MissingDependencyError
+from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
 
 __all__ = [
     "ACCESS_KEY_ID",
@@ -482,7 +482,7 @@ def moto_server(*, port: int = 0) -> Iterator[S3Server]:
 
     """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("werkzeug") is None:
-        raise MissingDependencyError("moto's server is not installed: pip install 'cloudckpt[testing]'")
+        raise MissingDependencyError(f"moto's server is not installed: {install_advice('testing')}")
     with reserved_port(port) as reserved:
         endpoint_url = f"http://127.0.0.1:{reserved}"
         program = Program(
@@ -615,7 +615,7 @@ def _binary() -> Path:
     """Find the program in the package that contains it."""
     found = importlib.util.find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise MissingDependencyError("fake-gcs-server is not installed: pip install 'cloudckpt[testing]'")
+        raise MissingDependencyError(f"fake-gcs-server is not installed: {install_advice('testing')}")
     name = f"fake-gcs-server-{platform.system().lower()}-{_ARCHITECTURES.get(platform.machine(), platform.machine())}"
     path = Path(found.submodule_search_locations[0], "vendor", "fake-gcs-server", "bin", name)
     if not os.access(path, os.X_OK):

@@ -18,6 +18,7 @@ from tests.commit.gc.leftovers import (
 )
 
 import cloudckpt
+from cloudckpt.commit.attempts import new_attempt_id
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -75,12 +76,16 @@ def test_exactly_the_litter_goes(root: str, capsys: pytest.CaptureFixture[str]) 
     assert cloudckpt.gc(root, older_than=0, dry_run=False).locations == ()
 
 
-def test_what_is_young_stays(root: str) -> None:
-    """If this fails, gc takes the data of a save that is still running."""
+def test_what_is_young_stays_and_is_named(root: str) -> None:
+    """If this fails, gc takes the data of a save that is still running, or hides what a save that died has left."""
     littered(root)
+    put(at(f"{root}/step-8"), f"data/{new_attempt_id()}/0-0.safetensors", b"left over")
     before = keys_in(root)
     for age in (3600, timedelta(hours=1), timedelta(days=10)):
-        assert cloudckpt.gc(root, older_than=age, dry_run=False).num_objects == 0
+        report = cloudckpt.gc(root, older_than=age, dry_run=False)
+        assert report.num_objects == 0
+        assert f"{root}/step-8" in {kept.uri for kept in report.skipped}
+        assert not {f"{root}/step-1", f"{root}/step-2"} & {kept.uri for kept in report.skipped}
     assert keys_in(root) == before
 
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 ERRNO_TABLE: dict[int, tuple[type[StoreError], str]] = {
     errno.ENOENT: (ObjectNotFoundError, "There is no such object."),
     errno.EEXIST: (ObjectExistsError, "An object exists there already."),
-    errno.ENOTDIR: (StoreError, "A file is where a directory is needed: choose another path."),
+    errno.ENOTDIR: (
+        StoreError,
+        "A file is where a directory is needed: choose another path, or make a checkpoint of it (import).",
+    ),
     # A refusal: nothing was written, and a commit that meets it is known not to have happened.
     errno.EISDIR: (
         UnsupportedOperationError,

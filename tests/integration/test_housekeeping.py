@@ -12,7 +12,7 @@ from tests.commit.gc.test_gc_on_stores import (
     test_a_dry_run_says_what_would_go_and_touches_nothing,
     test_exactly_the_litter_goes,
     test_what_an_overwrite_could_not_remove_goes,
-    test_what_is_young_stays,
+    test_what_is_young_stays_and_is_named,
 )
 from tests.integration.conftest import Servers
 
@@ -25,7 +25,7 @@ __all__ = [
     "test_a_dry_run_says_what_would_go_and_touches_nothing",
     "test_exactly_the_litter_goes",
     "test_what_an_overwrite_could_not_remove_goes",
-    "test_what_is_young_stays",
+    "test_what_is_young_stays_and_is_named",
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")

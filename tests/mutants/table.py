@@ -180,7 +180,7 @@ MUTANTS = {
         file="commit/garbage.py",
         old="return lives.get(item.attempt, item.moment) < before",
         new="return True",
-        tests=("tests/commit/gc/test_gc_on_stores.py::test_what_is_young_stays",),
+        tests=("tests/commit/gc/test_gc_on_stores.py::test_what_is_young_stays_and_is_named",),
     ),
     "gc-removes-referenced-data": Mutant(
         breaks="G1: gc deletes data that the manifest which counts names.",

@@ -489,7 +489,8 @@ class CheckpointManager:
         try:
             self.close()
         except (CheckpointException, Exception) as failure:  # noqa: BLE001  # the error that left the context is raised
-            _log.warning("the last save failed, too: %s", failure)
+            kind = type(failure)
+            _log.warning("the last save failed, too: %s.%s: %s", kind.__module__, kind.__qualname__, failure)
 
     def _options_for(self, step: int, numbers: Mapping[str, float | None]) -> Options:
         return dataclasses.replace(self._options, metadata={**self._options.metadata, **build_metadata(step, numbers)})

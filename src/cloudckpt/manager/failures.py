@@ -54,7 +54,8 @@ class Failures:
 
     def take(self, step: int, uri: str, error: BaseException) -> SaveFailure | None:
         """Take note of a failed save. Returns None if its error is to be raised."""
-        is_refused = isinstance(error, SaveInFlightError)
+        # Without a URI, threads of this rank alone were in each other's way.
+        is_refused = isinstance(error, SaveInFlightError) and error.uri != ""
         causes = causes_of(error) if isinstance(error, CheckpointException) else []
         # A cause that is a CheckpointException is the failure of another save.
         is_trouble = [isinstance(each, _TROUBLE) and not isinstance(each, CheckpointException) for each in causes]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,8 @@ from cloudckpt.integrations.torchtitan import CloudCheckpointManager
 
 if TYPE_CHECKING:
     from tests.frameworks.conftest import Jobs
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_lightning_on_ddp(place: str, jobs: Jobs) -> None:
@@ -250,3 +254,18 @@ def test_torch_checkpointing_after_a_crash(place: str, jobs: Jobs) -> None:
     assert found["garbage"] >= 2
     assert found["left"] == 0
     assert found["verified"] == 2
+
+
+def test_the_example_of_torch_checkpointing(tmp_path: Path) -> None:
+    """The example would not run as its first lines say."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.run(
+        [*torchrun, str(EXAMPLES / "checkpoint_files.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout[-6000:]
+    assert "saved and loaded; 4 files are whole" in process.stdout

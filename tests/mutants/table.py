@@ -847,5 +847,19 @@ MUTANTS = {
         new="verify_first = verify_first or",
         tests=("tests/manager/test_manager.py::test_nothing_of_a_damaged_step_stays_in_what_an_older_one_lacks",),
     ),
+    "commit-files-of-another-try": Mutant(
+        breaks="G3: files are committed without those of a rank that has written only in another try.",
+        file="pipeline/files.py",
+        old="apart = sorted({receipt.rank for receipt in found} - by_rank.keys())",
+        new="apart: list[int] = []",
+        tests=("tests/test_files.py::test_what_the_ranks_say_has_to_agree",),
+    ),
+    "complete-a-file-that-failed": Mutant(
+        breaks="G5: half of a file is committed as if it were whole.",
+        file="pipeline/files.py",
+        old="        if error is not None:\n            self._abort(error)",
+        new="        if error is not None:\n            pass",
+        tests=("tests/test_files.py::test_nothing_but_close_completes_a_file",),
+    ),
 }
 """Each defect by its name."""

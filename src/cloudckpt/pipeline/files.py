@@ -57,7 +57,7 @@ from cloudckpt.tensors.extensions import WriteTransforms
 
 _log = logging.getLogger("cloudckpt")
 
-_MAX_RECEIPT_BYTES = 64 * 1024 * 1024
+_MAX_RECEIPT_BYTES = 2**31
 _RANDOM_BITS = 48
 _CRC_DIGITS = 8
 

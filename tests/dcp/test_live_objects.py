@@ -447,6 +447,14 @@ def test_a_state_dict_and_objects_together_are_refused() -> None:
         cloudckpt.save(new_uri(), no_dist=True)
 
 
+def test_a_module_without_parameters_may_be_among_the_models() -> None:
+    """If this fails, a loss beside the model fails each save, in words about a process group."""
+    uri, saved, loaded = new_uri(), make_two(), make_two()
+    for model, call in ((saved, cloudckpt.save), (loaded, cloudckpt.load)):
+        call(uri, model={"net": model, "loss": nn.MSELoss()}, optimizer=AdamW(model.parameters()), no_dist=True)
+    assert_same(loaded.state_dict(), saved.state_dict())
+
+
 def test_a_model_without_memory_is_refused() -> None:
     """If this fails, a load into a model on the meta device fills nothing, and says that it is done."""
     uri = new_uri()

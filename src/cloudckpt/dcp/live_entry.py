@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from cloudckpt.errors import (
     CheckpointNotFoundError,
@@ -118,6 +120,11 @@ class EntryGroup(LiveEntry):
     def load_state_dict(self, state: Any, *, where: str) -> None:
         for key, entry in self._entries.items():
             entry.load_state_dict(state[key], where=f"{where}.{key}")
+
+
+def get_model_state(module: nn.Module) -> dict[str, Any]:
+    """Return the tensors and values of `module` by name. A module without any, such as a loss, has none."""
+    return get_model_state_dict(module, options=StateDictOptions(strict=False))  # strict only refuses an empty one
 
 
 def load_object(target: Any, state: Any, *, where: str) -> None:

@@ -12,10 +12,18 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from cloudckpt._torch_compat import ShardedTensor
-from cloudckpt.dcp.live_entry import IMPORT_HINT, EntryGroup, LiveEntry, OptionalEntry, load_object, make_empty
+from cloudckpt.dcp.live_entry import (
+    IMPORT_HINT,
+    EntryGroup,
+    LiveEntry,
+    OptionalEntry,
+    get_model_state,
+    load_object,
+    make_empty,
+)
 from cloudckpt.dcp.live_optimizers import Optimizers, wrap_optimizers
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 
@@ -37,7 +45,7 @@ class ModelEntry(LiveEntry):
         self._rank = rank
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self._module)
+        return get_model_state(self._module)
 
     def plan_load(self, saved: Any, *, where: str, uri: str) -> dict[str, Any]:
         wanted = self.state_dict()
@@ -66,7 +74,8 @@ class ModelEntry(LiveEntry):
         }
 
     def load_state_dict(self, state: Any, *, where: str) -> None:
-        set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
+        if state:
+            set_model_state_dict(self._module, state, options=StateDictOptions(strict=self._is_strict))
 
 
 class StatefulEntry(LiveEntry):

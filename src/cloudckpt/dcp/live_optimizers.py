@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedOptimStateDictConfig,
@@ -22,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cloudckpt._torch_compat import fqns_of
-from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, load_object, make_empty
+from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, load_object, make_empty
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
 from cloudckpt.format.wrappers import SavedWrapper
 
@@ -265,7 +264,7 @@ class OptimizerEntry(LiveEntry):
         return {
             prefix + name: value
             for prefix, module in self._modules.items()
-            for name, value in get_model_state_dict(module).items()
+            for name, value in get_model_state(module).items()
         }
 
     def _by_name(self, state: Mapping[Any, Any]) -> dict[Any, str]:

@@ -47,10 +47,10 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 def test_the_thresholds_come_back(before: tuple[int, int, int]) -> None:
     """If this fails, a save changes for good how often Python looks for garbage, also one that fails."""
     with contextlib.suppress(KeyError), rare_collections():
-        assert gc.get_threshold() == (100_000, *before[1:])
+        assert gc.get_threshold() == (1_000_000, *before[1:])
         with rare_collections():
             pass
-        assert gc.get_threshold() == (100_000, *before[1:])
+        assert gc.get_threshold() == (1_000_000, *before[1:])
         raise KeyError
     assert gc.get_threshold() == before
 

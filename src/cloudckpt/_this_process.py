@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from cloudckpt.errors import ForkedProcessError
 
-_GC_THRESHOLD = 100_000
+_GC_THRESHOLD = 1_000_000
 
 _user_processes: set[int] = set()
 
@@ -41,11 +41,12 @@ def is_forked() -> bool:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect cyclic garbage only after 100,000 new containers, if the main thread calls; else change nothing.
+    """Collect cyclic garbage only after a million new containers, if the main thread calls; else change nothing.
 
     Planning makes some twenty containers for each tensor, none of them garbage. At Python's own threshold of 700 new
     containers, a save of 20,000 small tensors takes twice the processor time, and so does a load
-    (``docs/design/013-save-balance.md``).
+    (``docs/design/013-save-balance.md``). Use it as a decorator: Python collects as the context ends, and goes through
+    all containers that the function's variables still hold.
 
     The thresholds belong to the whole process. The main thread that calls this waits for a save, a load or a snapshot,
     so no training loop runs beside it. The work of a background save runs in other threads, and leaves the thresholds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from cloudckpt.tensors.tensor_bytes import (
     extent_bytes,
     memory_address,
     plain_tensor,
-    quick_view,
+    view_memory,
+    viewable_address,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
@@ -31,7 +33,7 @@ def test_freed_memory_is_refused_by_name() -> None:
     freed = torch.ones(8)[5:]
     freed.untyped_storage().resize_(0)
     assert memory_address(freed) == 0
-    assert quick_view(freed) is None
+    assert viewable_address(freed) == 0
     with pytest.raises(UnsupportedValueError, match=r"'w' .* memory was freed"):
         plain_tensor(freed, "w", uri=URI)
 
@@ -55,7 +57,7 @@ def test_a_tensor_that_goes_beyond_its_storage_is_refused_by_name(kind: str) -> 
     assert memory_address(tensor) == tensor.data_ptr()
     tensor.untyped_storage().resize_(held_bytes - 1)
     assert memory_address(tensor) == 0
-    assert quick_view(tensor) is None
+    assert viewable_address(tensor) == 0
     with pytest.raises(UnsupportedValueError, match=rf"'w' .* needs {held_bytes} bytes .* resized to {held_bytes - 1}"):
         plain_tensor(tensor, "w", uri=URI)
     with (
@@ -83,6 +85,36 @@ def test_no_way_in_or_out_goes_beyond_a_storage(tmp_path: Path, way: str) -> Non
         else:
             cloudckpt.async_save(state, uri + "2", no_dist=True).result(60)
     assert not (tmp_path / "c2" / "manifest.json").exists()
+
+
+LIES_OTHERWISE = {
+    "strided": lambda: torch.ones(4, 4)[:, 1],
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch._neg_view(torch.ones(3)),
+    "meta": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+    "empty": lambda: torch.ones(0, 3),
+}
+
+
+@pytest.mark.parametrize("kind", LIES_OTHERWISE)
+def test_memory_that_does_not_hold_the_values_one_after_the_other_has_no_address(kind: str) -> None:
+    """If this fails, a save sends other bytes than the tensor's, or a load fills memory that is not the tensor's."""
+    assert viewable_address(LIES_OTHERWISE[kind]()) == 0
+
+
+def test_a_view_of_memory_is_writable_and_keeps_the_tensor() -> None:
+    """If this fails, a save reads memory that was freed, and a load writes there."""
+    tensor = torch.arange(6, dtype=torch.int16)
+    wanted, tensor_lives = bytes(bytes_view(tensor)), weakref.ref(tensor)
+    view = view_memory(viewable_address(tensor), tensor.nbytes, tensor)
+    view[0] = wanted[0]
+    del tensor
+    assert tensor_lives() is not None
+    assert bytes(view[2:]) == wanted[2:]
+    del view
+    assert tensor_lives() is None
 
 
 def test_conjugates_and_negatives_are_resolved() -> None:

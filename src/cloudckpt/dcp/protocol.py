@@ -66,6 +66,7 @@ def num_ranks_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> i
     return dist.get_world_size(process_group) if not no_dist and dist.is_available() and dist.is_initialized() else 1
 
 
+@rare_collections()
 def run_save(
     state_dict: Mapping[str, Any],
     writer: ObjectStoreWriter,
@@ -81,7 +82,7 @@ def run_save(
     ``CheckpointException``, also an instance of its causes' class, and removes what this rank wrote.
     """
     try:
-        with rare_collections(), ranks_context as ranks:
+        with ranks_context as ranks:
             save = _Save(state_dict, writer, planner or BalancedSavePlanner(), ranks, use_collectives, refusal)
             if use_collectives:
                 save.plan = ranks.reduce_scatter("plan", save.plan_locally, save.plan_globally)
@@ -175,6 +176,7 @@ class _Save:
         return self.metadata
 
 
+@rare_collections()
 def run_load(
     state_dict: dict[str, Any],
     reader: ObjectStoreReader,
@@ -193,7 +195,7 @@ def run_load(
         planner = ExplainingLoadPlanner(reader.checkpoint_id, allow_partial_load=is_partial, has_live_objects=is_live)
     rank = 0
     try:
-        with rare_collections(), ranks_context as ranks:
+        with ranks_context as ranks:
             rank = ranks.rank
             entries = {key: _wanted_of(state_dict[key]) for key in sorted(state_dict, key=str)}
             objects = {key: value for key, value in state_dict.items() if is_stateful(value)}

@@ -26,7 +26,6 @@ from cloudckpt.report import SaveReport
 from cloudckpt.telemetry.timeline import new_recorder, now_ns
 from cloudckpt.tensors.copying import Staging
 from cloudckpt.tensors.extensions import WriteTransforms
-from cloudckpt.tensors.write_items import estimate_total_bytes
 from cloudckpt.uri import is_valid_location, parse_location
 
 
@@ -177,13 +176,18 @@ class ObjectStoreWriter(StorageWriter):
             try:
                 job = self._require_job()
                 job.recorder.span("plan", self._begun_ns)
-                self._cancellation.enter("uploading", total_bytes=estimate_total_bytes(plan.items, planner))
                 pending = self._snapshot
                 if pending is not None and pending.completed.done():
                     pending.completed.result()
                     pending = None  # complete: no tensor has to be waited for
                 with job.recorder.step("write"), self._cancellation.stopping(job.stop):
-                    results = job.write(plan, planner, pending=pending, on_sent=self._cancellation.count_uploaded)
+                    results = job.write(
+                        plan,
+                        planner,
+                        pending=pending,
+                        on_planned=lambda num_bytes: self._cancellation.enter("uploading", total_bytes=num_bytes),
+                        on_sent=self._cancellation.count_uploaded,
+                    )
                 if pending is not None:
                     pending.completed.result()  # raises if a tensor could not be copied, which was not sent either
                 if not self._commits:

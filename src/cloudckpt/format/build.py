@@ -6,7 +6,6 @@ import datetime as dt
 import itertools
 import json
 import platform
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -39,8 +38,8 @@ _STEPS = frozenset({str, int})
 _Kind: TypeAlias = tuple[str | None, tuple[str, ...]]
 _Item: TypeAlias = tuple[int, int, int, str | None, tuple[int, ...], tuple[str, ...]]
 """The number of the receipts that have it, and then what they say of it, in their order."""
-_Items: TypeAlias = dict[tuple[int, ...] | None, _Item]
-"""The items of one FQN, by their offsets."""
+_Items: TypeAlias = dict[tuple[str, tuple[int, ...] | None], _Item]
+"""The items by FQN and offsets."""
 
 
 def build_manifest(
@@ -71,9 +70,9 @@ def build_manifest(
     missing: list[str] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            tensors[fqn] = _stored_tensor(fqn, entry, written.get(fqn, {}), object_indices, missing=missing, uri=uri)
+            tensors[fqn] = _stored_tensor(fqn, entry, written, object_indices, missing=missing, uri=uri)
             continue
-        item = written.get(fqn, {}).get(None)
+        item = written.get((fqn, None))
         if item is None:
             missing.append(fqn)
             continue
@@ -133,9 +132,9 @@ def _check_tiles(results: Sequence[Sequence[WriteResult]], tile_bytes: int, uri:
                 )
 
 
-def _written(receipts: Sequence[ItemReceipts]) -> dict[str, _Items]:
-    """Return the written items by FQN and offsets; a later one replaces an earlier one."""
-    written: defaultdict[str, _Items] = defaultdict(dict)
+def _written(receipts: Sequence[ItemReceipts]) -> _Items:
+    """Return the written items; a later one replaces an earlier one of the same FQN and offsets."""
+    written: _Items = {}
     for number, of_object in enumerate(receipts):
         items = zip(
             itertools.repeat(number, len(of_object.fqns)),
@@ -146,14 +145,13 @@ def _written(receipts: Sequence[ItemReceipts]) -> dict[str, _Items]:
             of_object.transforms,
             strict=True,
         )
-        for fqn, offsets, item in zip(of_object.fqns, of_object.offsets, items, strict=True):
-            written[fqn][offsets] = item
+        written.update(zip(zip(of_object.fqns, of_object.offsets, strict=True), items, strict=True))
     return written
 
 
-def _stored_objects(receipts: Sequence[ItemReceipts], written: Mapping[str, _Items]) -> dict[str, StoredObject]:
+def _stored_objects(receipts: Sequence[ItemReceipts], written: _Items) -> dict[str, StoredObject]:
     """Return the objects that hold an item that counts, by key, in the ranks' order."""
-    used = {item[0] for items in written.values() for item in items.values()}
+    used = {item[0] for item in written.values()}
     objects: dict[str, StoredObject] = {}
     for number, of_object in enumerate(receipts):
         stored_in = of_object.stored_in
@@ -177,7 +175,7 @@ def _stored_tensor(
     chunks: list[Chunk] = []
     kinds: set[_Kind] = set()
     for chunk in entry.chunks:
-        item = written.get(chunk.offsets)
+        item = written.get((fqn, chunk.offsets))
         if item is None or item[4] != chunk.sizes:
             missing.append(f"{fqn}{list(chunk.offsets)}")
             continue

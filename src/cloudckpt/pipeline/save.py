@@ -186,12 +186,13 @@ class SaveJob:
         planner: SavePlanner,
         *,
         pending: Staging | None = None,
+        on_planned: Callable[[int], None] = lambda _: None,
         on_sent: Callable[[int], None] | None = None,
     ) -> list[WriteResult]:
         """Upload this rank's items, all or none, and return one result for each object.
 
-        Memory that is still `pending` is read part by part, once it is there. `on_sent` gets the size of each
-        part that the store has.
+        Memory that is still `pending` is read part by part, once it is there. `on_planned` gets the estimated size of
+        all items, and `on_sent` that of each part that the store has.
         """
         begun_s = time.monotonic()
         message = plan.storage_data
@@ -202,6 +203,9 @@ class SaveJob:
         context, options, recorder = self._context, self._context.options, self._context.recorder
         if on_sent is not None:
             context.on_sent = on_sent
+        aliases = {} if self._transforms else find_aliases(plan.items, known_tensors(planner))
+        sizes_bytes = [0 if i in aliases else estimate_bytes(item) for i, item in enumerate(plan.items)]
+        on_planned(sum(sizes_bytes))
         staged_s, transferred_s = recorder.seconds("stage"), recorder.seconds("transfer")
         check_values(plan.items, known_tensors(planner), uri=context.uri)  # before anything is sent
         # If objects are written as streams, a process that was thought dead could still write to them.
@@ -209,8 +213,6 @@ class SaveJob:
         leftovers = find_leftovers(
             context.store, context.retrier, [data_prefix(name, context.rank) for name in earlier]
         )
-        aliases = {} if self._transforms else find_aliases(plan.items, known_tensors(planner))
-        sizes_bytes = [0 if i in aliases else estimate_bytes(item) for i, item in enumerate(plan.items)]
         make_receipts: list[Callable[..., ItemReceipts]] = []
         with (
             contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of
 from cloudckpt.errors import CloudckptError, UnsupportedValueError
+from cloudckpt.format.model import ITEMSIZE_BYTES
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.format.safetensors import HeaderEntry
 from cloudckpt.format.torch_metadata import dtype_name
@@ -27,7 +28,8 @@ from cloudckpt.tensors.tensor_bytes import (
     is_viewable,
     layout_of,
     plain_tensor,
-    quick_view,
+    view_memory,
+    viewable_address,
 )
 
 _ESTIMATED_VALUE_BYTES = 4096  # for a Python object, whose size is known only once it is serialised
@@ -70,12 +72,6 @@ def estimate_bytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return _ESTIMATED_VALUE_BYTES
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def estimate_total_bytes(items: Sequence[WriteItem], planner: SavePlanner) -> int:
-    """Estimate the size of `items` by their plan. Aliases count once."""
-    aliases = find_aliases(items, known_tensors(planner))
-    return sum(estimate_bytes(item) for position, item in enumerate(items) if position not in aliases)
 
 
 def find_aliases(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[int, int]:
@@ -216,29 +212,28 @@ def _stage_quickly(item: WriteItem, known: Mapping[str, Any], kinds: dict[int, _
         kind = kinds[id(data)] = _kind_of(data)
     if kind is None or tensor.dtype is not kind.dtype or tensor.size() != kind.size or index.offset != kind.offsets:
         return None
-    content = quick_view(tensor)
-    if content is None:
+    address = viewable_address(tensor)
+    if not address:
         return None
     entry = HeaderEntry(fqn=index.fqn, dtype=kind.name, shape=kind.lengths, offsets=None, num_bytes=kind.num_bytes)
     return StagedItem(
         entry=entry,
         index_offsets=kind.offsets,
-        content=content,
+        content=view_memory(address, kind.num_bytes, tensor),
         dtype=kind.name,
         lengths=kind.lengths,
         transforms=(),
-        address=tensor.data_ptr(),
+        address=address,
     )
 
 
 def _kind_of(data: TensorWriteData) -> _Kind | None:
     size, dtype, offsets = data.size, data.properties.dtype, tuple(data.chunk.offsets)
-    if data.chunk.sizes != size or any(offsets) or len(offsets) != len(size):
+    name = dtype_name(dtype)
+    if data.chunk.sizes != size or any(offsets) or len(offsets) != len(size) or name not in ITEMSIZE_BYTES:
         return None
     num_bytes = math.prod(size) * dtype.itemsize
-    return _Kind(
-        size=size, dtype=dtype, name=dtype_name(dtype), lengths=tuple(size), offsets=offsets, num_bytes=num_bytes
-    )
+    return _Kind(size=size, dtype=dtype, name=name, lengths=tuple(size), offsets=offsets, num_bytes=num_bytes)
 
 
 def _stage_value(item: WriteItem, data: object, transforms: WriteTransforms, uri: str) -> StagedItem:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ObjectDescription,
         TensorDescription,
         ValueDescription,
+        WrapperDescription,
     )
     from cloudckpt.inspect.removal import Garbage, GarbageReport, KeptObject
     from cloudckpt.manager.failures import SaveFailure
@@ -52,6 +53,7 @@ __all__ = [
     "TensorDescription",
     "ValueDescription",
     "VerifyReport",
+    "WrapperDescription",
 ]
 
 _LAZY = {
@@ -60,7 +62,8 @@ _LAZY = {
     "cloudckpt.dcp.protocol": "SavedMetadata",
     "cloudckpt.inspect.catalog": "CheckpointInfo",
     "cloudckpt.inspect.comparison": "Comparison Difference",
-    "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription ValueDescription",
+    "cloudckpt.inspect.description": "CheckpointDescription ObjectDescription TensorDescription "
+    "ValueDescription WrapperDescription",
     "cloudckpt.inspect.removal": "Garbage GarbageReport KeptObject",
     "cloudckpt.manager.failures": "SaveFailure",
     "cloudckpt.manager.preemption": "Preemption PreemptionReport",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,13 @@ def export(
     skip_non_tensors: Annotated[
         bool, typer.Option("--skip-non-tensors", help="Leave out what safetensors files cannot hold.")
     ] = False,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Write the values of quantized tensors, not their parts.")
+    ] = False,
+    module: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Import this first, for its classes of tensors.", show_default=False),
+    ] = None,
     common: ConversionOptions,
 ) -> None:
     """Write a checkpoint as files that other programs read: Hugging Face's safetensors, or a file of torch.save.
@@ -201,6 +209,8 @@ def export(
     """
     from cloudckpt.convert.exports import export_checkpoint
 
+    for each in module or ():
+        importlib.import_module(each)
     report = _convert(
         export_checkpoint,
         source,
@@ -211,6 +221,7 @@ def export(
         strip_prefix=strip_prefix,
         max_shard_bytes=max_shard_size,
         skip_non_tensors=skip_non_tensors,
+        dequantize=dequantize,
     )
     if report.left_out and not common.as_json:
         common.console.say(f"Left out {count(len(report.left_out), 'value')}: {', '.join(report.left_out)}")

@@ -53,6 +53,7 @@ def show(
     patterns = name or ["*"]
     tensors = [one for one in found.tensors if any(matches(one.name, pattern) for pattern in patterns)]
     others = [one for one in found.values if any(matches(one.name, pattern) for pattern in patterns)]
+    wrappers = [one for one in found.wrappers if any(matches(one.name, pattern) for pattern in patterns)]
     read = _read_values(found.uri, [one.name for one in others], options) if values else {}
     if common.as_json:
         console.document(
@@ -60,6 +61,7 @@ def show(
                 **{name: getattr(found, name) for name in _HEAD},
                 "objects": found.objects,
                 "tensors": tensors,
+                "wrappers": wrappers,
                 "values": [
                     {**dataclasses.asdict(one), **({"value": read[one.name]} if values else {})} for one in others
                 ],
@@ -78,6 +80,20 @@ def show(
             console.table(
                 ["TENSOR", "DTYPE", "SHAPE", "BYTES", "CHUNKS", "GRID", "OBJECTS"], [*map(_row, tensors)], right=_RIGHT
             )
+        if wrappers:
+            console.line()
+            console.table(
+                ["WRAPPER", "CLASS", "SHAPE", "PARTS"],
+                [
+                    [
+                        one.name,
+                        one.kind,
+                        str(list(one.shape)),
+                        ", ".join(part[len(one.name) + 1 :] for part in one.parts),
+                    ]
+                    for one in wrappers
+                ],
+            )
         if others:
             console.line()
             console.table(
@@ -85,7 +101,7 @@ def show(
                 [[one.name, size(one.num_bytes), *([read[one.name]] if values else [])] for one in others],
                 right=_RIGHT,
             )
-    if name and not tensors and not others:
+    if name and not tensors and not others and not wrappers:
         console.warn(f"Nothing in {found.uri} has a name like {' or '.join(name)}.")
         raise typer.Exit(NOT_FOUND)
 

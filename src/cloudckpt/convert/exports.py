@@ -27,6 +27,7 @@ from cloudckpt.convert.conversion import (
     folder_and_name,
     upload,
 )
+from cloudckpt.convert.dequantized import DequantizingReader
 from cloudckpt.convert.safetensors_source import INDEX_NAME
 from cloudckpt.convert.state_dicts import flatten_entries, load_whole
 from cloudckpt.errors import (
@@ -70,6 +71,7 @@ def export_checkpoint(
     strip_prefix: str = "",
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     skip_non_tensors: bool = False,
+    dequantize: bool = False,
     overwrite: bool = False,
     allow_pickle: bool = False,
     options: Options | None = None,
@@ -99,6 +101,8 @@ def export_checkpoint(
             flat.
         max_shard_bytes: Largest size of a safetensors file, unless one tensor is larger.
         skip_non_tensors: Leave Python objects out of safetensors files, which cannot hold them.
+        dequantize: Write the values of tensors that consist of others, such as torchao's, to safetensors files: by
+            default, their parts are written. Holds one such tensor in memory, and needs its class (`read`).
         overwrite: Remove the files of an earlier export before the first new one is written.
         allow_pickle: Consent to run code from the checkpoint, as in `load`.
         options: Options for the source.
@@ -143,12 +147,19 @@ def export_checkpoint(
     if format == "torch":
         report = _export_torch(conversion)
     else:
-        report = _export_safetensors(conversion, max_shard_bytes=max_shard_bytes, skip_non_tensors=skip_non_tensors)
+        report = _export_safetensors(
+            conversion,
+            max_shard_bytes=max_shard_bytes,
+            skip_non_tensors=skip_non_tensors,
+            dequantize=dequantize,
+        )
     _log.info("exported %s", report)
     return report
 
 
-def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool) -> ConversionReport:
+def _export_safetensors(
+    conversion: Conversion, *, max_shard_bytes: int, skip_non_tensors: bool, dequantize: bool
+) -> ConversionReport:
     source, target, single_name = conversion.source, conversion.target, _SINGLE_NAME
     patterns: Sequence[str] = _SAFETENSORS_PATTERNS
     path = target.location.path
@@ -165,9 +176,14 @@ def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_no
         # Beside the index of an earlier export, readers would take the shards that it names.
         patterns = (glob.escape(single_name),) if single_name != _SINGLE_NAME else _SAFETENSORS_PATTERNS
     manifest = resolve(source.store, source.retrier).manifest
-    names = conversion.selection.choose_names([*manifest.tensors, *manifest.values])
+    # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
+    budget_bytes = source.options.read_bytes // 2
+    reader = CheckpointReader(_limited(source, budget_bytes // target.connections), manifest)
+    dequantizing = DequantizingReader(reader) if dequantize else None
+    stored = manifest.tensors if dequantizing is None else dequantizing.tensors
+    names = conversion.selection.choose_names([*stored, *manifest.values])
     left_out = tuple(fqn for fqn in names if fqn in manifest.values)
-    fqns = {name: fqn for fqn, name in names.items() if fqn in manifest.tensors}
+    fqns = {name: fqn for fqn, name in names.items() if fqn in stored}
     if left_out and not skip_non_tensors:
         raise UnsupportedValueError(
             f"safetensors files hold tensors alone, and of {source.uri} these are Python objects: "
@@ -179,7 +195,7 @@ def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_no
                 value="True",
             ),
         )
-    tensors = {name: manifest.tensors[fqn] for name, fqn in fqns.items()}
+    tensors = {name: stored[fqn] for name, fqn in fqns.items()}
     _check_tensors(fqns, tensors, source.uri)
     shards = name_shards(tensors, max_shard_bytes=max_shard_bytes, single_name=single_name)
     if is_file and len(shards) > 1:
@@ -193,11 +209,8 @@ def _export_safetensors(conversion: Conversion, *, max_shard_bytes: int, skip_no
     )
     files = Files(conversion, target, patterns=patterns)
     files.check()
-    # One half is for the parts that are sent. The other is for what is read beside them: the rest of tiles, and gaps.
-    budget_bytes = source.options.read_bytes // 2
-    reader = CheckpointReader(_limited(source, budget_bytes // target.connections), manifest)
     written = files.write(
-        {name: shard.body_in(reader, fqns) for name, shard in shards.items()},
+        {name: shard.body_in(dequantizing or reader, fqns) for name, shard in shards.items()},
         last=last,
         num_bytes=sum(shard.layout.size_bytes for shard in shards.values()) + (len(index) if last else 0),
         budget_bytes=budget_bytes,

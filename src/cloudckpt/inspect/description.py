@@ -42,6 +42,20 @@ class TensorDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperDescription:
+    """One tensor of a `CheckpointDescription` that consists of others, such as a quantized weight."""
+
+    name: str
+    """Name of the tensor. Those of its parts are this name, a dot and another."""
+    kind: str
+    """Module and name of its class."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    parts: tuple[str, ...]
+    """Names of its parts among the tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDescription:
     """One Python object of a `CheckpointDescription`."""
 
@@ -87,6 +101,8 @@ class CheckpointDescription:
     """The tensors."""
     values: tuple[ValueDescription, ...]
     """The Python objects."""
+    wrappers: tuple[WrapperDescription, ...] = ()
+    """The tensors that consist of others."""
 
     @property
     def num_bytes(self) -> int:
@@ -145,6 +161,15 @@ def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> 
         tensors=tuple(_describe_tensor(name, tensor) for name, tensor in manifest.tensors.items()),
         values=tuple(
             ValueDescription(name=name, num_bytes=value.end - value.begin) for name, value in manifest.values.items()
+        ),
+        wrappers=tuple(
+            WrapperDescription(
+                name=name,
+                kind=wrapper.kind,
+                shape=wrapper.shape,
+                parts=tuple(f"{name}.{part}" for part in wrapper.tensors),
+            )
+            for name, wrapper in manifest.wrappers.items()
         ),
     )
 

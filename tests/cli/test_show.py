@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from awscrt.checksums import crc32c
+from safetensors.torch import load_file
 from tests.cli.conftest import OLD_ATTEMPT, Run, leave_unfinished, save, state_of
 from tests.e2e.places import LocalPlace
 from tests.options import make_options
+from tests.scaled import make_scaled
 
 import cloudckpt
 
@@ -39,6 +42,37 @@ def test_everything_that_was_saved_is_shown(local: LocalPlace, run: Run) -> None
     assert run("cat", local.uri(), "optim.lr").out == "[0.5, nan]\n"
     ended = run("cat", local.uri(), "optim.lt")
     assert (ended.code, "'optim.lr'" in ended.err) == (3, True)
+
+
+def test_tensors_that_consist_of_others_are_shown_and_exported(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this fails, nobody sees which tensors are quantized, or their values cannot be had from the command line."""
+    uri, whole = str(tmp_path / "step-1"), make_scaled(8, 6, recipe=1)
+    cloudckpt.save({"model": {"w": whole, "plain": torch.ones(2)}}, uri, no_dist=True)
+    (shown,) = run("show", uri, "--json").document["wrappers"]
+    assert (shown["name"], shown["kind"], shown["shape"]) == ("model.w", "tests.scaled.Scaled", [8, 6])
+    assert shown["parts"] == ["model.w.data_", "model.w.scale"]
+    text = " ".join(run("show", uri, "--name", "model.w").out.split())
+    assert "model.w tests.scaled.Scaled [8, 6] data_, scale" in text
+    assert run("export", uri, str(tmp_path / "parts")).code == 0
+    parts = load_file(tmp_path / "parts" / "model.safetensors")
+    assert torch.equal(parts["model.w.data_"], whole.data_)
+    ended = run("export", uri, str(tmp_path / "values"), "--dequantize")
+    assert ended.code != 0
+    assert "does not allow tests.scaled.Scaled" in ended.err
+    (tmp_path / "allows_scaled.py").write_text(
+        "import torch, tests.scaled\ntorch.serialization.add_safe_globals(tests.scaled.ALLOWED)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        command = ["export", uri, str(tmp_path / "values"), "--dequantize", "--module", "allows_scaled"]
+        assert run(*command, "--strip-prefix", "model").code == 0
+    finally:
+        torch.serialization.clear_safe_globals()
+    values = load_file(tmp_path / "values" / "model.safetensors")
+    assert values.keys() == {"w", "plain"}
+    assert torch.equal(values["w"], whole.dequantize())
 
 
 def test_names_do_not_command_the_terminal(tmp_path: Path, run: Run) -> None:

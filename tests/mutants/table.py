@@ -861,5 +861,19 @@ MUTANTS = {
         new="        if error is not None:\n            pass",
         tests=("tests/test_files.py::test_nothing_but_close_completes_a_file",),
     ),
+    "load-under-other-metadata": Mutant(
+        breaks="G4: quantized bits are loaded under another block size, and are other weights.",
+        file="dcp/load_planner.py",
+        old="        if any(self._wrapper_problems()):",
+        new="        if not self._wrappers:",
+        tests=("tests/e2e/test_wrappers.py::test_what_is_not_alike_is_refused",),
+    ),
+    "save-the-scale-of-one-rank": Mutant(
+        breaks="G4: ranks that quantized their rows apart save the scale of one of them for all.",
+        file="dcp/save_planner.py",
+        old="if compared.setdefault(chunk, checksum) != checksum:",
+        new="if not compared.setdefault(chunk, checksum):",
+        tests=("tests/e2e/test_wrappers.py::test_a_scale_of_each_rank_is_refused",),
+    ),
 }
 """Each defect by its name."""

@@ -28,8 +28,8 @@ class RivalEnvironment:
 ENVIRONMENTS: Mapping[str, RivalEnvironment] = {
     environment.system: environment
     for environment in (
-        # With boto3 left free pip finds a botocore that aiobotocore takes; pinned, it falls back to s3fs 0.4.
-        RivalEnvironment(system="s3fs", requirements=("s3fs>=2026.1", "boto3")),
+        # Without boto3, for which pip would search minutes for a version that takes aiobotocore's botocore.
+        RivalEnvironment(system="s3fs", requirements=("s3fs>=2026.1",)),
         RivalEnvironment(system="s3torchconnector", requirements=("s3torchconnector[dcp]>=1.5",)),
     )
 }
@@ -58,10 +58,8 @@ def set_up(environment: RivalEnvironment, root: Path) -> Path:
         return python
     venv.create(directory, with_pip=True, clear=True)
     _purelib(python).joinpath("main-environment.pth").write_text(f"{_torch_parent()}\n")
-    subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *environment.requirements],
-        check=True,
-    )
+    quietly = ("--quiet", "--disable-pip-version-check", "--no-warn-conflicts")  # with packages that its own hide
+    subprocess.run([python, "-m", "pip", "install", *quietly, *environment.requirements], check=True)
     _ready(environment, root).write_text("\n".join(environment.requirements))
     return python
 

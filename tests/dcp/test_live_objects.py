@@ -447,6 +447,22 @@ def test_a_state_dict_and_objects_together_are_refused() -> None:
         cloudckpt.save(new_uri(), no_dist=True)
 
 
+def test_a_default_device_changes_nothing() -> None:
+    """If this fails, after torch.set_default_device("cuda") counters of an optimizer and random states lie there."""
+    uri, model, fresh = new_uri(), make_two(), make_two()
+    optimizer, loaded = AdamW(model.parameters()), AdamW(fresh.parameters())
+    trained(model, optimizer)
+    extra: dict[str, Any] = {}
+    with torch.device("meta"):  # as a device that is not the tensors'
+        cloudckpt.save(uri, model=model, optimizer=optimizer, extra={"a": [np.ones(2), model[0].bias]}, no_dist=True)
+        expected = random.random(), np.random.random()  # noqa: NPY002  # the generator of the process
+        cloudckpt.load(uri, model=fresh, optimizer=loaded, extra=extra, random_state=True, no_dist=True)
+        assert (random.random(), np.random.random()) == expected  # noqa: NPY002
+        assert cloudckpt.read(uri)["model"]["0.bias"].device.type == "cpu"
+    assert_same(extra["a"][1], model[0].bias.detach())
+    assert_same(loaded.state_dict(), optimizer.state_dict())
+
+
 def test_a_module_without_parameters_may_be_among_the_models() -> None:
     """If this fails, a loss beside the model fails each save, in words about a process group."""
     uri, saved, loaded = new_uri(), make_two(), make_two()

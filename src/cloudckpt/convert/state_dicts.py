@@ -149,7 +149,7 @@ class _Planner(DefaultLoadPlanner):
             entry = metadata.state_dict_metadata[name]
             value = None
             if isinstance(entry, TensorStorageMetadata):
-                value = torch.empty(entry.size, dtype=entry.properties.dtype)
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             self.state_dict[name] = value
         # Before anything is read, find out whether all classes are known.
         collapse(

@@ -151,7 +151,7 @@ def make_empty(saved: Any) -> Any:
         parts = {part: make_empty(entry) for part, entry in saved.parts.items()}
         return Registry(uri=saved.uri).rebuild(saved.name, saved.stored, parts)
     if isinstance(saved, TensorStorageMetadata):
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     if isinstance(saved, Mapping):
         return {key: make_empty(value) for key, value in saved.items()}
     if isinstance(saved, list):

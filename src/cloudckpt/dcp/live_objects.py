@@ -218,7 +218,7 @@ class RandomState(NamedTuple):
         """Return the current state of the generators; that of a GPU only if this process uses one."""
         kind, keys, *rest = np.random.get_state()
         devices = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-        numpy = (kind, torch.tensor(np.asarray(keys).astype(np.int64)), *rest)
+        numpy = (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
         return cls(python=random.getstate(), numpy=numpy, cpu=torch.get_rng_state(), devices=devices)
 
     def restore(self) -> None:

@@ -344,7 +344,7 @@ class _Layout:
             return torch.empty_like(self._like, dtype=dtype, requires_grad=False)
         # Moments of a parameter without dimensions look like a counter. Only a step tells how a DTensor's are held.
         if not entry.size and (self._like.size() or not isinstance(self._like, DTensor)):
-            return torch.empty((), dtype=dtype)  # a counter, which optimizers hold on the CPU
+            return torch.empty((), dtype=dtype, device="cpu")  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
             stepped = self._step().get(name)
             if not isinstance(stepped, torch.Tensor):

@@ -132,7 +132,7 @@ class CollectiveCall(DistWrapper):
 
         def scatter() -> torch.Tensor:
             size = self._broadcast_size(max(map(len, data), default=0))
-            received = torch.empty(size, dtype=torch.uint8)
+            received = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._gloo.scatter(received, [_to_tensor(each, size) for each in data], 0).wait()
             return received
 
@@ -179,8 +179,8 @@ class CollectiveCall(DistWrapper):
         data = pickle.dumps(value)
 
         def gather() -> list[torch.Tensor]:
-            sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.get_world_size())]
-            self._gloo.allgather(sizes, torch.tensor([len(data)])).wait()
+            sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.get_world_size())]
+            self._gloo.allgather(sizes, torch.tensor([len(data)], device="cpu")).wait()
             mine = _to_tensor(data, max(int(size) for size in sizes))
             received = [torch.empty_like(mine) for _ in sizes] if to_all or self.is_coordinator else []
             (self._gloo.allgather(received, mine) if to_all else self._gloo.gather(received, mine, 0)).wait()
@@ -189,7 +189,7 @@ class CollectiveCall(DistWrapper):
         return [_unpickle(each) for each in self._meet(gather)]
 
     def _broadcast_size(self, num_bytes: int) -> int:
-        size = torch.tensor([num_bytes])
+        size = torch.tensor([num_bytes], device="cpu")
         self._gloo.broadcast(size, 0).wait()
         return int(size)
 
@@ -287,7 +287,7 @@ def _run_to_end(work: Callable[[], _T], on_interrupt: Callable[[BaseException], 
 
 def _to_tensor(data: bytes, num_bytes: int) -> torch.Tensor:
     """Copy `data` to the beginning of a tensor of `num_bytes`."""
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     tensor.numpy().data[: len(data)] = data
     return tensor
 

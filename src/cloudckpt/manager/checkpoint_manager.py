@@ -343,7 +343,8 @@ class CheckpointManager:
     ) -> Restored | None:
         """Load a step into live objects or into `state_dict`, in place, on all ranks.
 
-        Unless ``strict=False``, all that the step holds must be asked for, so that nothing is lost without a word.
+        Unless ``strict=False``, live objects must take all that the step holds, so that nothing is lost without a word.
+        A state dict may leave out what it does not name, unless ``strict=True``, but no part of an optimizer's state.
         Without `step`, the newest whole step is loaded as by `cloudckpt.load_latest`: the one that was committed last.
         Damaged steps are skipped on all ranks with a warning and listed in the result.
 

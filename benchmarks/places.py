@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks import servers, wires
 from benchmarks.certificates import Certificates, make_certificates
-from benchmarks.servers import Server
-from benchmarks.sweeps import CAPPED_BYTES_PER_S, SLOW_BYTES_PER_S, SLOW_LATENCY_S, Cell, WireName
+from benchmarks.servers import Counts, Server
+from benchmarks.sweeps import CAPPED_BYTES_PER_S, FAR_LATENCY_S, SLOW_BYTES_PER_S, SLOW_LATENCY_S, Cell, WireName
 from benchmarks.training import kept_off_the_loops_core
 
 
@@ -51,9 +51,9 @@ class Place:
         for child in Path(self.root).iterdir():
             shutil.rmtree(child)
 
-    def num_bytes_sent(self) -> int | None:
-        """By the server, since `clear`."""
-        return None if self.server is None else self.server.num_bytes_sent()
+    def counts(self) -> Counts | None:
+        """Return the counts of the server since `clear`."""
+        return None if self.server is None else self.server.counts()
 
     @property
     def checks_signatures(self) -> bool:
@@ -98,7 +98,7 @@ class Places:
 
     def _server(self, cell: Cell) -> Server:
         # Only fasts3 is slow by itself, and only of it one may take the cores that it is given.
-        is_own = cell.server == "fasts3" and cell.wire in ("slow", "capped")
+        is_own = cell.server == "fasts3" and cell.wire in ("slow", "far", "capped")
         key = (cell.server, cell.wire if is_own else "http")
         if key not in self._servers:
             self._servers[key] = self._stack.enter_context(self._started(*key))
@@ -119,6 +119,8 @@ class Places:
             raise ValueError("fasts3 is not there: install cargo, which builds it, or give --fasts3-binary")
         if wire == "slow":
             return servers.fasts3(self._fasts3_binary, latency_s=SLOW_LATENCY_S, bytes_per_s=SLOW_BYTES_PER_S)
+        if wire == "far":
+            return servers.fasts3(self._fasts3_binary, latency_s=FAR_LATENCY_S)
         if wire == "capped":
             return _kept_off(servers.fasts3(self._fasts3_binary))
         return servers.fasts3(self._fasts3_binary)

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cloudckpt.options import Options
 from cloudckpt.stores import open_store
@@ -32,6 +32,14 @@ CALL_TIMEOUT_S = 60.0
 BUCKET = "benchmark"
 
 
+class Counts(NamedTuple):
+    """Counts of a server since its last reset."""
+
+    num_bytes_sent: int
+    """In the bodies of answers."""
+    num_requests: int
+
+
 class Server(abc.ABC):
     """An endpoint, and a place on it that is the run's own."""
 
@@ -46,8 +54,8 @@ class Server(abc.ABC):
     def reset(self) -> None:
         """Forget all that the run stored, so that no system finds memory or disk already in use."""
 
-    def num_bytes_sent(self) -> int | None:
-        """Bytes of all the answers since the last reset; None where it keeps no count."""
+    def counts(self) -> Counts | None:
+        """Return what the server has counted; None if it counts nothing."""
         return None
 
 
@@ -67,12 +75,12 @@ class _Fasts3(_Local):
     def reset(self) -> None:
         self._get("/_reset")
 
-    def num_bytes_sent(self) -> int:
+    def counts(self) -> Counts:
         text = self._get("/_stats")
-        found = re.search(r"\bout (\d+)\b", text)
+        found = re.search(r"\bout (\d+) requests (\d+)\b", text)
         if found is None:
-            raise RuntimeError(f"fasts3 counts no bytes sent: {text!r}")
-        return int(found[1])
+            raise RuntimeError(f"fasts3 does not count bytes and requests: {text!r}. Build it anew")
+        return Counts(int(found[1]), int(found[2]))
 
     def _get(self, path: str) -> str:
         status, text = ask(str(self.endpoint_url), "GET", path, timeout_s=CALL_TIMEOUT_S)

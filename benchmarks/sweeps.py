@@ -11,7 +11,7 @@ from benchmarks.payloads import KIB, MIB, Payload, transformer, uniform
 
 Verb: TypeAlias = Literal["save", "load", "async_blocking", "async_training", "resharded_load", "shared_load"]
 ServerName: TypeAlias = Literal["fasts3", "rgw", "moto", "path", "given"]
-WireName: TypeAlias = Literal["http", "tls", "slow", "capped", "none"]
+WireName: TypeAlias = Literal["http", "tls", "slow", "far", "capped", "none"]
 
 IN_BACKGROUND: tuple[Verb, ...] = ("async_blocking", "async_training")
 """Saves that training goes on beside."""
@@ -22,6 +22,8 @@ PATH_SYSTEMS = ("cloudckpt-path", "filesystem")
 SLOW_LATENCY_S = 0.060
 SLOW_BYTES_PER_S = 80e6
 """To the first byte, and of one connection: about what a real object store gives."""
+FAR_LATENCY_S = 0.030
+"""To the first byte, of a line that is fast otherwise."""
 CAPPED_BYTES_PER_S = 200e6
 """Rate of all connections together, for sent bytes."""
 NUM_PARTS_OF_A_SHARD = 8
@@ -130,6 +132,7 @@ MANY_SMALL = uniform(20_000, 64 * KIB)
 MIDDLING = uniform(2_000, 512 * KIB)
 TRANSFORMER = transformer()
 TINY = uniform(16, 1 * MIB)
+TEN = uniform(10, 1 * MIB)
 TINY_SHARDS = uniform(2, 16 * MIB)
 
 _HEADLINE = Sweep(
@@ -247,6 +250,11 @@ _RANKS = Sweep(
         for wire in ("tls", "http")
     ),
 )
+_SMALL = Sweep(
+    name="small",
+    about="A small checkpoint on a line with 30 ms to the first byte: round trips, requests and processor time.",
+    cells=(Cell(payload=TEN, wire="far", systems=("cloudckpt", "s3torchconnector", "torch-save")),),
+)
 SWEEPS: Mapping[str, Sweep] = {
-    sweep.name: sweep for sweep in (_HEADLINE, _SHORT, _BARS, _BACKGROUND, _CORES, _RANKS, _FULL)
+    sweep.name: sweep for sweep in (_HEADLINE, _SHORT, _BARS, _BACKGROUND, _SMALL, _CORES, _RANKS, _FULL)
 }

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import importlib
+import io
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -239,6 +242,44 @@ class KeptStagerRival(S3TorchConnectorRival):
         return self._stager
 
 
+class TorchSave(System):
+    """``torch.save`` into memory, and one put of boto3, with one client for the process: what many scripts do."""
+
+    name = "torch-save"
+    schemes = ("s3",)
+    module = "boto3"
+    distributions = ("torch", "boto3", "botocore")
+
+    @functools.cached_property
+    def client(self) -> Any:
+        settings = self.settings
+        return self.library.client(
+            "s3", endpoint_url=settings.endpoint_url, region_name=settings.region, verify=settings.ca_bundle
+        )
+
+    def save(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        buffer = io.BytesIO()
+        torch.save(state_dict, buffer)
+        buffer.seek(0)
+        self.client.put_object(**_address(uri), Body=buffer)
+        return Outcome()
+
+    def load(self, state_dict: dict[str, Any], uri: str) -> Outcome:
+        content = self.client.get_object(**_address(uri))["Body"].read()
+        loaded = torch.load(io.BytesIO(content))
+        for name, tensor in state_dict.items():
+            tensor.copy_(loaded[name])
+        return Outcome()
+
+    def begin(self, state_dict: dict[str, Any], uri: str) -> Running:
+        raise NotImplementedError("torch.save does not save in the background")
+
+
+def _address(uri: str) -> dict[str, str]:
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    return {"Bucket": bucket, "Key": f"{prefix}/state.pt"}
+
+
 class Cloudckpt(System):
     """cloudckpt on an object store."""
 
@@ -308,6 +349,7 @@ _SYSTEMS = (
     KeptStagerRival,
     S3fsRival,
     TunedS3fsRival,
+    TorchSave,
     CloudckptPath,
     FileSystemRival,
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from benchmarks.fleet import Measured
 from benchmarks.payloads import Payload
 from benchmarks.results.model import Sample
+from benchmarks.servers import Counts
 from benchmarks.state import Layout
 from benchmarks.sweeps import IN_BACKGROUND, NUM_PARTS_OF_A_SHARD, Cell, Verb
 
@@ -28,7 +29,7 @@ class Store(Protocol):
 
     def new_uri(self, system: str) -> str: ...
     def clear(self) -> None: ...
-    def num_bytes_sent(self) -> int | None: ...
+    def counts(self) -> Counts | None: ...
 
 
 def rotated(items: Sequence[Item], turn: int) -> list[Item]:
@@ -105,24 +106,26 @@ class _Turn:
         return sample
 
     def _measured(self, verb: Verb, uri: str) -> Sample:
-        before = self.store.num_bytes_sent()
+        before = self.store.counts()
         of_ranks = self.ranks.measure(verb, uri)
-        after = self.store.num_bytes_sent()
-        sent = None if before is None or after is None else after - before
-        return _sample(of_ranks, self.repetition, num_bytes_sent=sent if "load" in verb else None)
+        after = self.store.counts()
+        sample = _sample(of_ranks, self.repetition)
+        if before is None or after is None:
+            return sample
+        sent = after.num_bytes_sent - before.num_bytes_sent if "load" in verb else sample.num_bytes_read
+        return replace(sample, num_bytes_read=sent, num_requests=after.num_requests - before.num_requests)
 
 
-def _sample(of_ranks: Sequence[Measured], repetition: int, *, num_bytes_sent: int | None) -> Sample:
+def _sample(of_ranks: Sequence[Measured], repetition: int) -> Sample:
     peaks = [one.usage.extra_peak_bytes for one in of_ranks if one.usage.extra_peak_bytes is not None]
     blocked = [one.outcome.blocking_s for one in of_ranks if one.outcome.blocking_s is not None]
     read = [one.outcome.num_bytes_read for one in of_ranks if one.outcome.num_bytes_read is not None]
-    num_bytes_read = sum(read) if len(read) == len(of_ranks) else None
     return Sample(
         repetition=repetition,
         wall_s=max(one.usage.wall_s for one in of_ranks),
         cpu_s=sum(one.usage.cpu_s for one in of_ranks),
         peak_bytes=max(peaks, default=None),
-        num_bytes_read=num_bytes_sent if num_bytes_sent is not None else num_bytes_read,
+        num_bytes_read=sum(read) if len(read) == len(of_ranks) else None,
         blocking_s=max(blocked, default=None),
         steps_per_s=min(_said(of_ranks, "steps_per_s"), default=None),
         steps_per_s_alone=min(_said(of_ranks, "steps_per_s_alone"), default=None),

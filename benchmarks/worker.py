@@ -61,7 +61,9 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._kind = system_named(spec.system)
+        begun_s = time.perf_counter()
         self._kind.require()
+        self._import_s = time.perf_counter() - begun_s
         self._system: System | None = None
         self._state: State | None = None
         self._mesh = self._join_group() if spec.num_ranks > 1 else None
@@ -74,6 +76,7 @@ class Worker:
         return {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in self._kind.distributions},
+            f"import of {self._kind.module} after torch": f"{self._import_s * 1e3:.0f} ms",
         }
 
     def configure(self, settings: dict[str, Any]) -> None:

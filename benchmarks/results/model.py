@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.sweeps import FAR_LATENCY_S
+
 SCHEMA = 1
 GB = 1e9
 MIB = 1024 * 1024
@@ -22,6 +24,7 @@ SYSTEM_TITLES: Mapping[str, str] = {
     "s3fs": "torch FsspecWriter (s3fs)",
     "s3fs-tuned": "torch FsspecWriter (s3fs, tuned)",
     "filesystem": "torch FileSystemWriter",
+    "torch-save": "torch.save, boto3",
     "limit": "limit of the machine",
 }
 """The systems as users call them."""
@@ -55,6 +58,8 @@ class Sample:
     """Share of the loop's time beside the save in which it waited for Python's lock."""
     copy_s: float | None = None
     """One copy of the same bytes into memory that is in use already, in the same process just before and after."""
+    num_requests: int | None = None
+    """As the server counts them; None where it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -147,6 +152,19 @@ def blocking_copies(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  
     if sample.blocking_s is None or not sample.copy_s:
         return None
     return sample.blocking_s / sample.copy_s
+
+
+def num_requests(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
+    return sample.num_requests
+
+
+def round_trips(row: Row, sample: Sample) -> float | None:
+    """Return the number of answers in a row that take as long."""
+    return sample.wall_s / FAR_LATENCY_S if row.place.wire == "far" else None
+
+
+def cpu_ms(row: Row, sample: Sample) -> float:  # noqa: ARG001  # a `Quantity`
+    return sample.cpu_s * 1e3
 
 
 def read_mib(row: Row, sample: Sample) -> float | None:  # noqa: ARG001  # a `Quantity`
@@ -280,7 +298,7 @@ _SAMPLE: tuple[_Rule, ...] = (
 )
 _LATER: tuple[_Rule, ...] = tuple(
     (name, lambda value: value is None or _is_number(value), "a number or null")
-    for name in ("steps_per_s", "steps_per_s_alone", "waiting_share", "copy_s")
+    for name in ("steps_per_s", "steps_per_s_alone", "waiting_share", "copy_s", "num_requests")
 )
 """Fields of a sample that older runs lack."""
 

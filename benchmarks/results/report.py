@@ -18,12 +18,15 @@ from benchmarks.results.model import (
     Spread,
     blocking_copies,
     blocking_s,
+    cpu_ms,
     cpu_s_per_gb,
     gb_per_s,
+    num_requests,
     pace,
     parsed,
     ratios,
     read_mib,
+    round_trips,
     verb_of,
     waiting_share,
 )
@@ -68,7 +71,22 @@ def _place_table(results: Results, place: Place) -> Table:
     rows = [row for row in results.rows if row.place == place and row.counted]
     header = ("verb", "system", "GB/s", "CPU s/GB", "peak MiB", "blocks s", "read MiB", *_background_header(rows))
     cells = tuple((*_cells(row), *(_background_cells(row) if _background_header(rows) else ())) for row in rows)
+    if place.wire == "far":
+        header = ("verb", "system", "first s", "round trips", "requests", "CPU ms")
+        cells = tuple(map(_far_cells, rows))
     return Table(title=f"{place}: medians (and ranges)", header=header, rows=cells)
+
+
+def _far_cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a small checkpoint, whose seconds depend on how many answers are waited for."""
+    return (
+        row.verb,
+        row.system,
+        NOTHING if row.first is None else f"{row.first.wall_s:.2f}",
+        spread_text(row, round_trips, 1),
+        spread_text(row, num_requests, 0),
+        spread_text(row, cpu_ms, 0),
+    )
 
 
 def _background_header(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ struct Server {
     /// Of bodies, since the last reset.
     num_bytes_received: AtomicU64,
     num_bytes_sent: AtomicU64,
+    num_requests: AtomicU64,
 }
 
 impl Server {
@@ -62,6 +63,7 @@ impl Server {
                 "_stats" => self.stats().write(&mut writer, is_head)?,
                 "_reset" => self.reset().write(&mut writer, is_head)?,
                 _ => {
+                    self.num_requests.fetch_add(1, Ordering::Relaxed);
                     let started = request.started;
                     let num_bytes_received = request.body.len();
                     let response = self.answer(request);
@@ -84,13 +86,15 @@ impl Server {
     fn stats(&self) -> Response {
         let num_bytes_received = self.num_bytes_received.load(Ordering::Relaxed);
         let num_bytes_sent = self.num_bytes_sent.load(Ordering::Relaxed);
-        Response::text(format!("in {num_bytes_received} out {num_bytes_sent}\n"))
+        let num_requests = self.num_requests.load(Ordering::Relaxed);
+        Response::text(format!("in {num_bytes_received} out {num_bytes_sent} requests {num_requests}\n"))
     }
 
     fn reset(&self) -> Response {
         *self.contents.lock().expect("no answer panics") = Contents::default();
         self.num_bytes_received.store(0, Ordering::Relaxed);
         self.num_bytes_sent.store(0, Ordering::Relaxed);
+        self.num_requests.store(0, Ordering::Relaxed);
         Response::text("reset\n".to_string())
     }
 }

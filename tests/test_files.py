@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import mmap
@@ -126,6 +127,17 @@ def test_the_files_of_all_ranks_are_one_checkpoint(memory: Memory) -> None:
     assert len(parts) == 3
     assert b"".join(found[name] for name in parts) == big
     assert found["sub/x.json"] == b"{}"
+
+
+def test_a_store_without_parts_takes_a_file_in_many_objects(memory: Memory) -> None:
+    """A large file would be held in memory as a whole, or not be saved there."""
+    store = memory.at()
+    store.capabilities = dataclasses.replace(store.capabilities, multipart=False)
+    data = data_of(7 * PART_BYTES)
+    save(memory.uri(), [{"model_0.pt": data}])
+    assert store.count("create_multipart") == 0
+    assert max(store.inner.head(key).size_bytes for key in memory.data_keys()) <= PART_BYTES
+    assert read(memory, "checkpoint/model_0.pt") == data
 
 
 def test_what_is_not_committed_does_not_exist(memory: Memory) -> None:

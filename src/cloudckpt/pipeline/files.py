@@ -213,6 +213,10 @@ class FilesJob(SaveJob):
             results[receipt.rank] += _results_of(receipt)
         try:
             self.commit(Metadata({receipt.path: _describe(receipt) for receipt in receipts}), results)
+            num_bytes = sum(receipt.size_bytes for receipt in receipts)
+            _log.info(
+                "saved %s: %d bytes in %d files of %d ranks", context.uri, num_bytes, len(receipts), self._num_ranks
+            )
         finally:  # whatever happened to the commit, no other one can use them
             try:
                 context.new_retrier().call(context.store.delete, sorted(known))

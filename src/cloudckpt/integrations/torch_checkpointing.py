@@ -114,7 +114,7 @@ class _CloudStorage(Storage):
     def write(self, path: Path, data: Buffer) -> None:
         with self.stream_write(path) as stream:
             stream.write(data)
-        if path.name == METADATA_FILE_NAME:
+        if self._split_staged(path)[1] == METADATA_FILE_NAME:
             self._planned = _find_planned(bytes(data))
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:

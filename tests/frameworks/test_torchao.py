@@ -17,6 +17,7 @@ from cloudckpt.errors import StateDictMismatchError
 if TYPE_CHECKING:
     from tests.frameworks.conftest import Jobs
 
+KINDS = ("8bit", "4bit", "fp8", "float8 training")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
@@ -75,10 +76,10 @@ def test_the_documents_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_on_shards(place: str, jobs: Jobs) -> None:
-    """The states of low-bit optimizers under FSDP2, or shards of quantized weights, would be others after a load."""
+    """Low-bit optimizers or float8 training under FSDP2 would go on otherwise, or shards of weights have other bits."""
     found = jobs.at(place, "torchao_sharded")
     assert all(found["weights"].values()), found
-    for kind in ("8bit", "4bit", "fp8"):
+    for kind in KINDS:
         undisturbed, resumed = found[kind]
         assert resumed == undisturbed
 
@@ -88,4 +89,4 @@ def test_on_fewer_ranks(place_of_two: str, jobs: Jobs) -> None:
     jobs.at(place_of_two, "torchao_sharded")
     found = jobs.at(place_of_two, "torchao_sharded", num_ranks=1)
     assert all(found["weights"].values()), found
-    assert [found[kind] for kind in ("8bit", "4bit", "fp8")] == [[], [], []]
+    assert [found[kind] for kind in KINDS] == [[]] * len(KINDS)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from cloudckpt._torch_compat import fqns_of
 from cloudckpt.dcp.live_entry import EntryGroup, LiveEntry, get_model_state, load_object, make_empty
 from cloudckpt.errors import InvalidOptionError, StateDictMismatchError, quote_names
-from cloudckpt.format.wrappers import SavedWrapper
+from cloudckpt.format.wrappers import SavedWrapper, holds_wrapper
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -340,16 +340,16 @@ class _Layout:
 
     def make(self, name: str, entry: TensorStorageMetadata) -> torch.Tensor:
         dtype = entry.properties.dtype
+        if holds_wrapper(self._like) and entry.size:  # its moments may be plain
+            return torch.empty_like(self._find_stepped(name), dtype=dtype)
         if entry.size and entry.size == self._like.size():
             return torch.empty_like(self._like, dtype=dtype, requires_grad=False)
         # Moments of a parameter without dimensions look like a counter. Only a step tells how a DTensor's are held.
         if not entry.size and (self._like.size() or not isinstance(self._like, DTensor)):
             return torch.empty((), dtype=dtype, device="cpu")  # a counter, which optimizers hold on the CPU
         if isinstance(self._like, DTensor):
-            stepped = self._step().get(name)
-            if not isinstance(stepped, torch.Tensor):
-                raise NotImplementedError
-            return torch.empty_like(stepped, dtype=dtype)  # of another shape: the planner names it, after the model's
+            # Of another shape: the planner names it, after the model's.
+            return torch.empty_like(self._find_stepped(name), dtype=dtype)
         if type(self._like) not in (torch.Tensor, nn.Parameter):
             raise NotImplementedError
         return torch.empty(entry.size, dtype=dtype, device=self._like.device)
@@ -358,6 +358,9 @@ class _Layout:
         if not isinstance(self._like, DTensor):
             made: torch.Tensor = make_empty(entry)
             return made
+        return self._find_stepped(name)
+
+    def _find_stepped(self, name: str) -> torch.Tensor:
         stepped = self._step().get(name)
         if not isinstance(stepped, torch.Tensor):
             raise NotImplementedError

@@ -46,6 +46,11 @@ def is_wrapper(value: object) -> bool:
     return is_wrapper_subclass(value) and not value.is_nested
 
 
+def holds_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether `take_apart` takes a tensor apart."""
+    return is_wrapper(local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
 def take_apart(value: torch.Tensor, name: str, *, uri: str) -> Parts | None:
     """Take a wrapper apart, or a DTensor whose local tensor is one. The parts share its memory. None for other tensors.
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
@@ -19,12 +20,14 @@ from torchao.quantization import Float8Tensor, PerRow, PerTensor
 
 import cloudckpt
 
-OPTIMIZERS = {"8bit": AdamW8bit, "4bit": AdamW4bit, "fp8": AdamWFp8}
+OPTIMIZERS = {"8bit": AdamW8bit, "4bit": AdamW4bit, "fp8": AdamWFp8, "float8 training": torch.optim.AdamW}
 
 
 def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 3))
+    model = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.Linear(128, 16))
+    if kind == "float8 training":
+        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
     if NUM_RANKS > 1:
         fully_shard(model)
     return model, OPTIMIZERS[kind](model.parameters(), lr=1e-2)
@@ -33,7 +36,7 @@ def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
     random, losses = torch.Generator().manual_seed(seed), []
     for _ in range(3):
-        loss = model(torch.randn(8, 128, generator=random)).square().mean()
+        loss = model(torch.randn(16, 128, generator=random)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

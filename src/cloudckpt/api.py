@@ -25,6 +25,7 @@ from cloudckpt.background.runner import (
     begin_staging,
     require_cpu_backend,
 )
+from cloudckpt.dcp.live_entry import LiveEntry
 from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers
 from cloudckpt.dcp.protocol import (
     RanksContext,
@@ -213,13 +214,15 @@ def load(
         raise _foreign_storage("storage_reader", "load", reader)
     elif uri is not None or checkpoint_id is not None:
         reader.reset(_location(uri, checkpoint_id))
+    names = [key for key, entry in state_dict.items() if isinstance(entry, LiveEntry)]
+    doing = f"loading {', '.join(names)} of" if names else "loading"  # ranks that do something else are refused
     for is_last in (False, True):
         try:
             run_load(
                 state_dict,
                 reader,
                 planner=planner,
-                ranks_context=_guard(reader, process_group, doing="loading", no_dist=no_dist),
+                ranks_context=_guard(reader, process_group, doing=doing, no_dist=no_dist),
             )
             break
         except CheckpointException as error:

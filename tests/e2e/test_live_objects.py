@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import cloudckpt
-from cloudckpt.errors import InvalidOptionError, StateDictMismatchError
+from cloudckpt.errors import InvalidOptionError, RankLostError, StateDictMismatchError
 
 NUM_RANKS: dict[Parallelism, int] = {
     "none": 1,
@@ -222,11 +222,28 @@ def load_groups_of_stages(uri: str) -> None:
     assert loaded.param_groups[0]["lr"] == rank + 2.0
 
 
+def refuse_an_optimizer_of_one_rank(uri: str) -> None:
+    training = build("ddp", seed=1)
+    cloudckpt.save(uri, model=training.model, optimizer=training.optimizer)
+    given = training.optimizer if dist.get_rank() == 0 else None
+    with pytest.raises(RankLostError, match="loading model"):
+        cloudckpt.load(uri, model=training.model, optimizer=given)
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize("check", [load_scalar_moments, refuse_a_part_of_an_fsdp1_module, load_groups_of_stages])
+@pytest.mark.parametrize(
+    "check",
+    [
+        load_scalar_moments,
+        refuse_a_part_of_an_fsdp1_module,
+        load_groups_of_stages,
+        refuse_an_optimizer_of_one_rank,
+    ],
+)
 def test_layouts_that_torch_does_not_tell(check: Callable[[str], None], tmp_path: Path) -> None:
     """If this fails, a scalar DTensor gets plain moments; or two optimizers of one FSDP1 module fail in torch; or a
-    stage of a pipeline that has another number of parameter groups keeps its first learning rate.
+    stage of a pipeline that has another number of parameter groups keeps its first learning rate; or an optimizer that
+    one rank alone passes leaves those of the other ranks fresh.
     """
     run_ranks(check, str(tmp_path / "a"), world_size=2)
 

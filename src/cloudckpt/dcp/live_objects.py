@@ -6,7 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -334,7 +334,11 @@ class LiveObjects:
         try:
             return dict(self._make_entries(rank, num_ranks, is_strict=is_strict))
         except InvalidOptionError as error:
-            return {"refused": RefusedEntry(error)}
+            given = {one.name.removeprefix("has_"): getattr(self, one.name) for one in fields(self)}
+            # With the names of the other ranks' entries, which are compared before any rank's error is raised.
+            return {
+                name: RefusedEntry(error) for name, value in given.items() if value is not None and value is not False
+            }
 
     def _make_entries(self, rank: int, num_ranks: int, *, is_strict: bool) -> Iterator[tuple[str, LiveEntry]]:
         modules = {} if self.model is None else _named_modules(self.model)

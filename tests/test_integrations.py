@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tests.in_memory import Memory, state_of
+from tests.scaled import ALLOWED, assert_same_scaled, make_scaled
 
 import cloudckpt
 from cloudckpt.errors import AccessDeniedError
 from cloudckpt.integrations import TESTED_VERSIONS, find_steps
-from cloudckpt.integrations._state import deserialize, serialize
+from cloudckpt.integrations._state import deserialize, flatten, serialize, unflatten
 
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
 _MODULES = {name.partition("[")[0]: name for name in TESTED_VERSIONS}
@@ -66,3 +67,14 @@ def test_what_could_run_code_is_not_unpickled() -> None:
     assert "fractions.Fraction" in str(caught.value)
     assert deserialize(data, allow_pickle=True) == {"ratio": Fraction(1, 3), "step": 3}
     assert deserialize(serialize({"step": 3})) == {"step": 3}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_quantized_weights_of_a_framework_come_back(tmp_path: Path) -> None:
+    """If this fails, Lightning on one device or DDP refuses a model with quantized weights, or gets other ones back."""
+    tree = {"state_dict": {"layer.weight": make_scaled()}, "epoch": 3}
+    cloudckpt.save(flatten(tree, uri="u"), tmp_path / "1", no_dist=True)
+    with torch.serialization.safe_globals(ALLOWED):
+        found = unflatten(cloudckpt.read(tmp_path / "1"))
+    assert found["epoch"] == 3
+    assert_same_scaled(found["state_dict"]["layer.weight"], make_scaled())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cloudckpt.errors import UnsafePickleError, UnsupportedValueError
+from cloudckpt.format.wrappers import is_wrapper
 from cloudckpt.tensors.unpickling import load_safely
 from cloudckpt.tensors.values import check_value
 
@@ -53,7 +54,7 @@ def flatten(tree: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
 
     def replace(path: str, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_wrapper(tensor):
             raise UnsupportedValueError(
                 f"{path} is a {type(tensor).__name__}, and one rank has only a part of it. Use a strategy that saves "
                 "on all ranks",

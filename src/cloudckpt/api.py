@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from cloudckpt._this_process import rare_collections
 from cloudckpt._torch_compat import DistWrapper
 from cloudckpt.background.handle import AsyncSave
 from cloudckpt.background.in_flight import await_turn, earlier_failure, in_flight_on, turn
@@ -137,6 +138,7 @@ def save(
         raise
 
 
+@rare_collections()
 def load(
     state_dict: StateDict | PathOrURI | None = None,
     uri: PathOrURI | None = None,

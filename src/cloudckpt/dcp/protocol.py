@@ -176,7 +176,6 @@ class _Save:
         return self.metadata
 
 
-@rare_collections()
 def run_load(
     state_dict: dict[str, Any],
     reader: ObjectStoreReader,

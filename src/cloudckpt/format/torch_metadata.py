@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
@@ -37,6 +38,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """The dtype that a manifest calls `name`; `UnsupportedValueError` where this torch lacks it."""
     dtype = getattr(torch, name, None) if name in ITEMSIZE_BYTES else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from tests.in_memory import Gate, Memory, assert_holds, state_of
 from tests.wrapped import permanent
+from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
 from cloudckpt import AsyncSave, CheckpointManager, Event, Options
-from cloudckpt.errors import InvalidOptionError, StoreError
+from cloudckpt.errors import InvalidOptionError, SaveInFlightError, StoreError
+from cloudckpt.manager.failures import Failures
 from cloudckpt.types import SaveFailure
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -159,6 +162,71 @@ def test_an_unknown_commit_is_survived(memory: Memory) -> None:
     save(manager, 3)
     manager.close(WAIT_S)
     assert numbers(manager) == [3]
+
+
+@in_both_ways
+def test_a_step_that_may_be_committed_is_saved_again(memory: Memory, *, async_: bool) -> None:
+    """If this fails, a job that saves its last step again, before it is preempted for example, dies of the outage."""
+    manager = warning(memory, async_=async_)
+    at = memory.at("step-2")
+    at.once_before("put", "manifest", lambda: at.fail("list", error=lambda: permanent("list"), times=2))
+    for _ in range(3):
+        save(manager, 2, force=True)
+        manager.wait(WAIT_S)
+    assert [type(failure.error).__name__ for failure in manager.failures] == ["CommitUnknownError", "StoreError"]
+    assert {"manifest.json", "manifest.1.json"} & set(memory.all_keys("step-2")) == {"manifest.1.json"}
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save_each(manager, 2, 2)
+    assert numbers(manager) == [2]
+
+
+def test_another_jobs_commit_is_no_outage(memory: Memory) -> None:
+    """If this fails, a job that another one has overtaken trains on, and overwrites what the other has saved."""
+    manager = warning(memory, async_=False)
+    other = {"step": 7}
+    at = memory.at("step-2")
+
+    def overtake() -> None:
+        cloudckpt.save(other, memory.uri("step-2"))
+        cloudckpt.save(other, memory.uri("step-2"), overwrite=True)
+
+    at.once_before("put", "manifest", overtake)
+    with pytest.raises(cloudckpt.CheckpointExistsError):
+        save(manager, 2)
+    assert failed(manager) == []
+
+
+@in_both_ways
+@pytest.mark.parametrize("on_failure", ["warn", "raise"])
+def test_failures_take_little_memory(memory: Memory, on_failure: str, *, async_: bool) -> None:
+    """If this fails, each failed save keeps its state dict, or a long run ends out of memory."""
+    manager = warning(memory, async_=async_, on_failure=on_failure, max_failures=1000)
+    break_saves(memory, *range(150))
+    kept: list[weakref.ref[torch.Tensor]] = []
+    for step in range(150):
+        tensor = torch.full((9,), float(step))
+        kept.append(weakref.ref(tensor))
+        state = {"w": tensor}
+        with contextlib.suppress(StoreError):
+            manager.save(step, state)
+            manager.wait(WAIT_S)
+        del tensor, state
+    assert [step for step, reference in enumerate(kept) if reference() is not None] == []
+    assert failed(manager) == list(range(50, 150))
+
+
+def test_ranks_decide_alike_in_whichever_order_they_see_it() -> None:
+    """If this fails, a save that is refused beside a slow one is raised on the ranks that saw the slow one fail before,
+    and the others train on.
+    """
+    outage = CheckpointException("write", {0: (permanent("put"), None)})  # type: ignore[dict-item]  # no traceback
+    outcomes = {1: outage, 2: outage, 3: SaveInFlightError("refused", uri="memory://step-2")}
+    decisions = []
+    for order in ([1, 2, 3], [1, 3, 2]):
+        failures = Failures("warn", 2, use_collectives=True)
+        goes_on = {step: failures.take(step, "memory://step", outcomes[step]) is not None for step in order}
+        decisions.append((sorted(goes_on.items()), failures.in_a_row))
+    assert decisions == [([(1, True), (2, False), (3, True)], 2)] * 2
 
 
 class _Unsavable:

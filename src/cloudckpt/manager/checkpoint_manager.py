@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import operator
 import os
@@ -27,6 +28,7 @@ from cloudckpt.dcp.live_objects import LiveObjects, Model, Optimizers, warn_of_s
 from cloudckpt.dcp.protocol import SavedMetadata, causes_of, num_ranks_of, rank_in
 from cloudckpt.errors import (
     CheckpointNotFoundError,
+    CommitUnknownError,
     CorruptCheckpointError,
     InvalidOptionError,
     SaveInFlightError,
@@ -200,7 +202,7 @@ class CheckpointManager:
 
     @property
     def failures(self) -> tuple[SaveFailure, ...]:
-        """Saves of this manager that failed because of the store, oldest first. Equal on all ranks."""
+        """The last 100 saves of this manager that failed because of the store. Equal on all ranks if none runs."""
         return self._failures.all
 
     def uri_of(self, step: int) -> str:
@@ -531,10 +533,13 @@ class CheckpointManager:
             self._damaged |= {uri}
 
     def _is_to_replace(self, step: int) -> bool:
-        """True if `step` is damaged and is to be overwritten."""
+        """True if `step` is to be overwritten: it is damaged, or the last saves failed and may have committed it."""
         last = self._last
-        if self._on_damaged == "replace" and last is not None and last.step == step:
-            self._note_end(last)  # it may replace the damaged step
+        if last is not None and last.step == step:
+            self._note_end(last)
+        last_tries = itertools.takewhile(lambda one: one.step == step, reversed(self._failures.all))
+        if self._unmade is not None and any(isinstance(one.error, CommitUnknownError) for one in last_tries):
+            return True
         return self._on_damaged == "replace" and self._steps.uri_of(step) in self._damaged
 
     def _restore_newest(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cloudckpt.dcp.protocol import causes_of
-from cloudckpt.errors import CommitUnknownError, InvalidOptionError, SaveInFlightError, StoreError
+from cloudckpt.errors import (
+    CheckpointExistsError,
+    CommitUnknownError,
+    InvalidOptionError,
+    SaveInFlightError,
+    StoreError,
+)
 from cloudckpt.manager.retention_policy import is_positive
 
 OnFailure: TypeAlias = Literal["raise", "warn"]
 _TROUBLE = (StoreError, CommitUnknownError)
 """The classes of failures that are the store's. All others come from the program, or end the group of the ranks."""
+_MOST_KEPT = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +39,8 @@ class SaveFailure:
 class Failures:
     """The failed saves of one manager.
 
-    The outcome of a save is the same on all ranks, and so is the order of the outcomes. `take` depends on nothing else,
-    so all ranks go on, or none does.
+    The outcome of a save is the same on all ranks. A save that is refused beside another one changes nothing for that
+    one, whichever ends first. `take` depends on nothing else, so all ranks go on, or none does.
     """
 
     def __init__(self, on_failure: OnFailure, max_failures: int, *, use_collectives: bool) -> None:
@@ -58,11 +66,15 @@ class Failures:
         is_refused = isinstance(error, SaveInFlightError) and error.uri != ""
         causes = causes_of(error) if isinstance(error, CheckpointException) else []
         # A cause that is a CheckpointException is the failure of another save.
-        is_trouble = [isinstance(each, _TROUBLE) and not isinstance(each, CheckpointException) for each in causes]
+        is_trouble = [
+            isinstance(each, _TROUBLE) and not isinstance(each, (CheckpointException, CheckpointExistsError))
+            for each in causes
+        ]
         if not is_refused and not (is_trouble and all(is_trouble)):
             return None
-        failure = SaveFailure(step=step, uri=uri, error=error)
-        self.all += (failure,)
+        # A copy has no traceback, whose frames hold the state dict.
+        failure = SaveFailure(step=step, uri=uri, error=copy.copy(error))
+        self.all = (*self.all, failure)[-_MOST_KEPT:]
         # The save in flight has an outcome of its own, and when that comes differs between ranks.
         self.in_a_row += not is_refused
-        return failure if self.in_a_row < self.limit != 1 else None
+        return failure if self.limit != 1 and (is_refused or self.in_a_row < self.limit) else None

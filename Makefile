@@ -15,13 +15,14 @@ OLDEST_VENV ?= .venv-oldest
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SERVERS_INSTALLED := $(SERVERS_VENV)/.installed
+AZURITE := $(SERVERS_VENV)/node_modules/.bin/azurite-blob
 FRAMEWORKS_INSTALLED := $(FRAMEWORKS_VENV)/.installed
 DOCS_INSTALLED := $(DOCS_VENV)/.installed
 TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive azure frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
+.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -69,9 +70,11 @@ $(SERVERS_INSTALLED): tests/integration/requirements.txt
 
 servers: $(SERVERS_INSTALLED) ## Install the servers that `make integration` and `make soak` run (Ceph's as root).
 	tests/integration/install.sh
+	test -x $(AZURITE) || npm install --silent --no-audit --no-fund --prefix $(SERVERS_VENV) azurite@3.35.0
 
 integration: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 integration: $(INSTALLED) servers ## Run the tests on real servers, which it installs.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
 	$(BIN)/python -m pytest tests/integration $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/e2e -m "not faults" --places s3,rgw,ministack,fake-gcs $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest tests/convert -m "not faults" --places rgw $(INTEGRATION_ARGS)
@@ -89,11 +92,6 @@ exhaustive: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that the other targets sample; takes hours.
 	$(BIN)/python -m pytest tests/commit tests/simulated tests/e2e/test_crash.py --timeout 7200 $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest -m hypothesis $(PYTEST_ARGS)
-
-azure: $(INSTALLED) ## Hold az:// (adlfs) to the contract on Azurite, from npm.
-	npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt adlfs==2026.8.0
-	CLOUDCKPT_AZURITE=$(abspath .azurite)/node_modules/.bin/azurite-blob $(BIN)/python -m pytest tests/stores/azure_contract.py
 
 $(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
@@ -165,6 +163,6 @@ bench: $(INSTALLED) ## Measure saves and loads beside the rivals, which it insta
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) build dist site .azurite .benchenv-*
+	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) build dist site .benchenv-*
 	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find benchmarks docs examples src terraform tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Ceph's programs, and what makes and ends TLS, from Debian's packages. Does nothing where they are there.
+# Ceph's programs, what makes and ends TLS, and npm, from Debian's packages. Does nothing where they are there.
 set -euo pipefail
 
 # Each program, and the package that brings it.
 needed=(radosgw:radosgw ceph-mon:ceph-mon ceph-osd:ceph-osd monmaptool:ceph-base ceph:ceph-common radosgw-admin:ceph-common
-    haproxy:haproxy openssl:openssl)
+    haproxy:haproxy openssl:openssl npm:npm)
 PATH=$PATH:/usr/sbin:/sbin
 
 missing=()
@@ -17,7 +17,7 @@ done
 install="apt-get install -y --no-install-recommends ${missing[*]}"
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
     {
-        echo "The integration tests run against Ceph's RADOS Gateway and over TLS, and parts of that are not installed."
+        echo "The integration tests run against Ceph's RADOS Gateway, over TLS and on npm's Azurite, and parts of that are not installed."
         if command -v apt-get >/dev/null; then
             echo "Run this, then 'make integration' again:"
             echo "    sudo apt-get update && sudo $install"

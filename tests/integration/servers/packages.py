@@ -21,13 +21,13 @@ def from_debian(program: str, package: str) -> str:
     return found
 
 
-def from_servers_environment(program: str) -> Path:
-    """The path of `program` in the virtual environment that the servers from PyPI have to themselves."""
+def from_servers_environment(program: str, *, folder: str = "bin") -> Path:
+    """The path of `program` in the environment that the servers from PyPI and npm have to themselves."""
     environment = Path(os.environ.get("CLOUDCKPT_SERVERS_VENV", REPOSITORY / ".venv-servers")).absolute()
-    path = environment / "bin" / program
+    path = environment / folder / program
     if not os.access(path, os.X_OK):
         raise FileNotFoundError(
-            f"there is no {path}: run 'make integration', which makes that environment from "
-            f"tests/integration/requirements.txt, or let CLOUDCKPT_SERVERS_VENV say where it is"
+            f"there is no {path}: run 'make integration', which makes that environment, or let CLOUDCKPT_SERVERS_VENV "
+            f"say where it is"
         )
     return path

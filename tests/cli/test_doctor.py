@@ -17,6 +17,7 @@ from tests.wrapped import FaultyStore, WrappedStore
 
 from cloudckpt import Options
 from cloudckpt.doctor import DoctorReport, environment, examine
+from cloudckpt.doctor.services import find_service
 from cloudckpt.errors import AccessDeniedError, StoreError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Call
@@ -118,12 +119,53 @@ def test_an_unknown_key(s3: S3Place) -> None:
 
 def test_a_clock_that_is_off(s3: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails, refusals because of a wrong clock are looked for in the credentials."""
-    date = formatdate(time.time() - 3600.0, usegmt=True)
-    monkeypatch.setattr(environment, "request_date", lambda *_, **__: date)
+    headers = {"Date": formatdate(time.time() - 3600.0, usegmt=True)}
+    monkeypatch.setattr(environment, "request_headers", lambda *_, **__: headers)
     report = examine(s3.uri())
     assert failed(report) == MOTO | {"clock"}
     assert "ahead of" in report["clock"].found
     assert "NTP" in report["clock"].advice
+
+
+@pytest.mark.parametrize(
+    ("scheme", "host", "server", "service"),
+    [
+        ("s3", "s3.eu-west-1.amazonaws.com", "AmazonS3", "Amazon S3"),
+        ("s3", "127.0.0.1", "Ceph Object Gateway (squid)", "Ceph"),
+        ("s3", "minio.example", "MinIO", "MinIO"),
+        ("s3", "0123abcd.eu.r2.cloudflarestorage.com", "cloudflare", "Cloudflare R2"),
+        ("s3", "t3.storage.dev", "", "Tigris"),
+        ("s3", "fly.storage.tigris.dev", "", "Tigris"),
+        ("s3", "cwobject.com", "", "CoreWeave"),
+        ("s3", "cwlota.com", "", "CoreWeave"),
+        ("s3", "name.compat.objectstorage.us-ashburn-1.oraclecloud.com", "", "OCI"),
+        ("s3", "s3.hf.co", "", "Hugging Face Buckets (https"),
+        ("hf", "", "", "Hugging Face Buckets (hf"),
+        ("gs", "storage.googleapis.com", "", "Google Cloud Storage"),
+        ("gs-zonal", "storage.googleapis.com", "", "Google Cloud Storage, zonal"),
+        ("abfss", "", "", "Azure"),
+        ("s3", "r2.cloudflarestorage.com.example", "", None),
+        ("s3", "localhost", "Werkzeug", None),
+        ("file", "", "", None),
+    ],
+)
+def test_the_row_of_each_service(scheme: str, host: str, server: str, service: str | None) -> None:
+    """If this fails, a user reads the promises of another service than theirs, or none."""
+    row = find_service(scheme, host=host, server=server)
+    assert (row is None) == (service is None)
+    if row is not None and service is not None:
+        assert row["service"].startswith(service)
+        assert row["service"].partition(", zonal")[1] == service.partition(", zonal")[1]
+
+
+def test_the_row_is_printed(s3: S3Place, run: Run) -> None:
+    """If this fails, what the documents of a service promise is not told to those who ask about it."""
+    named = Reply(status=403, headers=(("Server", "MinIO"),))
+    with Wire(_endpoint(s3), WireRule(action=named, method="HEAD", path="^/$", times=None)) as wire:
+        at = ("--option", f"endpoint_url={wire.url}")
+        assert "list after write: strong, on local drives" in run("doctor", s3.uri(), *at).out
+        assert run("doctor", s3.uri(), *at, "--json").document["service"]["service"] == "MinIO"
+    assert run("doctor", s3.uri(), "--json").document["service"] is None
 
 
 def test_a_store_that_ignores_the_condition(place: Place) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudckpt import events, options
+from cloudckpt.doctor import services
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.telemetry import opentelemetry
 
@@ -76,6 +77,12 @@ def metrics_table() -> str:
     return table(("metric", "kind", "unit", "meaning"), rows)
 
 
+def services_table() -> str:
+    """Every service, with what its documents promise."""
+    rows = [tuple(row[column] for column in services.COLUMNS) for row in services.read_services()]
+    return table(services.COLUMNS, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "dtypes": ("docs/format.md", dtype_table),
     "options": ("docs/options.md", options_table),
@@ -83,6 +90,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "events": ("docs/telemetry.md", events_table),
     "records": ("docs/telemetry.md", records_table),
     "spans": ("docs/telemetry.md", spans_table),
+    "services": ("docs/stores-seen.md", services_table),
     "metrics": ("docs/telemetry.md", metrics_table),
 }
 """Each table's name in the document's comments, the document, and what makes the table."""

@@ -88,7 +88,8 @@ def doctor(
     options = common.options()
     report = examine(uri, read_only=read_only, deadline_s=deadline, options=options)
     if common.as_json:
-        console.document({"uri": report.uri, "is_healthy": report.is_healthy, "checks": report.checks})
+        document = {"uri": report.uri, "is_healthy": report.is_healthy, "checks": report.checks}
+        console.document({**document, "service": report.service})
     else:
         for line in str(report).split("\n"):
             console.line(line)

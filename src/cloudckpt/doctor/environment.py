@@ -10,7 +10,7 @@ import http.client
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,14 +87,14 @@ def _remove_all(location: Location, options: Options) -> None:
     )
 
 
-def request_date(endpoint_url: str, *, timeout_s: float) -> str | None:
-    """Send an unsigned request. Returns the header Date of the answer, perhaps empty, or None if none came."""
+def request_headers(endpoint_url: str, *, timeout_s: float) -> Mapping[str, str] | None:
+    """Send an unsigned request. Returns the headers of the answer, or None if none came."""
     parts = urlsplit(endpoint_url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.netloc, timeout=timeout_s)
     try:
         connection.request("HEAD", "/")
-        return connection.getresponse().headers.get("Date", "")
+        return dict(connection.getresponse().headers.items())
     except (OSError, http.client.HTTPException):
         return None
     finally:
@@ -103,9 +103,9 @@ def request_date(endpoint_url: str, *, timeout_s: float) -> str | None:
 
 def check_clock(endpoint_url: str, *, timeout_s: float) -> str | None:
     """Compare this machine's clock with the endpoint's."""
-    date = request_date(endpoint_url, timeout_s=timeout_s)
+    headers = request_headers(endpoint_url, timeout_s=timeout_s) or {}
     try:
-        skew_s = time.time() - parsedate_to_datetime(date or "").timestamp()
+        skew_s = time.time() - parsedate_to_datetime(headers.get("Date", "")).timestamp()
     except (ValueError, TypeError):
         return None
     if abs(skew_s) > _MAX_SKEW_S:
@@ -193,6 +193,20 @@ def check_gcs_credentials(store: GCSStore) -> str:
         return "none: anonymous requests"
     email = getattr(credentials, "service_account_email", None)
     return str(email) if email else f"{kind.__module__}.{kind.__name__}"
+
+
+def check_gcs_location_type(store: GCSStore) -> str | None:
+    """Return the type of the bucket's location. A zonal bucket takes no save."""
+    try:
+        found = store.session.call("examine", "buckets.getStorageLayout", "", store.session.location_type)
+    except StoreError:  # servers that are not Google's lack the request
+        return None
+    if found == "zone":
+        raise CheckFailed(
+            "the bucket is zonal (Rapid storage)",
+            "It takes only appendable objects, and no compose or rewrite: every save fails. Use a bucket in a region.",
+        )
+    return found or None
 
 
 def read_gcs_bucket(store: GCSStore) -> Any:

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from cloudckpt.doctor import environment
+from cloudckpt.doctor.services import find_service
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -82,6 +84,8 @@ class DoctorReport:
     uri: str
     read_only: bool
     checks: tuple[Check, ...]
+    service: Mapping[str, str] | None = None
+    """The row of ``docs/stores-seen.md`` that applies, by column; None if the service is unknown."""
 
     @property
     def is_healthy(self) -> bool:
@@ -110,6 +114,8 @@ class DoctorReport:
         for check in self.failures:
             note = "" if check.matters else " (saves and loads work all the same)"
             lines += ["", f"{check.mark} {check.name}{note}", f"  {check.advice or check.found}"]
+        if self.service is not None:
+            lines += ["", *(f"{column}: {text}" for column, text in self.service.items())]
         verdict = "Saves or loads will fail: see the checks that are marked ✗."
         if not self.failures:
             verdict = "All is well."
@@ -173,7 +179,8 @@ def examine(
                 matters=False,
             )
     _check_settings(checklist, location, plain, read_only=read_only)
-    return DoctorReport(uri=location.uri, read_only=read_only, checks=tuple(checklist.checks))
+    service = _find_service(checklist, location, plain, timeout_s=bounded.timeout_s / 2)
+    return DoctorReport(uri=location.uri, read_only=read_only, checks=tuple(checklist.checks), service=service)
 
 
 class _Checklist:
@@ -250,7 +257,7 @@ def _check_endpoint(checklist: _Checklist, plain: Any, error: StoreError | None,
     elif isinstance(error, TransientStoreError):
         checklist.add("endpoint", "failed", f"no answer of a store from {endpoint}", str(error))
         checklist.skip_reason = "not asked: no store answers"
-    elif isinstance(error, CredentialsError) and environment.request_date(endpoint, timeout_s=timeout_s) is None:
+    elif isinstance(error, CredentialsError) and environment.request_headers(endpoint, timeout_s=timeout_s) is None:
         checklist.add("endpoint", "skipped", "could not be told: without credentials nothing is asked")
     else:
         checklist.add("endpoint", "passed", f"{endpoint} answers")
@@ -313,12 +320,28 @@ def _check_settings(checklist: _Checklist, location: Location, plain: Any, *, re
         checklist.run("lifecycle", functools.partial(environment.check_s3_lifecycle, plain), matters=False)
         checklist.run("versioning", functools.partial(environment.check_s3_versioning, plain), matters=False)
     elif location.scheme == "gs":
+        kind = functools.partial(environment.check_gcs_location_type, plain)
+        checklist.run("location type", kind, matters=not read_only)
         bucket = None if checklist.skip_reason else environment.read_gcs_bucket(plain)
         checks = {"lifecycle": environment.check_gcs_lifecycle, "versioning": environment.check_gcs_versioning}
         for name, check in checks.items():
             checklist.run(name, functools.partial(_check_if_read, check, bucket), matters=False)
     elif location.scheme == "file" and not read_only:  # loads need no space
         checklist.run("free space", functools.partial(environment.check_free_space, location.path))
+
+
+def _find_service(
+    checklist: _Checklist, location: Location, plain: Any, *, timeout_s: float
+) -> Mapping[str, str] | None:
+    if location.scheme not in ("s3", "gs"):
+        return find_service(location.scheme)
+    try:
+        endpoint = str(plain.session.endpoint_url("examine"))
+    except StoreError:
+        return None
+    headers = None if checklist.skip_reason else environment.request_headers(endpoint, timeout_s=timeout_s)
+    scheme = "gs-zonal" if checklist.has("location type", "failed") else location.scheme
+    return find_service(scheme, host=urlsplit(endpoint).hostname or "", server=(headers or {}).get("Server", ""))
 
 
 def _check_if_read(check: Callable[[Any], str], bucket: Any) -> str | None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from awscrt.checksums import crc32c
 from tests.stores.bodies import BodyTests
 from tests.stores.scripted import CALLS, refuse
 from tests.stores.tls import TLSTests
+from tests.wire import GCS_APPENDABLE_ONLY, Reply, Wire, WireRule
 
+import cloudckpt
 from cloudckpt import errors
+from cloudckpt.doctor import examine
+from cloudckpt.stores import open_store
 from cloudckpt.stores.base import Part, UploadedPart
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from cloudckpt.stores.gcs import GCSStore
+    from cloudckpt.testing.servers import GCSServer
 
 
 X = [memoryview(b"x")]
@@ -66,6 +74,49 @@ def test_a_missing_bucket_is_told_from_a_missing_key(scripted: Any, operation: s
     of_a_key = errors.StoreError if operation == "put" else errors.ObjectNotFoundError
     expected = errors.BucketNotFoundError if listing == "missing" else of_a_key
     refuse(lambda: CALLS[operation](scripted.serve(answer).store()), expected)
+
+
+@pytest.fixture
+def zonal(gcs_server: GCSServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """A wire that answers as a zonal bucket of Google's does. Without a probe before the first save, as there."""
+    monkeypatch.setattr("cloudckpt.stores.gcs.store.is_googles", lambda _: True)
+    layout = {"kind": "storage#storageLayout", "bucket": bucket, "location": "US-EAST4", "locationType": "zone"}
+    rules = [
+        WireRule(action=GCS_APPENDABLE_ONLY, method="POST", times=None),
+        WireRule(action=Reply(status=200, body=json.dumps(layout).encode()), path="/storageLayout", times=None),
+    ]
+    with Wire(gcs_server.endpoint_url, *rules) as wire:
+        yield wire
+
+
+def test_the_first_save_to_a_zonal_bucket_says_what_to_use(zonal: Wire, bucket: str) -> None:
+    """If this fails, a user of Rapid storage is sent to check options and keys, which are right."""
+    options = cloudckpt.Options(storage_options={"endpoint_url": zonal.url, "anonymous": True})
+    with pytest.raises(errors.StoreError, match=r"requires appendable objects.*is zonal.*Use a bucket in a region"):
+        cloudckpt.save({"weight": torch.ones(3)}, f"gs://{bucket}/run/step-1", options=options, no_dist=True)
+    zonal.clear()
+    with pytest.raises(errors.CheckpointNotFoundError):
+        cloudckpt.load({"weight": torch.ones(3)}, f"gs://{bucket}/run/step-1", options=options, no_dist=True)
+
+
+def test_the_doctor_finds_a_zonal_bucket(zonal: Wire, bucket: str) -> None:
+    """If this fails, a bucket that takes no save is only found out about by the first save."""
+    options = cloudckpt.Options(storage_options={"endpoint_url": zonal.url, "anonymous": True})
+    report = examine(f"gs://{bucket}/run", options=options)
+    assert not report.is_healthy
+    assert (report["put"].outcome, report["location type"].outcome) == ("failed", "failed")
+    assert "Use a bucket in a region" in report["location type"].advice
+    assert report.service is not None
+    assert "zonal" in report.service["service"]
+    assert "parts: no compose (https://" in str(report)
+
+
+def test_a_copy_out_of_a_zonal_bucket_is_read_and_written(zonal: Wire, bucket: str) -> None:
+    """If this fails, checkpoints cannot be copied out of a zonal bucket: the service rewrites nothing there."""
+    store = open_store(
+        f"gs://{bucket}/run", cloudckpt.Options(storage_options={"endpoint_url": zonal.url, "anonymous": True})
+    )
+    refuse(lambda: store.copy_from(store.url("k"), "k2"), errors.UnsupportedOperationError)
 
 
 class TestBodies(BodyTests):

@@ -349,7 +349,25 @@ class GCSSession(HTTPSession):
             found = self._look_into_absence(self._client, api, key, is_own=is_genuine_error(error))
             if found is not None:
                 return build_error(found, request, reason=f"status {_NOT_FOUND}")
-        return translate(error, request)
+        return translate(error, request, is_zonal=self._is_zonal)
+
+    def location_type(self, client: GCSClient) -> str:
+        """Return the type of the bucket's location, such as ``region`` or ``zone``; empty if the answer has none."""
+        response = client.http.get(
+            f"{client.endpoint_url}/storage/v1/b/{quote(self.bucket, safe='')}/storageLayout",
+            params=client.query(),
+            timeout=client.timeout_s,
+            allow_redirects=False,
+        )
+        check_answer(response)
+        layout = response.json()
+        return str(layout.get("locationType", "")) if isinstance(layout, dict) else ""
+
+    def _is_zonal(self) -> bool:
+        try:
+            return self._client is not None and self.location_type(self._client) == "zone"
+        except Exception:  # noqa: BLE001  # the caller raises the first error
+            return False
 
     def foreign_answer(self, operation: str, api: str, key: str) -> StoreError:
         """Return the error for an answer to `api` that lacks what GCS's have."""

@@ -7,7 +7,7 @@ https://cloud.google.com/storage/docs/json_api/v1/status-codes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cloudckpt.errors import (
@@ -16,6 +16,7 @@ from cloudckpt.errors import (
     ObjectNotFoundError,
     StoreError,
     TransientStoreError,
+    UnsupportedOperationError,
 )
 from cloudckpt.stores import http_errors as shared
 from cloudckpt.stores.http_errors import (
@@ -68,6 +69,11 @@ REFRESH = ErrorRule(
     "service account and its key.",
 )
 REFRESH_LATER = ErrorRule(TransientStoreError, "The service that renews the credentials was not reached. Try again.")
+ZONAL = ErrorRule(
+    StoreError,
+    "Bucket {bucket!r} is zonal (Rapid storage): it takes only appendable objects, and no compose or rewrite, so that "
+    "nothing can be saved there. Use a bucket in a region.",
+)
 WHO_PAYS = ErrorRule(StoreError, "The bucket wants the requester to pay: check the storage option user_project.")
 
 
@@ -134,8 +140,10 @@ TABLE = ErrorTable(
 )
 
 _REDIRECTION = 300
+_WRITES = ("objects.compose", "objects.insert", "objects.rewrite")
 
 PERMISSIONS: Mapping[str, str] = {
+    "buckets.getStorageLayout": "storage.objects.list",
     "objects.compose": "storage.objects.create and storage.objects.get (storage.objects.delete to replace an object)",
     "objects.delete": "storage.objects.delete",
     "objects.get": "storage.objects.get",
@@ -146,11 +154,16 @@ PERMISSIONS: Mapping[str, str] = {
 """The right that IAM grants for each request of the store."""
 
 
-def translate(error: Exception, request: FailedRequest) -> StoreError | None:
-    """Return the error to raise for `error`; None if neither store, network nor configuration caused it."""
+def translate(
+    error: Exception, request: FailedRequest, *, is_zonal: Callable[[], bool] = lambda: False
+) -> StoreError | None:
+    """Return the error to raise for `error`; None if neither store, network nor configuration caused it.
+
+    `is_zonal` finds out if the bucket is zonal. It is called if GCS refuses a write as such.
+    """
     status = getattr(error, "code", None)
     if type(error).__module__ == "google.api_core.exceptions" and isinstance(status, int):
-        return _translate_answer(error, int(status), request)
+        return _translate_answer(error, int(status), request, is_zonal)
     rule = TABLE.rule_for_exception(error)
     if rule is REFRESH and getattr(error, "retryable", False):
         rule = REFRESH_LATER
@@ -177,13 +190,16 @@ def has_gcs_headers(headers: Mapping[str, str]) -> bool:
     return any(name.lower().startswith(("x-goog-", "x-guploader-")) for name in headers)
 
 
-def _translate_answer(error: Any, status: int, request: FailedRequest) -> StoreError:
+def _translate_answer(error: Any, status: int, request: FailedRequest, is_zonal: Callable[[], bool]) -> StoreError:
     if not is_genuine_error(error):
         content_type = getattr(error.response, "headers", {}).get("Content-Type")
         text = describe_foreign("GCS's", status, content_type, str(error.message).encode())
         return build_error(shared.FOREIGN, request, reason=text)
     reason, detail = _parse_document(error.message)
     rule = BY_REQUEST.get((request.api, status)) or TABLE.rule_for_answer(reason, status)
+    if rule in (shared.REQUEST, shared.CANNOT) and request.api in _WRITES and is_zonal():
+        # What cannot be copied from there within the service can perhaps be read.
+        rule = ZONAL._replace(error=UnsupportedOperationError) if request.api == "objects.rewrite" else ZONAL
     text = f"{reason} ({status})" if reason else f"status {status}"
     return build_error(rule, request, reason=f"{text}: {detail}" if detail else text)
 

@@ -10,7 +10,8 @@ import http.client
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,14 +88,14 @@ def _remove_all(location: Location, options: Options) -> None:
     )
 
 
-def request_headers(endpoint_url: str, *, timeout_s: float) -> Mapping[str, str] | None:
+def request_headers(endpoint_url: str, *, timeout_s: float) -> Message | None:
     """Send an unsigned request. Returns the headers of the answer, or None if none came."""
     parts = urlsplit(endpoint_url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.netloc, timeout=timeout_s)
     try:
         connection.request("HEAD", "/")
-        return dict(connection.getresponse().headers.items())
+        return connection.getresponse().headers
     except (OSError, http.client.HTTPException):
         return None
     finally:
@@ -103,7 +104,7 @@ def request_headers(endpoint_url: str, *, timeout_s: float) -> Mapping[str, str]
 
 def check_clock(endpoint_url: str, *, timeout_s: float) -> str | None:
     """Compare this machine's clock with the endpoint's."""
-    headers = request_headers(endpoint_url, timeout_s=timeout_s) or {}
+    headers = request_headers(endpoint_url, timeout_s=timeout_s) or Message()
     try:
         skew_s = time.time() - parsedate_to_datetime(headers.get("Date", "")).timestamp()
     except (ValueError, TypeError):

@@ -340,8 +340,9 @@ def _find_service(
     except StoreError:
         return None
     headers = None if checklist.skip_reason else environment.request_headers(endpoint, timeout_s=timeout_s)
+    server = " ".join(headers.get(name, "") for name in ("Server", "x-amz-request-id")) if headers else ""
     scheme = "gs-zonal" if checklist.has("location type", "failed") else location.scheme
-    return find_service(scheme, host=urlsplit(endpoint).hostname or "", server=(headers or {}).get("Server", ""))
+    return find_service(scheme, host=urlsplit(endpoint).hostname or "", server=server)
 
 
 def _check_if_read(check: Callable[[Any], str], bucket: Any) -> str | None:

@@ -22,7 +22,7 @@ def find_service(scheme: str, *, host: str = "", server: str = "") -> Mapping[st
     Args:
         scheme: The scheme of the URI; ``gs-zonal`` for a zonal bucket of GCS.
         host: The endpoint's host.
-        server: The header Server of the endpoint's answers.
+        server: The headers Server and x-amz-request-id of an answer; older Ceph has only the second.
 
     """
     asked = f"{scheme} {host} {server}"

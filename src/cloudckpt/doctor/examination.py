@@ -115,7 +115,8 @@ class DoctorReport:
             note = "" if check.matters else " (saves and loads work all the same)"
             lines += ["", f"{check.mark} {check.name}{note}", f"  {check.advice or check.found}"]
         if self.service is not None:
-            lines += ["", *(f"{column}: {text}" for column, text in self.service.items())]
+            lines += ["", "The documents of this service promise (docs/stores-seen.md):"]
+            lines += [f"  {column}: {text}" for column, text in self.service.items()]
         verdict = "Saves or loads will fail: see the checks that are marked ✗."
         if not self.failures:
             verdict = "All is well."

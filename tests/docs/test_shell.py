@@ -23,7 +23,13 @@ from cloudckpt.testing.servers import S3Server, fake_gcs_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
-DOCUMENTS = ["docs/command-line.md", "docs/exports.md", "docs/manager.md", "docs/migrating.md"]
+DOCUMENTS = [
+    "docs/command-line.md",
+    "docs/exports.md",
+    "docs/manager.md",
+    "docs/migrating.md",
+    "docs/troubleshooting.md",
+]
 SMALLER = {"4GiB": "4MiB", "16GiB": "4MiB", "5": "1", "8": "2"}
 """For `bench`, which has to end within a test."""
 
@@ -64,6 +70,7 @@ def test_commands_do_what_they_say(name: str, capsys: pytest.CaptureFixture[str]
         dcp.save(state, storage_writer=dcp.FileSystemWriter("old/step-100"))
         torch.save(state, "step-100.pt")
     for line in lines:
+        line = line.replace("$(cloudckpt latest s3://bucket/run)", "s3://bucket/run/step-200")  # noqa: PLW2901
         words = shlex.split(line, comments=True)[1:]
         if words[0] == "bench":
             words = [SMALLER.get(word, word) for word in words]

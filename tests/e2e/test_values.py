@@ -18,6 +18,7 @@ from tests.e2e.places import LocalPlace, Place
 from tests.options import make_options
 from tests.tensors.test_values import described
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 
 import cloudckpt
@@ -236,6 +237,11 @@ def _nested(layout: torch.layout) -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
+def _fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
 NOT_DENSE = {
     "COO": (lambda: torch.eye(4).to_sparse(), "a sparse tensor", r"to_dense\(\)"),
     "CSR": (lambda: torch.eye(4).to_sparse_csr(), "a sparse tensor", r"to_dense\(\)"),
@@ -251,6 +257,12 @@ NOT_DENSE = {
     ),
     "MKL-DNN": (lambda: torch.ones(4, 4).to_mkldnn(), "an MKL-DNN tensor", r"to_dense\(\)"),
     "meta": (lambda: torch.empty(4, device="meta"), "a tensor on the meta device", r"to_empty\(\)"),
+    "fake": (_fake, "a tensor whose class", "plain tensor"),
+    "masked": (
+        lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+        "a tensor whose class",
+        "plain tensor",
+    ),
     "lazy": (torch.nn.UninitializedParameter, "an uninitialised parameter", "[Rr]un the module once"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from awscrt.checksums import crc32c
 from tests import scaled
 from tests.e2e.harness import run_ranks
@@ -141,12 +142,75 @@ def test_a_plain_tensor_is_not_loaded_into_a_wrapper(local: LocalPlace) -> None:
 
 def test_metadata_that_cannot_be_stored_is_refused_by_name(local: LocalPlace) -> None:
     """If this fails, a wrapper is saved without a part of its metadata, or the error names neither it nor a way out."""
-    for bad in (object(), [{"a": object()}], torch.zeros(2)):
+    for bad in (object(), [{"a": object()}], torch.zeros(2), lambda: None, "\ud800"):
         with pytest.raises(
-            UnsupportedValueError, match=r"cannot save 'model\.w' .*its metadata\['recipe'\].*dequantize"
+            UnsupportedValueError, match=r"cannot save 'model\.w' .*(its metadata|surrogate).*dequantize"
         ):
             cloudckpt.save({"model": {"w": make_scaled(recipe=bad)}}, local.uri())
     assert local.keys() == []
+
+
+class Breaking(scaled.Scaled):
+    """Fails in the way that the test asks for."""
+
+    extra = None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if self.recipe == "raises":
+            raise RuntimeError("boom")
+        return ["data_", "scale", str(self.recipe)], None
+
+
+@pytest.mark.parametrize("how", ["raises", "extra", "absent"])
+def test_a_class_that_cannot_be_taken_apart_is_refused_by_name(local: LocalPlace, how: str) -> None:
+    """If this fails, an error of a user's class names no tensor, or a part without data is found after the upload."""
+    honest = make_scaled()
+    broken = Breaking(honest.data_, honest.scale, honest.block, how)
+    with pytest.raises(UnsupportedValueError, match=r"cannot save 'model\.w' .*a Breaking.*dequantize"):
+        cloudckpt.save({"model": {"w": broken}}, local.uri())
+    assert local.keys() == []
+
+
+@pytest.mark.parametrize("other", [torch.ones(2), 5, TwoTensor(torch.ones(2), torch.ones(2))], ids=type)
+def test_two_entries_of_one_name_are_refused(local: LocalPlace, other: Any) -> None:
+    """If this fails, the class of one of them is lost, and both are read as dictionaries of parts."""
+    with pytest.raises(UnsupportedValueError, match=r"two entries .*'a\.b': \['a'\]\['b'\] and \['a\.b'\]"):
+        cloudckpt.save({"a": {"b": make_scaled()}, "a.b": other}, local.uri())
+    assert local.keys() == []
+
+
+def test_a_planner_of_torch_leaves_no_wrapper_out_silently(local: LocalPlace) -> None:
+    """If this fails, a wrapper keeps its old values after a load with torch's planner, which says that all is well."""
+    cloudckpt.save({"w": make_scaled(), "v": torch.ones(2)}, local.uri())
+    for into in (make_blank(make_scaled()), torch.zeros(8, 6)):
+        with pytest.raises(CheckpointException, match=r"leaves 'w' out of the load of .*cloudckpt\.load"):
+            dcp.load(
+                {"w": into},
+                storage_reader=cloudckpt.ObjectStoreReader(local.uri()),
+                planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
+            )
+
+
+def test_entries_that_are_renamed_stay_wrappers(local: LocalPlace, tmp_path: Path) -> None:
+    """If this fails, an import with a prefix keeps the bits of a quantized tensor, and loses what they mean."""
+    torch.save({"w": make_scaled(), "v": torch.ones(2)}, tmp_path / "state.pt")
+    with torch.serialization.safe_globals(ALLOWED):
+        cloudckpt.import_checkpoint(tmp_path / "state.pt", local.uri(), format="torch", add_prefix="model", include="w")
+        assert_same_scaled(cloudckpt.read(local.uri())["model.w"], make_scaled())
+
+
+def test_other_metadata_is_a_difference(local: LocalPlace) -> None:
+    """If this fails, two checkpoints are called the same whose equal bits stand for other values."""
+    uris = [f"{local.root}/{name}" for name in ("one", "other", "plain")]
+    parts = {"data_": make_scaled().data_, "scale": make_scaled().scale}
+    for uri, value in zip(uris, (make_scaled(), make_scaled(recipe=Recipe(Rounding.DOWN)), parts), strict=True):
+        cloudckpt.save({"w": value}, uri)
+    assert cloudckpt.compare(uris[0], uris[0]).is_same
+    for other in uris[1:]:
+        (difference,) = cloudckpt.compare(uris[0], other).differences
+        assert (difference.name, difference.kind) == ("w", "type")
+        assert "NEAREST" in difference.before
+        assert "NEAREST" not in difference.after
 
 
 def test_no_code_that_a_checkpoint_names_is_imported(

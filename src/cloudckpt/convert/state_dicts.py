@@ -89,7 +89,7 @@ class Selection:
         """Flatten a state dict, and rename its entries. Returns it as it is if no names change."""
         if self == Selection(uri=self.uri):
             return state_dict
-        flat = flatten_entries(state_dict, uri=self.uri)
+        flat = flatten_entries(state_dict, uri=self.uri, takes_apart=False)
         return {name: flat[fqn] for fqn, name in self.choose_names(flat).items()}
 
 
@@ -120,10 +120,10 @@ def load_whole(source: Location, options: Options, selection: Selection, *, allo
     return dataclasses.replace(selection, include=(), leaves_out=None).rename_entries(planner.nest())
 
 
-def flatten_entries(state_dict: Mapping[str, Any], *, uri: str) -> dict[str, Any]:
+def flatten_entries(state_dict: Mapping[str, Any], *, uri: str, takes_apart: bool = True) -> dict[str, Any]:
     """Return the entries by the names that a save gives. Raises `UnsupportedValueError` for an entry without a name."""
     try:
-        return flatten(state_dict, uri=uri).entries
+        return flatten(state_dict, uri=uri, takes_apart=takes_apart).entries
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{uri} holds no state dict that can be saved: {error}", uri=uri) from error
 

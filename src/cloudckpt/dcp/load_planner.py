@@ -69,9 +69,9 @@ class ExplainingLoadPlanner(DefaultLoadPlanner):
         self.metadata, self.is_coordinator = metadata, is_coordinator
         for fqn, value in flat.entries.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
-                if (name := next((name for name in flat.wrappers if fqn.startswith(f"{name}.")), None)) is not None:
+                if (wrapper := flat.wrappers.get(fqn.rpartition(".")[0])) is not None:
                     raise StateDictMismatchError(
-                        f"{name!r} is a {flat.wrappers[name].kind} on the meta device, which has no memory. Make it on "
+                        f"{fqn!r} of a {wrapper.kind} is on the meta device, which has no memory. Make it on "
                         "a device (to_empty(device=…)) before the load",
                         uri=self._uri,
                     )

@@ -28,6 +28,7 @@ from cloudckpt.errors import (
     CloudckptError,
     StateDictMismatchError,
     portable,
+    quote_names,
 )
 from cloudckpt.format.codec import decode, encode
 from cloudckpt.format.model import Manifest
@@ -391,6 +392,14 @@ class ObjectStoreReader(StorageReader):
         begun_s, context = time.monotonic(), self._context
         if context is None or self._metadata is None:
             raise CloudckptError("read_metadata has to be called before each load, as torch's dcp.load does")
+        wrappers = {} if self._manifest is None else self._manifest.wrappers
+        left_out = wrappers.keys() & getattr(planner, "state_dict", {}).keys()
+        if left_out:
+            raise StateDictMismatchError(
+                f"{type(planner).__name__} leaves {quote_names(sorted(left_out))} out of the load of "
+                f"{self.checkpoint_id}, which has them in parts. Load with cloudckpt.load, or without a planner",
+                uri=self.checkpoint_id,
+            )
         context.emit("load.planned")
         self._recorder.span("plan", int(self._started_s * 1e9))
         if self._torch_reader is not None:

@@ -53,6 +53,8 @@ class FlatStateDict:
     """The tensors that consist of others, which are entries below these names."""
     compared: list[str] = field(default_factory=list)
     """The entries that several ranks must hold with the same bits."""
+    takes_apart: bool = True
+    """False if wrappers are entries themselves."""
 
 
 class Nesting(dict[str, Path]):
@@ -101,11 +103,11 @@ class Nesting(dict[str, Path]):
         )
 
 
-def flatten(state_dict: Mapping[Any, Any], *, uri: str) -> FlatStateDict:
+def flatten(state_dict: Mapping[Any, Any], *, uri: str, takes_apart: bool = True) -> FlatStateDict:
     """The entries of `state_dict`, as torch's planners flatten it (``flatten_state_dict``, and then
     ``flatten_sharded_tensors`` of each entry). Raises `UnsupportedValueError` where two would have one name.
     """
-    flat = FlatStateDict()
+    flat = FlatStateDict(takes_apart=takes_apart)
     try:
         _add_all(flat, state_dict, "", (), is_keyed=False, uri=uri)
     except RecursionError:
@@ -147,9 +149,10 @@ def _add(flat: FlatStateDict, name: str, path: Path, value: Any, *, is_keyed: bo
         flat.entries[name] = value
     elif isinstance(value, ShardedTensor):
         flat.entries.update(flatten_sharded_tensors({name: value}))  # nothing, where this rank has no shard
-    elif isinstance(value, torch.Tensor) and (parts := take_apart(value, name, uri=uri)) is not None:
+    elif (
+        flat.takes_apart and isinstance(value, torch.Tensor) and (parts := take_apart(value, name, uri=uri)) is not None
+    ):
         _add_parts(flat, parts, name, path, is_keyed=is_keyed, uri=uri)
-        return
     else:
         flat.entries[name] = value
     _add_path(flat, name, path, is_keyed=is_keyed, uri=uri)

@@ -29,6 +29,8 @@ def encode(value: Any, where: str) -> Any:
     Raises ``TypeError`` for what cannot be encoded.
     """
     kind: Any = type(value)
+    if kind is str:
+        value.encode()  # raises for a surrogate, which the manifest cannot hold
     if value is None or kind in _PLAIN or (kind is float and math.isfinite(value)):
         return value
     encoded: Any
@@ -67,7 +69,14 @@ def allowed_by_user() -> dict[str, Any]:
 
 
 def put_together(
-    kind: type[Any], parts: Mapping[str, torch.Tensor], context: Any, shape: Iterable[int], stride: Iterable[int]
+    kind: type[Any],
+    parts: Mapping[str, torch.Tensor],
+    context: Any,
+    shape: Iterable[int],
+    stride: Iterable[int],
+    *,
+    name: str,
+    uri: str = "",
 ) -> torch.Tensor:
     """Return the wrapper of `parts`, which it holds. Raises `UnsupportedValueError` if its class does not take them."""
     size = torch.Size(shape)
@@ -79,9 +88,9 @@ def put_together(
     except Exception as error:  # noqa: BLE001  # the code of a class can raise anything
         cause = f"{type(error).__name__}: {error}"
     raise UnsupportedValueError(
-        f"a {name_of(kind)} cannot be made of its parts {', '.join(parts)} ({cause}). Load it with the version of its "
-        "library that saved it, or read its parts alone",
-        uri="",
+        f"{name!r}{uri and f' of {uri}'} is a {name_of(kind)}, which cannot be made of its parts {', '.join(parts)} "
+        f"({cause}). Load it with the version of its library that saved it, or read its parts alone",
+        uri=uri,
     )
 
 
@@ -100,7 +109,7 @@ class Registry:
         """Return the wrapper called `name`, of `parts`. Raises what `find` raises."""
         self._device = next(iter(parts.values())).device
         kind, context = self.find(name, stored)
-        return put_together(kind, parts, context, stored.shape, stored.stride)
+        return put_together(kind, parts, context, stored.shape, stored.stride, name=name, uri=self._uri)
 
     def find(self, name: str, stored: StoredWrapper) -> tuple[type[Any], Any]:
         """Return the class and the metadata of a wrapper. Raises `UnsupportedValueError` if one of them is unknown."""
@@ -153,12 +162,15 @@ def flatten_wrapper(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     names, context = tensor.__tensor_flatten__()
     if not names or not all(isinstance(name, str) and name and "." not in name for name in names):
         raise ValueError(f"__tensor_flatten__ names its parts {names!r:.100}")
-    return {name: getattr(tensor, name) for name in names}, encode(context, "its metadata")
+    parts = {name: getattr(tensor, name) for name in names}
+    if not all(isinstance(part, torch.Tensor) for part in parts.values()):
+        raise TypeError(f"not all of its parts {names!r:.100} are tensors")
+    return parts, encode(context, "its metadata")
 
 
 def name_of(value: Any) -> str:
     """Return the name by which the classes of this process are found. Raises ``TypeError`` if there is none."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str):
+    if not isinstance(module, str) or not isinstance(name, str) or name.endswith("<lambda>"):
         raise TypeError(f"its metadata holds {value!r:.100}, which the manifest cannot hold")
     return f"{module}.{name}"

@@ -74,10 +74,11 @@ def take_apart(value: torch.Tensor, name: str, *, uri: str) -> Parts | None:
                 shape=tuple(value.shape),
                 stride=tuple(value.stride()),
             )
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # the code of a class can raise anything
         raise UnsupportedValueError(
-            f"cannot save {name!r} to {uri}: it is a {type(local).__name__}, and {error}. Convert it to a plain tensor "
-            "(dequantize()), or save its parts under names of their own",
+            f"cannot save {name!r:.200} to {uri}: it is a {type(local).__name__}, which cannot be taken apart "
+            f"({type(error).__name__}: {error}). Convert it to a plain tensor (dequantize()), or save its parts under "
+            "names of their own",
             uri=uri,
         ) from error
     return Parts(tensors, stored, compared)

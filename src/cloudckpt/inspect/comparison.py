@@ -16,7 +16,7 @@ import torch
 
 from cloudckpt.commit.manifest_log import resolve
 from cloudckpt.errors import InvalidOptionError
-from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor
+from cloudckpt.format.model import ITEMSIZE_BYTES, Manifest, StoredTensor, StoredWrapper
 from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.inspect.blocks import CheckpointReader, TensorBytes
 from cloudckpt.options import MIB, Options
@@ -38,8 +38,8 @@ class Difference:
     """Name of the entry."""
     kind: Kind
     """``"added"``: only the second has it. ``"removed"``: only the first has it. ``"type"``: it is a tensor in only
-    one. ``"dtype"``, ``"shape"``, ``"values"``: these differ. Only tensors of one dtype and shape are
-    compared by value."""
+    one, or it is a wrapper, and its class or its metadata differs. ``"dtype"``, ``"shape"``, ``"values"``: these
+    differ. Only tensors of one dtype and shape are compared by value."""
     before: str
     """The value in the first checkpoint as Python shows it; of a tensor dtype and shape. Empty if it has none. Of a
     long value only 4,096 characters around the first difference are kept, and the number of the others."""
@@ -196,6 +196,11 @@ class _Comparer:
         self._common = [name for name in self._names if self._is_comparable(name)]
         self.num_bytes = sum(self._bytes_of(name) for name in self._common)
         self.num_compared = 0
+        for name in filter(only, dict.fromkeys((*self._first.wrappers, *self._second.wrappers))):
+            texts = [_wrapper_text(manifest.wrappers.get(name)) for manifest in (self._first, self._second)]
+            if texts[0] != texts[1]:
+                self._names.append(name)
+                self._differ(name, "type", *_shorten(*texts))
 
     def pieces(self) -> Iterator[_Piece]:
         """Yield every piece that has to be read."""
@@ -276,6 +281,10 @@ def _text_of(manifest: Manifest, name: str) -> str:
     return "a value" if name in manifest.values else ""
 
 
+def _wrapper_text(wrapper: StoredWrapper | None) -> str:
+    return "" if wrapper is None else f"{wrapper.kind} {list(wrapper.shape)} {wrapper.context}"
+
+
 def _tensor_text(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
@@ -353,12 +362,16 @@ def is_same_value(before: bytes, after: bytes) -> tuple[bool, tuple[str, str]]:
         return False, (f"{len(before)} bytes", f"{len(after)} other bytes, which cannot be compared safely")
     if _is_equal(*values):
         return True, ("", "")
-    texts = repr(values[0]), repr(values[1])
+    return False, _shorten(repr(values[0]), repr(values[1]))
+
+
+def _shorten(*texts: str) -> tuple[str, str]:
+    """Return what two long texts have around their first difference."""
     begin = 0
     if max(map(len, texts)) > _MAX_TEXT_CHARS:  # long values often begin alike
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         begin = max(sum(1 for _ in same) - _MAX_TEXT_CHARS // 2, 0)
-    return False, (_cut(texts[0], begin), _cut(texts[1], begin))
+    return _cut(texts[0], begin), _cut(texts[1], begin)
 
 
 def _cut(text: str, begin: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -297,11 +298,11 @@ class StateDictTree:
             self._add(value.wait(), container, key)
         elif is_wrapper(value):
             names, context = value.__tensor_flatten__()
-            parts = dict.fromkeys(names)
+            parts: dict[str, Any] = dict.fromkeys(names)
             for name in names:
                 self._add(getattr(value, name), parts, name)
-            kind, size, stride = type(value), value.size(), value.stride()
-            self._finish_later(container, key, lambda: put_together(kind, dict(parts), context, size, stride))
+            make = functools.partial(put_together, type(value), parts, context, value.size(), value.stride(), name=key)
+            self._finish_later(container, key, make)
         else:
             return False
         return True

@@ -57,6 +57,8 @@ def _find_obstacle(tensor: torch.Tensor) -> str | None:
         obstacle = f"of dtype {tensor.dtype}, which the format does not have"
     elif is_short(tensor):
         obstacle = describe_shortage(tensor)
+    elif type(tensor) not in PLAIN_TENSORS and tensor.is_cpu and tensor.numel() and not memory_address(tensor):
+        obstacle = f"a {type(tensor).__name__}, which has no memory of its own. Convert it to a plain tensor"
     return obstacle
 
 

@@ -62,7 +62,8 @@ def rm(
         for document in [] if dry_run else documents:
             delete(document["uri"], options=options)
             document["deleted"] = True
-            console.say(f"Deleted {document['uri']}.")
+            if not common.as_json:
+                console.line(f"Deleted {document['uri']}.")
     finally:
         if common.as_json:  # a script learns what is gone, whatever ends this
             console.document(documents)
@@ -147,7 +148,8 @@ def _print_report(console: Console, report: GarbageReport) -> None:
         console.document({name: getattr(report, name) for name in _MEMBERS})
         return
     for garbage in report.locations:
-        console.line(f"{garbage.uri}: {', '.join(garbage.reasons)} ({size(garbage.num_bytes)})")
+        of_size = f" ({size(garbage.num_bytes)})" if garbage.keys else ""  # that of uploads is unknown
+        console.line(f"{garbage.uri}: {', '.join(garbage.reasons)}{of_size}")
     for kept in report.skipped:
         console.line(f"{kept.uri}: left alone: {kept.reason}")
     for kept in report.failed:

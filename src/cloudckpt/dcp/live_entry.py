@@ -29,7 +29,7 @@ from cloudckpt.format.wrapper_metadata import Registry
 from cloudckpt.format.wrappers import SavedWrapper, collapse
 
 IMPORT_HINT = (
-    "If these are the model's own names, as of an import without a prefix, load with "
+    "Check that it is the same model. If it was imported without a prefix, load it with "
     "cloudckpt.load(model.state_dict(), uri), or import again with add_prefix='model' (--add-prefix model)"
 )
 

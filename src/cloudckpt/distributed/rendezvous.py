@@ -235,8 +235,8 @@ class Rendezvous:
             return
         failure = self._state.failure
         text = (
-            f"{self._doing} {self._uri} failed on rank {self.rank}: {failure.reason}. Nothing was removed. A save "
-            "may have been committed: see cloudckpt.latest"
+            f"{self._doing} {self._uri} failed: {failure.reason}. Nothing was removed. A save may have been committed: "
+            "look at what is there"
         )
         if failure.is_final:
             text += ". This process group cannot be used any more: make a new one, or restart the job"

@@ -216,7 +216,7 @@ class _Collection:
         if plan.young:
             uploads = sum(item.kind == "upload" for item in plan.young)
             what = f"{_size(sum(item.size_bytes for item in plan.young))} and {_count(uploads, 'unfinished upload')}"
-            reason = f"{what} of a save that is not committed, and showed signs of life within older_than"
+            reason = f"{what} of a save that is not committed, and was alive after {self._before:%Y-%m-%d %H:%M:%S} UTC"
             self._skipped.append(KeptObject(uri=uri, reason=reason))
         if plan.is_empty:
             return
@@ -355,7 +355,8 @@ class GarbageReport:
 
     def _lines(self) -> Iterator[str]:
         for garbage in self.locations:
-            yield f"{_as_one_line(garbage.uri)}: {', '.join(garbage.reasons)} ({_size(garbage.num_bytes)})"
+            of_size = f" ({_size(garbage.num_bytes)})" if garbage.keys else ""  # that of uploads is unknown
+            yield f"{_as_one_line(garbage.uri)}: {', '.join(garbage.reasons)}{of_size}"
         for spared in self.skipped:
             yield f"{_as_one_line(spared.uri)}: left alone: {_as_one_line(spared.reason)}"
         for spared in self.failed:

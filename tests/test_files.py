@@ -7,6 +7,9 @@ import gc
 import io
 import mmap
 import random
+import subprocess
+import sys
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -196,10 +199,82 @@ def test_nothing_but_close_completes_a_file(memory: Memory) -> None:
         abandoned.write(data_of(size_bytes))
         del abandoned
         gc.collect()
+        for thread in threading.enumerate():
+            if thread.name == "cloudckpt-abort":
+                thread.join()
     assert memory.all_keys() == []
     assert list(memory.at().inner.list_uploads()) == []
     with pytest.raises(IncompleteSaveError):
         job.commit_files()
+
+
+def test_a_process_ends_beside_an_open_file(tmp_path: Path) -> None:
+    """A script that fails while it writes a file would hang instead of ending, and keep its machines."""
+    script = """
+import sys
+import cloudckpt
+from cloudckpt.pipeline.context import Context
+from cloudckpt.pipeline.files import FilesJob, Membership
+from cloudckpt.uri import parse_location
+job = FilesJob(Context(parse_location(sys.argv[1]), cloudckpt.Options(), rank=0), Membership(), save=1)
+job.begin()
+file = job.open("model_0.pt")
+file.write(bytes(2**26))
+sys.exit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert done.returncode == 3
+    assert cloudckpt.gc(tmp_path, older_than=0).num_objects == 0  # nothing is complete
+
+
+def test_a_file_that_is_collected_in_its_own_thread_holds_up_nothing(memory: Memory) -> None:
+    """The thread would wait for itself, and garbage never be collected again in the process."""
+    job = job_at(memory.uri(), Membership())
+    files, is_the_last = [job.open("model_0.pt")], threading.Event()
+
+    def collect() -> None:
+        assert is_the_last.wait(60.0)
+        files.clear()
+
+    memory.at().once_before("upload_part", "", collect)
+    files[0].write(data_of(2 * PART_BYTES))
+    is_the_last.set()
+    for _ in range(2):  # the second ones are begun by the first
+        for thread in threading.enumerate():
+            if thread.name.startswith("cloudckpt-"):
+                thread.join(10.0)
+                assert not thread.is_alive()
+    assert memory.all_keys() == list(memory.at().inner.list_uploads()) == []
+
+
+def test_a_file_that_has_failed_or_ended_takes_no_more(memory: Memory) -> None:
+    """A writer that goes on after an error would be told that the file is whole; or one after the end would hang."""
+    job = job_at(memory.uri(), Membership())
+    memory.at().fail("create_multipart", error=lambda: permanent("create_multipart"))
+    failed = job.open("model_0.pt")
+    with pytest.raises(StoreError):
+        failed.write(data_of(3 * PART_BYTES))
+    with pytest.raises(StoreError):
+        failed.close()
+    whole = job.open("model_1.pt")
+    whole.write(b"one")
+    whole.close()
+    for closed in (failed, whole):
+        closed.close()
+        with pytest.raises(ValueError, match="is closed"):
+            closed.write(data_of(9 * PART_BYTES))
+    job.commit_files()
+    assert FileTree(parse_location(memory.root), OPTIONS, rank=0).look("checkpoint") == ["model_1.pt"]
+
+
+def test_a_file_with_a_long_name_in_small_objects(memory: Memory) -> None:
+    """A save would never end if a file's name takes more than a part."""
+    advanced = dataclasses.replace(OPTIONS.advanced, part_bytes=TILE_BYTES, object_bytes=1)
+    job = job_at(memory.uri(), Membership(), options=dataclasses.replace(OPTIONS, advanced=advanced))
+    data, name = data_of(3 * PART_BYTES), "n" * 5000
+    write(job, name, data)
+    job.commit_files()
+    assert read(memory, f"checkpoint/{name}") == data
 
 
 def test_of_two_jobs_one_wins(memory: Memory) -> None:
@@ -308,7 +383,7 @@ def test_a_second_try_of_a_job_commits_only_its_own(memory: Memory) -> None:
 
 
 def test_a_stream_takes_bounded_memory(tmp_path: Path) -> None:
-    """A rank that writes a large file would hold all of it."""
+    """A rank that writes a large file would hold all of it, or one that reads it, all of it twice."""
     job = job_at(str(tmp_path / "checkpoint"), Membership())
     piece = data_of(2 * PART_BYTES)
     tracemalloc.start()
@@ -321,6 +396,14 @@ def test_a_stream_takes_bounded_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert peak_bytes < OPTIONS.staging_bytes
     job.commit_files()
+    reader = FileTree(parse_location(tmp_path), OPTIONS, rank=0).open("checkpoint/model_0.pt")
+    tracemalloc.start()
+    try:
+        assert len(reader.readall()) == reader.size_bytes
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < reader.size_bytes + OPTIONS.read_bytes
     report = cloudckpt.verify(tmp_path / "checkpoint")
     assert report.num_bytes > 8 * OPTIONS.staging_bytes
 

@@ -27,11 +27,13 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
 
     At most as many tasks as `width` returns run at once; the number may change while they run. `put` waits while
     `max_waiting` tasks wait for a thread (0: no bound), and `join` waits until every task has run. Tasks must not
-    raise. A context: at its end, all tasks have run, and the threads have ended.
+    raise. A context: at its end, all tasks have run, and the threads have ended. The interpreter does not wait for
+    threads that are `daemon`.
     """
 
-    def __init__(self, width: Callable[[], int], *, name: str, max_waiting: int = 0) -> None:
+    def __init__(self, width: Callable[[], int], *, name: str, max_waiting: int = 0, daemon: bool = False) -> None:
         super().__init__(max_waiting)
+        self._daemon = daemon
         self._width = width
         self._name = name
         self._threads: list[threading.Thread] = []
@@ -60,9 +62,8 @@ class WorkQueue(queue.Queue["Callable[[], None] | None"]):
         """Run `task` as soon as a thread is free."""
         # First, so that no task is left without a thread if this is interrupted.
         if len(self._threads) < max(self._width(), 1):
-            # Not a daemon: the interpreter waits for it.
             name, run = f"{self._name}-{len(self._threads)}", contextvars.copy_context().run
-            thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=False)
+            thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=self._daemon)
             try:
                 thread.start()
                 self._threads.append(thread)

@@ -164,9 +164,10 @@ class FileReader(io.RawIOBase):
             return num_bytes
 
     def readall(self) -> bytes:
-        data = bytearray(max(self.size_bytes - self._position, 0))
-        self.readinto(data)
-        return bytes(data)
+        file = io.BytesIO(bytes(max(self.size_bytes - self._position, 0)))
+        with file.getbuffer() as view:
+            self.readinto(view)
+        return file.getvalue()  # no copy
 
     def _read(self, view: memoryview) -> int:
         """Fill some of `view`, from what was read ahead if that has the position."""

@@ -275,7 +275,7 @@ class Hedger:
             store.complete_multipart(key, upload_id, latest)
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, *, daemon: bool = False) -> Iterator[None]:
         """Call `watch` ten times a second, in a thread of its own, while the context is open."""
         has_ended = threading.Event()
 
@@ -283,7 +283,7 @@ class Hedger:
             while not has_ended.wait(_WATCH_EVERY_S):
                 self.watch()
 
-        thread = threading.Thread(target=keep_watch, name="cloudckpt-watch", daemon=False)
+        thread = threading.Thread(target=keep_watch, name="cloudckpt-watch", daemon=daemon)
         try:
             # There may be no more threads: then nobody watches.
             with contextlib.suppress(RuntimeError):

@@ -54,7 +54,8 @@ class UploadSession:
 
     Used as a context: left with an error, it waits for the calls in flight, aborts every unfinished multipart upload
     and removes every object that it wrote. Nothing that it did not finish ever becomes visible. If it is `resumable`,
-    it aborts and removes nothing, so that a later one finds what is there already.
+    it aborts and removes nothing, so that a later one finds what is there already. The interpreter ends without one
+    that is not left if it is `daemon`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class UploadSession:
         part_bytes: int,
         tile_bytes: int,
         resumable: bool,
+        daemon: bool = False,
         on_part: Callable[[str, int], None],
         on_completing: Callable[[str], None],
         on_object: Callable[[str, int], None],
@@ -82,7 +84,10 @@ class UploadSession:
         self._on_part = on_part
         self._on_completing = on_completing
         self._on_object = on_object
-        self.tasks = WorkQueue(hedger.connections, name="cloudckpt-upload", max_waiting=hedger.connections())
+        self._daemon = daemon
+        self.tasks = WorkQueue(
+            hedger.connections, name="cloudckpt-upload", max_waiting=hedger.connections(), daemon=daemon
+        )
         self._context = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -93,7 +98,7 @@ class UploadSession:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._hedger.watching())
+            stack.enter_context(self._hedger.watching(daemon=self._daemon))
             stack.enter_context(self.tasks)
             self._context = stack.pop_all()
         return self
@@ -150,7 +155,11 @@ class UploadSession:
     def append(self, target: ObjectUpload, part: Part) -> None:
         """Upload a part of a multipart object that others follow. Raises the session's first failure."""
         if target.upload_id is None:
-            target.upload_id = self._retrier.call(self._store.create_multipart, target.key)
+            try:
+                target.upload_id = self._retrier.call(self._store.create_multipart, target.key)
+            except BaseException as error:
+                self._fail(error)
+                raise
         self._enqueue(target, [part])
 
     def finish(self, target: ObjectUpload, parts: list[Part], *, missing: Sequence[Part]) -> None:

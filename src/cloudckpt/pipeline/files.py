@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import secrets
+import sys
 import threading
 import uuid
 from array import array
@@ -337,21 +338,21 @@ class FileWriter(io.RawIOBase):
         self._on_done = on_done
         options, advanced, store = context.options, context.options.advanced, context.store
         self._header_bytes = len(_lay_out(path, MAX_BYTES, offset=MAX_BYTES))
-        part_bytes = choose_held_part_bytes(
+        held_bytes = choose_held_part_bytes(
             options.staging_bytes,
             # Those that wait, those that are sent, the first one and the one that is filled.
             connections=2 * context.connections + 2,
             most_bytes=advanced.part_bytes,
             tile_bytes=advanced.tile_bytes,
         )
-        object_bytes = max(advanced.object_bytes, part_bytes, 2 * self._header_bytes)
+        part_bytes = max(held_bytes, 2 * self._header_bytes)
         parts = plan_parts(
-            object_bytes,
-            part_bytes=max(part_bytes, 2 * self._header_bytes),
+            max(advanced.object_bytes, part_bytes),
+            part_bytes=part_bytes,
             tile_bytes=advanced.tile_bytes,
             limits=store.limits,
         )
-        self._part_bytes = parts[0].size_bytes if len(parts) > 1 else part_bytes
+        self._part_bytes = parts[0].size_bytes
         self._max_parts = len(parts) if store.capabilities.multipart else 1
         self._free: list[bytearray] = []
         self._session = UploadSession(
@@ -362,6 +363,7 @@ class FileWriter(io.RawIOBase):
             part_bytes=self._part_bytes,
             tile_bytes=advanced.tile_bytes,
             resumable=False,
+            daemon=True,  # a file that is never closed
             on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
             on_completing=lambda key: context.emit("save.completing", key=key),
             on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
@@ -382,6 +384,8 @@ class FileWriter(io.RawIOBase):
 
     def write(self, data: Buffer) -> int:
         """Append `data`. Waits while too much is on its way."""
+        if self._session is None:
+            raise ValueError(f"{self._path} is closed")
         with memoryview(data) as given, given.cast("B") as view:
             done = 0
             while done < len(view):
@@ -431,7 +435,7 @@ class FileWriter(io.RawIOBase):
             self._begin_object(self._offset + num_bytes)
 
     def close(self) -> None:
-        """Complete the file, and leave its receipt. Raises the first failure; nothing of the file is left then."""
+        """Complete the file, and leave its receipt. Raises the first failure."""
         super().close()
         if self._session is None:
             return
@@ -463,7 +467,10 @@ class FileWriter(io.RawIOBase):
         self.close()
 
     def __del__(self) -> None:
-        self._abort(ResourceWarning("the file was not closed"))
+        # Garbage is collected in any thread, also in one that `_abort` would wait for.
+        if self._session is not None and not sys.is_finalizing():
+            abort, error = self._session.__exit__, ResourceWarning("the file was not closed")
+            threading.Thread(target=abort, args=(type(error), error, None), name="cloudckpt-abort").start()
 
     def _abort(self, error: BaseException) -> None:
         session, self._session = self._session, None

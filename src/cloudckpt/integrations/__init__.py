@@ -18,6 +18,7 @@ from cloudckpt.uri import parse_location
 TESTED_VERSIONS = {
     "accelerate": "1.15.0",
     "lightning": "2.6.6",
+    "megatron-core": "0.19.2",
     "ray[train]": "2.60.0",
     "torch_checkpointing": "0.1.1",
     "torchtitan": "0.3.0",

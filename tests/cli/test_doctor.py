@@ -18,7 +18,7 @@ from tests.wrapped import FaultyStore, WrappedStore
 
 from cloudckpt import Options
 from cloudckpt.doctor import DoctorReport, environment, examine
-from cloudckpt.doctor.services import find_service
+from cloudckpt.doctor.environment import find_service
 from cloudckpt.errors import AccessDeniedError, StoreError
 from cloudckpt.stores.base import Store
 from cloudckpt.testing.faults import Call

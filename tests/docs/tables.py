@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudckpt import events, options
-from cloudckpt.doctor import services
+from cloudckpt.doctor import environment
 from cloudckpt.format.model import ITEMSIZE_BYTES, SAFETENSORS_TAG
 from cloudckpt.telemetry import opentelemetry
 
@@ -79,8 +79,8 @@ def metrics_table() -> str:
 
 def services_table() -> str:
     """Every service, with what its documents promise."""
-    rows = [tuple(row[column] for column in services.COLUMNS) for row in services.read_services()]
-    return table(services.COLUMNS, rows)
+    rows = [tuple(row[column] for column in environment.SERVICE_COLUMNS) for row in environment.read_services()]
+    return table(environment.SERVICE_COLUMNS, rows)
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
+import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from email.message import Message
 from email.utils import parsedate_to_datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -256,3 +259,28 @@ def check_free_space(path: str) -> str:
     if free_bytes < _MIN_FREE_BYTES:
         raise CheckFailed(f"{free_bytes // MIB} MiB are free", "Free at least 1 GiB, and what a save takes.")
     return f"{free_bytes / GIB:.1f} GiB are free"
+
+
+SERVICE_COLUMNS = ("service", "create-if-absent", "parts", "list after write", "copy", "CRC32C", "consequence", "ran")
+
+
+def read_services() -> list[dict[str, str]]:
+    """Return the rows: each column in Markdown, and ``match``, a regular expression that `find_service` uses."""
+    services: list[dict[str, str]] = json.loads(files(__package__).joinpath("services.json").read_text("utf-8"))
+    return services
+
+
+def find_service(scheme: str, *, host: str = "", server: str = "") -> Mapping[str, str] | None:
+    """Return the row of a store by column, as plain text; None if no row applies.
+
+    Args:
+        scheme: The scheme of the URI; ``gs-zonal`` for a zonal bucket of GCS.
+        host: The endpoint's host.
+        server: The headers Server and x-amz-request-id of an answer; older Ceph has only the second.
+
+    """
+    asked = f"{scheme} {host} {server}"
+    for row in read_services():
+        if re.match(row["match"], asked):
+            return {column: re.sub(r"\[([^]]+)\]\(([^)]+)\)", r"\1 (\2)", row[column]) for column in SERVICE_COLUMNS}
+    return None

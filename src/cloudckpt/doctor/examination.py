@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from cloudckpt.doctor import environment
-from cloudckpt.doctor.services import find_service
 from cloudckpt.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -335,7 +334,7 @@ def _find_service(
     checklist: _Checklist, location: Location, plain: Any, *, timeout_s: float
 ) -> Mapping[str, str] | None:
     if location.scheme not in ("s3", "gs"):
-        return find_service(location.scheme)
+        return environment.find_service(location.scheme)
     try:
         endpoint = str(plain.session.endpoint_url("examine"))
     except StoreError:
@@ -343,7 +342,7 @@ def _find_service(
     headers = None if checklist.skip_reason else environment.request_headers(endpoint, timeout_s=timeout_s)
     server = " ".join(headers.get(name, "") for name in ("Server", "x-amz-request-id")) if headers else ""
     scheme = "gs-zonal" if checklist.has("location type", "failed") else location.scheme
-    return find_service(scheme, host=urlsplit(endpoint).hostname or "", server=server)
+    return environment.find_service(scheme, host=urlsplit(endpoint).hostname or "", server=server)
 
 
 def _check_if_read(check: Callable[[Any], str], bucket: Any) -> str | None:

@@ -272,6 +272,7 @@ def save_shards(root: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name, block in BLOCKS.items():
         cloudckpt.save({"w": shard(make_scaled(24, 12, block=block), mesh)}, f"{root}/{name}")
+    cloudckpt.save({"w": shard(make_scaled(0, 12), mesh)}, f"{root}/empty")
 
 
 def load_shards(root: str, dim: int) -> None:
@@ -295,6 +296,7 @@ def test_shards_of_wrappers_load_on_other_ranks(local: LocalPlace) -> None:
             cloudckpt.load(into, f"{local.root}/{name}")
             assert_same_scaled(into["w"], whole)
             assert_same_scaled(cloudckpt.read(f"{local.root}/{name}")["w"], whole)
+        assert cloudckpt.read(f"{local.root}/empty")["w"].shape == (0, 12)
     run_ranks(load_shards, local.root, 0, world_size=2)
     run_ranks(load_shards, local.root, 0, world_size=4)
     run_ranks(load_shards, local.root, 1, world_size=3)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,10 +24,9 @@ class DequantizingReader:
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._uri = reader.context.uri
-        self._registry = Registry(uri=self._uri)
         self._lock = threading.Lock()
         self._last: tuple[str, torch.Tensor] | None = None
-        make = functools.partial(SavedWrapper, self._uri)
+        make = functools.partial(SavedWrapper, Registry(uri=self._uri))
         entries, _ = collapse(reader.manifest.wrappers, reader.manifest.tensors, {}, make)
         self._wrappers = {name: entry for name, entry in entries.items() if isinstance(entry, SavedWrapper)}
         self.tensors: dict[str, StoredTensor] = {
@@ -46,14 +46,12 @@ class DequantizingReader:
                     want.buffer.copy_(self._last[1][want.begin : want.end])
 
     def _describe(self, wrapper: SavedWrapper) -> StoredTensor:
-        made = self._rebuild(
-            wrapper, lambda _, part: torch.empty(part.shape, dtype=dtype_of(part.dtype), device="meta")
-        )
+        made = wrapper.rebuild(lambda _, part: torch.empty(part.shape, dtype=dtype_of(part.dtype), device="meta"))
         return StoredTensor(dtype=dtype_name(made.dtype), shape=tuple(made.shape), chunks=[])
 
     def _dequantize(self, name: str) -> torch.Tensor:
         wanted: list[TensorBytes] = []
-        wrapper = self._rebuild(self._wrappers[name], functools.partial(_add_wanted, wanted))
+        wrapper: Any = self._wrappers[name].rebuild(functools.partial(_add_wanted, wanted))
         self._reader.read(wanted)
         try:
             values: torch.Tensor = wrapper.dequantize()
@@ -64,15 +62,6 @@ class DequantizingReader:
                 uri=self._uri,
             ) from error
         return values.detach().to(wrapper.dtype).contiguous().view(-1).view(torch.uint8)
-
-    def _rebuild(self, wrapper: SavedWrapper, make: Callable[[str, StoredTensor], torch.Tensor]) -> torch.Tensor:
-        parts = {
-            part: self._rebuild(entry, make)
-            if isinstance(entry, SavedWrapper)
-            else make(f"{wrapper.name}.{part}", entry)
-            for part, entry in wrapper.parts.items()
-        }
-        return self._registry.rebuild(wrapper.name, wrapper.stored, parts)
 
 
 def _add_wanted(wanted: list[TensorBytes], name: str, stored: StoredTensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def nest_metadata(metadata: Metadata) -> dict[Any, Any]:
     if not isinstance(nesting, Nesting):
         return unflatten(metadata.state_dict_metadata, nesting)
     uri = str(metadata.storage_meta.checkpoint_id) if metadata.storage_meta is not None else ""
-    make = functools.partial(SavedWrapper, uri)
+    make = functools.partial(SavedWrapper, Registry(uri=uri))
     entries, paths = collapse(nesting.wrappers, metadata.state_dict_metadata, {**nesting, **nesting.typed}, make)
     return unflatten(entries, paths, nesting.empty)
 
@@ -148,8 +148,7 @@ def load_object(target: Any, state: Any, *, where: str) -> None:
 def make_empty(saved: Any) -> Any:
     """Return what a load fills with the saved structure: CPU tensors, and None in the place of each value."""
     if isinstance(saved, SavedWrapper):
-        parts = {part: make_empty(entry) for part, entry in saved.parts.items()}
-        return Registry(uri=saved.uri).rebuild(saved.name, saved.stored, parts)
+        return saved.rebuild(lambda _, entry: make_empty(entry))
     if isinstance(saved, TensorStorageMetadata):
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     if isinstance(saved, Mapping):

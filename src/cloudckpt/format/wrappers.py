@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from cloudckpt._torch_compat import AsyncCollectiveTensor, is_wrapper_subclass, local_tensor_of
 from cloudckpt.errors import UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
-from cloudckpt.format.wrapper_metadata import flatten_wrapper, name_of
+from cloudckpt.format.wrapper_metadata import Registry, flatten_wrapper, name_of
 from cloudckpt.format.wrapper_shards import spread_shard
 
 _NOT_TAKEN_APART = (DTensor, AsyncCollectiveTensor)  # they have the methods, and other ways to be saved
@@ -23,10 +23,18 @@ _NOT_TAKEN_APART = (DTensor, AsyncCollectiveTensor)  # they have the methods, an
 class SavedWrapper(NamedTuple):
     """A stored wrapper, with torch's metadata in the place of its parts."""
 
-    uri: str
+    registry: Registry
     name: str
     stored: StoredWrapper
     parts: dict[str, Any]
+
+    def rebuild(self, make: Callable[[str, Any], torch.Tensor]) -> torch.Tensor:
+        """Return the wrapper of what `make` returns for the name and the entry of each part."""
+        parts = {
+            part: entry.rebuild(make) if isinstance(entry, SavedWrapper) else make(f"{self.name}.{part}", entry)
+            for part, entry in self.parts.items()
+        }
+        return self.registry.rebuild(self.name, self.stored, parts)
 
 
 class Parts(NamedTuple):
@@ -64,7 +72,7 @@ def take_apart(value: torch.Tensor, name: str, *, uri: str) -> Parts | None:
             tensors, context = flatten_wrapper(local)
             compared: list[str] = []
             if isinstance(value, DTensor):
-                if not local.numel():
+                if not local.numel() and value.numel():
                     return Parts({}, None, [])  # the other ranks have it
                 tensors, context, compared = spread_shard(value, local, tensors, context)
             stored = StoredWrapper(

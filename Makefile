@@ -95,9 +95,10 @@ exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that t
 	$(BIN)/python -m pytest tests/commit tests/simulated tests/e2e/test_crash.py --timeout 7200 $(INTEGRATION_ARGS)
 	$(BIN)/python -m pytest -m hypothesis $(PYTEST_ARGS)
 
-$(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/constraints.txt pyproject.toml
+$(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/without_requirements.txt tests/frameworks/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,gcs,testing]'
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/frameworks/without_requirements.txt
 	touch $@
 
 # For those who install beside something else.

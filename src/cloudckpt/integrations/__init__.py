@@ -23,6 +23,7 @@ TESTED_VERSIONS = {
     "torch_checkpointing": "0.1.1",
     "torchtitan": "0.3.0",
     "transformers": "5.23.0",
+    "verl": "0.9.1",
 }
 """The versions that ``make frameworks`` tests."""
 _MAX_SHOWN = 5

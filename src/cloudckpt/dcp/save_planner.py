@@ -100,7 +100,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         check_agreement(all_plans, uri=self._uri)
-        check_wrappers([plan.planner_data for plan in all_plans], uri=self._uri)
+        check_wrappers(all_plans, uri=self._uri)
         plans, metadata = merge_plans(balance_plans(all_plans))
         metadata.planner_data = Nesting.merged([plan.planner_data for plan in plans])
         self.global_plan, self.metadata = plans, metadata
@@ -203,13 +203,19 @@ def check_agreement(plans: Sequence[SavePlan], *, uri: str) -> None:
         )
 
 
-def check_wrappers(nestings: Sequence[Nesting], *, uri: str) -> None:
+def check_wrappers(plans: Sequence[SavePlan], *, uri: str) -> None:
     """Raise `StateDictMismatchError` if ranks hold different tensors of a class that consists of others."""
     wrappers: dict[str, StoredWrapper] = {}
     compared: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+    nestings: list[Nesting] = [plan.planner_data for plan in plans]
+    has_wrappers = len(plans) > 1 and any(nesting.wrappers for nesting in nestings)
+    others = {item.index.fqn for plan in plans for item in plan.items} if has_wrappers else set()
     for nesting in nestings:
         for name, stored in nesting.wrappers.items():
-            if (difference := describe_difference(wrappers.setdefault(name, stored), stored)) is not None:
+            difference = describe_difference(wrappers.setdefault(name, stored), stored)
+            if name in others:
+                difference = f"class {stored.kind}, and a plain tensor or value"
+            if difference is not None:
                 raise StateDictMismatchError(
                     f"the ranks that save {uri} hold different tensors as {name!r}: {difference}. Nothing was written. "
                     "Quantize it alike on all ranks",

@@ -868,6 +868,13 @@ MUTANTS = {
         new="        if not self._wrappers:",
         tests=("tests/e2e/test_wrappers.py::test_what_is_not_alike_is_refused",),
     ),
+    "leave-a-wrapper-out": Mutant(
+        breaks="G4: a load with a planner of torch's leaves a wrapper as it was, and says that all is well.",
+        file="dcp/reader.py",
+        old="        if left_out:",
+        new="        if False:",
+        tests=("tests/e2e/test_wrappers.py::test_a_planner_of_torch_leaves_no_wrapper_out_silently",),
+    ),
     "save-the-scale-of-one-rank": Mutant(
         breaks="G4: ranks that quantized their rows apart save the scale of one of them for all.",
         file="dcp/save_planner.py",

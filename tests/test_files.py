@@ -159,6 +159,18 @@ def test_what_is_not_committed_does_not_exist(memory: Memory) -> None:
     assert tree.look("checkpoint") == ["model_0.pt", "model_1.pt"]
 
 
+def test_what_another_rank_deleted_is_gone(memory: Memory) -> None:
+    """A rank would go on to see a checkpoint that was deleted, and never see the one that was saved in its place."""
+    tree = FileTree(parse_location(memory.root), OPTIONS, rank=1)
+    save(memory.uri(), [{"model_0.pt": b"zero"}])
+    assert tree.look("checkpoint/model_0.pt") == 4
+    cloudckpt.delete(memory.uri())
+    assert tree.look("checkpoint") is None
+    assert tree.look("checkpoint/model_0.pt") is None
+    save(memory.uri(), [{"model_0.pt": b"other"}])
+    assert tree.open("checkpoint/model_0.pt").readall() == b"other"
+
+
 def test_trouble_is_not_absence(memory: Memory) -> None:
     """A store that refuses to list would make a job begin anew, beside its checkpoints."""
     save(memory.uri("run/step-1"), [{"model_0.pt": b"zero"}])
@@ -179,7 +191,7 @@ def test_a_file_that_cannot_be_written_is_not_there(operation: str, memory: Memo
         write(job, "model_0.pt", data_of(size_bytes))
     assert memory.all_keys() == []
     assert list(memory.at().inner.list_uploads()) == []
-    with pytest.raises(IncompleteSaveError, match="no file"):
+    with pytest.raises(IncompleteSaveError, match="no rank has written a file"):
         job.commit_files()
 
 

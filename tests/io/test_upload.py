@@ -87,6 +87,7 @@ def session_of(
         part_bytes=PART_BYTES,
         tile_bytes=TILE_BYTES,
         resumable=resumable,
+        daemon=False,
         on_part=on_part,
         on_completing=lambda key: None,
         on_object=lambda key, num_bytes: None,

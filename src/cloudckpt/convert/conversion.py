@@ -16,7 +16,7 @@ from cloudckpt.convert.state_dicts import Selection, parse_patterns
 from cloudckpt.errors import CheckpointChangedError, CheckpointNotFoundError, InvalidURIError, ObjectNotFoundError
 from cloudckpt.format.model import ObjectReceipt
 from cloudckpt.io.resume import Body, Leftover, find_leftovers
-from cloudckpt.io.upload import UploadSession, choose_held_part_bytes
+from cloudckpt.io.upload import choose_held_part_bytes
 from cloudckpt.options import Options
 from cloudckpt.pipeline.context import Context
 from cloudckpt.pipeline.save import SaveJob
@@ -209,24 +209,14 @@ def upload(
         The receipts in the order of the keys, and the number of bytes that were used of `leftovers`.
 
     """
-
-    def on_part(key: str, num_bytes: int) -> None:
-        target.emit("save.part_uploaded", key=key, num_bytes=num_bytes)
-        progress.add(num_bytes)
-
+    target.on_sent = progress.add
     with (
         contextlib.closing(Arena(budget_bytes=budget_bytes)) as arena,
-        UploadSession(
-            target.store,
+        target.new_uploads(
             target.retrier,
-            cleaner=target.new_retrier(),
-            hedger=target.hedger,
             part_bytes=choose_part_bytes(target, budget_bytes=budget_bytes, tile_bytes=tile_bytes),
             tile_bytes=tile_bytes,
             resumable=leftovers is not None and target.options.resume,
-            on_part=on_part,
-            on_completing=lambda key: target.emit("save.completing", key=key),
-            on_object=lambda key, num_bytes: target.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
         ) as session,
     ):
         try:

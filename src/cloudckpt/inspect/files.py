@@ -88,9 +88,7 @@ class FileTree:
     def _open(self, folder: str) -> CommittedFiles | None:
         context = self.context(folder)
         _, manifest = read_counting(context.store, context.retrier)
-        if manifest is None:
-            return None
-        self._last = CommittedFiles(folder=folder, context=context, manifest=manifest)
+        self._last = CommittedFiles(folder=folder, context=context, manifest=manifest) if manifest else None
         return self._last
 
     def _list_folder(self, path: str) -> list[str]:

@@ -68,7 +68,7 @@ class UploadSession:
         part_bytes: int,
         tile_bytes: int,
         resumable: bool,
-        daemon: bool = False,
+        daemon: bool,
         on_part: Callable[[str, int], None],
         on_completing: Callable[[str], None],
         on_object: Callable[[str, int], None],

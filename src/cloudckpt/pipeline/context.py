@@ -18,6 +18,7 @@ from cloudckpt.errors import InterruptedReadError, SaveCancelledError
 from cloudckpt.events import LEVELS, Event, EventName
 from cloudckpt.io.hedging import ConcurrencyLimit, Hedger, choose_connections
 from cloudckpt.io.retry import Retrier
+from cloudckpt.io.upload import UploadSession
 from cloudckpt.options import Options
 from cloudckpt.report import LoadReport, SaveReport
 from cloudckpt.stores.base import Call, ForwardingStore, Store
@@ -117,6 +118,24 @@ class Context:
             timeout_s=self.options.timeout_s,
             on_retry=lambda error: self.emit("retry", key=error.key, error=error),
             recorder=self.recorder,
+        )
+
+    def new_uploads(
+        self, retrier: Retrier, *, part_bytes: int, tile_bytes: int, resumable: bool = False, daemon: bool = False
+    ) -> UploadSession:
+        """Return a session that tells of its progress."""
+        return UploadSession(
+            self.store,
+            retrier,
+            cleaner=self.new_retrier(),
+            hedger=self.hedger,
+            part_bytes=part_bytes,
+            tile_bytes=tile_bytes,
+            resumable=resumable,
+            daemon=daemon,
+            on_part=lambda key, num_bytes: self.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
+            on_completing=lambda key: self.emit("save.completing", key=key),
+            on_object=lambda key, num_bytes: self.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
         )
 
     @property

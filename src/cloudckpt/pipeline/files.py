@@ -258,7 +258,7 @@ class FilesJob(SaveJob):
             (lost, "the store does not list what ranks {} have written"),
             (apart, "ranks {} have written files only in another try to save there"),
             (late, "gc, a deletion or another save came between this rank's begin and that of ranks {}"),
-            ([] if receipts else ["no file"], "there is {}"),
+            ([] if receipts else ["none"], "no rank has written a file"),
         )
         return [text.format(quote_names(names)) for names, text in checks if names]
 
@@ -355,18 +355,11 @@ class FileWriter(io.RawIOBase):
         self._part_bytes = parts[0].size_bytes
         self._max_parts = len(parts) if store.capabilities.multipart else 1
         self._free: list[bytearray] = []
-        self._session = UploadSession(
-            store,
+        self._session = context.new_uploads(
             context.new_retrier(),
-            cleaner=context.new_retrier(),
-            hedger=context.hedger,
             part_bytes=self._part_bytes,
             tile_bytes=advanced.tile_bytes,
-            resumable=False,
-            daemon=True,  # a file that is never closed
-            on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
-            on_completing=lambda key: context.emit("save.completing", key=key),
-            on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
+            daemon=True,  # the file may never be closed
         )
         self._uploads = self._session.__enter__()
         self._begin_object(0)

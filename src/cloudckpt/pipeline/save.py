@@ -50,7 +50,7 @@ from cloudckpt.format.build import build_manifest
 from cloudckpt.format.model import ItemReceipts, Manifest, ObjectReceipt
 from cloudckpt.format.safetensors import lay_out, pack, sort_for_storage
 from cloudckpt.io.resume import find_leftovers
-from cloudckpt.io.upload import UploadSession, choose_part_bytes
+from cloudckpt.io.upload import choose_part_bytes
 from cloudckpt.options import MIB
 from cloudckpt.pipeline.context import Context
 from cloudckpt.report import SaveReport
@@ -216,17 +216,11 @@ class SaveJob:
         make_receipts: list[Callable[..., ItemReceipts]] = []
         with (
             contextlib.closing(new_arena(budget_bytes=options.staging_bytes)) as arena,
-            UploadSession(
-                context.store,
+            context.new_uploads(
                 context.retrier,
-                cleaner=context.new_retrier(),
-                hedger=context.hedger,
                 part_bytes=options.advanced.part_bytes,
                 tile_bytes=options.advanced.tile_bytes,
                 resumable=options.resume,
-                on_part=lambda key, num_bytes: context.emit("save.part_uploaded", key=key, num_bytes=num_bytes),
-                on_completing=lambda key: context.emit("save.completing", key=key),
-                on_object=lambda key, num_bytes: context.emit("save.object_uploaded", key=key, num_bytes=num_bytes),
             ) as session,
         ):
             # Object by object: tensors that a planner computes are not all held at once.

@@ -742,6 +742,13 @@ MUTANTS = {
         new="self.in_a_row += 1",
         tests=("tests/manager/test_failures.py::test_a_save_beside_one_in_flight_need_not_wait",),
     ),
+    "failures-keep-state-dicts": Mutant(
+        breaks="G7: a run in which saves fail holds the state dict of each of them.",
+        file="manager/failures.py",
+        old="error=copy.copy(error)",
+        new="error=error",
+        tests=("tests/manager/test_failures.py::test_failures_take_little_memory",),
+    ),
     "close-hides-the-last-failure": Mutant(
         breaks="G3: a job ends with success and without its last step.",
         file="manager/checkpoint_manager.py",

@@ -8,8 +8,6 @@ SERVERS_VENV ?= .venv-servers
 FRAMEWORKS_ARGS ?=
 WHEEL_VENV ?= .venv-wheel
 FRAMEWORKS_VENV ?= .venv-frameworks
-TRAINERS_PYTHON ?= python3.12
-TRAINERS_VENV ?= .venv-trainers
 DOCS_VENV ?= .venv-docs
 TERRAFORM_VENV ?= .venv-terraform
 NEWEST_VENV ?= .venv-newest
@@ -24,7 +22,7 @@ TERRAFORM_INSTALLED := $(TERRAFORM_VENV)/.installed
 
 export AWS_EC2_METADATA_DISABLED := true
 
-.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed trainers package newest oldest docs terraform lint format types imports bench clean
+.PHONY: help demo test kit coverage test-gpu faults mutants house servers integration soak exhaustive frameworks frameworks-installed package newest oldest docs terraform lint format types imports bench clean
 
 help: ## Show what there is.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -98,7 +96,7 @@ exhaustive: $(INSTALLED) servers ## Every interleaving, kill and schedule that t
 $(FRAMEWORKS_INSTALLED): tests/frameworks/requirements.txt tests/frameworks/without_requirements.txt tests/frameworks/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(FRAMEWORKS_VENV)
 	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,gcs,testing]'
-	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/frameworks/without_requirements.txt
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r tests/frameworks/without_requirements.txt
 	touch $@
 
 # For those who install beside something else.
@@ -107,15 +105,6 @@ frameworks-installed: $(FRAMEWORKS_INSTALLED)
 frameworks: export CLOUDCKPT_SERVERS_VENV := $(abspath $(SERVERS_VENV))
 frameworks: $(FRAMEWORKS_INSTALLED) servers ## Run the integrations with the real packages, which it installs.
 	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/frameworks --confcutdir tests/frameworks --override-ini filterwarnings=default --timeout 900 $(FRAMEWORKS_ARGS)
-
-$(TRAINERS_VENV)/.installed: tests/trainers/requirements.txt tests/trainers/without_requirements.txt pyproject.toml
-	$(TRAINERS_PYTHON) -m venv $(TRAINERS_VENV)
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $< -e '.[s3,testing]'
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/trainers/without_requirements.txt
-	touch $@
-
-trainers: $(TRAINERS_VENV)/.installed ## Run the integrations whose packages ask for Python 3.12 (TRAINERS_PYTHON) and for GPUs.
-	$(TRAINERS_VENV)/bin/python -m pytest tests/trainers --confcutdir tests/trainers --override-ini filterwarnings=default --timeout 600
 
 package: ## Build the sdist and the wheel, and test and type-check what is installed from it, with no checkout in sight.
 	rm -rf dist $(WHEEL_VENV)
@@ -175,6 +164,6 @@ bench: $(INSTALLED) ## Measure saves and loads beside the rivals, which it insta
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(TRAINERS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) build dist site .benchenv-*
+	rm -rf $(VENV) $(SERVERS_VENV) $(WHEEL_VENV) $(FRAMEWORKS_VENV) $(DOCS_VENV) $(TERRAFORM_VENV) $(NEWEST_VENV) $(OLDEST_VENV) build dist site .benchenv-*
 	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find benchmarks docs examples src terraform tests -name __pycache__ -prune -exec rm -rf {} +

@@ -232,8 +232,7 @@ def test_ci_and_the_workflow_run_the_same_targets() -> None:
     assert own <= TARGETS
     of_workflow = {target for job in jobs().values() for target in job["strategy"]["matrix"]["target"]}
     # What lanes install by themselves, and the tests of `make test` once more, for which one machine has no time.
-    # `trainers` needs a second Python.
-    assert own - {"servers", "frameworks-installed"} == of_workflow - {"coverage", "trainers"}
+    assert own - {"servers", "frameworks-installed"} == of_workflow - {"coverage"}
 
 
 def test_every_target_is_told_of() -> None:

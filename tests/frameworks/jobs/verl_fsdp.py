@@ -10,9 +10,12 @@ import torch.distributed as dist
 from common import NUM_RANKS, end, places, tell
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from verl.workers.engine.fsdp import transformer_impl
 
 import cloudckpt
 from cloudckpt.integrations.verl import CloudCheckpointManager
+
+transformer_impl.FSDPCheckpointManager = CloudCheckpointManager  # as docs/frameworks.md does
 
 
 class Worker:
@@ -22,7 +25,7 @@ class Worker:
         fully_shard(self.model, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5**step)
-        self.manager = CloudCheckpointManager(self.model, self.optimizer, self.scheduler, **more)
+        self.manager = transformer_impl.FSDPCheckpointManager(self.model, self.optimizer, self.scheduler, **more)
 
     def step(self) -> dict[str, Any]:
         self.model(torch.full((2, 8), random.random())).square().sum().backward()

@@ -1,4 +1,4 @@
-"""Saves and loads with ``megatron.core.dist_checkpointing`` as one rank of several: ``megatron_job.py VERB ROOT``."""
+"""Saves and loads with ``megatron.core.dist_checkpointing`` as one rank of several: ``megatron_core.py VERB ROOT``."""
 
 from __future__ import annotations
 

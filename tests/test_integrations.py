@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cloudckpt.integrations import TESTED_VERSIONS, find_steps
 from cloudckpt.integrations._state import deserialize, flatten, serialize, unflatten
 
 _DENIED = AccessDeniedError("not for you", key="memory://tests/key", operation="list")
-_MODULES = {name.partition("[")[0]: name for name in TESTED_VERSIONS}
+_MODULES = {re.split(r"[\[-]", name)[0]: name for name in TESTED_VERSIONS}
 
 
 @pytest.mark.parametrize("module", _MODULES)

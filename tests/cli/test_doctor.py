@@ -165,7 +165,7 @@ def test_the_row_is_printed(s3: S3Place, run: Run) -> None:
     """If this fails, what the documents of a service promise is not told to those who ask about it."""
     named = Reply(status=403, headers=(("Server", "MinIO"),))
     with Wire(_endpoint(s3), WireRule(action=named, method="HEAD", path="^/$", times=None)) as wire:
-        at = ("--option", f"endpoint_url={wire.url}")
+        at = ("--storage-option", f"endpoint_url={wire.url}")
         assert "list after write: strong, on local drives" in run("doctor", s3.uri(), *at).out
         assert run("doctor", s3.uri(), *at, "--json").document["service"]["service"] == "MinIO"
     assert run("doctor", s3.uri(), "--json").document["service"] is None

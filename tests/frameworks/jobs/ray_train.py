@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer
 import cloudckpt
 from cloudckpt.integrations.ray import get_uri
 
-_OF_RAY = DOCUMENT.read_text().partition("\n## Ray Train\n")[2]
+_OF_RAY = DOCUMENT.read_text().partition("\n## Ray Train\n")[2].partition("\n## ")[0]
 (SNIPPET,) = re.findall(r"^```python\n(.*?)^```$", _OF_RAY, re.DOTALL | re.MULTILINE)
 
 

@@ -48,7 +48,7 @@ def diff(
             after,
             rtol=rtol,
             atol=atol,
-            only=lambda each: any(matches(each, pattern) for pattern in patterns),
+            only=lambda each: matches(each, patterns),
             options=options,
             options_after=options_after,
             on_progress=on_progress,

@@ -51,9 +51,9 @@ def show(
     options = common.options()
     found = describe(uri, options=options)
     patterns = name or ["*"]
-    tensors = [one for one in found.tensors if any(matches(one.name, pattern) for pattern in patterns)]
-    others = [one for one in found.values if any(matches(one.name, pattern) for pattern in patterns)]
-    wrappers = [one for one in found.wrappers if any(matches(one.name, pattern) for pattern in patterns)]
+    tensors = [one for one in found.tensors if matches(one.name, patterns)]
+    others = [one for one in found.values if matches(one.name, patterns)]
+    wrappers = [one for one in found.wrappers if matches(one.name, patterns)]
     read = _read_values(found.uri, [one.name for one in others], options) if values else {}
     if common.as_json:
         console.document(

@@ -50,7 +50,7 @@ class Selection:
         """
         known = list(fqns)
         for pattern in self.include:
-            if not any(matches(fqn, pattern) for fqn in known):
+            if not any(matches(fqn, [pattern]) for fqn in known):
                 raise InvalidOptionError(
                     f"no entry of {self.uri} matches include={pattern!r}. It has {quote_names(sorted(known))}"
                 )
@@ -83,7 +83,7 @@ class Selection:
         """Return True if an entry is to be taken."""
         if self.leaves_out is not None and self.leaves_out(fqn.partition(".")[0]):
             return False
-        return not self.include or any(matches(fqn, pattern) for pattern in self.include)
+        return not self.include or matches(fqn, self.include)
 
     def rename_entries(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Flatten a state dict, and rename its entries. Returns it as it is if no names change."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -23,7 +24,7 @@ from cloudckpt.options import Options
 from cloudckpt.stores.open import open_store
 from cloudckpt.uri import is_remote_uri, is_valid_location, mangled_uri_scheme, parse_location
 
-_restore: list[Callable[[], None]] = []
+_undo = contextlib.ExitStack()
 
 
 def enable(
@@ -76,7 +77,7 @@ def enable(
         return original(storage, checkpoint_id, reader)
 
     for module in (storage_utils, state_dict_saver, state_dict_loader):
-        _replace(module, "_storage_setup", set_up)
+        replace_attribute(_undo, module, "_storage_setup", set_up)
 
     _plan_by_default(state_dict_saver, "_save_state_dict", "storage_writer", _save_planner_for)
     _plan_by_default(state_dict_loader, "_load_state_dict", "storage_reader", _load_planner_for)
@@ -99,7 +100,7 @@ def enable(
             kwargs["planner"] = kwargs.get("planner") or BalancedSavePlanner()
         return execute(*args, **kwargs)
 
-    _replace(executor, "execute_save", execute_save)
+    replace_attribute(_undo, executor, "execute_save", execute_save)
 
 
 def disable() -> None:
@@ -111,12 +112,12 @@ def disable() -> None:
         cloudckpt.disable()
 
     """
-    while _restore:
-        _restore.pop()()
+    _undo.close()
 
 
-def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _restore.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+def replace_attribute(undo: contextlib.ExitStack, owner: Any, name: str, replacement: Any) -> None:
+    """Replace an attribute of a module or a class until `undo` is closed."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, replacement)
 
 
@@ -142,7 +143,7 @@ def _plan_by_default(module: Any, name: str, storage_name: str, planner_for: Cal
             given.arguments["planner"] = planner_for(given.arguments.get(storage_name))
         return original(*given.args, **given.kwargs)
 
-    _replace(module, name, call)
+    replace_attribute(_undo, module, name, call)
 
 
 def _read_with_fsspec_reader(make: Callable[[Any], ObjectStoreReader], options: Options) -> None:
@@ -161,7 +162,7 @@ def _read_with_fsspec_reader(make: Callable[[Any], ObjectStoreReader], options: 
         else:
             original(self, path, **kwargs)
 
-    _replace(kind, "__init__", init)
+    replace_attribute(_undo, kind, "__init__", init)
 
 
 def _is_ours(checkpoint_id: Any, *, options: Options) -> bool:

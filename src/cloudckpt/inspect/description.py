@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,9 +115,11 @@ class CheckpointDescription:
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
 
-def matches(fqn: str, pattern: str) -> bool:
-    """Return True if the pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
-    return fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern)
+def matches(fqn: str, patterns: Iterable[str]) -> bool:
+    """Return True if a pattern, as of file names, fits the whole name. A name fits all that is below it, too."""
+    return any(
+        fqn == pattern or fqn.startswith(f"{pattern}.") or fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns
+    )
 
 
 def describe(uri: str | os.PathLike[str], *, options: Options | None = None) -> CheckpointDescription:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -10,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from cloudckpt.api import async_save, save
+from cloudckpt.dcp.enable import replace_attribute
 from cloudckpt.dcp.reader import ObjectStoreReader
 from cloudckpt.errors import CheckpointNotFoundError, InvalidURIError
 from cloudckpt.inspect.catalog import list_checkpoints
@@ -37,7 +39,7 @@ with require("megatron-core"):
 
 _METADATA_KEY = "megatron-core"
 _TRACKER = "latest_checkpointed_iteration.txt"
-_restore: list[Callable[[], None]] = []
+_undo = contextlib.ExitStack()
 
 
 def enable(*, options: Options | None = None, allow_pickle: bool = False) -> None:
@@ -62,12 +64,12 @@ def enable(*, options: Options | None = None, allow_pickle: bool = False) -> Non
     """
     disable()
     client, feature = _Client(options or Options(), allow_pickle=allow_pickle), msc_utils.MultiStorageClientFeature
-    _replace(feature, "_enabled", replacement=True)
-    _replace(msc_utils, "msc", client)
+    replace_attribute(_undo, feature, "_enabled", replacement=True)
+    replace_attribute(_undo, msc_utils, "msc", client)
     strategy = torch_dist.TorchDistSaveShardedStrategy
     save_files, save_files_async = strategy.save, strategy.async_save
     stager = _ShardStager()
-    _restore.append(stager.close)
+    _undo.callback(stager.close)
 
     @functools.wraps(save_files)
     def save_shards(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -98,8 +100,8 @@ def enable(*, options: Options | None = None, allow_pickle: bool = False) -> Non
         handle.committed.add_done_callback(lambda _: Path(flag).unlink(missing_ok=True))
         return AsyncRequest(_wait_while_exists, (flag, os.getpid()), [handle.result])
 
-    _replace(strategy, "save", save_shards)
-    _replace(strategy, "async_save", save_shards_async)
+    replace_attribute(_undo, strategy, "save", save_shards)
+    replace_attribute(_undo, strategy, "async_save", save_shards_async)
 
 
 def disable() -> None:
@@ -110,13 +112,7 @@ def disable() -> None:
         megatron.disable()
 
     """
-    while _restore:
-        _restore.pop()()
-
-
-def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _restore.append(functools.partial(setattr, owner, name, getattr(owner, name)))
-    setattr(owner, name, replacement)
+    _undo.close()
 
 
 def _is_uri(path: object) -> bool:

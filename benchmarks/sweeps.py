@@ -246,7 +246,7 @@ _RANKS = Sweep(
     repetitions=2,
     cells=tuple(
         Cell(payload=ONE_TWENTY_EIGHT, wire=wire, num_ranks=num_ranks, systems=("cloudckpt", "s3torchconnector"))
-        for num_ranks in (8, 4, 2)
+        for num_ranks in (8, 4, 2, 1)
         for wire in ("tls", "http")
     ),
 )

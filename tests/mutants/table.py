@@ -700,6 +700,13 @@ MUTANTS = {
         new="                **condition,",
         tests=("tests/stores/s3/test_requests.py::test_bodies_go_out_unsigned_whole_and_with_their_checksum",),
     ),
+    "slow-line-is-a-stall": Mutant(
+        breaks="G3: a save over a slow line fails, though bytes leave within every timeout.",
+        file="stores/http_body.py",
+        old="waited_share = 0.0 if num_sent else waited_share + _SHARE_OF_TIMEOUT",
+        new="waited_share += _SHARE_OF_TIMEOUT",
+        tests=("tests/stores/test_http_sending.py::test_a_slow_line_is_no_stall",),
+    ),
     "keys-lead-out-of-the-root": Mutant(
         breaks="G6: a key with '..' leads out of a store's root.",
         file="stores/base.py",

@@ -74,6 +74,8 @@ class ScriptedServer:
     answers: tuple[Answer, ...]
     reads_bodies: bool = True
     keeps_bodies: bool = True
+    before_each_mib: Callable[[], object] = lambda: None
+    """Called before a MiB of a body is read."""
     certificate: Path | None = None
     """Where given, connections are TLS's: the file holds a private key and a certificate."""
     requests: list[Recorded] = field(default_factory=list)
@@ -146,6 +148,7 @@ class ScriptedServer:
         size_bytes = int(headers.get("content-length", 0)) if self.reads_bodies else 0
         body, buffer = bytearray(), bytearray(min(size_bytes, 1 << 20))
         while size_bytes:
+            self.before_each_mib()
             count = reader.readinto(memoryview(buffer)[: min(size_bytes, len(buffer))])
             if not count:
                 return None

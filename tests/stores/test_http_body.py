@@ -13,17 +13,6 @@ from cloudckpt.stores.http_body import ViewsBody
 MIB = 1 << 20
 
 
-class Clock:
-    """Time that passes by itself at each look."""
-
-    def __init__(self, step_s: float) -> None:
-        self.now_s, self.step_s = 0.0, step_s
-
-    def __call__(self) -> float:
-        self.now_s += self.step_s
-        return self.now_s
-
-
 def pieces_of(body: ViewsBody) -> list[memoryview | bytes]:
     return list(iter(lambda: body.read(16384), b""))
 
@@ -32,18 +21,15 @@ def pieces_of(body: ViewsBody) -> list[memoryview | bytes]:
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 5), st.integers(0, 700_000)), max_size=12),
     stops=st.lists(st.tuples(st.integers(0, 3_000_000), st.integers(0, 4)), max_size=4),
-    step_s=st.sampled_from([0.0, 0.5, 5.0]),
 )
-def test_reads_what_a_file_of_the_same_bytes_reads(
-    sizes: list[int], stops: list[tuple[int, int]], step_s: float
-) -> None:
+def test_reads_what_a_file_of_the_same_bytes_reads(sizes: list[int], stops: list[tuple[int, int]]) -> None:
     """Bytes would be lost, doubled or out of place on their way out, or after a rewind for a second try."""
     content = (bytes(range(251)) * (sum(sizes) // 251 + 1))[: sum(sizes)]
     views, start = [], 0
     for size in sizes:
         views.append(memoryview(content)[start : start + size])
         start += size
-    body, oracle = ViewsBody(views, clock=Clock(step_s)), io.BytesIO(content)
+    body, oracle = ViewsBody(views), io.BytesIO(content)
     assert len(body) == len(content)
     for target, num_reads in stops:
         assert body.seek(target) == min(target, len(content))
@@ -62,9 +48,7 @@ def test_large_views_are_handed_out_themselves() -> None:
     """A copy of every byte would double the CPU cost of a save, and add to its memory."""
     source = bytearray(9 * MIB)
     pieces = pieces_of(ViewsBody([memoryview(source)]))
-    assert all(isinstance(piece, memoryview) and piece.obj is source for piece in pieces)
-    assert max(len(piece) for piece in pieces) == 4 * MIB
-    assert len(pieces) < 9
+    assert [(len(piece), getattr(piece, "obj", None) is source) for piece in pieces] == [(9 * MIB, True)]
 
 
 def test_small_views_are_joined() -> None:
@@ -82,14 +66,6 @@ def test_a_small_view_between_large_ones_is_not_joined_to_them() -> None:
     views = [memoryview(large), memoryview(b"small"), memoryview(large)]
     copied = [piece for piece in pieces_of(ViewsBody(views)) if getattr(piece, "obj", None) is not large]
     assert [bytes(piece) for piece in copied] == [b"small"]
-
-
-def test_pieces_shrink_where_they_leave_slowly() -> None:
-    """Each piece has a fixed time to leave: on a slow line a large one would time out though bytes do flow."""
-    slow = pieces_of(ViewsBody([memoryview(bytes(4 * MIB))], clock=Clock(2.0)))
-    assert min(len(piece) for piece in slow[:-1]) == 64 * 1024
-    steady = pieces_of(ViewsBody([memoryview(bytes(4 * MIB))], clock=Clock(0.5)))
-    assert {len(piece) for piece in steady} == {256 * 1024}
 
 
 def test_seeks_as_files_do() -> None:

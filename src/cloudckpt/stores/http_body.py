@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import http.client
 import io
 import os
@@ -11,7 +12,6 @@ import socket
 import ssl
 import struct
 import sys
-import time
 from email.errors import MissingHeaderBodySeparatorDefect
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, Any
 from cloudckpt.stores.base import batches, num_bytes, without_first
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from cloudckpt.stores.base import Views
 
-_FIRST_SEND_BYTES = 256 * 1024
-_LEAST_SEND_BYTES = 64 * 1024
-_MOST_SEND_BYTES = 4 * 1024 * 1024
+SENT_AT_ONCE_BYTES = 256 * 1024
+"""A larger piece of a body could take longer than a timeout on a slow line."""
+
 _JOIN_BELOW_BYTES = 256 * 1024
 _JOIN_TO_BYTES = 1024 * 1024
-_QUICK_S = 0.25
-_SLOW_S = 1.0
 
 _MOST_READ_BYTES = 1024 * 1024
 _MOST_RECEIVED_BYTES = 8 * 1024 * 1024
@@ -61,38 +59,31 @@ class ViewsBody:
     """A readable file over memory views. No byte of a large view is copied.
 
     ``read(n)`` takes `n` for a hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of calls for a part.
-    It returns slices of the views instead, and joins small neighbours, because many small tensors would otherwise leave
-    in as many small packets.
-
-    The HTTP library gives each piece a fixed time to leave. Pieces shrink if they leave slowly, so that this time
-    bounds a stall and not a slow line.
+    It returns the views themselves instead, which `send_all` sends, and joins small neighbours, because many small
+    tensors would otherwise leave in as many small packets.
     """
 
-    def __init__(self, views: Views, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, views: Views) -> None:
         self._views = [view for view in views if view.nbytes]
         self._size_bytes = num_bytes(self._views)
-        self._clock = clock
-        self._send_bytes = _FIRST_SEND_BYTES
         self._index = self._begin = self._position_bytes = 0
-        self._handed_out_at: float | None = None
 
     def __len__(self) -> int:
         return self._size_bytes
 
     def read(self, _size_hint: int | None = -1, /) -> memoryview | bytes:
         """Return the next piece, of any size; an empty one at the end."""
-        self._adapt_to_pace()
         if self._index == len(self._views):
             return b""
-        if self._views[self._index].nbytes - self._begin >= _JOIN_BELOW_BYTES:
-            return self._take(self._send_bytes)
-        pieces = [self._take(_JOIN_BELOW_BYTES)]
-        room_bytes = min(_JOIN_TO_BYTES, self._send_bytes) - pieces[0].nbytes
+        pieces = [self._take()]
+        if pieces[0].nbytes >= _JOIN_BELOW_BYTES:
+            return pieces[0]
+        room_bytes = _JOIN_TO_BYTES - pieces[0].nbytes
         while self._index < len(self._views):
             next_bytes = self._views[self._index].nbytes
             if next_bytes >= _JOIN_BELOW_BYTES or next_bytes > room_bytes:
                 break
-            pieces.append(self._take(next_bytes))
+            pieces.append(self._take())
             room_bytes -= next_bytes
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -111,26 +102,45 @@ class ViewsBody:
         while self._index < len(self._views) and self._begin >= self._views[self._index].nbytes:
             self._begin -= self._views[self._index].nbytes
             self._index += 1
-        self._handed_out_at = None
         return self._position_bytes
 
-    def _take(self, most_bytes: int) -> memoryview:
-        piece = self._views[self._index][self._begin : self._begin + most_bytes]
+    def _take(self) -> memoryview:
+        piece = self._views[self._index][self._begin :]
         self._position_bytes += piece.nbytes
-        self._begin += piece.nbytes
-        if self._begin == self._views[self._index].nbytes:
-            self._index, self._begin = self._index + 1, 0
+        self._index, self._begin = self._index + 1, 0
         return piece
 
-    def _adapt_to_pace(self) -> None:
-        now = self._clock()
-        if self._handed_out_at is not None:
-            elapsed_s = now - self._handed_out_at
-            if elapsed_s < _QUICK_S:
-                self._send_bytes = min(self._send_bytes * 2, _MOST_SEND_BYTES)
-            elif elapsed_s > _SLOW_S:
-                self._send_bytes = max(self._send_bytes // 2, _LEAST_SEND_BYTES)
-        self._handed_out_at = now
+
+def send_all(connection: Any, content: memoryview | bytes) -> None:
+    """Send `content`. The connection's timeout bounds the time without progress, and no slow line.
+
+    Over plain HTTP on Linux, each call waits in the kernel until all is sent, so that the thread waits less often for
+    the GIL. Raises `TimeoutError` after at most 1.25 timeouts in which the kernel has taken no byte.
+    """
+    rest = memoryview(content)
+    if type(connection) is not socket.socket or not _may_wait_in_the_kernel(connection):
+        try:
+            for begin in range(0, rest.nbytes, SENT_AT_ONCE_BYTES):
+                connection.sendall(rest[begin : begin + SENT_AT_ONCE_BYTES])
+        except ssl.SSLEOFError as error:  # what Python makes of EPIPE; the store's answer may have come before
+            raise BrokenPipeError(errno.EPIPE, str(error)) from error
+        return
+    timeout_s, waited_share = connection.gettimeout() or 0.0, 0.0
+    connection.settimeout(None)  # Python does not wait before each call
+    _set_kernel_timeout(connection, socket.SO_SNDTIMEO, timeout_s * _SHARE_OF_TIMEOUT)
+    try:
+        while rest:
+            try:
+                num_sent = connection.send(rest)
+            except BlockingIOError:
+                num_sent = 0
+            waited_share = 0.0 if num_sent else waited_share + _SHARE_OF_TIMEOUT
+            if waited_share >= 1:
+                raise TimeoutError("timed out")
+            rest = rest[num_sent:]
+    finally:
+        connection.settimeout(timeout_s)
+        _set_kernel_timeout(connection, socket.SO_SNDTIMEO, 0.0)
 
 
 class WholeHeadResponse(http.client.HTTPResponse):
@@ -255,7 +265,7 @@ def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
 
     It has to be for chunked and short bodies, and if anything but the standard library lies between.
     """
-    if sys.platform != "linux" or not isinstance(response, http.client.HTTPResponse) or response.chunked:
+    if not isinstance(response, http.client.HTTPResponse) or response.chunked:
         return None
     if response.length is None or response.length < max(wanted_bytes, _FEWEST_RECEIVED_BYTES):
         return None
@@ -264,10 +274,13 @@ def _find_socket(response: object, wanted_bytes: int) -> socket.socket | None:
     connection: Any = getattr(raw, "_sock", None)
     if type(buffer) is not io.BufferedReader or type(raw) is not socket.SocketIO:
         return None
+    return connection if _may_wait_in_the_kernel(connection) else None
+
+
+def _may_wait_in_the_kernel(connection: Any) -> bool:
     # gevent and its like replace socket.socket; a thread of theirs must not block.
-    if type(socket.socket.recvmsg_into) is not MethodDescriptorType:
-        return None
-    return connection if type(connection) in (socket.socket, ssl.SSLSocket) and connection.gettimeout() else None
+    is_standard = sys.platform == "linux" and type(socket.socket.recvmsg_into) is MethodDescriptorType
+    return is_standard and type(connection) in (socket.socket, ssl.SSLSocket) and bool(connection.gettimeout())
 
 
 def _receive_records(response: Any, connection: ssl.SSLSocket, views: Views) -> None:
@@ -317,15 +330,16 @@ def _waiting_in_the_kernel(connection: socket.socket) -> Iterator[None]:
     byte has arrived when the kernel begins to gather; a signal or a slow line then ends the call with the bytes so far.
     """
     timeout_s = connection.gettimeout() or 0.0
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(timeout_s * _SHARE_OF_TIMEOUT))
+    _set_kernel_timeout(connection, socket.SO_RCVTIMEO, timeout_s * _SHARE_OF_TIMEOUT)
     os.set_blocking(connection.fileno(), True)
     try:
         yield
     finally:
         os.set_blocking(connection.fileno(), False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_timeval(0.0))
+        _set_kernel_timeout(connection, socket.SO_RCVTIMEO, 0.0)
 
 
-def _pack_timeval(seconds: float) -> bytes:
-    least_us = 1 if seconds > 0 else 0  # zero means no timeout
-    return struct.pack("@ll", int(seconds), max(int(seconds % 1 * 1e6), least_us))
+def _set_kernel_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:
+    least_us = 1 if timeout_s > 0 else 0  # zero means no timeout
+    timeval = struct.pack("@ll", int(timeout_s), max(int(timeout_s % 1 * 1e6), least_us))
+    connection.setsockopt(socket.SOL_SOCKET, option, timeval)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
-from cloudckpt.stores.http_body import WholeHeadResponse
+from cloudckpt.stores.http_body import SENT_AT_ONCE_BYTES, ViewsBody, WholeHeadResponse, send_all
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
 _MOST_CLIENTS = 16
@@ -210,3 +210,11 @@ class _FollowedConnection:
     def request(self, *args: Any, **kwargs: Any) -> Any:
         follow(self.sock)
         return super().request(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+
+    def send(self, data: Any) -> None:
+        """Send a large piece of a body by `send_all`, and everything else as urllib3 does."""
+        for piece in iter(data.read, b"") if isinstance(data, ViewsBody) else [data]:  # urllib3 1 passes whole bodies
+            if self.sock is not None and isinstance(piece, memoryview | bytes) and len(piece) > SENT_AT_ONCE_BYTES:
+                send_all(self.sock, piece)
+            else:
+                super().send(piece)  # type: ignore[misc]  # of the class that it is mixed into

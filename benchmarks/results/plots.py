@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from benchmarks.results.model import SYSTEM_TITLES, Place, Quantity, Results, Row, Spread, cpu_s_per_gb, gb_per_s
 
@@ -27,7 +28,9 @@ _COLOURS = {
 _HEADLINE_SYSTEMS = ("cloudckpt", "s3torchconnector", "s3fs")
 _OTHER_COLOUR = "#56B4E9"
 _WIDTH_INCHES = 10.0
+_VERB_COLOURS = {"save": "#0072B2", "load": "#56B4E9"}
 _HEADLINE_WIDTH_INCHES = 4.5
+_GROUP_INCHES = 0.5
 _ROW_INCHES = 0.32
 _MARGIN_INCHES = 1.2
 _PADDING_INCHES = 0.2
@@ -49,7 +52,7 @@ class Plot:
 
 def plots(results: Results) -> list[Plot]:
     """Return the headline, if its systems were measured, and each place."""
-    found = [plot for plot in [_headline_plot(results)] if plot is not None]
+    found = [plot for plot in [headline_plot(results)] if plot is not None]
     for place in results.places():
         rows = [row for row in results.rows if row.place == place and row.counted]
         if rows:
@@ -57,34 +60,51 @@ def plots(results: Results) -> list[Plot]:
     return found
 
 
-def _headline_plot(results: Results) -> Plot | None:
-    """Draw GB/s of saves and loads by system, for the first place where cloudckpt was measured beside another one."""
+def headline_plot(results: Results) -> Plot | None:
+    """Draw saves and loads at the first place where cloudckpt was measured beside another system, and over TLS."""
     for place in results.places():
-        rows = [row for row in results.rows if row.place == place and row.counted and row.system in _HEADLINE_SYSTEMS]
-        systems = [system for system in _HEADLINE_SYSTEMS if any(row.system == system for row in rows)]
-        if len(systems) < 2 or systems[0] != "cloudckpt":
+        pairs = _pairs_at(results, place)
+        if len(pairs) < 2 or pairs[0][0].system != "cloudckpt":
             continue
-        rows_inches = 2 * len(systems) * _ROW_INCHES
+        over_tls = _pairs_at(results, replace(place, wire="tls")) if place.wire == "http" else []
+        tops = [2.4 * number for number in range(len(pairs))]
+        tops += [tops[-1] + 3.2 + 2.4 * number for number in range(len(over_tls))]
+        pairs += over_tls
+        titles = [_title(save) + "\nover TLS" * (save.place.wire == "tls") for save, _ in pairs]
         # Narrow, and fine: a telephone's screen shows it whole, and its letters can be read there.
-        figure = Figure(figsize=(_HEADLINE_WIDTH_INCHES, rows_inches + _MARGIN_INCHES), dpi=200, layout="constrained")
-        axes = figure.subplots(2, 1, sharey=True)
-        for axis, verb in zip(axes, ("save", "load"), strict=True):
-            by_system = {row.system: row for row in rows if row.verb == verb}
-            label = f"{verb}, GB/s: more is better"
-            _draw_rows(axis, [by_system[system] for system in systems if system in by_system], gb_per_s, label)
-        titles = [SYSTEM_TITLES[system] for system in systems]
-        axes[0].set_yticks(range(len(systems)), titles)
+        size = (_HEADLINE_WIDTH_INCHES, len(pairs) * _GROUP_INCHES + _MARGIN_INCHES)
+        figure = Figure(figsize=size, dpi=200, layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, quantity, label in (
+            (axes[0], gb_per_s, "GB/s\nmore is better"),
+            (axes[1], cpu_s_per_gb, "processor seconds per GB\nless is better"),
+        ):
+            rows = [row for pair in pairs for row in pair]
+            each = [top + offset for top in tops for offset in (-0.43, 0.43)]
+            _draw_rows(axis, rows, quantity, label, tops=each, colours=[_VERB_COLOURS[row.verb] for row in rows])
+        axes[0].set_yticks(tops, [title.replace(" (", "\n(") for title in titles])
+        for tick, (save, _) in zip(axes[0].get_yticklabels(), pairs, strict=True):
+            tick.set_fontweight("bold" if save.system == "cloudckpt" else "normal")
         axes[0].invert_yaxis()
-        about = f"Saves and loads of {', '.join(titles)} in GB/s: medians, with the range."
-        return Plot(name="headline", title="Saves and loads", about=about, png=_png(figure))
+        patches = [Patch(color=colour, label=verb) for verb, colour in _VERB_COLOURS.items()]
+        figure.legend(handles=patches, loc="outside upper center", ncols=2, frameon=False, fontsize=9)
+        about = f"Saves and loads of {', '.join(titles)} in GB/s and processor seconds per GB: medians, with the range."
+        return Plot(name="headline", title="Saves and loads", about=about.replace("\n", " "), png=_png(figure))
     return None
+
+
+def _pairs_at(results: Results, place: Place) -> list[tuple[Row, Row]]:
+    """Return the saves and loads of the headline's systems that have both."""
+    pairs = [(results.row(name, "save", place), results.row(name, "load", place)) for name in _HEADLINE_SYSTEMS]
+    return [(save, load) for save, load in pairs if save is not None and load is not None]
 
 
 def _place_plot(place: Place, rows: Sequence[Row]) -> Plot:
     figure = _figure(len(rows), title=str(place))
     axes = figure.subplots(1, 2, sharey=True)
-    _draw_rows(axes[0], rows, gb_per_s, "GB/s, more is better")
-    _draw_rows(axes[1], rows, cpu_s_per_gb, "client CPU seconds per GB, less is better")
+    bars = {"tops": range(len(rows)), "colours": [_COLOURS.get(row.system, _OTHER_COLOUR) for row in rows]}
+    _draw_rows(axes[0], rows, gb_per_s, "GB/s, more is better", **bars)
+    _draw_rows(axes[1], rows, cpu_s_per_gb, "client CPU seconds per GB, less is better", **bars)
     axes[0].set_yticks(range(len(rows)), [f"{row.verb}  {_title(row)}" for row in rows])
     axes[0].invert_yaxis()
     about = f"Throughput and CPU seconds per GB of {', '.join(dict.fromkeys(map(_title, rows)))}"
@@ -95,25 +115,26 @@ def _title(row: Row) -> str:
     return SYSTEM_TITLES.get(row.system, row.system)
 
 
-def _draw_rows(axes: Axes, rows: Sequence[Row], quantity: Quantity, label: str) -> None:
+def _draw_rows(
+    axes: Axes, rows: Sequence[Row], quantity: Quantity, label: str, *, tops: Sequence[float], colours: Sequence[str]
+) -> None:
     spreads = [Spread.of(list(row.by_repetition(quantity).values())) for row in rows]
     medians = [spread.median for spread in spreads]
     axes.barh(
-        range(len(rows)),
+        tops,
         medians,
         xerr=[
             [spread.median - spread.low for spread in spreads],
             [spread.high - spread.median for spread in spreads],
         ],
-        color=[_COLOURS.get(row.system, _OTHER_COLOUR) for row in rows],
+        color=colours,
         error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
     )
-    for number, spread in enumerate(spreads):
+    for top, spread in zip(tops, spreads, strict=True):
         axes.annotate(
-            f"{spread.median:.2f}", (spread.high, number), (4, 0), textcoords="offset points", va="center", fontsize=8
+            f"{spread.median:.2f}", (spread.high, top), (4, 0), textcoords="offset points", va="center", fontsize=8
         )
     axes.margins(x=0.15)
-    axes.set_xlim(left=0)
     _tidy(axes, label)
 
 

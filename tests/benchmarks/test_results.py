@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.results.bars import LARGE, LOCAL, SLOW, verdicts
+from benchmarks.results.bars import LARGE, LOCAL, SLOW, TLS, verdicts
 from benchmarks.results.comparison import compare, compared
 from benchmarks.results.model import MIB, Place, parsed
 from benchmarks.results.report import text
 from benchmarks.runner import Row
 from benchmarks.scaling.simulate import BUILD, GLOBAL_PLAN, MANIFEST_BYTES
 from benchmarks.sweeps import SWEEPS
+from tests.docs.tables import ROOT
 
 from benchmarks import compare as compare_command
 from benchmarks import plot as plot_command
@@ -172,8 +173,11 @@ def test_the_command_prints_the_comparison_or_what_is_wrong(tmp_path: Any, capsy
 
 RUN = document(
     cell("cloudckpt", "save", [1.0, 1.0, 1.1], cpu_s=0.5, peak_bytes=512 * MIB),
+    cell("cloudckpt", "load", [1.0, 1.0], cpu_s=0.5),
     cell("s3torchconnector", "save", [4.0, 4.0, 4.0], cpu_s=3.0),
+    cell("s3torchconnector", "load", [4.0, 4.0], cpu_s=3.0),
     cell("limit", "send", [0.7, 0.7, 0.7]),
+    *(cell("cloudckpt", verb, [2.0, 2.0], place=TLS) for verb in ("save", "load")),
     cell("cloudckpt-path", "load", [1.0, 1.0], place=LOCAL),
     cell("s3fs", "save", [], place=SLOW, failed="not installed: <s3fs> & more"),
 )
@@ -187,9 +191,24 @@ def test_the_command_writes_all_of_it(tmp_path: Path, capsys: Any) -> None:
     assert sorted(map(str, (tmp_path / "out" / "deep").iterdir())) == sorted(written)
     assert {Path(name).suffix for name in written} == {".html", ".png"}
     page = Path(written[0]).read_text()
-    assert page.index("<img alt='Saves and loads of cloudckpt, s3torchconnector") < page.index("<h2>Bars</h2>")
+    first = "<img alt='Saves and loads of cloudckpt, s3torchconnector, cloudckpt over TLS in GB/s and processor seconds"
+    assert page.index(first) < page.index("<h2>Bars</h2>")
     assert plot_command.main([str(tmp_path / "none.json"), "--out", str(tmp_path)]) == 2
     assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_command_publishes_a_run(tmp_path: Path, capsys: Any) -> None:
+    """If this fails, the README's picture, the targets and the samples of the repository are of different runs."""
+    (tmp_path / "r.json").write_text(json.dumps(RUN))
+    (tmp_path / "docs").mkdir()
+    assert plot_command.main([str(tmp_path / "r.json"), "--publish", str(tmp_path / "docs")]) == 0
+    assert sorted(path.name for path in (tmp_path / "docs").iterdir()) == ["bars.json", "headline.png", "targets.md"]
+    assert "| save, HTTP | GB/s ÷ s3torchconnector's | 3.82" in (tmp_path / "docs" / "targets.md").read_text()
+    (tmp_path / "r.json").write_text(json.dumps({**RUN, "sweep": "headline"}))
+    assert plot_command.main([str(tmp_path / "r.json"), "--publish", str(tmp_path / "docs")]) == 2
+    assert "only runs of bars and background are published" in capsys.readouterr().err
+    published = ROOT / "docs" / "benchmarks"
+    assert (published / "targets.md").read_text() == plot_command.targets_page(published)
 
 
 @pytest.mark.parametrize("sweep", SWEEPS.values(), ids=lambda sweep: sweep.name)

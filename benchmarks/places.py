@@ -12,9 +12,9 @@ from pathlib import Path
 
 from benchmarks import servers, wires
 from benchmarks.certificates import Certificates, make_certificates
+from benchmarks.cores import kept_off_the_loops_core
 from benchmarks.servers import Counts, Server
 from benchmarks.sweeps import CAPPED_BYTES_PER_S, FAR_LATENCY_S, SLOW_BYTES_PER_S, SLOW_LATENCY_S, Cell, WireName
-from benchmarks.training import kept_off_the_loops_core
 
 
 class UnavailableError(RuntimeError):

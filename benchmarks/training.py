@@ -11,11 +11,13 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from benchmarks.cores import Cores, pin, threads_of_this_process
 
 ALONE_S = 2.5
 """Length of the window before the upload, and of the one after it."""
@@ -67,34 +69,6 @@ class Compared:
     """Share of the loop's time beside the upload in which it waited for Python's lock."""
 
 
-@dataclass(slots=True)
-class Cores:
-    """Which core is the loop's, and which are all others'. None on a machine that has one, or cannot say so."""
-
-    loop: int | None = field(init=False, default=None)
-    others: frozenset[int] = field(init=False, default=frozenset())
-
-    def __post_init__(self) -> None:
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if len(cores) > 1:
-            self.loop, self.others = cores[0], frozenset(cores[1:])
-
-
-@contextlib.contextmanager
-def kept_off_the_loops_core() -> Iterator[None]:
-    """Keep the threads and processes that start in the block off the loop's core."""
-    cores = Cores()
-    if cores.loop is None:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores.others)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 def compared(begin: Callable[[], Callable[[], bool]]) -> Compared:
     """Train, begin an upload and train until it is done, and train once more.
 
@@ -114,8 +88,8 @@ def compared(begin: Callable[[], Callable[[], bool]]) -> Compared:
         alone.append(_window(loop, cores, _for_s(ALONE_S)))
     finally:
         torch.set_num_threads(num_threads)
-        for thread in _threads() if cores.loop is not None else ():
-            _set(thread, all_cores)
+        for thread in threads_of_this_process() if cores.loop is not None else ():
+            pin(thread, all_cores)
     return Compared(
         steps_per_s=beside.steps_per_s,
         steps_per_s_alone=sum(one.num_steps for one in alone) / sum(one.seconds for one in alone),
@@ -153,15 +127,5 @@ def _pin(cores: Cores, *, loop_runs: bool) -> None:
     if cores.loop is None:
         return
     own = threading.get_native_id()
-    for thread in _threads():
-        _set(thread, {cores.loop} if thread == own and loop_runs else cores.others)
-
-
-def _threads() -> list[int]:
-    """All of this process."""
-    return [int(path.name) for path in Path("/proc/self/task").iterdir()]
-
-
-def _set(thread: int, cores: set[int] | frozenset[int]) -> None:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        os.sched_setaffinity(thread, cores)
+    for thread in threads_of_this_process():
+        pin(thread, {cores.loop} if thread == own and loop_runs else cores.others)

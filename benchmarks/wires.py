@@ -16,13 +16,14 @@ from tests.wire import Throttle, Wire, WireRule
 
 from benchmarks import relay
 from benchmarks.certificates import HOST, Certificates
+from benchmarks.cores import kept_off_the_loops_core
 from benchmarks.servers import START_TIMEOUT_S
-from benchmarks.training import kept_off_the_loops_core
 from cloudckpt.testing.servers import Program, clean_environment, reserved_port, running
 
 _TERMINATOR = """\
 global
   nbthread {num_threads}
+  tune.bufsize {record_bytes}
 defaults
   mode tcp
   timeout connect 10s
@@ -35,10 +36,12 @@ listen tls
 
 
 @contextlib.contextmanager
-def tls(endpoint_url: str, certificates: Certificates, *, cipher: str | None = None) -> Iterator[str]:
+def tls(
+    endpoint_url: str, certificates: Certificates, *, cipher: str | None = None, record_bytes: int = 16 * 1024
+) -> Iterator[str]:
     """The address of a TLS terminator in front of `endpoint_url`: a process whose seconds are not the client's.
 
-    It offers the one `cipher` of TLS 1.3; else all that are usual.
+    It offers the one `cipher` of TLS 1.3; else all that are usual. It sends records of `record_bytes`.
     """
     target = _host_and_port(endpoint_url)
     with tempfile.TemporaryDirectory(prefix="benchmark-tls-") as directory, reserved_port() as port:
@@ -46,6 +49,7 @@ def tls(endpoint_url: str, certificates: Certificates, *, cipher: str | None = N
         ciphersuites = f" ciphersuites {cipher}" if cipher else ""
         configuration.write_text(
             _TERMINATOR.format(
+                record_bytes=record_bytes,
                 num_threads=max(2, (os.cpu_count() or 2) // 2),
                 port=port,
                 certificate=certificates.server,

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from cloudckpt.stores.base import Store
 
+KIB = 1024
 MIB = 1024 * 1024
 OBJECT = "object"
 """The key of what is downloaded."""
@@ -29,6 +30,7 @@ class Where:
     endpoint_url: str
     ca_bundle: Path | None
     bucket: str
+    connections: int
 
     @property
     def host(self) -> str:

@@ -179,4 +179,4 @@ def store_at(where: Where) -> S3Store:
     }
     if where.ca_bundle is not None:
         options["ca_bundle"] = str(where.ca_bundle)
-    return S3Store(where.bucket, "", storage_options=options, timeout_s=TIMEOUT_S, connections=8)
+    return S3Store(where.bucket, "", storage_options=options, timeout_s=TIMEOUT_S, connections=where.connections)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +23,11 @@ from torch.futures import Future
 import cloudckpt
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
-from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
-from cloudckpt.io.boxes import Box
+from cloudckpt.format.model import Chunk, Manifest, StoredObject, StoredTensor
+from cloudckpt.format.torch_metadata import make_metadata
 from cloudckpt.io.reads import RangeRead
-from cloudckpt.pipeline.consumers import Consumer, Consumers, Finisher, whole_item
-from cloudckpt.tensors.load_targets import BytesTarget, find_whole_target, new_block_target
+from cloudckpt.pipeline.consumers import Consumers, Finisher, consumers_of
+from cloudckpt.tensors.load_targets import BytesTarget
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -173,19 +174,10 @@ def test_a_reader_of_the_users_gets_what_torch_would_give_it(tmp_path: Path) -> 
     assert reader.metadata.planner_data["more.deep"] == ("more", "deep")
 
 
-def consumers_of_wholes(*tensors: torch.Tensor, others: Sequence[Consumer] = ()) -> Consumers:
-    """Whole tensors, each stored as one chunk at byte 0, and `others`."""
-    wholes = []
-    for tensor in tensors:
-        shape = tuple(tensor.shape)
-        chunk = Chunk((0,) * len(shape), shape, 0, 0, tensor.nbytes)
-        wholes.append(find_whole_target(tensor, StoredTensor(dtype="float32", shape=shape, chunks=[chunk])))
-    return Consumers("abc"[: len(wholes)], [target for target in wholes if target is not None], others)
-
-
 def test_a_load_that_ends_early_is_no_success() -> None:
     """If this fails, tensors keep some of their old values, and nobody is told (G3, G4)."""
-    consumers = consumers_of_wholes(torch.zeros(4))
+    tensor = torch.zeros(4)
+    consumers = Consumers([], ["w"], [tensor], [Chunk((0,), (4,), 0, 0, 16)], [tensor.data_ptr()])
     context: Any = SimpleNamespace(uri="memory://here")
     finisher = Finisher(context, transforms=None, allow_pickle=False)  # type: ignore[arg-type]  # there are none
     requests = [
@@ -216,31 +208,57 @@ def test_freed_memory_is_not_filled(tmp_path: Path, planner: LoadPlanner | None,
         cloudckpt.load({"w": freed}, tmp_path / "x", planner=planner)
 
 
+def filled_in_place(state_dict: dict[str, torch.Tensor], tensors: dict[str, StoredTensor]) -> set[str]:
+    """The entries whose bytes are read into their own memory, of a load from one object."""
+    stored = StoredObject(key="data/a/0-0.safetensors", size=1000, crc32c="")
+    manifest = Manifest(
+        format="cloudckpt",
+        version=(1, 0),
+        attempt="a",
+        created_at="",
+        world_size=1,
+        software={},
+        tile_bytes=1000,
+        objects=[stored],
+        tensors=tensors,
+        values={},
+    )
+    metadata = make_metadata(manifest, checkpoint_id="here", load_id="", is_lazy=True)
+    planner = ExplainingLoadPlanner("here")
+    planner.set_up_planner(state_dict, metadata)
+    items = planner.create_local_plan().items
+    consumers = consumers_of(items, planner, manifest, metadata.storage_data, tensors_of=planner.tensors_of, uri="here")
+    assert consumers.wants(max_gap_bytes=0)
+    copied = (one for one in consumers.others if one.target.is_copied or isinstance(one.target, BytesTarget))
+    return set(state_dict) - {consumer.item.storage_index.fqn for consumer in copied}
+
+
+def stored_in(num_chunks: int, *shape: int, transforms: Sequence[str] = ()) -> StoredTensor:
+    """A tensor of float32, of which each chunk has as many rows as the others."""
+    rows, num_bytes = shape[0] // num_chunks, 4 * math.prod(shape) // num_chunks
+    chunks = [
+        Chunk((rows * n, *(0 for _ in shape[1:])), (rows, *shape[1:]), 0, 16 + num_bytes * n, 16 + num_bytes * (n + 1))
+        for n in range(num_chunks)
+    ]
+    return StoredTensor(dtype="float32", shape=shape, chunks=chunks, transforms=list(transforms))
+
+
 def test_what_shares_memory_is_not_filled_by_two_reads_at_once() -> None:
     """If this fails, the reads of tied weights find each other's bytes when they check their own, now and then."""
-    memory = torch.zeros(12)
-    location = ItemLocation(object_index=0, begin=16, end=48, dtype="float32", lengths=(8,), transforms=())
-    others = []
-    for begin, length in ((6, 2), (10, 2)):
-        target = new_block_target(location, Box((0,), (length,)), memory[begin : begin + length])
-        others.append(Consumer(whole_item("part", [length]), location, target, memory))
-    consumers = consumers_of_wholes(memory[:4], memory[:4], memory[8:], others=others)
-    consumers.wants(max_gap_bytes=0)
-    consumers.keep_apart()
-    assert consumers.are_copied() == [True, True, True, False, True]
+    memory = torch.zeros(16)
+    state_dict = {"tied": memory[:4], "twin": memory[:4], "alone": memory[12:], "parts": memory[4:6]}
+    state_dict |= {"whole": memory[6:10], "end": memory[8:10]}
+    stored = {name: stored_in(1, len(tensor)) for name, tensor in state_dict.items()}
+    stored |= {"parts": stored_in(2, 2), "end": stored_in(2, 2)}
+    assert filled_in_place(state_dict, stored) == {"alone", "parts"}
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["strided", "transformed"])
-def test_what_is_copied_to_counts_as_shared_too(*, is_packed: bool) -> None:
+@pytest.mark.parametrize("transforms", [[], ["zlib"]], ids=["strided", "transformed"])
+def test_what_is_copied_to_counts_as_shared_too(transforms: list[str]) -> None:
     """If this fails, a tensor that is loaded beside its transpose is said to be damaged, now and then."""
     memory, elsewhere = torch.zeros(2, 2), torch.zeros(2, 2)
-    location = ItemLocation(object_index=0, begin=16, end=32, dtype="float32", lengths=(2, 2), transforms=())
-    target = BytesTarget(location) if is_packed else new_block_target(location, Box((0, 0), (2, 2)), memory.t())
-    others = [Consumer(whole_item("c", [2, 2]), location, target, memory.t())]
-    consumers = consumers_of_wholes(memory, elsewhere, others=others)
-    consumers.wants(max_gap_bytes=0)
-    consumers.keep_apart()
-    assert consumers.are_copied()[:2] == [True, False]
+    stored = {"a": stored_in(1, 2, 2), "b": stored_in(1, 2, 2), "c": stored_in(1, 2, 2, transforms=transforms)}
+    assert filled_in_place({"a": memory, "b": elsewhere, "c": memory.t()}, stored) == {"b"}
 
 
 @pytest.mark.parametrize("shape", [(4,), (2,), (3, 1)], ids=str)

@@ -18,11 +18,13 @@ from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.format.torch_metadata import dtype_name
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import plan_reads
+from cloudckpt.stores.base import copy_into
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.load_targets import (
+    RunTarget,
     Target,
-    TensorTarget,
-    find_whole_target,
+    find_runs_of,
+    find_whole_address,
     new_block_target,
     open_request,
 )
@@ -164,38 +166,79 @@ def test_what_several_want_is_read_into_one_and_copied() -> None:
 BEGIN = 64
 
 
-def whole_of(tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> TensorTarget | None:
-    """The target of a tensor that is stored as one chunk."""
+def address_for(tensor: torch.Tensor, *, dtype: torch.dtype | None = None) -> int:
+    """The address of a tensor that is stored as one chunk."""
+    chunk = chunk_of(tensor, BEGIN)
+    return find_whole_address(
+        tensor, StoredTensor(dtype=dtype_name(dtype or tensor.dtype), shape=chunk.lengths, chunks=[chunk])
+    )
+
+
+def chunk_of(tensor: torch.Tensor, begin: int, *, object_index: int = 0) -> Chunk:
     shape = tuple(tensor.size())
-    chunk = Chunk((0,) * len(shape), shape, 3, BEGIN, BEGIN + tensor.numel() * tensor.itemsize)
-    return find_whole_target(tensor, StoredTensor(dtype=dtype_name(dtype or tensor.dtype), shape=shape, chunks=[chunk]))
+    return Chunk((0,) * len(shape), shape, object_index, begin, begin + tensor.numel() * tensor.itemsize)
+
+
+def runs_of(*placed: tuple[torch.Tensor, Chunk]) -> list[RunTarget]:
+    tensors = [tensor for tensor, _ in placed]
+    return find_runs_of(tensors, [chunk for _, chunk in placed], [tensor.data_ptr() for tensor in tensors])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool])
 def test_the_memory_of_a_whole_tensor_is_filled(dtype: torch.dtype) -> None:
     """If this fails, a load of small tensors writes elsewhere in memory than it should."""
     tensor = torch.zeros(5, 3).to(dtype)
-    target = whole_of(tensor)
-    assert target is not None
+    assert address_for(tensor) == tensor.data_ptr()
+    (target,) = runs_of((tensor, chunk_of(tensor, BEGIN)))
     num_bytes = 15 * dtype.itemsize
     expected = torch.tensor([number % 2 for number in range(num_bytes)], dtype=torch.uint8)
     for low, high in ((0, 7), (7, num_bytes - 4)):
-        view = target.direct_view(BEGIN + low, BEGIN + high)
-        assert view is not None
+        (view,) = target.direct_views(BEGIN + low, BEGIN + high)
         view[:] = bytes(expected[low:high].tolist())
     target.copy_from(expected[-4:], BEGIN + num_bytes - 4)
     assert torch.equal(tensor.view(torch.uint8).flatten(), expected)
     for low, high in ((num_bytes - 1, num_bytes + 1), (-8, 4), (num_bytes, num_bytes + 8), (8, 4)):
-        with pytest.raises(ValueError, match="do not lie in the chunk"):
-            target.direct_view(BEGIN + low, BEGIN + high)
+        with pytest.raises(ValueError, match="do not lie in"):
+            target.direct_views(BEGIN + low, BEGIN + high)
+
+
+def test_tensors_that_are_stored_side_by_side_are_one_run() -> None:
+    """If this fails, a load of many small tensors plans each, or bytes of one tensor reach another."""
+    one, two, three, apart, elsewhere = (torch.zeros(number, dtype=torch.uint8) for number in (3, 4, 5, 6, 7))
+    runs = runs_of(
+        (three, chunk_of(three, 17)),
+        (apart, chunk_of(apart, 23)),
+        (elsewhere, chunk_of(elsewhere, 22, object_index=1)),
+        (one, chunk_of(one, 10)),
+        (two, chunk_of(two, 13)),
+    )
+    wants = [want for number, run in enumerate(runs) for want in run.wants(number, max_gap_bytes=0)]
+    assert [(want.object_index, want.begin, want.end) for want in wants] == [(0, 10, 22), (0, 23, 29), (1, 22, 29)]
+    assert [run.num_bytes for run in runs] == [12, 6, 7]
+    for begin, end, lengths in ((10, 22, [3, 4, 5]), (10, 13, [3]), (11, 18, [2, 4, 1]), (14, 16, [2])):
+        views = runs[0].direct_views(begin, end)
+        assert [len(view) for view in views] == lengths
+        copy_into(views, memoryview(bytes(range(begin, end))))
+    assert [*one.tolist(), *two.tolist(), *three.tolist()] == [*range(10, 22)]
+    assert not torch.cat([apart, elsewhere]).any()
+
+
+def test_what_is_stored_for_several_names_is_in_no_run_with_others() -> None:
+    """If this fails, loads of tied weights and of all that lies beside them take a buffer of their size."""
+    stored = bytes_for(192, torch.float32)
+    placed = [(torch.zeros(length), begin) for length, begin in ((8, 0), (16, 32), (16, 32), (24, 96))]
+    runs = runs_of(*((tensor, chunk_of(tensor, begin)) for tensor, begin in placed))
+    assert len(runs) == 4
+    assert fill(stored, runs, arena=NoArena()) == 192
+    for tensor, begin in placed:
+        assert bytes(bytes_view(tensor)) == stored[begin : begin + tensor.nbytes]
 
 
 def test_a_view_keeps_the_memory_alive() -> None:
     """If this fails, a read that ends after a failed load writes into memory that is somebody else's by then."""
     tensor = torch.nn.Parameter(torch.zeros(1000))
-    target = whole_of(tensor)
-    assert target is not None
-    view = target.direct_view(BEGIN, BEGIN + 4000)
+    (target,) = runs_of((tensor, chunk_of(tensor, BEGIN)))
+    (view,) = target.direct_views(BEGIN, BEGIN + 4000)
     kept = weakref.ref(tensor)
     del tensor, target
     gc.collect()
@@ -219,20 +262,20 @@ def test_a_view_keeps_the_memory_alive() -> None:
 )
 def test_tensors_whose_memory_is_not_their_bytes_are_left(tensor: torch.Tensor) -> None:
     """If this fails, bytes are written over memory that holds them in another order or form, or over none."""
-    assert whole_of(tensor) is None
+    assert address_for(tensor) == 0
 
 
 def test_a_tensor_without_its_memory_is_left() -> None:
     """If this fails, a load into parameters whose memory FSDP has freed writes to address 0, or to one near it."""
     for tensor in (torch.zeros(8), torch.zeros(8)[5:]):
         tensor.untyped_storage().resize_(0)
-        assert whole_of(tensor) is None
+        assert address_for(tensor) == 0
 
 
 def test_a_tensor_that_is_stored_otherwise_is_left() -> None:
     """If this fails, stored bytes of one type or shape are taken for those of another."""
     tensor = torch.zeros(4)
-    assert whole_of(tensor, dtype=torch.int32) is None
+    assert address_for(tensor, dtype=torch.int32) == 0
     for stored in (
         None,
         StoredTensor(dtype="float32", shape=(4,), chunks=[]),
@@ -240,7 +283,7 @@ def test_a_tensor_that_is_stored_otherwise_is_left() -> None:
         StoredTensor(dtype="float32", shape=(4,), chunks=[Chunk((0,), (4,), 0, 0, 16)], transforms=["zlib"]),
         StoredTensor(dtype="float32", shape=(4,), chunks=[Chunk((i,), (1,), 0, 4 * i, 4 * i + 4) for i in range(4)]),
     ):
-        assert find_whole_target(tensor, stored) is None
+        assert find_whole_address(tensor, stored) == 0
 
 
 def test_what_fails_leaves_the_targets_alone() -> None:

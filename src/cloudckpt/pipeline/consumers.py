@@ -12,14 +12,21 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from cloudckpt.errors import CheckpointError, CloudckptError, CorruptCheckpointError, UnsupportedValueError
-from cloudckpt.format.model import ITEMSIZE_BYTES, ItemLocation, Manifest
+from cloudckpt.format.model import ITEMSIZE_BYTES, Chunk, ItemLocation, Manifest
 from cloudckpt.format.nesting import PLAIN_TENSORS
 from cloudckpt.io.addresses import find_overlapping
 from cloudckpt.io.boxes import Box
 from cloudckpt.io.reads import RangeRead, WantedRange
 from cloudckpt.pipeline.context import Context
 from cloudckpt.tensors.extensions import ReadTransforms, decoded_chunk
-from cloudckpt.tensors.load_targets import BytesTarget, Target, TensorTarget, find_whole_target, new_block_target
+from cloudckpt.tensors.load_targets import (
+    BytesTarget,
+    Target,
+    TensorTarget,
+    find_runs_of,
+    find_whole_address,
+    new_block_target,
+)
 from cloudckpt.tensors.tensor_bytes import address_range, describe_shortage, is_short
 from cloudckpt.tensors.values import copy_safely
 
@@ -92,77 +99,52 @@ class Consumer(NamedTuple):
 
 
 class Consumers:
-    """All that a load fills, numbered: whole tensors first, and then the `others`, each with an item of its own."""
+    """All that a load fills, numbered: the `others`, each with an item of its own, and then runs of whole tensors."""
 
-    __slots__ = ("_fqns", "_wholes", "num_whole", "others", "targets")
+    __slots__ = ("_chunks", "_fqns", "others", "targets")
 
-    def __init__(self, fqns: Sequence[str], wholes: Sequence[TensorTarget], others: Sequence[Consumer]) -> None:
-        self._fqns = fqns
-        self._wholes = wholes
-        self.num_whole = len(wholes)
+    def __init__(
+        self,
+        others: Sequence[Consumer],
+        fqns: Sequence[str] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        chunks: Sequence[Chunk] = (),
+        addresses: Sequence[int] = (),
+    ) -> None:
+        """`fqns`, `tensors`, `chunks` and `addresses` are columns of whole tensors, which share no memory."""
+        self._fqns, self._chunks = fqns, chunks
         self.others = others
-        self.targets: list[Target] = [*wholes, *(consumer.target for consumer in others)]
-
-    def __len__(self) -> int:
-        return len(self.targets)
+        runs = find_runs_of(tensors, chunks, addresses)
+        self.targets: list[Target] = [*(consumer.target for consumer in others), *runs]
 
     @property
     def num_bytes(self) -> int:
         """The number of bytes that are wanted."""
         return sum(target.num_bytes for target in self.targets)
 
-    def fqn_of(self, number: int) -> str:
-        """Return the entry of the state dict that this one fills, or fills a part of."""
-        if number < self.num_whole:
-            return self._fqns[number]
-        return self.others[number - self.num_whole].item.storage_index.fqn
-
     def names_in(self, request: RangeRead, begin: int, end: int) -> str:
         """Return the names, for a message, that bytes ``[begin, end)`` of the request's object belong to."""
-        fqns = {self.fqn_of(want.consumer): None for want in request.wants if want.begin < end and want.end > begin}
+        fqns = [
+            fqn
+            for fqn, chunk in zip(self._fqns, self._chunks, strict=True)
+            if chunk.object_index == request.object_index and chunk.begin < end and chunk.end > begin
+        ]
+        wants = (want for want in request.wants if want.begin < end and want.end > begin)
+        fqns += {self.others[number].item.storage_index.fqn: None for number in self.numbers_of_others(wants)}
         shown = ", ".join(repr(fqn) for fqn in list(fqns)[:_MAX_NAMES])
         return shown + (f" and {len(fqns) - _MAX_NAMES} more" if len(fqns) > _MAX_NAMES else "")
 
+    def numbers_of_others(self, wants: Iterable[WantedRange]) -> Iterator[int]:
+        """Yield the consumer of each want that is of `others`."""
+        return (want.consumer for want in wants if want.consumer < len(self.others))
+
     def wants(self, *, max_gap_bytes: int) -> list[WantedRange]:
         """Return the ranges to fetch."""
-        chunks = enumerate(target.chunk for target in self._wholes)
-        wants = [WantedRange(number, chunk.object_index, chunk.begin, chunk.end) for number, chunk in chunks]
-        for number, consumer in enumerate(self.others, self.num_whole):
-            wants += consumer.target.wants(number, max_gap_bytes=max_gap_bytes)
-        return wants
-
-    def keep_apart(self) -> None:
-        """Fill tensors that share memory, such as tied weights, by copies. To be called after `wants`.
-
-        A read checks its bytes in place, and would find those of another read there. Of tensors that fill the same
-        memory, the last one is copied there, and the others are only checked.
-        """
-        begins = [target.address for target in self._wholes]
-        ends = [target.address + target.num_bytes for target in self._wholes]
-        filled: list[Target] = list(self._wholes)
-        for consumer in self.others:
-            if isinstance(consumer.target, TensorTarget):
-                addresses = consumer.target.address_range
-            else:  # transformed bytes are copied to the tensor
-                addresses = None if consumer.tensor is None else address_range(consumer.tensor)
-            if addresses is not None:
-                begins.append(addresses[0])
-                ends.append(addresses[1])
-                filled.append(consumer.target)
-        last: dict[tuple[int, int], TensorTarget] = {}
-        for position in sorted(find_overlapping(begins, ends)):
-            target = filled[position]
-            if isinstance(target, TensorTarget):
-                target.is_copied = True
-                if target.is_dense:
-                    memory = begins[position], ends[position]
-                    if memory in last:
-                        last[memory].is_dropped = True
-                    last[memory] = target
-
-    def are_copied(self) -> list[bool]:
-        """Return for each whether its bytes pass through a buffer. To be called after `keep_apart`."""
-        return [target.is_copied for target in self.targets]
+        return [
+            want
+            for number, target in enumerate(self.targets)
+            for want in target.wants(number, max_gap_bytes=max_gap_bytes)
+        ]
 
 
 def consumers_of(
@@ -174,20 +156,60 @@ def consumers_of(
     tensors_of: Callable[[Sequence[str]], list[torch.Tensor]] | None,
     uri: str,
 ) -> Consumers:
-    """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors."""
+    """Return what the items fill. The planner gives the tensors; `tensors_of`, if given, those of whole tensors.
+
+    Tensors that share memory, such as tied weights, are filled by copies. Of those that fill the same memory, the last
+    one is copied there, and the others are only checked.
+    """
     fqns: list[str] = []
-    wholes: list[TensorTarget] = []
+    tensors: list[torch.Tensor] = []
+    chunks: list[Chunk] = []
+    addresses: list[int] = []
+    left = items
     if isinstance(items, LoadItems) and tensors_of is not None:
-        left: list[ReadItem] = []
+        left = []
         for position, (fqn, tensor) in enumerate(zip(items.fqns, tensors_of(items.fqns), strict=True)):
-            target = find_whole_target(tensor, manifest.tensors.get(fqn))
-            if target is None:
-                left.append(items[position])
-            else:
+            stored = manifest.tensors[fqn]
+            address = find_whole_address(tensor, stored)
+            if address:
                 fqns.append(fqn)
-                wholes.append(target)
-        items = [*left, *items.others]
-    return Consumers(fqns, wholes, [_consumer_of(item, planner, storage_data, uri=uri) for item in items])
+                tensors.append(tensor)
+                chunks.append(stored.chunks[0])
+                addresses.append(address)
+            else:
+                left.append(items[position])
+        left += items.others
+    others = [_consumer_of(item, planner, storage_data, uri=uri) for item in left]
+    of_others = [(consumer.tensor is not None and address_range(consumer.tensor)) or (0, 0) for consumer in others]
+    ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
+    begins, ends = addresses + [begin for begin, _ in of_others], ends + [end for _, end in of_others]
+    if shared := find_overlapping(begins, ends):
+        num_whole, alone = len(fqns), [position for position in range(len(fqns)) if position not in shared]
+        apart = [
+            others[position - num_whole]
+            if position >= num_whole
+            else _consumer_of(whole_item(fqns[position], tensors[position].size()), planner, storage_data, uri=uri)
+            for position in sorted(shared)
+        ]
+        _keep_apart(apart)
+        others = [*apart[: num_whole - len(alone)], *others]
+        fqns, tensors = [fqns[position] for position in alone], [tensors[position] for position in alone]
+        chunks, addresses = [chunks[position] for position in alone], [addresses[position] for position in alone]
+    return Consumers(others, fqns, tensors, chunks, addresses)
+
+
+def _keep_apart(consumers: Iterable[Consumer]) -> None:
+    """Fill tensors that share memory by copies. Of those that fill the same memory, the last one is copied there."""
+    last: dict[tuple[int, int], TensorTarget] = {}
+    for consumer in consumers:
+        target = consumer.target
+        if isinstance(target, TensorTarget):
+            target.is_shared = True
+            memory = address_range(target.tensor)
+            if memory is not None and memory[1] - memory[0] == target.tensor.nbytes:
+                if memory in last:
+                    last[memory].is_dropped = True
+                last[memory] = target
 
 
 def _consumer_of(
@@ -248,16 +270,17 @@ class Finisher:
 
         Whole tensors need no end: they are filled, and the planner is not told.
         """
-        num_whole, num_left = consumers.num_whole, len(requests)
+        num_left = len(requests)
         outstanding = [0] * len(consumers.others)
-        for number in _other_numbers(requests, num_whole):
-            outstanding[number] += 1
+        for request in requests:
+            for number in consumers.numbers_of_others(request.wants):
+                outstanding[number] += 1
         for consumer, num_wants in zip(consumers.others, outstanding, strict=True):
             if not num_wants:  # empty
                 self.finish(consumer, planner)
         for request in done:
             num_left -= 1
-            for number in _other_numbers([request], num_whole):
+            for number in consumers.numbers_of_others(request.wants):
                 outstanding[number] -= 1
                 if not outstanding[number]:
                     self.finish(consumers.others[number], planner)
@@ -311,11 +334,3 @@ class Finisher:
         return copy_safely(
             content, item.storage_index.fqn, uri=self._context.uri, is_verified=self._context.options.verify
         )
-
-
-def _other_numbers(requests: Iterable[RangeRead], num_whole: int) -> Iterator[int]:
-    """Yield, for each want of the requests, the number of its consumer, if it is beyond the first `num_whole`."""
-    for request in requests:
-        for want in request.wants:
-            if want.consumer >= num_whole:
-                yield want.consumer - num_whole

@@ -116,11 +116,10 @@ class LoadJob:
         options = self._context.options
         synchronize_streams(consumer.tensor for consumer in consumers.others)
         wants = consumers.wants(max_gap_bytes=options.advanced.max_gap_bytes)
-        consumers.keep_apart()
         shares = SharedReads(
             self._exchange, wants, requests_for=lambda some: self._requests_for(some, request_bytes=_NO_BOUND)
         )
-        copied = consumers.are_copied()
+        copied = [target.is_copied for target in consumers.targets]
         request_bytes = choose_request_bytes(self._context, shares.rest, copied, is_shared=self._exchange is not None)
         rest = self._requests_for(shares.rest, request_bytes=max(request_bytes, self._manifest.tile_bytes))
         return shares, [*shares.to_read, *rest]

@@ -351,13 +351,16 @@ def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[me
     group: list[memoryview] = []
     room_bytes = max_bytes
     for view in views:
-        offset_bytes = 0
-        while offset_bytes < view.nbytes:
-            piece = view[offset_bytes : offset_bytes + room_bytes]
-            group.append(piece)
-            offset_bytes += piece.nbytes
-            room_bytes -= piece.nbytes
-            if room_bytes == 0 or len(group) == max_views:
+        left, left_bytes = view, view.nbytes
+        while left_bytes >= room_bytes:
+            group.append(left[:room_bytes])
+            yield group
+            left, left_bytes = left[room_bytes:], left_bytes - room_bytes
+            group, room_bytes = [], max_bytes
+        if left_bytes:
+            group.append(left)
+            room_bytes -= left_bytes
+            if len(group) == max_views:
                 yield group
                 group, room_bytes = [], max_bytes
     if group:
@@ -366,14 +369,11 @@ def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[me
 
 def without_first(views: Views, num_bytes_done: int) -> list[memoryview]:
     """Return the rest of `views` after the first `num_bytes_done` bytes."""
-    left: list[memoryview] = []
-    for view in views:
-        if num_bytes_done >= view.nbytes:
-            num_bytes_done -= view.nbytes
-        else:
-            left.append(view[num_bytes_done:])
-            num_bytes_done = 0
-    return left
+    for index, view in enumerate(views):
+        if num_bytes_done < view.nbytes:
+            return [view[num_bytes_done:], *views[index + 1 :]]
+        num_bytes_done -= view.nbytes
+    return []
 
 
 def check_key(store: Store, key: str, operation: str) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
 from cloudckpt.format.model import Chunk, ItemLocation, StoredTensor
 from cloudckpt.format.torch_metadata import dtype_of
 from cloudckpt.io.boxes import Box, compute_strides, find_runs, intersect, split_into_boxes
 from cloudckpt.io.reads import RangeRead, WantedRange
+from cloudckpt.stores.base import copy_into
 from cloudckpt.tensors.host_memory import Arena
 from cloudckpt.tensors.tensor_bytes import (
     address_range,
@@ -57,66 +61,87 @@ class BytesTarget:
         at = self._location
         return [WantedRange(consumer, at.object_index, at.begin, at.end, is_held=True)]
 
-    def direct_view(self, begin: int, end: int) -> memoryview:
-        return memoryview(self.content)[begin - self._location.begin : end - self._location.begin]
+    def direct_views(self, begin: int, end: int) -> list[memoryview]:
+        return [memoryview(self.content)[begin - self._location.begin : end - self._location.begin]]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
-        self.direct_view(begin, begin + len(source))[:] = bytes_view(source)
+        copy_into(self.direct_views(begin, begin + len(source)), bytes_view(source))
+
+
+class RunTarget:
+    """Fills whole tensors that are stored one after the other, each in its own memory.
+
+    A model can have 100,000 small tensors: planning and reads meet one run, and no object of each.
+    """
+
+    is_copied = False
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], object_index: int, bounds: Sequence[int], shifts: Sequence[int]
+    ) -> None:
+        """`bounds` has the begin of each tensor and the end of the last; `shifts` leads from there to addresses."""
+        self.num_bytes = bounds[-1] - bounds[0]
+        self._tensors, self._object_index, self._bounds, self._shifts = tensors, object_index, bounds, shifts
+
+    def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:  # noqa: ARG002  # one range has no gaps
+        return [WantedRange(consumer, self._object_index, self._bounds[0], self._bounds[-1])]
+
+    def direct_views(self, begin: int, end: int) -> list[memoryview]:
+        if not self._bounds[0] <= begin < end <= self._bounds[-1]:
+            raise ValueError(f"bytes [{begin}, {end}) do not lie in [{self._bounds[0]}, {self._bounds[-1]})")
+        first, last = bisect.bisect_right(self._bounds, begin) - 1, bisect.bisect_left(self._bounds, end)
+        bounds, shifts = [begin, *self._bounds[first + 1 : last], end], self._shifts[first:last]
+        begins, ends = list(map(operator.add, bounds, shifts)), list(map(operator.add, bounds[1:], shifts))
+        low = min(begins)
+        memory = view_memory(low, max(ends) - low, self._tensors[first:last])
+        return [memory[begin - low : end - low] for begin, end in zip(begins, ends, strict=True)]
+
+    def copy_from(self, source: torch.Tensor, begin: int) -> None:
+        copy_into(self.direct_views(begin, begin + len(source)), bytes_view(source))
 
 
 class TensorTarget(msgspec.Struct, gc=False):
-    """Fills a tensor with a block of a stored chunk, or with all of it.
+    """Fills a tensor with a block of a stored chunk.
 
     Contiguous CPU memory of the stored dtype is read into directly. Any other tensor is copied to, which converts
-    dtypes, moves to devices and honours strides. A model can have 100,000 small tensors, so little is kept for each.
+    dtypes, moves to devices and honours strides.
     """
 
-    chunk: Chunk | ItemLocation
+    chunk: ItemLocation
     dtype: torch.dtype
     """The dtype of the stored elements."""
     tensor: torch.Tensor
     num_bytes: int
     """The number of bytes that are wanted."""
-    box: Box | None
-    """The block; None if the tensor gets the whole chunk, at `address`."""
+    box: Box
+    is_shared: bool = False
+    """True if another target fills some of the same memory. A read checks its bytes in place, so these are copied."""
+    is_dropped: bool = False
+    """True if another target fills all of the same memory, so that the bytes are ignored. Only if `is_shared`."""
     address: int = 0
     """The address of the tensor's memory if that holds the wanted bytes one after the other; else 0."""
     run_begins: Sequence[int] = ()
     """The begin of each wanted range of a block that has an address."""
     is_copied: bool = False
     """True if the bytes come by way of a buffer. Known once `wants` was called."""
-    is_dropped: bool = False
-    """True if another target fills the same memory, so that the bytes are ignored. Only if `is_copied`."""
 
     def wants(self, consumer: int, *, max_gap_bytes: int) -> list[WantedRange]:
         """Return the ranges to fetch."""
         at, size = self.chunk, self.dtype.itemsize
-        assert self.box is not None  # noqa: S101  # a whole chunk is wanted as it is
         runs = [
             (at.begin + begin * size, at.begin + end * size)
             for begin, end in find_runs(at.lengths, self.box, max_gap=max_gap_bytes // size)
         ]
         self.is_copied = True
         holds_only_wanted = sum(end - begin for begin, end in runs) == self.num_bytes == self.tensor.nbytes
-        addresses = self.address_range
+        addresses = None if self.is_shared else address_range(self.tensor)
         if holds_only_wanted and addresses and self.tensor.dtype == self.dtype and is_viewable(self.tensor):
             self.address, self.run_begins, self.is_copied = addresses[0], [begin for begin, _ in runs], False
         return [WantedRange(consumer, at.object_index, begin, end) for begin, end in runs]
 
-    @property
-    def address_range(self) -> tuple[int, int] | None:
-        """The addresses that are written to."""
-        return (self.address, self.address + self.num_bytes) if self.address else address_range(self.tensor)
-
-    @property
-    def is_dense(self) -> bool:
-        """True if all bytes of the address range are the tensor's."""
-        addresses = self.address_range
-        return addresses is not None and addresses[1] - addresses[0] == self.tensor.nbytes
-
-    def direct_view(self, begin: int, end: int) -> memoryview | None:
-        """Return the memory that these wanted bytes belong in; None if they have to be copied there."""
-        return None if self.is_copied else self._memory(begin, end)
+    def direct_views(self, begin: int, end: int) -> list[memoryview]:
+        """Return the memory that these wanted bytes belong in; no views if they have to be copied there."""
+        return [] if self.is_copied else [self._memory(begin, end)]
 
     def copy_from(self, source: torch.Tensor, begin: int) -> None:
         """Take what is wanted of the bytes from `begin` on, which the ``uint8`` tensor `source` holds."""
@@ -125,7 +150,6 @@ class TensorTarget(msgspec.Struct, gc=False):
         if self.address:
             self._memory(begin, begin + len(source))[:] = bytes_view(source)
             return
-        assert self.box is not None  # noqa: S101  # a whole chunk has an address
         first = (begin - self.chunk.begin) // self.dtype.itemsize
         elements = source.view(self.dtype)
         target = self.tensor
@@ -142,18 +166,16 @@ class TensorTarget(msgspec.Struct, gc=False):
 
     def _memory(self, begin: int, end: int) -> memoryview:
         """Return the memory at `address` that bytes ``[begin, end)`` of the object belong in."""
-        num_bytes, offset = self.num_bytes, begin - self.chunk.begin
-        if self.box is not None:
-            run = bisect.bisect_right(self.run_begins, begin) - 1
-            offset = run * (num_bytes // len(self.run_begins)) + begin - self.run_begins[run]
+        num_bytes, run = self.num_bytes, bisect.bisect_right(self.run_begins, begin) - 1
+        offset = run * (num_bytes // len(self.run_begins)) + begin - self.run_begins[run]
         last = offset + end - begin
         if not 0 <= offset <= last <= num_bytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the chunk that begins at {self.chunk.begin}")
         return view_memory(self.address + offset, last - offset, self.tensor)
 
 
-Target: TypeAlias = BytesTarget | TensorTarget
-"""Receives the bytes of one read item. Ranges are those of the object's bytes."""
+Target: TypeAlias = BytesTarget | RunTarget | TensorTarget
+"""Receives the bytes of one read item, or of a run of them. Ranges are those of the object's bytes."""
 
 
 def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> TensorTarget:
@@ -163,14 +185,39 @@ def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> 
     return TensorTarget(location, dtype, tensor, math.prod(box.lengths) * dtype.itemsize, box)
 
 
-def find_whole_target(tensor: torch.Tensor, stored: StoredTensor | None) -> TensorTarget | None:
-    """Return the target of contiguous CPU memory that gets all bytes of a stored tensor; None for any other tensor."""
+def find_whole_address(tensor: torch.Tensor, stored: StoredTensor | None) -> int:
+    """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor."""
     if stored is None or len(stored.chunks) != 1 or stored.transforms or tensor.size() != stored.shape:
-        return None
-    dtype, chunk = tensor.dtype, stored.chunks[0]
-    if dtype is not dtype_of(stored.dtype) or not (address := viewable_address(tensor)):
-        return None
-    return TensorTarget(chunk, dtype, tensor, chunk.end - chunk.begin, None, address)
+        return 0
+    return viewable_address(tensor) if tensor.dtype is dtype_of(stored.dtype) else 0
+
+
+def find_runs_of(tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addresses: Sequence[int]) -> list[RunTarget]:
+    """Return what fills whole `tensors`, which are stored as `chunks`, at their addresses.
+
+    What is stored once for several tensors, as of tied ones, is a run of its own for each.
+    """
+    columns = ("object_index", "begin", "end")
+    objects, begins, ends = (np.array([*map(operator.attrgetter(name), chunks)], dtype=np.int64) for name in columns)
+    order = np.lexsort((begins, objects))
+    objects, begins, ends = objects[order], begins[order], ends[order]
+    is_same = objects[1:] == objects[:-1]
+    is_alone = np.zeros(len(order) + 1, dtype=bool)
+    is_alone[1:-1] = is_same & (begins[1:] < ends[:-1])
+    is_alone = is_alone[1:] | is_alone[:-1]
+    follows = is_same & (begins[1:] == ends[:-1]) & ~is_alone[1:] & ~is_alone[:-1]
+    shifts = (np.array(addresses, dtype=np.int64)[order] - begins).tolist()
+    firsts = [0, *(np.flatnonzero(~follows) + 1).tolist()] if tensors else []
+    places, bounds = order.tolist(), begins.tolist()
+    return [
+        RunTarget(
+            [tensors[place] for place in places[first:last]],
+            int(objects[first]),
+            [*bounds[first:last], int(ends[last - 1])],
+            shifts[first:last],
+        )
+        for first, last in itertools.pairwise([*firsts, len(places)])
+    ]
 
 
 class _Gap(NamedTuple):
@@ -205,17 +252,19 @@ def open_request(request: RangeRead, targets: Sequence[Target], arena: Arena) ->
     reached = request.begin
     position = 0
     for begin, end, wants in _group_wants(request):
-        filled, view = _find_direct_view(wants, begin, end, targets)
-        if len(wants) > 1 or view is None:
+        filled, views = _find_direct_views(wants, begin, end, targets)
+        if len(wants) > 1 or not views:
             copied += [want for want in wants if want is not filled]
-        if view is None:
+        if not views:
             continue
         if reached < begin:
             parts.append(gap := _new_gap(reached, begin, position))
             position = gap.position + begin - reached
-        parts.append(view)
-        if len(wants) > 1:
-            shared.append((begin, end, view))
+            reached = begin
+        parts += views
+        for view in views if len(wants) > 1 else ():
+            shared.append((reached, reached + len(view), view))
+            reached += len(view)
         reached = end
     if reached < request.end:
         parts.append(gap := _new_gap(reached, request.end, position))
@@ -256,17 +305,15 @@ def _group_wants(request: RangeRead) -> Iterator[tuple[int, int, Sequence[Wanted
         yield begin, end, together
 
 
-def _find_direct_view(
+def _find_direct_views(
     wants: Sequence[WantedRange], begin: int, end: int, targets: Sequence[Target]
-) -> tuple[WantedRange, memoryview] | tuple[None, None]:
+) -> tuple[WantedRange | None, list[memoryview]]:
     """Return the want whose own memory takes bytes ``[begin, end)``, and that memory. Each has to want all of it."""
-    if len(wants) > 1 and any(want.begin > begin or want.end < end for want in wants):
-        return None, None
-    for want in wants:
-        view = targets[want.consumer].direct_view(begin, end)
-        if view is not None:
-            return want, view
-    return None, None
+    if len(wants) == 1 or all(want.begin <= begin and end <= want.end for want in wants):
+        for want in wants:
+            if views := targets[want.consumer].direct_views(begin, end):
+                return want, views
+    return None, []
 
 
 def _new_gap(begin: int, end: int, position: int) -> _Gap:

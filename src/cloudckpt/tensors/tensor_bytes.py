@@ -80,7 +80,7 @@ def bytes_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def view_memory(address: int, num_bytes: int, owner: torch.Tensor) -> memoryview:
+def view_memory(address: int, num_bytes: int, owner: object) -> memoryview:
     """Return the memory at an address, writable, in a tenth of the time of `bytes_view`. The view keeps `owner`."""
     memory = _bytes_type(num_bytes.bit_length()).from_address(address)
     memory.kept_alive = owner
@@ -95,8 +95,14 @@ def _bytes_type(num_bits: int) -> Any:
 
 def viewable_address(tensor: torch.Tensor) -> int:
     """Return `memory_address` if the bytes of `tensor` can be used where they lie; else 0."""
-    address = memory_address(tensor)
-    return address if address and is_viewable(tensor) else 0
+    if tensor.layout is not torch.strided or not is_viewable(tensor) or tensor.is_quantized or tensor.is_nested:
+        return 0
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # such as a fake tensor's
+        return 0
+    held_bytes = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize
+    return address if held_bytes >= tensor.nbytes else 0
 
 
 def memory_address(tensor: torch.Tensor) -> int:

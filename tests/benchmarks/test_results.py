@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from benchmarks.results.bars import LARGE, LOCAL, SLOW, TLS, verdicts
 from benchmarks.results.comparison import compare, compared
-from benchmarks.results.model import MIB, Place, parsed
+from benchmarks.results.model import MIB, MalformedResultsError, Place, parsed
 from benchmarks.results.report import text
 from benchmarks.runner import Row
 from benchmarks.scaling.simulate import BUILD, GLOBAL_PLAN, MANIFEST_BYTES
@@ -21,7 +21,7 @@ from tests.docs.tables import ROOT
 
 from benchmarks import compare as compare_command
 from benchmarks import plot as plot_command
-from benchmarks import scale
+from benchmarks import publish, scale
 
 GB = 10**9
 
@@ -197,18 +197,23 @@ def test_the_command_writes_all_of_it(tmp_path: Path, capsys: Any) -> None:
     assert "none.json cannot be read" in capsys.readouterr().err
 
 
-def test_the_command_publishes_a_run(tmp_path: Path, capsys: Any) -> None:
-    """If this fails, the README's picture, the targets and the samples of the repository are of different runs."""
+def test_a_run_is_published_whole(tmp_path: Path) -> None:
+    """If this fails, the README's figures and picture, the targets and the samples of the repository differ."""
+    docs, published = tmp_path / "docs", ROOT / "docs" / "benchmarks"
+    (docs / "benchmarks").mkdir(parents=True)
+    for name in ("README.md", "docs/index.md", "docs/benchmarks/README.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    assert (published / "targets.md").read_text() == publish.targets_page(published)
+    publish.publish(published / "bars.json", docs)
+    assert (docs / "benchmarks/README.md").read_text() == (published / "README.md").read_text()
     (tmp_path / "r.json").write_text(json.dumps(RUN))
-    (tmp_path / "docs").mkdir()
-    assert plot_command.main([str(tmp_path / "r.json"), "--publish", str(tmp_path / "docs")]) == 0
-    assert sorted(path.name for path in (tmp_path / "docs").iterdir()) == ["bars.json", "headline.png", "targets.md"]
-    assert "| save, HTTP | GB/s ÷ s3torchconnector's | 3.82" in (tmp_path / "docs" / "targets.md").read_text()
+    assert {path.name for path in publish.publish(tmp_path / "r.json", docs)} >= {"bars.json", "headline.png"}
+    assert "| save, HTTP | GB/s ÷ s3torchconnector's | 3.82" in (docs / "benchmarks/targets.md").read_text()
+    assert "| **cloudckpt, S3** | 1.91 | 2.00 | 0.25 / 0.25 | 512 / – |" in (docs / "benchmarks/README.md").read_text()
+    assert "cloudckpt 1.91 and 2.00, s3torchconnector 0.50 and 0.50" in (tmp_path / "README.md").read_text()
     (tmp_path / "r.json").write_text(json.dumps({**RUN, "sweep": "headline"}))
-    assert plot_command.main([str(tmp_path / "r.json"), "--publish", str(tmp_path / "docs")]) == 2
-    assert "only runs of bars and background are published" in capsys.readouterr().err
-    published = ROOT / "docs" / "benchmarks"
-    assert (published / "targets.md").read_text() == plot_command.targets_page(published)
+    with pytest.raises(MalformedResultsError, match="only runs of bars and background"):
+        publish.publish(tmp_path / "r.json", docs)
 
 
 @pytest.mark.parametrize("sweep", SWEEPS.values(), ids=lambda sweep: sweep.name)

@@ -80,7 +80,7 @@ def with_figures(text: str, results: Results) -> str:
             cpu_s = " / ".join(_median(row, cpu_s_per_gb) for row in (save, load))
             peaks = " / ".join(NOTHING if row.peak_mib is None else f"{row.peak_mib:.0f}" for row in (save, load))
             line = f"| {' | '.join((title, *speeds, cpu_s, peaks))} |"
-            text = re.sub(rf"^\| {re.escape(title)} \|.*$", line, text, flags=re.MULTILINE)
+            text = re.sub(rf"^\| {re.escape(title)} \|.*$", line, text, count=1, flags=re.MULTILINE)
             if place == LARGE and system in _PICTURED:
                 speed = r"\d+\.\d+"
                 described = rf"({re.escape(_PICTURED[system])}\s){speed}(\sand\s){speed}"

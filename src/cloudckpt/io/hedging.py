@@ -34,7 +34,7 @@ _LEAST_PEERS = 4
 _MOST_PEERS = 64
 _LEAST_ALLOWED = 2
 _ONE_IN = 20
-_WATCH_EVERY_S = 0.1
+_WATCH_EVERY_S = 0.5  # each look is a wait for the GIL, of a training loop too
 
 
 def choose_connections(connections: int | None, *, ranks_of_host: int) -> int:
@@ -276,7 +276,7 @@ class Hedger:
 
     @contextlib.contextmanager
     def watching(self, *, daemon: bool = False) -> Iterator[None]:
-        """Call `watch` ten times a second, in a thread of its own, while the context is open."""
+        """Call `watch` twice a second, in a thread of its own, while the context is open."""
         has_ended = threading.Event()
 
         def keep_watch() -> None:

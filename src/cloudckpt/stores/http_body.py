@@ -114,8 +114,8 @@ class ViewsBody:
 def send_all(connection: Any, content: memoryview | bytes) -> None:
     """Send `content`. The connection's timeout bounds the time without progress, and no slow line.
 
-    Over plain HTTP on Linux, each call waits in the kernel until all is sent, so that the thread waits less often for
-    the GIL. Raises `TimeoutError` after at most 1.25 timeouts in which the kernel has taken no byte.
+    Over plain HTTP on Linux, a call waits in the kernel until all is sent, so that the thread waits less often for the
+    GIL. Raises `TimeoutError` after at most 1.25 timeouts in which the kernel has taken no byte.
     """
     rest = memoryview(content)
     if type(connection) is not socket.socket or not _may_wait_in_the_kernel(connection):
@@ -125,22 +125,9 @@ def send_all(connection: Any, content: memoryview | bytes) -> None:
         except ssl.SSLEOFError as error:  # what Python makes of EPIPE; the store's answer may have come before
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
         return
-    timeout_s, waited_share = connection.gettimeout() or 0.0, 0.0
-    connection.settimeout(None)  # Python does not wait before each call
-    _set_kernel_timeout(connection, socket.SO_SNDTIMEO, timeout_s * _SHARE_OF_TIMEOUT)
-    try:
+    with _waiting_in_the_kernel(connection, socket.SO_SNDTIMEO):
         while rest:
-            try:
-                num_sent = connection.send(rest)
-            except BlockingIOError:
-                num_sent = 0
-            waited_share = 0.0 if num_sent else waited_share + _SHARE_OF_TIMEOUT
-            if waited_share >= 1:
-                raise TimeoutError("timed out")
-            rest = rest[num_sent:]
-    finally:
-        connection.settimeout(timeout_s)
-        _set_kernel_timeout(connection, socket.SO_SNDTIMEO, 0.0)
+            rest = rest[connection.send(rest) :]
 
 
 class WholeHeadResponse(http.client.HTTPResponse):
@@ -225,7 +212,7 @@ class ResponseBody:
             if isinstance(connection, ssl.SSLSocket):
                 _receive_records(response, connection, rest)
                 return
-            with _waiting_in_the_kernel(connection):
+            with _waiting_in_the_kernel(connection, socket.SO_RCVTIMEO):
                 for batch in batches(rest, max_bytes=_MOST_RECEIVED_BYTES, max_views=_MOST_RECEIVED_VIEWS):
                     left = batch
                     while left:
@@ -323,20 +310,20 @@ def _wait_for(connection: socket.socket, least_bytes: int, timeout_s: float) -> 
 
 
 @contextlib.contextmanager
-def _waiting_in_the_kernel(connection: socket.socket) -> Iterator[None]:
-    """Let each receive wait in the kernel for all that it was asked for: fewer calls, and fewer waits for the GIL.
+def _waiting_in_the_kernel(connection: socket.socket, option: int) -> Iterator[None]:
+    """Let each call wait in the kernel for all that it was asked for: fewer calls, and fewer waits for the GIL.
 
-    Python knows nothing of it: since the socket has a timeout, it waits for the first byte of each piece itself. So one
-    byte has arrived when the kernel begins to gather; a signal or a slow line then ends the call with the bytes so far.
+    Python knows nothing of it: since the socket has a timeout, it waits itself until the first byte can be moved. So
+    the call moves a byte at least; a signal or a slow line then ends it with the bytes so far. `option` is SO_RCVTIMEO
+    or SO_SNDTIMEO.
     """
-    timeout_s = connection.gettimeout() or 0.0
-    _set_kernel_timeout(connection, socket.SO_RCVTIMEO, timeout_s * _SHARE_OF_TIMEOUT)
+    _set_kernel_timeout(connection, option, (connection.gettimeout() or 0.0) * _SHARE_OF_TIMEOUT)
     os.set_blocking(connection.fileno(), True)
     try:
         yield
     finally:
         os.set_blocking(connection.fileno(), False)
-        _set_kernel_timeout(connection, socket.SO_RCVTIMEO, 0.0)
+        _set_kernel_timeout(connection, option, 0.0)
 
 
 def _set_kernel_timeout(connection: socket.socket, option: int, timeout_s: float) -> None:

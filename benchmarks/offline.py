@@ -9,8 +9,9 @@ Carry the checkout and the directory over. There, a Python with a torch for its 
     python3 -m benchmarks.offline run DIRECTORY --results results.json
 
 `run` installs from the wheels of the directory alone, into a virtual environment inside it. It runs the GPU's tests,
-then `benchmarks.gpu`, then the sweeps `cores` and `ranks`. Each has a limit of time, and all together end within eight
-minutes. The results are written after each, so an interrupted run keeps those that are complete.
+then `benchmarks.gpu`, the sweep `cores`, `benchmarks.transport` for Python's lock, and the sweep `ranks`. Each has a
+limit of time, and all together end within eight minutes. The results are written after each, so an interrupted run
+keeps those that are complete.
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ class Step:
 def steps(binaries: Path) -> tuple[Step, ...]:
     """Return the steps of `run`, in their order."""
     fasts3 = ("--fasts3-binary", str(binaries / "fasts3"))
+    lock = (*fasts3, "--threads", "16", "--total-mib", "512", "--candidates", "bare", "cloudckpt", "--repetitions", "1")
     return (
         Step(name="tests", arguments=("-m", "pytest", "tests/gpu", "-m", "gpu"), limit_s=90, writes_results=False),
         Step(name="gpu", arguments=("-m", "benchmarks.gpu", "--repetitions", "3"), limit_s=150),
         Step(name="cores", arguments=("-m", "benchmarks", "--sweep", "cores", *fasts3), limit_s=120),
+        Step(name="lock", arguments=("-m", "benchmarks.transport", *lock), limit_s=40, writes_results=False),
         Step(name="ranks", arguments=("-m", "benchmarks", "--sweep", "ranks", *fasts3), limit_s=180),
     )
 

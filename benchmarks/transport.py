@@ -236,6 +236,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.total_mib % arguments.part_mib:
         parser.error("--total-mib must be a multiple of --part-mib")
+    if arguments.total_mib < max(arguments.threads) * arguments.part_mib:
+        parser.error("--total-mib must have a part for each thread")
     return arguments
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import math
 import secrets
@@ -177,21 +178,28 @@ def _num_base64_bytes(text: str) -> int:
 
 def _is_one_sound_chunk(tensor: StoredTensor, objects: Sequence[StoredObject]) -> bool:
     """Return whether one chunk certainly holds the tensor: nearly always. `_tensor_problems` names the problems."""
-    shape, itemsize_bytes = tensor.shape, ITEMSIZE_BYTES.get(tensor.dtype)
-    if len(tensor.chunks) != 1 or tensor.transforms or itemsize_bytes is None or len(shape) > MAX_NDIM:
+    shape, num_bytes = tensor.shape, _sound_bytes(tensor.dtype, tensor.shape)
+    if len(tensor.chunks) != 1 or tensor.transforms or num_bytes is None:
         return False
     (chunk,) = tensor.chunks
+    begin, end = chunk.begin, chunk.end
     return (
         chunk.lengths == shape
         and not any(chunk.offsets)
         and len(chunk.offsets) == len(shape)
-        and min(shape, default=0) >= 0
-        and max(shape, default=0) <= MAX_BYTES
         and 0 <= chunk.object_index < len(objects)
-        and 0 <= chunk.begin <= chunk.end <= objects[chunk.object_index].size
-        and chunk.end - chunk.begin == math.prod(shape) * itemsize_bytes
-        and chunk.begin % itemsize_bytes == 0
+        and 0 <= begin <= end <= objects[chunk.object_index].size
+        and end - begin == num_bytes
+        and begin % ITEMSIZE_BYTES[tensor.dtype] == 0
     )
+
+
+@functools.lru_cache  # tensors of few shapes make up a model
+def _sound_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
+    """Return the bytes of a tensor; None if there can be no such tensor."""
+    if dtype not in ITEMSIZE_BYTES or len(shape) > MAX_NDIM or not all(0 <= length <= MAX_BYTES for length in shape):
+        return None
+    return math.prod(shape) * ITEMSIZE_BYTES[dtype]
 
 
 def _tensor_problems(

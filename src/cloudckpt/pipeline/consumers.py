@@ -163,39 +163,33 @@ def consumers_of(
     """
     fqns: list[str] = []
     tensors: list[torch.Tensor] = []
-    chunks: list[Chunk] = []
-    addresses: list[int] = []
-    left = items
+    rest = items
     if isinstance(items, LoadItems) and tensors_of is not None:
-        left = []
-        for position, (fqn, tensor) in enumerate(zip(items.fqns, tensors_of(items.fqns), strict=True)):
-            stored = manifest.tensors[fqn]
-            address = find_whole_address(tensor, stored)
-            if address:
-                fqns.append(fqn)
-                tensors.append(tensor)
-                chunks.append(stored.chunks[0])
-                addresses.append(address)
-            else:
-                left.append(items[position])
-        left += items.others
-    others = [_consumer_of(item, planner, storage_data, uri=uri) for item in left]
-    of_others = [(consumer.tensor is not None and address_range(consumer.tensor)) or (0, 0) for consumer in others]
-    ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
-    begins, ends = addresses + [begin for begin, _ in of_others], ends + [end for _, end in of_others]
-    if shared := find_overlapping(begins, ends):
-        num_whole, alone = len(fqns), [position for position in range(len(fqns)) if position not in shared]
-        apart = [
-            others[position - num_whole]
-            if position >= num_whole
-            else _consumer_of(whole_item(fqns[position], tensors[position].size()), planner, storage_data, uri=uri)
-            for position in sorted(shared)
-        ]
-        _keep_apart(apart)
-        others = [*apart[: num_whole - len(alone)], *others]
-        fqns, tensors = [fqns[position] for position in alone], [tensors[position] for position in alone]
-        chunks, addresses = [chunks[position] for position in alone], [addresses[position] for position in alone]
-    return Consumers(others, fqns, tensors, chunks, addresses)
+        fqns, rest = items.fqns, items.others
+        tensors = tensors_of(fqns)
+    stored = [manifest.tensors[fqn] for fqn in fqns]
+    addresses = list(map(find_whole_address, tensors, stored))
+    left = {number: items[number] for number, address in enumerate(addresses) if not address}
+    left.update(enumerate(rest, len(fqns)))
+    consumers = {number: _consumer_of(item, planner, storage_data, uri=uri) for number, item in left.items()}
+    ends = [address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True)]
+    begins, ends = [*addresses, *(0 for _ in rest)], [*ends, *(0 for _ in rest)]
+    for number, consumer in consumers.items():
+        memory = None if consumer.tensor is None else address_range(consumer.tensor)
+        begins[number], ends[number] = memory or (0, 0)
+    shared = sorted(find_overlapping(begins, ends))
+    for number in shared:
+        if number not in consumers:
+            consumers[number] = _consumer_of(items[number], planner, storage_data, uri=uri)
+    _keep_apart(consumers[number] for number in shared)
+    whole = [number for number in range(len(fqns)) if number not in consumers]
+    return Consumers(
+        list(consumers.values()),
+        [fqns[number] for number in whole],
+        [tensors[number] for number in whole],
+        [stored[number].chunks[0] for number in whole],
+        [addresses[number] for number in whole],
+    )
 
 
 def _keep_apart(consumers: Iterable[Consumer]) -> None:

@@ -277,7 +277,6 @@ def test_a_tensor_that_is_stored_otherwise_is_left() -> None:
     tensor = torch.zeros(4)
     assert address_for(tensor, dtype=torch.int32) == 0
     for stored in (
-        None,
         StoredTensor(dtype="float32", shape=(4,), chunks=[]),
         StoredTensor(dtype="float32", shape=(2, 2), chunks=[Chunk((0, 0), (2, 2), 0, 0, 16)]),
         StoredTensor(dtype="float32", shape=(4,), chunks=[Chunk((0,), (4,), 0, 0, 16)], transforms=["zlib"]),

@@ -196,8 +196,11 @@ def run_load(
     try:
         with ranks_context as ranks:
             rank = ranks.rank
-            entries = {key: _wanted_of(state_dict[key]) for key in sorted(state_dict, key=str)}
+            entries = {key: state_dict[key] for key in sorted(state_dict, key=str)}
             objects = {key: value for key, value in state_dict.items() if is_stateful(value)}
+            for key in sorted(objects, key=str):
+                if not isinstance(objects[key], LiveEntry):  # it plans what it fills once the checkpoint is known
+                    entries[key] = objects[key].state_dict()
             have_objects = _load(entries, reader, planner, ranks, is_ours=is_ours, has_objects=bool(objects))
             for key, value in entries.items():
                 if key in state_dict and key not in objects:
@@ -214,11 +217,6 @@ def run_load(
     finally:
         if (failure := reader.end_call()) is not None:
             _release_frames([failure])  # torch raises a copy of it, so nobody else does
-
-
-def _wanted_of(value: Any) -> Any:
-    """Return what a load fills for `value`; a `LiveEntry` plans that once the checkpoint is known."""
-    return value if isinstance(value, LiveEntry) else state_of(value)
 
 
 def _load_objects(objects: Mapping[str, Any], entries: Mapping[str, Any]) -> None:

@@ -125,7 +125,14 @@ def _add_all(
             _add(flat, f"{prefix}{index}", (*path, index), value, is_keyed=is_keyed, uri=uri)
         return
     for key, value in container.items():
-        if type(key) is str:
+        if (
+            type(key) is str
+            and type(value) in PLAIN_TENSORS
+            and not is_keyed
+            and (name := prefix + key) not in flat.paths
+        ):
+            flat.entries[name], flat.paths[name] = value, (*path, key)  # nearly all; calls take as long again
+        elif type(key) is str:
             _add(flat, prefix + key, (*path, key), value, is_keyed=is_keyed, uri=uri)
         else:  # its text, and not its format: those of an enumeration may differ
             _add(flat, prefix + str(key), (*path, (key,)), value, is_keyed=True, uri=uri)

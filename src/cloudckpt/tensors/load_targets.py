@@ -185,11 +185,11 @@ def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> 
     return TensorTarget(location, dtype, tensor, math.prod(box.lengths) * dtype.itemsize, box)
 
 
-def find_whole_address(tensor: torch.Tensor, stored: StoredTensor | None) -> int:
+def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:
     """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor."""
-    if stored is None or len(stored.chunks) != 1 or stored.transforms or tensor.size() != stored.shape:
+    if len(stored.chunks) != 1 or stored.transforms or tensor.dtype is not dtype_of(stored.dtype):
         return 0
-    return viewable_address(tensor) if tensor.dtype is dtype_of(stored.dtype) else 0
+    return viewable_address(tensor) if tensor.size() == stored.shape else 0
 
 
 def find_runs_of(tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addresses: Sequence[int]) -> list[RunTarget]:

@@ -168,11 +168,12 @@ def consumers_of(
         fqns, rest = items.fqns, items.others
         tensors = tensors_of(fqns)
     stored = [manifest.tensors[fqn] for fqn in fqns]
+    chunks = [tensor.chunks[0] for tensor in stored]
     addresses = list(map(find_whole_address, tensors, stored))
     left = {number: items[number] for number, address in enumerate(addresses) if not address}
     left.update(enumerate(rest, len(fqns)))
     consumers = {number: _consumer_of(item, planner, storage_data, uri=uri) for number, item in left.items()}
-    ends = [address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True)]
+    ends = [address + chunk.end - chunk.begin for address, chunk in zip(addresses, chunks, strict=True)]
     begins, ends = [*addresses, *(0 for _ in rest)], [*ends, *(0 for _ in rest)]
     for number, consumer in consumers.items():
         memory = None if consumer.tensor is None else address_range(consumer.tensor)
@@ -187,7 +188,7 @@ def consumers_of(
         list(consumers.values()),
         [fqns[number] for number in whole],
         [tensors[number] for number in whole],
-        [stored[number].chunks[0] for number in whole],
+        [chunks[number] for number in whole],
         [addresses[number] for number in whole],
     )
 

@@ -186,10 +186,13 @@ def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> 
 
 
 def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:
-    """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor."""
+    """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor.
+
+    `tensor` has the size of the stored one.
+    """
     if len(stored.chunks) != 1 or stored.transforms or tensor.dtype is not dtype_of(stored.dtype):
         return 0
-    return viewable_address(tensor) if tensor.size() == stored.shape else 0
+    return viewable_address(tensor)
 
 
 def find_runs_of(tensors: Sequence[torch.Tensor], chunks: Sequence[Chunk], addresses: Sequence[int]) -> list[RunTarget]:

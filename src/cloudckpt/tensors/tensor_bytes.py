@@ -95,7 +95,9 @@ def _bytes_type(num_bits: int) -> Any:
 
 def viewable_address(tensor: torch.Tensor) -> int:
     """Return `memory_address` if the bytes of `tensor` can be used where they lie; else 0."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or not is_viewable(tensor):
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return 0
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # `is_viewable`, sooner
         return 0
     try:
         address = tensor.data_ptr()

@@ -44,3 +44,8 @@ def threads_of_this_process() -> list[int]:
 def pin(thread: int, cores: Iterable[int]) -> None:
     with contextlib.suppress(OSError):  # it has ended meanwhile
         os.sched_setaffinity(thread, cores)
+
+
+def threads_of_children() -> list[int]:
+    children = [child for path in Path("/proc/self/task").glob("*/children") for child in path.read_text().split()]
+    return [int(path.name) for child in children for path in Path(f"/proc/{child}/task").glob("*")]

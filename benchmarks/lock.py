@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cores import Cores, kept_off_the_loops_core
+from benchmarks.cores import Cores, kept_off_the_loops_core, pin, threads_of_children
 
 # CPython's `struct _gil_runtime_state`: the interval in microseconds, the last holder, and these.
 _LOCKED_OFFSET, _SWITCHES_OFFSET = 16, 24
 _RUNTIME_BYTES = 1 << 20
 _NUM_READ_AT_ONCE = 1024
 """Linux takes no more places in a call."""
-_PAUSE_S = 0.001
 _PR_SET_PTRACER = 0x59616D61
 
 
@@ -58,7 +57,7 @@ def held_during(work: Callable[[], object]) -> Held:
         sampler.stdin.flush()
         if sampler.stdout.readline() != "ready\n":
             raise RuntimeError("another process may not read this one's memory: see ptrace(2)")
-        with _undisturbed():
+        with _undisturbed(sampler.pid):
             before, begun_s = switches.value, time.perf_counter()
             work()
             wall_s, num_hand_overs = time.perf_counter() - begun_s, switches.value - before
@@ -90,19 +89,25 @@ def contended_take_s(num_takes: int = 100_000) -> float:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep this thread and those that it starts on cores without the sampler, and real-time where that is allowed.
+def _undisturbed(sampler: int) -> Iterator[None]:
+    """Keep this thread, those that it starts and the servers on cores without the sampler; real-time where allowed.
 
-    Otherwise a thread that holds the lock may have to wait for its core.
+    Otherwise a thread that holds the lock may have to wait for its core, or for a server that the sampler interrupts.
     """
     policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    servers = [thread for thread in threads_of_children() if thread != sampler]
+    all_cores, others = os.sched_getaffinity(0), Cores().others
     with kept_off_the_loops_core():
+        for thread in servers if others else ():
+            pin(thread, others)
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         try:
             yield
         finally:
             os.sched_setscheduler(0, policy, parameter)
+            for thread in servers:
+                pin(thread, all_cores)
 
 
 def _find_lock() -> int:
@@ -146,7 +151,7 @@ def _sample(pid: int, address: int) -> None:
         return
     print("ready", flush=True)
     num_reads = num_held = 0
-    while not select.select([sys.stdin], [], [], _PAUSE_S)[0]:
+    while not select.select([sys.stdin], [], [], 0)[0]:
         read(pid, into, 1, places, _NUM_READ_AT_ONCE, 0)
         num_reads += _NUM_READ_AT_ONCE
         num_held += bytes(seen)[::4].count(1)

@@ -1,4 +1,4 @@
-"""A run's results as pictures and a page: ``python -m benchmarks.plot RESULTS.json --out docs/benchmarks``."""
+"""A run's results as pictures and a page: ``python -m benchmarks.plot RESULTS.json --out DIRECTORY``."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from torch.futures import Future
 
 import cloudckpt
 from cloudckpt.dcp.load_planner import ExplainingLoadPlanner
-from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
+from cloudckpt.errors import CloudckptError, StateDictMismatchError, UnsupportedValueError
+from cloudckpt.events import Event
 from cloudckpt.format.model import Chunk, Manifest, StoredObject, StoredTensor
 from cloudckpt.format.torch_metadata import make_metadata
 from cloudckpt.io.reads import RangeRead
@@ -269,6 +270,20 @@ def test_another_shape_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> Non
     with pytest.raises(StateDictMismatchError, match=r"'w' was saved with shape \(3,\), not"):
         cloudckpt.load({"w": target, "step": 0}, tmp_path / "c")
     assert torch.equal(target, torch.full(shape, -1.0))
+
+
+def test_a_tensor_that_gets_less_memory_during_the_load_is_refused(tmp_path: Path) -> None:
+    """If this fails, a load writes past the end of a tensor, into memory of others."""
+    cloudckpt.save({"w": torch.arange(1000.0)}, tmp_path / "c")
+    target, small = torch.zeros(1000), torch.zeros(10)
+
+    def exchange(event: Event) -> None:
+        if event.name == "load.planned":
+            target.set_(small)
+
+    with pytest.raises(CloudckptError, match=r"gave a tensor of shape \(10,\)"):
+        cloudckpt.load({"w": target}, tmp_path / "c", options=cloudckpt.Options(on_event=exchange))
+    assert not small.any()
 
 
 def test_values_are_put_back_after_success_alone(tmp_path: Path) -> None:

@@ -454,6 +454,13 @@ MUTANTS = {
         new="len(stored.chunks) == 1",
         tests=("tests/dcp/test_load.py::test_another_shape_is_refused",),
     ),
+    "write-past-a-tensor": Mutant(
+        breaks="G4: a tensor that got less memory after the plan is written past its end.",
+        file="tensors/load_targets.py",
+        old="if tensor.size() != stored.shape:",
+        new="if False:",
+        tests=("tests/dcp/test_load.py::test_a_tensor_that_gets_less_memory_during_the_load_is_refused",),
+    ),
     "two-reads-into-one-memory": Mutant(
         breaks="G4: tied tensors are filled by two reads at once, each of which sees the other's bytes.",
         file="pipeline/consumers.py",
@@ -703,8 +710,8 @@ MUTANTS = {
     "slow-line-is-a-stall": Mutant(
         breaks="G3: a save over a slow line fails, though bytes leave within every timeout.",
         file="stores/http_body.py",
-        old="rest = rest[connection.send(rest) :]",
-        new="rest = rest[: connection.sendall(rest) or 0]",
+        old="left = without_first(left, connection.sendmsg(left))",
+        new="left = connection.sendall(b''.join(left)) or []",
         tests=("tests/stores/test_http_sending.py::test_a_slow_line_is_no_stall",),
     ),
     "keys-lead-out-of-the-root": Mutant(

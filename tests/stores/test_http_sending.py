@@ -116,6 +116,25 @@ def test_bodies_arrive_whole(serve: Callable[..., Line], sizes: list[int]) -> No
     assert line.server.num_connections == 1
 
 
+def test_thousands_of_small_views_leave_together(serve: Callable[..., Line]) -> None:
+    """If this fails, bytes are lost between two calls of the system, or each small tensor is a packet of its own."""
+    line = serve()
+    views = [memoryview(BODY)[begin : begin + 1001] for begin in range(0, len(BODY), 1001)]
+    assert len(views) > 2 * 1024
+    assert line.put(*views).status == 200
+    assert line.server.requests[0].body == BODY
+
+
+def test_a_library_that_sends_a_body_in_one_go_sends_its_bytes() -> None:
+    """If this fails, no upload works with urllib3 1, which gives `send` the whole body."""
+    (pool,) = make_cancellable({"http": urllib3.HTTPConnectionPool}).values()
+    connection = pool.ConnectionCls("127.0.0.1", 1)
+    connection.sock, peer = socket.socketpair()
+    with connection.sock, peer:
+        connection.send([[memoryview(b"some"), memoryview(b" bytes")]])
+        assert peer.recv(100) == b"some bytes"
+
+
 @pytest.mark.parametrize("serve", ["http"], indirect=True)
 def test_a_large_piece_is_sent_past_the_library_and_leaves_the_socket_as_it_was(serve: Callable[..., Line]) -> None:
     """A thread would wait for the GIL at each bit that the socket takes, or the next request would wait for ever."""
@@ -193,7 +212,7 @@ def test_after_an_error_the_socket_is_left_as_it_was(error: type[BaseException])
         if error is KeyboardInterrupt:
             timer.start()
         with pytest.raises(error):
-            send_all(connection, BODY)
+            send_all(connection, [memoryview(BODY)])
         assert mode_of(connection) == before
         if error is KeyboardInterrupt:
             timer.join()

@@ -23,15 +23,12 @@ if TYPE_CHECKING:
 
     from cloudckpt.stores.base import Views
 
-SENT_AT_ONCE_BYTES = 256 * 1024
-"""A larger piece of a body could take longer than a timeout on a slow line."""
-
-_JOIN_BELOW_BYTES = 256 * 1024
-_JOIN_TO_BYTES = 1024 * 1024
+_SENT_AT_ONCE_BYTES = 256 * 1024  # a larger piece could take longer than a timeout on a slow line
+_MOST_SENT_BYTES = 1024 * 1024 * 1024
+_MOST_VIEWS = 1024  # IOV_MAX
 
 _MOST_READ_BYTES = 1024 * 1024
 _MOST_RECEIVED_BYTES = 8 * 1024 * 1024
-_MOST_RECEIVED_VIEWS = 1024  # IOV_MAX
 _FEWEST_RECEIVED_BYTES = 256 * 1024
 _SHARE_OF_TIMEOUT = 0.25
 _GATHERED_BYTES = 512 * 1024
@@ -56,11 +53,10 @@ def decode_crc32c(encoded: object) -> int | None:
 
 
 class ViewsBody:
-    """A readable file over memory views. No byte of a large view is copied.
+    """A readable file over memory views, which copies none of them.
 
-    ``read(n)`` takes `n` for a hint: HTTP libraries ask for 16 to 128 KiB and would make thousands of calls for a part.
-    It returns the views themselves instead, which `send_all` sends, and joins small neighbours, because many small
-    tensors would otherwise leave in as many small packets.
+    A connection of `make_cancellable` takes all views at once (`take_rest`). For others, ``read(n)`` takes `n` for a
+    hint and returns a view: HTTP libraries ask for 16 to 128 KiB, and would make thousands of calls for a part.
     """
 
     def __init__(self, views: Views) -> None:
@@ -72,20 +68,19 @@ class ViewsBody:
         return self._size_bytes
 
     def read(self, _size_hint: int | None = -1, /) -> memoryview | bytes:
-        """Return the next piece, of any size; an empty one at the end."""
+        """Return the rest of a view, of any size; nothing at the end."""
         if self._index == len(self._views):
             return b""
-        pieces = [self._take()]
-        if pieces[0].nbytes >= _JOIN_BELOW_BYTES:
-            return pieces[0]
-        room_bytes = _JOIN_TO_BYTES - pieces[0].nbytes
-        while self._index < len(self._views):
-            next_bytes = self._views[self._index].nbytes
-            if next_bytes >= _JOIN_BELOW_BYTES or next_bytes > room_bytes:
-                break
-            pieces.append(self._take())
-            room_bytes -= next_bytes
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        piece = self._views[self._index][self._begin :]
+        self._position_bytes += piece.nbytes
+        self._index, self._begin = self._index + 1, 0
+        return piece
+
+    def take_rest(self) -> list[memoryview]:
+        """Return all that is left."""
+        rest = without_first(self._views, self._position_bytes)
+        self._index, self._begin, self._position_bytes = len(self._views), 0, self._size_bytes
+        return rest
 
     def tell(self) -> int:
         """Return the number of bytes before the next piece."""
@@ -104,30 +99,26 @@ class ViewsBody:
             self._index += 1
         return self._position_bytes
 
-    def _take(self) -> memoryview:
-        piece = self._views[self._index][self._begin :]
-        self._position_bytes += piece.nbytes
-        self._index, self._begin = self._index + 1, 0
-        return piece
 
+def send_all(connection: Any, views: Views) -> None:
+    """Send `views`. The connection's timeout bounds the time without progress, and no slow line.
 
-def send_all(connection: Any, content: memoryview | bytes) -> None:
-    """Send `content`. The connection's timeout bounds the time without progress, and no slow line.
-
-    Over plain HTTP on Linux, a call waits in the kernel until all is sent, so that the thread waits less often for the
-    GIL. Raises `TimeoutError` after at most 1.25 timeouts in which the kernel has taken no byte.
+    Over plain HTTP on Linux, a call takes up to 1,024 views and waits in the kernel until all are sent, so that the
+    thread waits less often for the GIL. Raises `TimeoutError` after at most 1.25 timeouts in which the kernel has taken
+    no byte.
     """
-    rest = memoryview(content)
     if type(connection) is not socket.socket or not _may_wait_in_the_kernel(connection):
         try:
-            for begin in range(0, rest.nbytes, SENT_AT_ONCE_BYTES):
-                connection.sendall(rest[begin : begin + SENT_AT_ONCE_BYTES])
+            for batch in batches(views, max_bytes=_SENT_AT_ONCE_BYTES, max_views=len(views)):
+                connection.sendall(batch[0] if len(batch) == 1 else b"".join(batch))
         except ssl.SSLEOFError as error:  # what Python makes of EPIPE; the store's answer may have come before
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
         return
     with _waiting_in_the_kernel(connection, socket.SO_SNDTIMEO):
-        while rest:
-            rest = rest[connection.send(rest) :]
+        for batch in batches(views, max_bytes=_MOST_SENT_BYTES, max_views=_MOST_VIEWS):
+            left = batch
+            while left:
+                left = without_first(left, connection.sendmsg(left))
 
 
 class WholeHeadResponse(http.client.HTTPResponse):
@@ -213,7 +204,7 @@ class ResponseBody:
                 _receive_records(response, connection, rest)
                 return
             with _waiting_in_the_kernel(connection, socket.SO_RCVTIMEO):
-                for batch in batches(rest, max_bytes=_MOST_RECEIVED_BYTES, max_views=_MOST_RECEIVED_VIEWS):
+                for batch in batches(rest, max_bytes=_MOST_RECEIVED_BYTES, max_views=_MOST_VIEWS):
                     left = batch
                     while left:
                         count = connection.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from typing_extensions import Self
 
 from cloudckpt.errors import InvalidOptionError, MissingDependencyError, install_advice
-from cloudckpt.stores.http_body import SENT_AT_ONCE_BYTES, ViewsBody, WholeHeadResponse, send_all
+from cloudckpt.stores.http_body import ViewsBody, WholeHeadResponse, send_all
 from cloudckpt.stores.storage_options import is_loopback, parse_endpoint
 
 _MOST_CLIENTS = 16
@@ -207,14 +207,15 @@ class _FollowedConnection:
         super().connect()  # type: ignore[misc]  # of the class that it is mixed into
         follow(self.sock)
 
-    def request(self, *args: Any, **kwargs: Any) -> Any:
+    def request(self, method: str, url: str, body: Any = None, *args: Any, **kwargs: Any) -> Any:
         follow(self.sock)
-        return super().request(*args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
+        if isinstance(body, ViewsBody):
+            body = [body.take_rest()]  # urllib3 2 gives each item to `send`, and urllib3 1 the list
+        return super().request(method, url, body, *args, **kwargs)  # type: ignore[misc]  # of the class that it is mixed into
 
     def send(self, data: Any) -> None:
-        """Send a large piece of a body by `send_all`, and everything else as urllib3 does."""
-        for piece in iter(data.read, b"") if isinstance(data, ViewsBody) else [data]:  # urllib3 1 passes whole bodies
-            if self.sock is not None and isinstance(piece, memoryview | bytes) and len(piece) > SENT_AT_ONCE_BYTES:
-                send_all(self.sock, piece)
-            else:
-                super().send(piece)  # type: ignore[misc]  # of the class that it is mixed into
+        """Send the views of a body by `send_all`, and everything else as urllib3 does."""
+        if isinstance(data, list) and data:
+            send_all(self.sock, data[0] if isinstance(data[0], list) else data)
+        else:
+            super().send(data)  # type: ignore[misc]  # of the class that it is mixed into

@@ -186,11 +186,10 @@ def new_block_target(location: ItemLocation, box: Box, tensor: torch.Tensor) -> 
 
 
 def find_whole_address(tensor: torch.Tensor, stored: StoredTensor) -> int:
-    """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor.
-
-    `tensor` has the size of the stored one.
-    """
+    """Return the address of contiguous CPU memory that gets all bytes of a stored tensor; 0 for any other tensor."""
     if len(stored.chunks) != 1 or stored.transforms or tensor.dtype is not dtype_of(stored.dtype):
+        return 0
+    if tensor.size() != stored.shape:  # the caller's code may have given it other memory since the plan was made
         return 0
     return viewable_address(tensor)
 

@@ -41,8 +41,8 @@ def tls(
 ) -> Iterator[str]:
     """The address of a TLS terminator in front of `endpoint_url`: a process whose seconds are not the client's.
 
-    It offers the one `cipher` of TLS 1.3; else all that are usual. Its buffers have `record_bytes`, and it sends records
-    of as many, up to 16 KiB. Large buffers cost it less processor time, of which clients on the same cores get more.
+    It offers the one `cipher` of TLS 1.3; else all that are usual. Its buffers have `record_bytes`; it sends records of
+    as many, up to 16 KiB. Large buffers cost it less processor time, of which clients on the same cores get more.
     """
     target = _host_and_port(endpoint_url)
     with tempfile.TemporaryDirectory(prefix="benchmark-tls-") as directory, reserved_port() as port:

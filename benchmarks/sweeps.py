@@ -129,6 +129,7 @@ SIXTY_FOUR = uniform(64, 32 * MIB)
 SIXTEEN = uniform(16, 32 * MIB)
 ONE_TWENTY_EIGHT = uniform(128, 32 * MIB)
 MANY_SMALL = uniform(20_000, 64 * KIB)
+MANY_SMALLER = uniform(20_000, 28 * KIB)
 MIDDLING = uniform(2_000, 512 * KIB)
 TRANSFORMER = transformer()
 TINY = uniform(16, 1 * MIB)
@@ -226,6 +227,7 @@ _BACKGROUND = Sweep(
     repetitions=3,
     cells=(
         Cell(payload=MANY_SMALL, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
+        Cell(payload=MANY_SMALLER, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
         Cell(payload=SIXTY_FOUR, verbs=("async_blocking",), systems=IN_THE_BACKGROUND),
         Cell(payload=SIXTY_FOUR, verbs=("async_training",), wire="capped", systems=(*IN_THE_BACKGROUND, "limit")),
     ),

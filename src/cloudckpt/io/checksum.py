@@ -8,7 +8,7 @@ from typing import Any
 from awscrt import checksums
 
 from cloudckpt.options import MIB
-from cloudckpt.stores.base import Views, batches
+from cloudckpt.stores.base import Views, batches, join_views
 
 # A copy is faster than the checksum of memory that is in no cache, and each call gives up the interpreter's lock.
 _JOINED_BYTES = MIB // 2
@@ -21,7 +21,7 @@ def compute_tile_crc32cs(views: Views, tile_bytes: int) -> list[int]:
     for tile in batches(views, max_bytes=tile_bytes, max_views=len(views)):
         value, step_bytes = 0, tile_bytes if len(tile) == 1 else _JOINED_BYTES
         for pieces in batches(tile, max_bytes=step_bytes, max_views=len(tile)):
-            value = _crc32c(pieces[0] if len(pieces) == 1 else b"".join(pieces), value)
+            value = _crc32c(join_views(pieces), value)
         values.append(value)
     return values
 

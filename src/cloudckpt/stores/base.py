@@ -367,6 +367,11 @@ def batches(views: Views, *, max_bytes: int, max_views: int) -> Iterator[list[me
         yield group
 
 
+def join_views(views: Views) -> memoryview | bytes:
+    """Return the same bytes in one piece: a view alone as it is, others in a copy."""
+    return views[0] if len(views) == 1 else b"".join(views)
+
+
 def without_first(views: Views, num_bytes_done: int) -> list[memoryview]:
     """Return the rest of `views` after the first `num_bytes_done` bytes."""
     for index, view in enumerate(views):

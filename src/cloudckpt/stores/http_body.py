@@ -16,7 +16,7 @@ from email.errors import MissingHeaderBodySeparatorDefect
 from types import MethodDescriptorType
 from typing import TYPE_CHECKING, Any
 
-from cloudckpt.stores.base import batches, num_bytes, without_first
+from cloudckpt.stores.base import batches, join_views, num_bytes, without_first
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,24 +62,23 @@ class ViewsBody:
     def __init__(self, views: Views) -> None:
         self._views = [view for view in views if view.nbytes]
         self._size_bytes = num_bytes(self._views)
-        self._index = self._begin = self._position_bytes = 0
+        self._position_bytes = 0
 
     def __len__(self) -> int:
         return self._size_bytes
 
     def read(self, _size_hint: int | None = -1, /) -> memoryview | bytes:
         """Return the rest of a view, of any size; nothing at the end."""
-        if self._index == len(self._views):
+        rest = self._rest()
+        if not rest:
             return b""
-        piece = self._views[self._index][self._begin :]
-        self._position_bytes += piece.nbytes
-        self._index, self._begin = self._index + 1, 0
-        return piece
+        self._position_bytes += rest[0].nbytes
+        return rest[0]
 
     def take_rest(self) -> list[memoryview]:
         """Return all that is left."""
-        rest = without_first(self._views, self._position_bytes)
-        self._index, self._begin, self._position_bytes = len(self._views), 0, self._size_bytes
+        rest = self._rest()
+        self._position_bytes = self._size_bytes
         return rest
 
     def tell(self) -> int:
@@ -91,13 +90,11 @@ class ViewsBody:
         bases_bytes = {io.SEEK_SET: 0, io.SEEK_CUR: self._position_bytes, io.SEEK_END: self._size_bytes}
         if whence not in bases_bytes:
             raise ValueError(f"whence must be 0, 1 or 2, not {whence!r}")
-        offset += bases_bytes[whence]
-        self._position_bytes = self._begin = min(max(offset, 0), self._size_bytes)
-        self._index = 0
-        while self._index < len(self._views) and self._begin >= self._views[self._index].nbytes:
-            self._begin -= self._views[self._index].nbytes
-            self._index += 1
+        self._position_bytes = min(max(offset + bases_bytes[whence], 0), self._size_bytes)
         return self._position_bytes
+
+    def _rest(self) -> list[memoryview]:
+        return without_first(self._views, self._position_bytes)
 
 
 def send_all(connection: Any, views: Views) -> None:
@@ -110,7 +107,7 @@ def send_all(connection: Any, views: Views) -> None:
     if type(connection) is not socket.socket or not _may_wait_in_the_kernel(connection):
         try:
             for batch in batches(views, max_bytes=_SENT_AT_ONCE_BYTES, max_views=len(views)):
-                connection.sendall(batch[0] if len(batch) == 1 else b"".join(batch))
+                connection.sendall(join_views(batch))
         except ssl.SSLEOFError as error:  # what Python makes of EPIPE; the store's answer may have come before
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
         return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from collections import Counter, OrderedDict
+import re
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.convert.states import contents
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import cloudckpt
 from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
@@ -36,6 +38,22 @@ class Pair(tuple[Any, ...]):
     """Stands for a tuple with a tensor, which is a value as a whole."""
 
     __slots__ = ()
+
+
+@dataclass
+class Held:
+    """A class of a user, which is saved as one value."""
+
+    value: Any
+
+
+class Slotted:
+    """The same, without a ``__dict__``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +247,37 @@ def test_a_tensor_and_a_value_do_not_take_each_others_place(name: str, value: An
         cloudckpt.load(target, uri, planner=planner)
     assert "missing" not in str(caught.value).partition("is to take it")[0]
     assert target[name] is value
+
+
+@pytest.mark.parametrize(
+    "save", [cloudckpt.save, lambda *args: cloudckpt.async_save(*args).result()], ids=["", "async"]
+)
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (Held, "entry.value"),
+        (lambda tensor: [Held({"m": (tensor,)})], "entry.0.value.m.0"),
+        (Slotted, "entry"),
+        (lambda tensor: deque([1, tensor]), "entry.1"),
+        (lambda tensor: {tensor}, "entry.0"),
+        (lambda tensor: Held(deque([(1, tensor)])), "entry.value.0.1"),
+    ],
+    ids=["dataclass", "list", "slots", "deque", "set", "deep"],
+)
+def test_a_tensor_of_several_ranks_in_a_value_is_refused_by_its_path(
+    mesh: DeviceMesh, wrap: Callable[[Any], Any], path: str, placement: Any, save: Callable[..., object]
+) -> None:
+    """If this fails, a save reports success and stores the shard of one rank for all of them."""
+    tensor = distribute_tensor(torch.ones(4), mesh, [placement])
+    with pytest.raises(
+        UnsupportedValueError, match=rf"'entry' .*'{re.escape(path)}' (is|holds) a tensor of several ranks"
+    ):
+        save({"w": torch.ones(1), "entry": wrap(tensor)}, a_place())
+
+
+def test_a_tensor_of_summands_is_refused_by_its_name(mesh: DeviceMesh) -> None:
+    """If this fails, the error does not say which of a thousand entries cannot be saved."""
+    tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(UnsupportedValueError, match=r"'layer\.grad' is a DTensor with the placements"):
+        cloudckpt.save({"layer": {"grad": tensor}}, a_place())

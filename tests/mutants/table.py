@@ -426,6 +426,13 @@ MUTANTS = {
         new="if True:",
         tests=("tests/integrity/test_malicious.py",),
     ),
+    "shards-within-values-are-stored": Mutant(
+        breaks="G11: a dataclass with a sharded tensor is stored by one rank, and the other shards are lost.",
+        file="tensors/values.py",
+        old="_OF_RANKS = (DTensor, ShardedTensor)",
+        new="_OF_RANKS = (ShardedTensor,)",
+        tests=("tests/test_structures.py::test_a_tensor_of_several_ranks_in_a_value_is_refused_by_its_path",),
+    ),
     "unpickle-everything": Mutant(
         breaks="G6: Python objects are loaded under weights_only=False.",
         file="tensors/values.py",

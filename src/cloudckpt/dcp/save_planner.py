@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from cloudckpt._torch_compat import ShardedTensor, local_tensor_of, validate_global_plan
-from cloudckpt.errors import StateDictMismatchError
+from cloudckpt.errors import StateDictMismatchError, UnsupportedValueError
 from cloudckpt.format.model import StoredWrapper
 from cloudckpt.format.nesting import PLAIN_TENSORS, Nesting, flatten, holds_parts
 from cloudckpt.format.wrappers import describe_difference
@@ -141,6 +141,12 @@ def plan_items(state_dict: Mapping[str, Any], *, is_coordinator: bool, uri: str)
         for fqn, value in state_dict.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, _SHARDED):
                 plain_tensor(value, fqn, uri=uri)
+            elif isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+                raise UnsupportedValueError(
+                    f"{fqn!r} is a DTensor with the placements {value.placements}, so each rank holds a summand of it, "
+                    f"and {uri} would have that of one rank. Save value.redistribute(placements=[Replicate()])",
+                    uri=uri,
+                ) from None
         raise
     return items
 

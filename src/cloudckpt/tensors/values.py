@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
+from cloudckpt._torch_compat import ShardedTensor
 from cloudckpt.errors import ALLOW_PICKLE_HINT, UnsafePickleError, UnsupportedValueError
 from cloudckpt.format.wrapper_metadata import allowed_by_user
 from cloudckpt.tensors.unpickling import is_known, is_loadable, load_safely
 
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.device, torch.Size})
 _SEQUENCES = (list, tuple)
+_OF_RANKS = (DTensor, ShardedTensor)
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _INSTEAD = "its state as numbers, text, lists, dicts, tensors or arrays"
 
@@ -46,6 +49,14 @@ def check_value(value: object, name: str, *, uri: str) -> None:
             f"of the state dict, or save {_INSTEAD}",
             uri=uri,
         ) from error
+    if inspector.holds_shards:
+        path, part = _find_cause(value, name, _parts_and_attributes, is_cause=_holds_shards)
+        held = "is" if isinstance(part, _OF_RANKS) else "holds"
+        raise UnsupportedValueError(
+            f"cannot save {name!r} ({_describe(value)}) to {uri}: one rank stores it as one value, and {path!r} {held} "
+            "a tensor of several ranks, whose other shards would be lost. Put its tensors into a dict or a list",
+            uri=uri,
+        )
     if not inspector.refused:
         return
     path, part = _find_cause(value, name, _parts, is_cause=_is_refused)
@@ -126,6 +137,7 @@ class _Inspector(pickle.Pickler):
     def __init__(self) -> None:
         super().__init__(_NullFile(), protocol=2)
         self.refused: list[object] = []
+        self.holds_shards = False
         self._allowed = set(map(id, allowed_by_user().values()))
 
     def inspect(self, value: object) -> Exception | None:
@@ -139,6 +151,10 @@ class _Inspector(pickle.Pickler):
         return None
 
     def persistent_id(self, value: object) -> object:
+        """Keep storages, and tensors that several ranks hold, out of the pickle. pickle calls this for each object."""
+        if isinstance(value, _OF_RANKS):
+            self.holds_shards = True
+            return "shards"
         return "storage" if isinstance(value, _STORAGES) else None
 
     def reducer_override(self, value: object) -> Any:
@@ -155,6 +171,11 @@ class _NullFile:
 
 def _is_unpicklable(value: object) -> bool:
     return _Inspector().inspect(value) is not None
+
+
+def _holds_shards(value: object) -> bool:
+    inspector = _Inspector()
+    return inspector.inspect(value) is None and inspector.holds_shards
 
 
 def _is_refused(value: object) -> bool:
